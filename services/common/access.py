@@ -41,7 +41,7 @@ _CLOSED_TO_RUNS = frozenset(
     )
 )
 _NAMES_OF_SERVICES = frozenset({peer_name("controller"), peer_name("transferqueue")})
-_HEALTH = "/grpc.health.v1.Health/"
+HEALTH = "/grpc.health.v1.Health/"
 
 _refusals = RareLog(logger)
 _caller: ContextVar[str] = ContextVar("caller", default=SERVICES)
@@ -64,7 +64,7 @@ def know(identity: Identity, method: str, authorization: str) -> None:
     Raises:
         UnauthenticatedError: If the caller is not known.
     """
-    if not identity.is_known or method.startswith(_HEALTH):
+    if not identity.is_known or method.startswith(HEALTH):
         return
     try:
         _caller.set(identity.bearer(authorization))
@@ -84,7 +84,7 @@ def certify(method: str, names: Iterable[bytes]) -> None:
     Raises:
         PermissionDeniedError: If the certificate is another's.
     """
-    if method.startswith(_HEALTH):
+    if method.startswith(HEALTH):
         return
     bearer = _caller.get()
     if bearer == SERVICES:

@@ -11,10 +11,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from services.common import grpc_metrics, tracing
-from services.common.access import admit, certify, know
+from services.common.access import HEALTH, admit, certify, know
 from services.common.credentials import Identity, current_identity
 from services.common.errors import InternalError, InvalidArgumentError, ServiceError, to_status
 from services.common.tls import server_credentials
+from services.common.unknown_peers import UnknownPeers
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,9 @@ async def serve(
         InvalidArgumentError: If the address cannot be bound.
     """
     identity = current_identity()
+    peers = UnknownPeers()
     server = grpc.aio.server(
-        interceptors=[_Edge(identity, users or {})],
+        interceptors=[_Edge(identity, users or {}, peers)],
         options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)),
     )
     register(server)
@@ -86,7 +88,8 @@ async def serve(
     await server.start()
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
     try:
-        yield port
+        with peers.watching(port):
+            yield port
     finally:
         await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await server.stop(grace=STOP_GRACE_S)
@@ -98,9 +101,11 @@ class _Edge(grpc.aio.ServerInterceptor):
     Args:
         identity: By what callers are known.
         users: Services whose callers are known otherwise.
+        peers: Hears of connections whose peer is known.
     """
 
-    def __init__(self, identity: Identity, users: Mapping[str, Know]) -> None:
+    def __init__(self, identity: Identity, users: Mapping[str, Know], peers: UnknownPeers) -> None:
+        self._peers = peers
         self._identity = identity
         self._users = users
         self._guarded: dict[str, Any] = {}
@@ -138,7 +143,14 @@ class _Edge(grpc.aio.ServerInterceptor):
         admit(method, request)
 
     def _guard(self, handler: Any, method: str, *, is_users: bool) -> Any:
-        check = _read if is_users else self._check
+        sees = _read if is_users else self._check
+        is_open = method.startswith(HEALTH)
+
+        def check(method: str, request: Any, context: _Context) -> None:
+            sees(method, request, context)
+            if not is_open:
+                self._peers.know(context.peer())
+
         if handler.response_streaming:
             wrapped = _guard_stream(handler.unary_stream, method, check)
             factory: Any = grpc.unary_stream_rpc_method_handler

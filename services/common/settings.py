@@ -46,8 +46,8 @@ class ServiceSettings(BaseSettings):
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of ``/metrics`` on the host of ``bind``; 0 serves none."""
     metrics_token_file: Path | None = None
-    """File with the bearer token that whoever asks for metrics must show; without it they are shown to all who
-    reach the port. Metrics of the controller and the transferqueue name the runs of all projects."""
+    """File with the bearer token that whoever asks for metrics must show; without it all who reach the port
+    see them. Those of the controller and the transferqueue name the runs of all projects."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least level that is logged."""
     log_format: Literal["text", "json"] = "text"

@@ -23,6 +23,7 @@ from services.common.errors import (
     ServiceError,
 )
 from services.common.task_group import TaskGroup, unwrapped
+from services.common.unknown_peers import UnknownPeers
 from services.transferqueue import metrics
 from services.transferqueue.channels.arena_socket import serve_arena
 from services.transferqueue.channels.local_channel import LocalChannel
@@ -67,6 +68,7 @@ class DataPlane:
         self._puts = puts
         self._clients = clients
         self._knows_peers = False
+        self._peers = UnknownPeers()
         self._running: set[asyncio.Task[None]] = set()
         self._locals: set[LocalChannel] = set()
 
@@ -94,7 +96,9 @@ class DataPlane:
                         admission.encrypt(router, secret_key)
                     router.bind(f"tcp://{bind}")
                     self._socket = MessageSocket(router, self._on_network)
-                    yield int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+                    port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+                    with self._peers.watching(port):
+                        yield port
                     self._socket.close()
                     gate.close()
                     for task in self._running:
@@ -140,6 +144,8 @@ class DataPlane:
 
     def _on_network(self, frames: list[zmq.Frame]) -> None:
         peer, *message = frames
+        # Whoever sends a whole message has been admitted.
+        self._peers.know_fd(int(peer.get(zmq.SRCFD)))
         run_id = admission.run_of_peer(message[0]) if message and self._knows_peers else None
         reply = partial(self._send, peer.bytes)
         self._on_message(reply, [frame.buffer for frame in message], run_id)

@@ -1,0 +1,177 @@
+"""Bounds what connections of unknown peers cost the servers of gRPC and ZeroMQ, whose libraries do not.
+
+gRPC's core keeps the header frames of a call until their end, however many come, and libzmq allocates a frame
+before it knows its peer. Neither has a limit for all connections together, or lets a server accept them. So a
+thread looks at the kernel's count of what came over each connection to the port. Once unknown peers have
+sent too much together, it shuts down those that sent the most.
+"""
+
+import logging
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from services.common.rare_log import RareLog
+
+logger = logging.getLogger(__name__)
+
+MAX_UNKNOWN_BYTES = 8 << 20
+"""What all unknown peers of a port may have sent over the connections that are open."""
+MAX_UNKNOWN_CONNECTIONS = 1024
+_LOOKS_EVERY_S = 0.005
+_QUIET_LOOKS_EVERY_S = 0.05
+_KEPT_S = 5.0
+# tcpi_bytes_received of struct tcp_info (linux/tcp.h).
+_BYTES_RECEIVED = struct.Struct("128xQ")
+
+
+@dataclass(slots=True)
+class _Connection:
+    fd: int
+    inode: int
+    peer: str = ""
+    """As gRPC writes it."""
+    num_bytes: int = 0
+
+
+class UnknownPeers:
+    """Watches the connections to one TCP port of this process.
+
+    Args:
+        max_bytes: Bytes that unknown peers may have sent over the connections that are open.
+        max_connections: Connections of unknown peers at once; the oldest is shut down first.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_bytes: int = MAX_UNKNOWN_BYTES,
+        max_connections: int = MAX_UNKNOWN_CONNECTIONS,
+    ) -> None:
+        self._port = 0
+        self._max_bytes = max_bytes
+        self._max_connections = max_connections
+        self._known: dict[str, float] = {}
+        self._known_fds: set[int] = set()
+        self._found: dict[int, _Connection | None] = {}
+        """Sockets of this process by inode; None for those of other ports."""
+        self._log = RareLog(logger)
+        self._is_over = threading.Event()
+
+    def know(self, peer: str) -> None:
+        """Stop watching the connection of a peer, as gRPC names it: who it is is known."""
+        if peer not in self._known:
+            self._known[peer] = time.monotonic()
+
+    def know_fd(self, fd: int) -> None:
+        """As :meth:`know`, by the connection's descriptor in this process."""
+        self._known_fds.add(fd)
+
+    @contextmanager
+    def watching(self, port: int) -> Iterator[None]:
+        """Watch the connections to a port until the block ends."""
+        self._port = port
+        thread = threading.Thread(target=self._watch, name="unknown-peers", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            thread.join()
+
+    def _watch(self) -> None:
+        wait_s = _QUIET_LOOKS_EVERY_S
+        while not self._is_over.wait(wait_s):
+            wait_s = _LOOKS_EVERY_S if self.look() else _QUIET_LOOKS_EVERY_S
+
+    def look(self) -> int:
+        """Look once, and shut down what is too much; returns how many connections have unknown peers."""
+        self._find()
+        unknown = [each for each in self._found.values() if each and not self._is_known(each)]
+        for each in unknown:
+            each.num_bytes = _received(each)
+        surplus = unknown[: max(0, len(unknown) - self._max_connections)]
+        sent = sum(each.num_bytes for each in unknown)
+        if sent > self._max_bytes:
+            for each in sorted(unknown, key=lambda each: each.num_bytes, reverse=True):
+                surplus.append(each)
+                sent -= each.num_bytes
+                if sent <= self._max_bytes // 2:
+                    break
+        for each in surplus:
+            self._log.warning("a connection of an unknown peer was ended", peer=each.peer)
+            if (own := _duplicate(each)) is not None:
+                with own, suppress(OSError):  # the peer is gone
+                    own.shutdown(socket.SHUT_RDWR)
+        return len(unknown)
+
+    def _is_known(self, connection: _Connection) -> bool:
+        return connection.peer in self._known or connection.fd in self._known_fds
+
+    def _find(self) -> None:
+        """Find new connections, and forget those that are gone."""
+        before, self._found = self._found, {}
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 -- often, and of thousands
+            fd = int(name)
+            with suppress(OSError):  # closed meanwhile
+                status = os.fstat(fd)
+                if stat.S_ISSOCK(status.st_mode):
+                    inode = status.st_ino
+                    known = before[inode] if inode in before else self._connection(fd, inode)
+                    self._found[inode] = known
+        gone = [each for inode, each in before.items() if each and inode not in self._found]
+        self._known_fds.difference_update(each.fd for each in gone)
+        open_peers = {each.peer for each in self._found.values() if each}
+        forgotten = time.monotonic() - _KEPT_S
+        for peer, since in list(self._known.items()):
+            if peer not in open_peers and since < forgotten:
+                del self._known[peer]
+
+    def _connection(self, fd: int, inode: int) -> _Connection | None:
+        connection = _Connection(fd, inode)
+        if (own := _duplicate(connection)) is None:
+            return None
+        with own, suppress(OSError):  # one that listens has no peer
+            if own.family in (socket.AF_INET, socket.AF_INET6):
+                connection.peer = _named(*own.getpeername()[:2])
+                return connection if own.getsockname()[1] == self._port else None
+        return None
+
+
+def _duplicate(connection: _Connection) -> socket.socket | None:
+    """The connection's socket, which its owner may close meanwhile; None if it did."""
+    own = -1
+    try:
+        own = os.dup(connection.fd)
+        if os.fstat(own).st_ino == connection.inode:
+            return socket.socket(fileno=own)
+    except OSError:
+        pass
+    if own >= 0:
+        os.close(own)
+    return None
+
+
+def _received(connection: _Connection) -> int:
+    """Bytes that came over a connection, by the kernel's count."""
+    with suppress(OSError, struct.error):  # it was closed meanwhile
+        # Without a duplicate: a look at another socket by mistake does no harm, and this is done often.
+        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=connection.fd)
+        try:
+            info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+            return int(_BYTES_RECEIVED.unpack(info)[0])
+        finally:
+            borrowed.detach()
+    return 0
+
+
+def _named(address: str, port: int) -> str:
+    """An address as gRPC writes it: IPv4 as such where a socket of IPv6 takes it."""
+    address = address.removeprefix("::ffff:")
+    return f"ipv6:%5B{address}%5D:{port}" if ":" in address else f"ipv4:{address}:{port}"
