@@ -82,7 +82,7 @@ class Evaluator:
 
         Args:
             evaluated: Versions that it evaluated.
-            begun: What it did not bring to an end; it is begun again if its version is still served.
+            begun: What a pause or a death interrupted; it is repeated under the first weights served.
         """
         self._evaluated, self._begun = evaluated, begun
         left = await self._queue.get_batch(self._partition)
@@ -92,13 +92,13 @@ class Evaluator:
     async def published(self, version: int, *, step: int, is_last: bool = False) -> None:
         """The rollouts serve ``version``, the weights of ``step``; evaluate it if it is its turn."""
         self._version = version
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            self._ask(begun.version, begun.reason)
         reason = self._reason(step, is_last=is_last)
         self._step = step
         if version in self._evaluated:
             reason = None
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            reason = _repeated(begun, version=version, due=reason)
         if reason is None and self._mailbox.get("evaluate") is not None:
             reason = "manual"
         current = self._turns.current
@@ -107,6 +107,11 @@ class Evaluator:
         await self._notify()
         if self.is_busy and self._spec.now.validation.mode == "barrier":
             await self.idle()
+
+    @property
+    def interrupted(self) -> int | None:
+        """Version whose evaluation was interrupted and is not repeated yet."""
+        return None if self._begun is None else self._begun.version
 
     @property
     def is_busy(self) -> bool:
@@ -337,6 +342,17 @@ class Evaluator:
             is_greedy=bool(meta.tag("greedy")[0]),
             terms=str(meta.tag("terms")[0]),
         )
+
+
+def _repeated(begun: BegunEvaluation, *, version: int, due: Reason | None) -> Reason:
+    """Why a version is evaluated that is served first after an evaluation was interrupted.
+
+    The interrupted version may be gone: training went on, and nobody holds its weights. Then the version that
+    is served now takes its turn, but not as the initial one, which scores the model before training.
+    """
+    if begun.version == version:
+        return begun.reason
+    return due or ("periodic" if begun.reason == "initial" else begun.reason)
 
 
 def _has_reward(meta: KVBatchMeta) -> bool:

@@ -163,8 +163,13 @@ class LiveRun:
                 self.step = self.begun
         served_step = self.published - self.version_offset
         is_due = served_step < self.step and self.is_published
-        is_due |= self.shifts.are_needed  # engines that slept have no weights
-        if self.parts.served != self.published or is_due:
+        # Engines that slept have no weights.
+        is_served = self.parts.served == self.published and not self.shifts.are_needed
+        if is_served and is_due and self.evaluator.interrupted == self.published:
+            # Its evaluation is repeated before another version takes its place.
+            await self.publishing.already(served_step)
+            await self.offer()
+        elif is_due or not is_served:
             await self.publish()
         else:
             if served_step == self.step:

@@ -240,18 +240,28 @@ async def test_a_version_that_is_evaluated_again_is_answered_again():
         stage.end()
 
 
-async def test_what_an_earlier_loop_began_is_begun_again_if_it_is_still_served():
-    for served, results in ((4, [(4, "ok", 6)]), (5, [(4, "missed", 0)])):
-        async with asyncio.TaskGroup() as tasks:
-            stage = Stage(tasks)
-            await stage.evaluator.restore({0}, BegunEvaluation(4, "manual"))
-            await stage.evaluator.published(served, step=served)
-            if served == 4:
-                await stage.rollouts.has_started.wait()
-                stage.answer()
-            await stage.evaluator.idle()
-            assert stage.results == results
-            stage.end()
+@pytest.mark.parametrize(
+    ("begun", "served", "reason"),
+    [
+        (BegunEvaluation(4, "manual"), 4, "manual"),
+        (BegunEvaluation(4, "manual"), 5, "manual"),
+        (BegunEvaluation(2, "periodic"), 4, "periodic"),
+        (BegunEvaluation(0, "initial"), 5, "periodic"),
+    ],
+)
+async def test_an_interrupted_evaluation_is_repeated_under_what_is_served(begun, served, reason):
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        await stage.evaluator.restore((), begun)
+        assert stage.evaluator.interrupted == begun.version
+        await stage.evaluator.published(served, step=served)
+        await stage.rollouts.has_started.wait()
+        stage.answer()
+        await stage.evaluator.idle()
+        assert stage.evaluator.interrupted is None
+        assert stage.told[0] == BegunEvaluation(served, reason)
+        assert stage.results == [(served, "ok", 6)]
+        stage.end()
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
