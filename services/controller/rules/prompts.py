@@ -156,9 +156,22 @@ def shuffled(index: int, num_rows: int, *, key: int) -> int:
             return index
 
 
-def sample_seed(run_seed: int, group_sequence: int, member: int) -> int:
-    """Seed of one sample: the same for every try, different between all samples of a run."""
-    return _mixed(run_seed, group_sequence, member) & ((1 << 62) - 1)
+def sample_seed(run_seed: int, group_sequence: int, member: int, *, failures: int = 0) -> int:
+    """Seed of one sample, different between all samples of a run.
+
+    An attempt after an interruption or a loss draws the same tokens. One after a failure draws others: the
+    same ones would fail again.
+
+    Args:
+        run_seed: Seed of the run.
+        group_sequence: Order of admission of the group.
+        member: Place of the sample in the group.
+        failures: Attempts of the group that failed.
+    """
+    seed = _mixed(run_seed, group_sequence, member)
+    if failures:
+        seed = _mixed(seed, failures, 0)
+    return seed & ((1 << 62) - 1)
 
 
 def _mixed(first: int, second: int, third: int) -> int:

@@ -244,7 +244,10 @@ class Handout:
             row=row,
             partition_id=self._partition,
             members=tuple(members),
-            seeds=tuple(sample_seed(self._spec.now.seed, group.sequence, m) for m in members),
+            seeds=tuple(
+                sample_seed(self._spec.now.seed, group.sequence, member, failures=group.failures)
+                for member in members
+            ),
             temperatures=pick(self._temperatures, members),
             tried=self._tried(group),
         )
