@@ -57,7 +57,7 @@ test-system: # A browser, a sandbox, and what Mooncake Store links against: with
 test-nightly: $(READY) ## Every algorithm over three seeds and its controls, the whole matrix of faults, long fuzzing
 	$(BIN)/python -m pytest -m nightly -o addopts='--import-mode=importlib --strict-markers -ra'
 
-test-faults: $(READY) ## Every kind of fault, then two hundred random kills; an hour (OPTIONS="table --minutes 4" for a piece)
+test-faults: $(READY) ## Every kind of fault, then three hundred random kills over every kind of run; hours (OPTIONS="table --minutes 4" for a piece)
 	$(BIN)/python -m tests.faults $(OPTIONS)
 
 test-api: $(READY) ## The REST API against a live server, as two tenants, at length

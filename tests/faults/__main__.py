@@ -1,6 +1,7 @@
 """Faults in training runs of real processes: ``python -m tests.faults [table] [kills] [--minutes N]``.
 
-``table`` has every kind of fault once (``--only`` names some), ``kills`` two hundred random kills. Both add
+``table`` has every kind of fault once (``--only`` names some), ``kills`` three hundred random kills over
+every kind of run, where every trained token is checked against the bound on staleness. Both add
 to ``bench/results/faults.json`` under the newest commit that changed the services, also what failed, and go
 on with what this commit lacks: it can be done in pieces. Services that differ from that commit are refused.
 """
@@ -14,14 +15,14 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.faults.kills import run_and_kill
+from tests.faults.kills import KINDS, tried
 from tests.faults.small_disk import NoNamespacesError
 from tests.faults.table import FAULTS, suffer
 from tests.helpers.cli import REPOSITORY
 
 RESULTS = REPOSITORY / "bench" / "results" / "faults.json"
 SOURCES = ("services", "proto")
-KILLS = 200
+KILLS = 300
 
 
 def git(*arguments: str) -> str:
@@ -34,16 +35,6 @@ def git(*arguments: str) -> str:
         check=True,
     )
     return done.stdout.strip()
-
-
-def tried(seed: int) -> dict[str, Any]:
-    """One run; its failure is a result too."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            return run_and_kill(Path(folder), seed)
-        except (AssertionError, subprocess.TimeoutExpired) as error:
-            traceback.print_exc()
-            return {"seed": seed, "killed": {}, "failure": type(error).__name__}
 
 
 def suffered(name: str) -> dict[str, Any]:
@@ -81,14 +72,16 @@ def make_faults(results: dict[str, Any], commit: str, names: list[str], end: flo
 
 
 def make_kills(results: dict[str, Any], commit: str, end: float) -> list[int]:
-    """Kill at random, until the time is over; returns the seeds that the commit failed."""
+    """Kill at random, one kind of run after the other, until the time is over; returns the failed seeds."""
     runs = results["runs"]
     seed = 0
     while num_kills(runs, commit) < KILLS and time.monotonic() < end:
         if any((run["commit"], run["seed"]) == (commit, seed) for run in runs):
             seed += 1
             continue
-        runs.append({"commit": commit, **tried(seed)})
+        kind = [*KINDS][seed % len(KINDS)]
+        with tempfile.TemporaryDirectory() as folder:
+            runs.append({"commit": commit, **tried(Path(folder), seed, kind)})
         results["kills"] = {name: num_kills(runs, name) for name in {r["commit"] for r in runs}}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         print(json.dumps(runs[-1]), flush=True)

@@ -1,84 +1,134 @@
-"""A training run whose processes are killed at random."""
+"""Training runs of every kind whose processes are killed at random.
+
+Each kind puts other rules to work: the bound itself, responses that several rollouts continue, GPUs that both
+sides take turns on, a trainer of two ranks. Batches wait for groups that would be stale, for as long as that
+takes: no group may be over its bound then. Where tokens are masked instead, none over the bound may train.
+"""
 
 import random
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.faults.training import processes_of
-from tests.helpers.cli import SORT4, command, environment
+from tests.faults.training import Training, processes_of
 from tests.helpers.ledger_check import check_run
+from tests.helpers.plumbing import write_plumbing
 
 KILLS_PER_RUN = 12
 
 VICTIMS = ("controller", "rollout-0", "rollout-1", "trainer", "transferqueue")
 
+_SEGMENTS = (
+    "rollout.partial_rollout=true",
+    "rollout.segment_tokens=8",
+    "rollout.max_response_tokens=120",
+)
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "lag 0": ("algorithm.max_staleness=0",),
+    "lag 1": ("algorithm.max_staleness=1",),
+    "lag 2": ("algorithm.max_staleness=2", "rollout.max_response_tokens=60"),
+    "lag 4": ("algorithm.max_staleness=4", "rollout.max_response_tokens=60"),
+    "segments": ("algorithm.max_staleness=2", *_SEGMENTS),
+    "segments, masked": ("algorithm.max_staleness=2", "algorithm.on_stale=mask", *_SEGMENTS),
+    "colocated": ("topology.placement=colocated",),
+    "mixed": (
+        "topology.placement=mixed",
+        "algorithm.max_staleness=2",
+        "rollout.max_response_tokens=60",
+    ),
+    "adapters": ("trainer.lora={rank: 4}", "rollout.max_response_tokens=30"),
+    "two trainer ranks": ("trainer.world_size=2", "rollout.max_response_tokens=30"),
+}
+"""Settings of each kind of run, besides those of all."""
+
+_COMMON = (
+    "rollout.replicas=2",
+    # A checkpoint has unfinished responses too, which a killed transferqueue comes back with.
+    "trainer.checkpoint.every=3",
+    "limits.max_restarts=200",
+    "algorithm.stale_wait_timeout_s=3600",
+    "samples.groups_per_step=1000",
+    "samples.heldout_prompts=0",
+)
+_MOST_STEPS_BETWEEN = 5
+_MOST_SECONDS_BETWEEN = 25.0
+
 
 def kill_at_random(
-    process: subprocess.Popen, chooser: random.Random, kills: int, victims: Sequence[str] = VICTIMS
+    training: Training, chooser: random.Random, kills: int, victims: Sequence[str] = VICTIMS
 ) -> list[str]:
-    """Kill services while the command runs; returns who was killed."""
+    """Kill services while the command runs, from its first step on; returns who was killed.
+
+    Some kills hit what the one before left to recover, others a run that went on for some steps.
+    """
     killed: list[str] = []
+    process = training.process
     root = psutil.Process(process.pid)
-    while process.poll() is None and "controller" not in processes_of(root):
+    while process.poll() is None and training.step() < 1:
         time.sleep(0.2)
     while process.poll() is None and len(killed) < kills:
-        time.sleep(chooser.uniform(1.0, 8.0))
+        step = training.step() + chooser.randint(0, _MOST_STEPS_BETWEEN)
+        end = time.monotonic() + chooser.uniform(1.0, _MOST_SECONDS_BETWEEN)
+        while process.poll() is None and training.step() < step and time.monotonic() < end:
+            time.sleep(0.1)
+        time.sleep(chooser.uniform(0.0, 1.0))
         name = chooser.choice(victims)
         victim = processes_of(root).get(name) if root.is_running() else None
         if victim is not None and victim.is_running():
-            killed.append(name)
             victim.kill()
+            killed.append(name)
     return killed
 
 
 def run_and_kill(
     folder: Path,
     seed: int,
-    *changes: str,
+    kind: str = "lag 1",
+    *,
     kills: int = KILLS_PER_RUN,
-    steps: int = 80,
+    steps: int = 60,
     victims: Sequence[str] = VICTIMS,
+    timeout_s: float = 1200.0,
 ) -> dict[str, Any]:
-    """Train sort4 in a folder while its processes are killed; returns what it went through.
+    """Train in a folder while the run's processes are killed; returns what it went through.
 
     Args:
         folder: Where the run keeps its state.
         seed: Of the order and the moments of the kills.
-        changes: Settings that differ from the example.
+        kind: Of the run.
         kills: How many at most.
         steps: How long it trains.
         victims: Who may be killed.
+        timeout_s: How long the run may go on after the last kill.
 
     Raises:
-        AssertionError: If the run failed or its ledger does not close.
+        AssertionError: If the run failed, its ledger does not close, or it trained beyond its bound.
+        subprocess.TimeoutExpired: If it does not end.
     """
     state = folder / "runs"
-    settings = (
-        f"trainer.steps={steps}",
-        "trainer.checkpoint.every=5",
-        "limits.max_restarts=100",
-        *changes,
-    )
-    arguments = [argument for setting in settings for argument in ("--set", setting)]
-    with (folder / "output.txt").open("w") as output:
-        process = subprocess.Popen(
-            command("run", SORT4, "--state-directory", state, *arguments),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-            start_new_session=True,
-        )
-        try:
-            killed = kill_at_random(process, random.Random(seed), kills, victims)
-            code = process.wait(600)
-        finally:
-            process.kill()
-    text = (folder / "output.txt").read_text()
-    assert code == 0, f"{killed}\n{text[-4000:]}"
-    return {"seed": seed, "killed": dict(Counter(killed)), **check_run(state)}
+    settings = (f"trainer.steps={steps}", *_COMMON, *KINDS[kind])
+    training = Training(write_plumbing(folder), state, *settings)
+    training.start()
+    try:
+        killed = kill_at_random(training, random.Random(seed), kills, victims)
+        code = training.process.wait(timeout_s)
+    finally:
+        training.close()
+    assert code == 0, f"{killed}\n{training.output[-4000:]}"
+    facts = check_run(state)
+    assert facts["samples_checked"] > 0
+    return {"seed": seed, "kind": kind, "killed": dict(Counter(killed)), **facts}
+
+
+def tried(folder: Path, seed: int, kind: str) -> dict[str, Any]:
+    """One run; its failure is a result too."""
+    try:
+        return run_and_kill(folder, seed, kind)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        why = f"{type(error).__name__}: {error}"
+        return {"seed": seed, "kind": kind, "killed": {}, "failure": why[:2000]}

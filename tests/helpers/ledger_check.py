@@ -2,14 +2,19 @@
 
 import json
 import sqlite3
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 
 def check_run(state_directory: Path) -> dict[str, int]:
     """Check the only run of a state directory; returns what it went through.
 
-    Every issued prompt is in one place, none was trained twice, none was too stale, versions only grew,
-    events have no gap.
+    Every issued prompt is in one place, none was trained twice, no token over the bound was in the loss,
+    versions only grew, events have no gap.
     """
     with sqlite3.connect(state_directory / "slipstream.db") as connection:
         connection.row_factory = sqlite3.Row
@@ -29,12 +34,21 @@ def check_run(state_directory: Path) -> dict[str, int]:
     num_steps = spec["trainer"]["steps"] or len(steps)
     assert [step["step"] for step in steps] == list(range(1, num_steps + 1))
     assert all(step["is_committed"] for step in steps)
+    algorithm = spec["algorithm"]
+    bound = algorithm["max_staleness"]
     # Answers that rows have were sampled by no version.
-    sampled = [] if spec["algorithm"]["loss"] == "sft" else steps
+    sampled = [] if algorithm["loss"] == "sft" else steps
     for step in sampled:
+        assert json.loads(step["metrics_json"])["staleness_max"] <= bound, step["step"]
         for sequence, _, _, oldest in json.loads(step["groups_json"]):
             staleness = step["weight_version"] - oldest
-            assert 0 <= staleness <= spec["algorithm"]["max_staleness"], (step["step"], sequence)
+            # Under "mask" a group may have tokens over the bound: its tokens are looked at below.
+            most = staleness if algorithm["on_stale"] == "mask" else bound
+            assert 0 <= staleness <= most, (step["step"], sequence)
+    summary = json.loads(run["summary_json"])["staleness"]
+    assert summary["max"] <= summary["bound"] == bound, summary
+    kept = state_directory / "samples" / f"{run['run_id']}.db"
+    checked = check_trained_tokens(kept, sampled, bound) if kept.exists() and sampled else {}
     published = _data(events, "WeightsPublished")
     versions = [data["version"] for data in published]
     assert versions == sorted(versions)
@@ -45,7 +59,59 @@ def check_run(state_directory: Path) -> dict[str, int]:
         "dead": len(dead),
         "losses": len(_data(events, "WorkerLost")),
         "rewinds": len(_data(events, "Rewound")),
+        **checked,
     }
+
+
+def check_trained_tokens(path: Path, steps: Sequence[sqlite3.Row], bound: int) -> dict[str, int]:
+    """Check every token that the trainer had in its loss, by the loss mask that it reported of kept samples.
+
+    Args:
+        path: The kept samples of the run, which all processes have closed.
+        steps: Its committed steps.
+        bound: ``algorithm.max_staleness``.
+
+    Returns:
+        Samples that were looked at, and their tokens that trained and that did not.
+    """
+    versions = {step["step"]: step["weight_version"] for step in steps}
+    attempts = {
+        (step["step"], sequence): attempt
+        for step in steps
+        for sequence, _, attempt, _ in json.loads(step["groups_json"])
+    }
+    counts = {"samples_checked": 0, "trained_tokens": 0, "untrained_tokens": 0, "oldest_trained": 0}
+    for row, facts in _kept(path):
+        sequence = int(facts["group_id"].removeprefix("g"))
+        runs = array("i", row["version_runs"])
+        pairs = zip(runs[::2], runs[1::2], strict=True)
+        tokens = list(chain.from_iterable(repeat(version, count) for version, count in pairs))
+        mask = row["loss_mask"]
+        # A step that was made anew trained another attempt than the one that is kept of it.
+        is_committed = attempts.get((row["step"], sequence)) == facts["attempt"]
+        if not is_committed or len(tokens) != len(mask):
+            continue
+        trained = [version for version, is_trained in zip(tokens, mask, strict=True) if is_trained]
+        staleness = versions[row["step"]] - min(trained, default=versions[row["step"]])
+        assert 0 <= staleness <= bound, (row["step"], row["id"], staleness)
+        counts["samples_checked"] += 1
+        counts["trained_tokens"] += len(trained)
+        counts["untrained_tokens"] += len(tokens) - len(trained)
+        counts["oldest_trained"] = max(counts["oldest_trained"], staleness)
+    return counts
+
+
+def _kept(path: Path) -> Iterator[tuple[sqlite3.Row, Mapping[str, Any]]]:
+    """What the trainer reported of each kept sample, with its facts."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.row_factory = sqlite3.Row
+        rows = connection.execute(
+            "SELECT training.id, training.step, loss_mask, version_runs, facts.facts FROM training "
+            "JOIN contents ON contents.id = training.id "
+            "JOIN samples AS facts ON facts.id = training.id WHERE facts.split = 'train'"
+        )
+        for row in rows:
+            yield row, json.loads(row["facts"])
 
 
 def _data(events: list[sqlite3.Row], kind: str) -> list[dict]:
