@@ -113,11 +113,11 @@ ALL = (
         expression="max by (run) (slipstream_staleness_violations_total) > 0",
         lasts="0m",
         severity="page",
-        summary="Run {{ $labels.run }} trained {{ $value }} samples beyond its staleness bound",
-        meaning="A sample older than the bound was trained. The gate makes this impossible, so it is a defect of Slipstream, and the run's result is in doubt.",
+        summary="Run {{ $labels.run }} trained tokens over its staleness bound",
+        meaning="A step trained tokens older than `algorithm.max_staleness`. Ledger, batches and the loss mask exclude this, so it is a defect of Slipstream: the run fails with `StalenessError`, and its result is in doubt.",
         actions=(
             "Keep the run's database and logs, and report the defect.",
-            "Note the step of the first violation in the events; results up to it stand.",
+            "Read the step in the run's message; the steps and checkpoints before it stand.",
         ),
     ),
     Alert(

@@ -175,7 +175,7 @@ STALENESS = Dashboard(
         ),
         Panel(
             "Bound violations",
-            "Samples trained beyond the bound. Anything but 0 is a defect.",
+            "Steps that trained tokens over the bound. Anything but 0 is a defect.",
             total("slipstream_staleness_violations_total", "run"),
             kind="stat",
         ),

@@ -15,11 +15,11 @@ LATE_GROUPS = Counter(
     "slipstream_late_groups_total", "Results of groups that had been given to another rollout."
 )
 STALENESS_VIOLATIONS = Counter(
-    "slipstream_staleness_violations_total", "Samples trained beyond the bound.", ["run"]
+    "slipstream_staleness_violations_total", "Steps that trained tokens over the bound.", ["run"]
 )
 SAMPLE_STALENESS = Histogram(
     "slipstream_sample_staleness_versions",
-    "Trained samples by their staleness.",
+    "Trained samples by the staleness of their oldest trained token.",
     ["run"],
     buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
 )
@@ -69,13 +69,10 @@ for _reason in ("rate_limited", "too_many_streams"):
     API_REFUSALS.labels(_reason)
 
 
-def observe_step(
-    run: str, step: int, trained: Mapping[str, float], prompts: Mapping[str, int]
-) -> None:
+def observe_step(run: str, step: int, prompts: Mapping[str, int]) -> None:
     """Record a committed step."""
     RUN_STEP.labels(run).set(step)
     LAST_PROGRESS.labels(run).set_to_current_time()
-    STALENESS_VIOLATIONS.labels(run).inc(trained.get("staleness_violations", 0))
     for state, count in prompts.items():
         if state != "issued":
             PROMPTS.labels(run, state).set(count)

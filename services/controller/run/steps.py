@@ -32,6 +32,10 @@ _MOST_TOLD = 8
 """Samples that a message names."""
 
 
+class StalenessError(RuntimeError):
+    """A step trained tokens over the bound: the run's result is in doubt, so the run fails."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
     """Trains steps of one run, each exactly once."""
@@ -110,7 +114,11 @@ class Steps:
             **self._set_scores(batch, samples),
         }
         trained = replace(trained, metrics={**trained.metrics, **own})
-        spread = spread_of(samples, weight_version=version)
+        spread = spread_of(
+            samples,
+            weight_version=version,
+            max_staleness=self.spec.now.algorithm.max_staleness,
+        )
         await self._commit(step, batch, trained, spread=spread, begin=begin, wait_s=wait_s)
         await self.generation.release(stored)
 
@@ -157,9 +165,10 @@ class Steps:
         """Record a step and everything it consumed, in one transaction."""
         begin_ns = time.time_ns()
         numbers = _finite(trained.metrics)
+        self._check_staleness(step, numbers)
         self.ledger.consume(batch)
         self.progress.stepped(numbers)
-        metrics.observe_step(self.run_id, step, numbers, self.ledger.counts())
+        metrics.observe_step(self.run_id, step, self.ledger.counts())
         metrics.observe_staleness(self.run_id, spread.get("staleness", {}))
         use = self.meter.measure(self.parts.replicas, time.perf_counter() - begin)
         data: dict[str, Any] = {
@@ -187,6 +196,17 @@ class Steps:
         tracing.record(
             "group.settle", self._traces(batch), begin_ns=begin_ns, step=step, outcome="consumed"
         )
+
+    def _check_staleness(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Raise a StalenessError if a token over the bound was in the loss of a step."""
+        bound, oldest = self.spec.now.algorithm.max_staleness, numbers.get("staleness_max", 0.0)
+        if oldest > bound:
+            metrics.STALENESS_VIOLATIONS.labels(self.run_id).inc()
+            raise StalenessError(
+                f"step {step} trained tokens that were {oldest:.0f} weight versions old, but "
+                f"algorithm.max_staleness is {bound}; this is a defect of Slipstream: report it, with the "
+                "run's database and logs"
+            )
 
     def _set_scores(self, batch: Sequence[Group], samples: KVBatchMeta) -> dict[str, float]:
         """Scores by set, where there are several."""

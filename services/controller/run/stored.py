@@ -244,18 +244,25 @@ def set_scores(samples: KVBatchMeta, sets: Mapping[str, str]) -> dict[str, float
     return scores
 
 
-def spread_of(samples: KVBatchMeta, *, weight_version: int) -> dict[str, Histogram]:
+def spread_of(
+    samples: KVBatchMeta, *, weight_version: int, max_staleness: int
+) -> dict[str, Histogram]:
     """How the samples of a step spread; nothing without any.
+
+    Tokens over the bound do not train: a sample that has some counts as one at the bound.
 
     Args:
         samples: The batch.
         weight_version: Version that the step is trained from.
+        max_staleness: The bound.
     """
     if not samples.num_keys:
         return {}
+    limit = weight_version - max_staleness
     oldest = cast("Sequence[int]", samples.tag("v_min"))
+    trained = (max(one, limit) for one in oldest if one >= 0)
     return {
-        "staleness": histogram(weight_version - one for one in oldest if one >= 0),
+        "staleness": histogram(weight_version - one for one in trained),
         "response_tokens": histogram(cast("Sequence[int]", samples.tag("response_tokens"))),
     }
 

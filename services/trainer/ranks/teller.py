@@ -104,8 +104,8 @@ def _facts(row: Mapping[str, Tensor], weight_version: int) -> dict[str, float | 
     if "rollout_logprobs" in row:
         ratios = (row["trained_logprobs"] - row["rollout_logprobs"]).clamp(max=_MAX_LOG_RATIO)
         facts["ratio"] = _mean(ratios.exp(), mask)
-    if "token_versions" in row and bool(row["response_mask"].any()):
-        facts["staleness"] = weight_version - int(row["token_versions"][row["response_mask"]].min())
+    if "token_versions" in row and bool(mask.any()):
+        facts["staleness"] = weight_version - int(row["token_versions"][mask].min())
     return facts
 
 

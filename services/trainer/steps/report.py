@@ -44,14 +44,21 @@ def describe_updates(updates: Sequence[Update]) -> dict[str, float]:
     }
 
 
-def describe_batch(weight_version: int, samples: Samples, cohort: Cohort, tally: Tally) -> None:
+def describe_batch(
+    weight_version: int, samples: Samples, cohort: Cohort, tally: Tally, *, max_staleness: int
+) -> None:
     """Count what a rank's samples are like, before they are trained.
+
+    ``staleness_mean`` and ``staleness_max`` are of the oldest trained token of each sequence: what the bound
+    holds for. ``staleness_head`` and the other :func:`~diagnostics.staleness_terms` are of all sampled
+    tokens, and ``stale_token_fraction`` is the part of these that is masked for being over the bound.
 
     Args:
         weight_version: Number of the weights that the step starts from.
         samples: This rank's samples.
         cohort: The whole batch. Failed samples and greedy baselines have no reward that counts.
         tally: Receives the terms.
+        max_staleness: ``algorithm.max_staleness``.
     """
     everything = torch.ones_like(samples.rewards, dtype=torch.bool)
     first = samples.is_first
@@ -66,19 +73,27 @@ def describe_batch(weight_version: int, samples: Samples, cohort: Cohort, tally:
     tally.mean("response_length_mean", segments.lengths.float(), everything)
     tally.mean("trained_token_fraction", samples.tokens["loss_mask"].float(), mask)
     if "token_versions" in samples.tokens:
+        versions, trains = samples.tokens["token_versions"], samples.tokens["loss_mask"]
         per_token, per_sequence = diagnostics.staleness_terms(
-            samples.tokens["token_versions"], mask, segments, weight_version=weight_version
+            versions, mask, segments, weight_version=weight_version
         )
         has_tokens = segments.count(mask) > 0
         for name, values in per_token.items():
             tally.mean(name, values, mask)
         for name, values in per_sequence.items():
             tally.mean(name, values, has_tokens)
-        tally.max("staleness_max", per_sequence["staleness_head"], has_tokens)
+        is_stale = weight_version - versions > max_staleness
+        tally.mean("stale_token_fraction", is_stale.float(), mask)
+        _, trained = diagnostics.staleness_terms(
+            versions, trains, segments, weight_version=weight_version
+        )
+        is_trained = segments.count(trains) > 0
+        tally.mean("staleness_mean", trained["staleness_head"], is_trained)
+        tally.max("staleness_max", trained["staleness_head"], is_trained)
 
 
 def derive(means: Mapping[str, float], spec: RunSpec) -> dict[str, float]:
-    """Add what is no mean itself: standard deviation, effective sample size, mean staleness.
+    """Add what is no mean itself: standard deviation and effective sample size.
 
     Args:
         means: Over all ranks.
@@ -94,7 +109,7 @@ def derive(means: Mapping[str, float], spec: RunSpec) -> dict[str, float]:
         del metrics["reward_mean"], metrics["score_mean"]
     square = metrics.pop("is_weight_square")
     metrics["ess"] = metrics["is_weight_mean"] ** 2 / square if square > 0 else 1.0
-    metrics["staleness_mean"] = metrics.get("staleness_head", 0.0)
+    metrics.setdefault("staleness_mean", 0.0)
     return metrics
 
 

@@ -228,7 +228,13 @@ class StepRunner:
         with timer("advantage"):
             samples = self._with_advantages(samples, cohort, tally)
             samples = self._objective.look_ahead(samples, self._ranks)
-        describe_batch(weight_version, samples, cohort, tally)
+        describe_batch(
+            weight_version,
+            samples,
+            cohort,
+            tally,
+            max_staleness=self._spec.algorithm.max_staleness,
+        )
         return samples, plan
 
     def _with_frozen_logprobs(self, samples: Samples, plan: StepPlan, timer: PhaseTimer) -> Samples:

@@ -69,7 +69,7 @@ CASES = [
         "SlipstreamStalenessViolated",
         {'slipstream_staleness_violations_total{run="r"}': "0x5 2x10"},
         severity="page", run="r", quiet_at="3m", fires_at="8m",
-        summary="Run r trained 2 samples beyond its staleness bound",
+        summary="Run r trained tokens over its staleness bound",
     ),
     _case(
         "SlipstreamWeightSyncSlow",

@@ -77,8 +77,24 @@ def test_tokens_that_are_too_stale_do_not_train() -> None:
     policy = policy_of(spec)
     queue = random_queue(policy, version=0)
     metrics = rank_of(spec, policy, queue).train(3, queue.meta).metrics
-    assert metrics["staleness_max"] == 2
+    assert metrics["stale_token_fraction"] == 1
     assert metrics["trained_tokens"] == 0
+    assert metrics["staleness_max"] == 0, "no token over the bound trains"
+
+
+def test_staleness_is_that_of_the_tokens_that_train() -> None:
+    spec = spec_of(algorithm={"max_staleness": 1})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    runs = [
+        torch.tensor([[0, 1], [2, length - 1]], dtype=torch.int32)
+        for length in queue.fields["response_ids"].lengths.tolist()
+    ]
+    queue = queue.replaced(version_runs=Jagged.from_list(runs))
+    metrics = rank_of(spec, policy, queue).train(4, queue.meta).metrics
+    assert metrics["staleness_max"] == metrics["staleness_mean"] == 1
+    assert metrics["staleness_head"] > 1, "the oldest sampled token is over the bound, and masked"
+    assert 0 < metrics["stale_token_fraction"] < 1
 
 
 def test_older_tokens_of_a_response_may_be_context_only() -> None:

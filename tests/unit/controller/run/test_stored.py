@@ -37,10 +37,18 @@ def group(number):
 
 
 def test_the_spread_of_a_batch_is_by_its_oldest_version_and_its_length():
-    tags = {"v_min": (4, 5, -1), "response_tokens": (7, 100, 0)}  # the last one failed
+    # The last one failed.
+    tags = {"v_min": (4, 5, -1), "response_tokens": (7, 100, 0)}
     batch = KVBatchMeta(partition_id="run_1/train", keys=("a.0", "a.1", "a.2"), tags=tags)
-    spread = spread_of(batch, weight_version=5)
+    spread = spread_of(batch, weight_version=5, max_staleness=1)
     assert spread == {"staleness": {"0": 1, "1": 1}, "response_tokens": {"0": 1, "8": 1, "128": 1}}
+
+
+def test_a_sample_counts_as_old_as_what_trains_of_it():
+    tags = {"v_min": (2,), "response_tokens": (7,)}
+    batch = KVBatchMeta(partition_id="run_1/train", keys=("a.0",), tags=tags)
+    spread = spread_of(batch, weight_version=5, max_staleness=1)
+    assert spread["staleness"] == {"1": 1}, "its older tokens are masked"
 
 
 def test_the_95th_percentile_of_lengths_is_one_of_them_and_leaves_out_failed_ones():
