@@ -68,10 +68,12 @@ def no_reward() -> Reward:
 class NoCache:
     """Remembers no progress."""
 
-    async def load(self, group_ids: Collection[str]) -> Mapping[str, GroupProgress]:
+    async def load(self, first_attempts: Mapping[str, int]) -> Mapping[str, GroupProgress]:
         return {}
 
-    async def save(self, groups: Mapping[str, GroupProgress], *, is_last: bool) -> None: ...
+    async def save(
+        self, groups: Mapping[str, GroupProgress], attempts: Mapping[str, int], *, is_last: bool
+    ) -> None: ...
 
     async def forget(self, group_id: str, members: Collection[int]) -> None: ...
 

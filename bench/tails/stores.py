@@ -62,10 +62,12 @@ class MemoryProgress:
     def __init__(self) -> None:
         self.groups: dict[str, dict[int, MemberProgress]] = defaultdict(dict)
 
-    async def load(self, group_ids: Collection[str]) -> Mapping[str, GroupProgress]:
-        return {name: dict(self.groups[name]) for name in group_ids if name in self.groups}
+    async def load(self, first_attempts: Mapping[str, int]) -> Mapping[str, GroupProgress]:
+        return {name: dict(self.groups[name]) for name in first_attempts if name in self.groups}
 
-    async def save(self, groups: Mapping[str, GroupProgress], *, is_last: bool) -> None:
+    async def save(
+        self, groups: Mapping[str, GroupProgress], attempts: Mapping[str, int], *, is_last: bool
+    ) -> None:
         for name, members in groups.items():
             self.groups[name] |= members
 

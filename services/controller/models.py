@@ -254,7 +254,10 @@ class GroupView(View):
     state: str
     step: int | None = None
     oldest_version: int | None = None
+    """Version that sampled its oldest token, masked or not."""
     staleness: int | None = None
+    """Versions that the trainer was ahead of ``oldest_version``; tokens over ``algorithm.max_staleness`` were
+    masked."""
     reason: str = ""
 
 

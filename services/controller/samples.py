@@ -53,7 +53,7 @@ class SampleView(View):
     """Oldest weight version that sampled one of its tokens."""
     newest_version: int | None = None
     staleness: int | None = None
-    """Versions that the trainer was ahead when it trained it."""
+    """Versions that the trainer was ahead of its oldest trained token; None if none of its tokens trained."""
     reward: float | None = None
     """None if it failed: then there is no reward."""
     terms: dict[str, float] = Field(default_factory=dict)

@@ -51,6 +51,8 @@ class GroupAssignment:
     """One temperature per sample; 0 is greedy."""
     tried: TriedPrompt | None = None
     """What the curriculum's function is told before anything is sampled; None does not ask it."""
+    first_attempt: int = 1
+    """First attempt whose cached tokens this one may resume; those of earlier attempts are discarded."""
 
 
 def rows_gauge(split: str) -> str:

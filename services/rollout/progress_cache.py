@@ -27,8 +27,9 @@ class TransferQueueCache:
     """One row per member of a group in the run's ``partial`` partition.
 
     A member has two keys that take turns: the new row is stored before the old one is deleted, so that a
-    crash at any moment leaves one that is complete. The tag ``serial`` says which is newer. Replicas that
-    work on different members of a group touch different rows.
+    crash at any moment leaves one that is complete. The tag ``serial`` says which is newer. The tag
+    ``attempt`` fences a row: a later attempt that begins anew never resumes it, however late the row is
+    stored or restored. Replicas that work on different members of a group touch different rows.
 
     Args:
         partition_id: The run's ``partial`` partition.
@@ -44,20 +45,30 @@ class TransferQueueCache:
         self._metadata = metadata
         self._serials: dict[str, dict[int, int]] = defaultdict(dict)
 
-    async def load(self, group_ids: Collection[str]) -> Mapping[str, GroupProgress]:
-        """Return the newest progress of those groups that have some that can be used."""
+    async def load(self, first_attempts: Mapping[str, int]) -> Mapping[str, GroupProgress]:
+        """Return the newest progress of those groups that have some that can be used.
+
+        Args:
+            first_attempts: By group, the first attempt whose progress may be resumed.
+        """
         try:
-            newest = _newest(await self._metadata.get_batch(self._partition_id), group_ids)
+            stored = await self._metadata.get_batch(self._partition_id)
+            if stored.num_keys == 0:
+                return {}
+            for who, serial in zip(_members(stored), stored.tag("serial"), strict=True):
+                if who[0] in first_attempts:
+                    known = self._serials[who[0]]
+                    known[who[1]] = max(int(serial), known.get(who[1], 0))
+            newest = _newest(stored, first_attempts)
             if newest.num_keys == 0:
                 return {}
             rows = await self._data.get(newest, PARTIAL_FIELDS)
-        except ServiceError as error:
+        except (ServiceError, ValueError) as error:
             logger.warning("cached progress is not usable", extra={"why": str(error)})
             return {}
         columns = {name: rows[name].unbind() for name in PARTIAL_FIELDS}
         found: dict[str, dict[int, MemberProgress]] = defaultdict(dict)
         for index, (group_id, member) in enumerate(_members(newest)):
-            self._serials[group_id][member] = int(newest.tag("serial")[index])
             try:
                 found[group_id][member] = decode_progress(
                     {name: column[index] for name, column in columns.items()}
@@ -66,11 +77,14 @@ class TransferQueueCache:
                 logger.warning("cached progress is not usable", extra={"why": str(error)})
         return found
 
-    async def save(self, groups: Mapping[str, GroupProgress], *, is_last: bool) -> None:
+    async def save(
+        self, groups: Mapping[str, GroupProgress], attempts: Mapping[str, int], *, is_last: bool
+    ) -> None:
         """Store progress in place of older progress of the same members.
 
         Args:
             groups: Progress by group.
+            attempts: The attempt of each group.
             is_last: Whether this replica gives these groups away.
 
         Raises:
@@ -92,6 +106,7 @@ class TransferQueueCache:
                 "group_id": [group_id for group_id, _ in members],
                 "member": [member for _, member in members],
                 "serial": serials,
+                "attempt": [attempts[group_id] for group_id, _ in members],
             }
             try:
                 await self._data.put(self._partition_id, keys, fields, tags=tags)
@@ -133,16 +148,14 @@ def _members(stored: KVBatchMeta) -> list[_Member]:
     return [(str(names[row]), int(members[row])) for row in range(stored.num_keys)]
 
 
-def _newest(stored: KVBatchMeta, group_ids: Collection[str]) -> KVBatchMeta:
-    """Of each member of these groups that is stored, the row with the highest serial."""
-    wanted = set(group_ids)
+def _newest(stored: KVBatchMeta, first_attempts: Mapping[str, int]) -> KVBatchMeta:
+    """Of each member whose progress may be resumed, the row with the highest serial."""
     places: dict[_Member, int] = {}
-    if stored.num_keys == 0:
-        return stored
-    serials = stored.tag("serial")
+    serials, attempts = stored.tag("serial"), stored.tag("attempt")
     for place, who in enumerate(_members(stored)):
-        if who[0] in wanted and (
-            who not in places or int(serials[place]) > int(serials[places[who]])
-        ):
+        first = first_attempts.get(who[0])
+        if first is None or int(attempts[place]) < first:
+            continue
+        if who not in places or int(serials[place]) > int(serials[places[who]]):
             places[who] = place
     return stored.select(list(places.values()))

@@ -52,15 +52,22 @@ class Publisher(Protocol):
 class ProgressCache(Protocol):
     """Keeps the progress of unfinished groups where every replica finds it."""
 
-    async def load(self, group_ids: Collection[str]) -> Mapping[str, GroupProgress]:
-        """Return the newest progress of those groups that have any."""
+    async def load(self, first_attempts: Mapping[str, int]) -> Mapping[str, GroupProgress]:
+        """Return the newest progress of those groups that have any.
+
+        Args:
+            first_attempts: By group, the first attempt whose progress may be resumed.
+        """
         ...
 
-    async def save(self, groups: Mapping[str, GroupProgress], *, is_last: bool) -> None:
+    async def save(
+        self, groups: Mapping[str, GroupProgress], attempts: Mapping[str, int], *, is_last: bool
+    ) -> None:
         """Store progress in place of older progress. Raises GroupError if it cannot be stored.
 
         Args:
             groups: Progress by group.
+            attempts: The attempt of each group.
             is_last: Whether this replica gives these groups away.
         """
         ...
@@ -258,11 +265,12 @@ class GroupSampler:
     ) -> None:
         """Cache progress; if that fails, the groups are merely generated anew after a crash."""
         progress = {group.assignment.group_id: group.progress(running) for group in groups}
+        attempts = {group.assignment.group_id: group.assignment.attempt for group in groups}
         found = {group_id: members for group_id, members in progress.items() if members}
         if not found:
             return
         try:
-            await self._cache.save(found, is_last=is_last)
+            await self._cache.save(found, attempts, is_last=is_last)
         except GroupError as error:
             metrics.CACHE_FAILURES.inc()
             logger.warning("progress was not cached", extra={"why": error.message})
@@ -277,10 +285,11 @@ class GroupSampler:
         self, assignments: Sequence[GroupAssignment]
     ) -> "asyncio.Task[Mapping[str, GroupProgress]] | None":
         """Read what earlier attempts left of all these groups, in one go; None if none had one."""
-        resumed = [a.group_id for a in assignments if a.attempt > 1 and self._spec.partial_rollout]
-        if not resumed:
+        if not self._spec.partial_rollout:
             return None
-        return self._tasks.create_task(self._cache.load(resumed))
+        # Those that begin anew too: the cache then knows the rows that they replace.
+        again = {a.group_id: a.first_attempt for a in assignments if a.attempt > 1}
+        return self._tasks.create_task(self._cache.load(again)) if again else None
 
     async def _run_group(
         self, group: RunningGroup, loading: "asyncio.Task[Mapping[str, GroupProgress]] | None"

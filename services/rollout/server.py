@@ -70,6 +70,7 @@ def _assignment(group: pb.GroupAssignment) -> GroupAssignment:
     problems = {
         "group_id must not be empty": not group.group_id,
         "attempt must be at least 1": group.attempt < 1,
+        "first_attempt must be from 1 to attempt": not 1 <= group.first_attempt <= group.attempt,
         "partition_id must not be empty": not group.partition_id,
         "members must not be empty": not group.members,
         "members must be different and not negative": len({m for m in group.members if m >= 0})

@@ -204,15 +204,33 @@ async def test_cached_progress_is_found_by_another_replica_until_it_is_forgotten
         0: MemberProgress(num_failed_scores=2, turns=(SAMPLED, OBSERVED, CUT)),
         1: MemberProgress(num_failed_scores=0, turns=(SAMPLED,), score=Score(0.1, {"right": 0.2})),
     }
-    assert await one.load(["g"]) == {}
+    assert await one.load({"g": 1}) == {}
     for _ in range(3):
-        await one.save({"g": early, "h": early}, is_last=False)
-    await one.save({"g": late}, is_last=True)
-    assert await other.load(["g"]) == {"g": late}
-    assert await other.load(["h"]) == {"h": early}
+        await one.save({"g": early, "h": early}, {"g": 1, "h": 1}, is_last=False)
+    await one.save({"g": late}, {"g": 1}, is_last=True)
+    assert await other.load({"g": 1}) == {"g": late}
+    assert await other.load({"h": 1}) == {"h": early}
     assert len((await metadata.get_batch(PARTIAL)).keys) == 3
-    await other.save({"g": early}, is_last=False)
-    assert await one.load(["g"]) == {"g": late | early}
+    await other.save({"g": early}, {"g": 2}, is_last=False)
+    assert await one.load({"g": 1}) == {"g": late | early}
     await other.forget("g", (0, 1))
-    assert await one.load(["g"]) == {}
-    assert await one.load(["h"]) == {"h": early}
+    assert await one.load({"g": 1}) == {}
+    assert await one.load({"h": 1}) == {"h": early}
+
+
+async def test_progress_of_an_attempt_before_a_new_beginning_is_never_resumed(
+    data: DataClient, metadata: TransferQueueClient
+) -> None:
+    one, late, again = (TransferQueueCache(PARTIAL, data=data, metadata=metadata) for _ in range(3))
+    old: GroupProgress = {0: MemberProgress(num_failed_scores=0, turns=(CUT,))}
+    new: GroupProgress = {0: MemberProgress(num_failed_scores=0, turns=(SAMPLED,))}
+    for _ in range(3):
+        await one.save({"g": old}, {"g": 1}, is_last=False)
+    assert await again.load({"g": 2}) == {}
+    await again.save({"g": new}, {"g": 2}, is_last=False)
+    # A replica that was silent for a while still works on the first attempt.
+    for _ in range(8):
+        await late.save({"g": old}, {"g": 1}, is_last=False)
+        assert (await again.load({"g": 2})).get("g", new) == new
+    await again.forget("g", (0,))
+    assert (await metadata.get_batch(PARTIAL)).num_keys == 0

@@ -58,6 +58,9 @@ class Group:
     """Members that were not finished when it was interrupted."""
     num_tokens: int = 0
     """Tokens that it had when it was interrupted."""
+    first_attempt: int = 1
+    """First attempt whose cached tokens the newest attempt may resume. Every one of them is of
+    ``oldest_version`` or newer, which bounds staleness; tokens of earlier attempts are discarded."""
     group_id: str = field(init=False)
     """Its name on every plane."""
 
@@ -82,6 +85,7 @@ class GroupFacts(NamedTuple):
     oldest_version: int
     num_unfinished: int
     num_tokens: int
+    first_attempt: int
 
 
 _FACTS = attrgetter(*GroupFacts._fields[:2], "state.value", *GroupFacts._fields[3:])

@@ -186,13 +186,19 @@ class Ledger:
         return True
 
     def requeue(self, group: Group) -> None:
-        """Generate the group again; nothing is held against its prompt."""
+        """Generate the group from the start; nothing is held against its prompt.
+
+        Tokens of earlier attempts are fenced off, wherever they may still be cached: the group is as old as
+        its next lease says.
+        """
         self._move(
             group, GroupState.PENDING, {*RUNNING, *WAITING, GroupState.READY, GroupState.TRAINING}
         )
         group.attempt += 1
+        group.first_attempt = group.attempt
         group.worker_id = ""
         group.oldest_version = -1
+        group.num_unfinished = group.num_tokens = 0
 
     def train(self, groups: Iterable[Group]) -> None:
         """The groups form the batch that is being trained."""

@@ -290,6 +290,7 @@ class Evaluator:
                     for member in range(len(temperatures))
                 ),
                 temperatures=temperatures,
+                first_attempt=self._attempt,  # each evaluation has groups of its own: nothing is resumed
             )
             for number, (split, row) in enumerate(places)
         ]

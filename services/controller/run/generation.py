@@ -120,7 +120,11 @@ class Generation:
                     self._order.quarantine(group.row)
             # A rollout that finished a group before its samples were lost would not start it again.
             elif is_queue_empty or is_shared or not self._replicas.serves(group.worker_id):
-                self._ledger.requeue(group)
+                if self._spec.now.rollout.partial_rollout:
+                    # Rollouts may have cached tokens since; the next attempt resumes them at their age.
+                    self._ledger.interrupt(group)
+                else:
+                    self._ledger.requeue(group)
             else:
                 # A rollout that has the group already takes this as a repetition.
                 self._handout.begin(group, {group.worker_id: members})

@@ -249,6 +249,7 @@ class Handout:
                 for member in members
             ),
             temperatures=pick(self._temperatures, members),
+            first_attempt=group.first_attempt,
             tried=self._tried(group),
         )
 

@@ -238,7 +238,7 @@ def roll_back(connection: sa.Connection, run_id: str, step: int) -> None:
     groups = [_again(group) for group in state.groups]
     for record in read_steps(connection, run_id, after=step):
         groups += [
-            Group(sequence=sequence, row=row, attempt=attempt + 1)
+            Group(sequence=sequence, row=row, attempt=attempt + 1, first_attempt=attempt + 1)
             for sequence, row, attempt, _ in record.groups
             if sequence not in in_flight
         ]
@@ -260,6 +260,7 @@ def _again(group: Group) -> Group:
         sequence=group.sequence,
         row=group.row,
         attempt=group.attempt + 1,
+        first_attempt=group.attempt + 1,
         failures=group.failures,
         losses=group.losses,
     )

@@ -105,6 +105,7 @@ PROMPTS = sa.Table(
     sa.Column("oldest_version", sa.BigInteger, nullable=False),
     sa.Column("num_unfinished", sa.Integer, nullable=False, server_default="0"),
     sa.Column("num_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("first_attempt", sa.Integer, nullable=False, server_default="1"),
 )
 """Groups in flight; a group that ended leaves the table."""
 

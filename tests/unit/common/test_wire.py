@@ -50,6 +50,7 @@ _VALUES = [
             members=(0, 1),
             seeds=(7, 8),
             temperatures=(1.0, 0.5),
+            first_attempt=1,
         ),
         rollout_pb2.GroupAssignment,
     ),

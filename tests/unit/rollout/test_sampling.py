@@ -67,14 +67,16 @@ class MemoryCache:
     def __init__(self) -> None:
         self.rows: dict[tuple[str, int], dict[str, Tensor]] = {}
 
-    async def load(self, group_ids: Collection[str]) -> Mapping[str, GroupProgress]:
+    async def load(self, first_attempts: Mapping[str, int]) -> Mapping[str, GroupProgress]:
         found: dict[str, dict[int, MemberProgress]] = {}
         for (group_id, member), row in self.rows.items():
-            if group_id in group_ids:
+            if group_id in first_attempts:
                 found.setdefault(group_id, {})[member] = decode_progress(row)
         return found
 
-    async def save(self, groups: Mapping[str, GroupProgress], *, is_last: bool) -> None:
+    async def save(
+        self, groups: Mapping[str, GroupProgress], attempts: Mapping[str, int], *, is_last: bool
+    ) -> None:
         for group_id, members in groups.items():
             for member, progress in members.items():
                 self.rows[group_id, member] = encode_progress(progress)
@@ -395,7 +397,9 @@ async def test_a_checkpoint_is_enough_to_resume_after_a_crash() -> None:
 
 async def test_storing_after_updates_takes_a_small_part_of_the_time_only() -> None:
     class Slow(MemoryCache):
-        async def save(self, groups: Mapping[str, GroupProgress], *, is_last: bool) -> None:
+        async def save(
+            self, groups: Mapping[str, GroupProgress], attempts: Mapping[str, int], *, is_last: bool
+        ) -> None:
             await asyncio.sleep(0.02)
             self.saves += 1
 

@@ -136,6 +136,21 @@ def test_a_prompt_that_outlives_too_many_workers_is_quarantined():
     assert ledger.reasons() == {"worker_lost": 1}
 
 
+def test_tokens_from_before_a_new_beginning_are_fenced_off_and_those_of_an_interruption_are_not():
+    ledger = Ledger(max_attempts=9)
+    group = ledger.issue(0, position=1)
+    ledger.lease(group, "rollout-0", version=4, now=0.0)
+    ledger.interrupt(group, num_tokens=7)
+    ledger.lease(group, "rollout-0", version=5, now=1.0)
+    assert ledger.lose(group)
+    assert (group.attempt, group.first_attempt, group.oldest_version) == (3, 1, 4)
+    for begin_anew in (ledger.requeue, lambda group: ledger.retry(group, "reward_error")):
+        ledger.lease(group, "rollout-0", version=6, now=2.0)
+        begin_anew(group)
+        assert group.first_attempt == group.attempt
+        assert (group.oldest_version, group.num_tokens) == (-1, 0)
+
+
 def test_a_group_whose_worker_died_is_as_old_as_what_that_may_have_stored():
     ledger = Ledger(max_attempts=3)
     group = ledger.issue(0, position=1)

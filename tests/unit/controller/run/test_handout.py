@@ -175,6 +175,25 @@ async def test_the_function_of_a_curriculum_is_asked_before_a_prompt_is_tried():
     assert handout.assignment(failed, [0]).tried is None
 
 
+async def test_a_group_that_failed_samples_other_responses_and_one_that_was_interrupted_the_same():
+    ledger = Ledger(max_attempts=9)
+    handout, rollouts = handout_of(ledger)
+    handout.published_step = 0
+    await hand_out(handout)
+    failed, interrupted, first = *ledger.running()[:2], rollouts.assignments
+    seeds = {tuple(first[0].seeds)}
+    for _ in range(3):
+        ledger.retry(failed, "reward_error")
+        again = handout.assignment(failed, (0, 1))
+        assert again.first_attempt == again.attempt
+        seeds.add(again.seeds)
+        ledger.lease(failed, "rollout-0", version=0, now=0.0)
+    assert len({seed for pair in seeds for seed in pair}) == 8
+    ledger.interrupt(interrupted, num_tokens=3)
+    again = handout.assignment(interrupted, (0, 1))
+    assert (again.attempt, again.first_attempt, again.seeds) == (2, 1, first[1].seeds)
+
+
 async def test_a_prompt_that_waits_is_passed_over_and_nothing_is_held_against_it():
     ledger = Ledger(max_attempts=1)
     handout, rollouts = handout_of(ledger, curriculum={"function": "mine:wants"})

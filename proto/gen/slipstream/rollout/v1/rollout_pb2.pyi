@@ -59,6 +59,7 @@ class GroupAssignment(_message.Message):
     TEMPERATURES_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     TRIED_FIELD_NUMBER: _builtins.int
+    FIRST_ATTEMPT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Names the group; its samples get the keys "{group_id}.{member}"."""
     attempt: _builtins.int
@@ -69,6 +70,8 @@ class GroupAssignment(_message.Message):
     """Gives the row inside the split, from 0."""
     partition_id: _builtins.str
     """Names the partition that the samples go to."""
+    first_attempt: _builtins.int
+    """Names the first attempt whose cached tokens this one may resume; those of earlier attempts are discarded."""
     @_builtins.property
     def seeds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Holds one sampling seed per sample."""
@@ -99,10 +102,11 @@ class GroupAssignment(_message.Message):
         temperatures: _abc.Iterable[_builtins.float] | None = ...,
         members: _abc.Iterable[_builtins.int] | None = ...,
         tried: Global___TriedPrompt | None = ...,
+        first_attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tried", b"tried"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "members", b"members", "partition_id", b"partition_id", "row", b"row", "seeds", b"seeds", "split", b"split", "temperatures", b"temperatures", "tried", b"tried"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "first_attempt", b"first_attempt", "group_id", b"group_id", "members", b"members", "partition_id", b"partition_id", "row", b"row", "seeds", b"seeds", "split", b"split", "temperatures", b"temperatures", "tried", b"tried"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,233 @@
+"""The bound on staleness holds through any sequence of kills of any service, by the pure rules alone.
+
+The machine models what each service remembers: the ledger, tokens in rollouts, progress and samples in the
+transferqueue, snapshots of it, and the trainer's steps. Every rule is something that a run does, or a death.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.controller.rules.groups import RUNNING, WAITING, Group, GroupState, LedgerState
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.replay import choose_batch, resume_order
+from services.controller.rules.staleness import StalenessGate
+
+WORKERS = ("rollout-0", "rollout-1")
+PLACES = 8
+
+
+@dataclass
+class Held:
+    """A group on a rollout."""
+
+    attempt: int
+    worker: str
+    versions: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Queue:
+    """What the transferqueue holds by group: an attempt, and the versions of its tokens."""
+
+    progress: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    samples: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+
+
+class Run(RuleBasedStateMachine):
+    """A run with two rollouts whose batches wait for groups that would be stale (``on_stale: wait``)."""
+
+    @initialize(bound=st.integers(0, 4), size=st.integers(1, 3))
+    def begin(self, bound, size):
+        self.gate = StalenessGate(max_staleness=bound, groups_per_step=size)
+        self.ledger = Ledger(max_attempts=1000)
+        self.step = self.offset = self.published = 0
+        self.held: dict[int, Held] = {}
+        self.forgotten: list[tuple[int, Held]] = []
+        self.queue, self.snapshot = Queue(), Queue()
+        self.is_queue_lost = False
+        self.lost: set[str] = set()
+
+    @property
+    def version(self):
+        return self.step + self.offset
+
+    def group(self, sequence):
+        return self.ledger.get(f"g{sequence:08d}")
+
+    def chosen(self, index, *states):
+        groups = self.ledger.in_state(*states)
+        return groups[index % len(groups)] if groups else None
+
+    # What rollouts and controller do.
+
+    @rule(worker=st.sampled_from(WORKERS), decodes=st.booleans())
+    def hand_out(self, worker, decodes):
+        """As the dispatcher does: resumed groups first, then those that the gate lets in."""
+        served = self.published + self.offset
+        free = PLACES - self.ledger.count(*RUNNING)
+        groups = resume_order(
+            self.ledger.in_state(GroupState.PARTIAL), gate=self.gate, weight_version=served
+        )[:free]
+        waiting = self.ledger.in_state(GroupState.PENDING)
+        room = self.gate.capacity(
+            published=self.published,
+            num_admitted=self.ledger.num_admitted - len(waiting),
+            most=free - len(groups),
+        )
+        groups += waiting[:room]
+        for _ in range(room - min(room, len(waiting))):
+            groups.append(self.ledger.issue(0, position=self.ledger.num_issued + 1))
+        for group in groups:
+            self.ledger.lease(group, worker, version=served, now=0.0)
+            attempt, versions = self.queue.progress.get(group.sequence, (0, []))
+            resumed = versions if attempt >= group.first_attempt else []
+            if (earlier := self.held.get(group.sequence)) is not None:
+                self.forgotten.append((group.sequence, earlier))
+            self.held[group.sequence] = Held(group.attempt, worker, list(resumed))
+        if decodes:
+            self.decode()
+
+    @rule()
+    def decode(self):
+        for held in self.held.values():
+            held.versions.append(self.published + self.offset)
+
+    @rule(index=st.integers(0, 99))
+    def cache_progress(self, index):
+        """A rollout caches what runs on; it may be late, with an attempt that is no longer wanted."""
+        known = [*self.held.items(), *self.forgotten]
+        if known:
+            sequence, held = known[index % len(known)]
+            self.queue.progress[sequence] = (held.attempt, list(held.versions))
+
+    @precondition(lambda self: not self.is_queue_lost)
+    @rule(index=st.integers(0, 99))
+    def end_segment(self, index):
+        group = self.chosen(index, *RUNNING)
+        if group is not None and (held := self.held.get(group.sequence)) is not None:
+            self.queue.progress[group.sequence] = (held.attempt, list(held.versions))
+            del self.held[group.sequence]
+            self.ledger.interrupt(group)
+
+    @precondition(lambda self: not self.is_queue_lost)
+    @rule(index=st.integers(0, 99), count=st.integers(1, PLACES))
+    def finish(self, index, count):
+        for _ in range(count):
+            group = self.chosen(index, *RUNNING)
+            held = None if group is None else self.held.pop(group.sequence, None)
+            if held is None:
+                return
+            versions = held.versions or [self.published + self.offset]
+            self.queue.samples[group.sequence] = (held.attempt, versions)
+            self.ledger.complete(group, oldest_version=min(versions))
+
+    @rule(index=st.integers(0, 99))
+    def fail(self, index):
+        """A reward fails; what was cached of the group stays, as if the rollout had no time to delete it."""
+        group = self.chosen(index, *RUNNING)
+        if group is not None:
+            if (held := self.held.pop(group.sequence, None)) is not None:
+                self.forgotten.append((group.sequence, held))
+            self.ledger.retry(group, "reward_error")
+
+    @precondition(lambda self: not self.is_queue_lost)
+    @rule(publishes=st.booleans())
+    def train(self, publishes):
+        choice = choose_batch(
+            self.ledger.in_state(GroupState.READY),
+            self.ledger.begun(),
+            gate=self.gate,
+            trainer_version=self.version,
+            wait_for_due=True,
+            keep_stale=True,
+        )
+        # The batch waits, however long that takes: no group is over the bound when it is finished.
+        assert not choice.stale, "a finished group grew stale although every batch waits"
+        if not choice.batch:
+            return
+        for group in choice.batch:
+            _, versions = self.queue.samples.pop(group.sequence)
+            assert self.version - min(versions) <= self.gate.max_staleness
+        self.ledger.train(choice.batch)
+        self.ledger.consume(choice.batch)
+        self.step += 1
+        if publishes:
+            self.publish()
+
+    @rule()
+    def publish(self):
+        self.published = self.step
+
+    # Deaths.
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def kill_rollout(self, worker):
+        self.held = {key: held for key, held in self.held.items() if held.worker != worker}
+        for group in self.ledger.running():
+            if group.worker_id == worker:
+                self.ledger.lose(group)
+
+    @rule()
+    def checkpoint(self):
+        self.snapshot = deepcopy(self.queue)
+
+    @rule(has_snapshot=st.booleans())
+    def kill_queue(self, has_snapshot):
+        """It comes back empty, or as the newest checkpoint kept it: with progress of any earlier attempt."""
+        self.queue = deepcopy(self.snapshot) if has_snapshot else Queue()
+        self.is_queue_lost = True
+
+    @precondition(lambda self: self.is_queue_lost)
+    @rule()
+    def recover(self):
+        """As ``Generation.restore`` does after the loop has found the loss."""
+        self.is_queue_lost = False
+        for sequence, (attempt, versions) in [*self.queue.samples.items()]:
+            group = self.group(sequence)
+            if group is None or group.attempt != attempt or group.state in WAITING:
+                del self.queue.samples[sequence]
+            elif group.state in RUNNING:
+                self.held.pop(sequence, None)
+                self.ledger.complete(group, oldest_version=min(versions))
+        for group in self.ledger.in_state(GroupState.READY):
+            if group.sequence not in self.queue.samples:
+                self.ledger.requeue(group)
+        for group in self.ledger.running():
+            self.ledger.interrupt(group)
+
+    @rule()
+    def kill_controller(self):
+        facts = [group.facts() for group in self.ledger.in_state(*GroupState)]
+        counts = self.ledger.counts()
+        self.ledger = Ledger.restore(
+            LedgerState(
+                groups=tuple(
+                    Group(**{**one._asdict(), "state": GroupState(one.state)}) for one in facts
+                ),
+                num_issued=self.ledger.num_issued,
+                position=self.ledger.position,
+                ended={
+                    state: counts[state]
+                    for state in (GroupState.CONSUMED, GroupState.DROPPED, GroupState.QUARANTINED)
+                },
+            ),
+            max_attempts=1000,
+            now=0.0,
+        )
+
+    @invariant()
+    def no_running_group_is_older_than_the_ledger_knows(self):
+        if not hasattr(self, "ledger"):
+            return
+        for sequence, held in self.held.items():
+            group = self.group(sequence)
+            if group is not None and group.state in RUNNING and group.attempt == held.attempt:
+                assert min(held.versions, default=group.oldest_version) >= group.oldest_version
+
+
+Run.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+test_the_bound_holds_through_any_sequence_of_kills = Run.TestCase
