@@ -92,8 +92,9 @@ class CheckpointSpec(SpecPart):
     directory: str | None = None
     """Folder; default: ``checkpoints`` in the run's own folder."""
     start_from: str | None = None
-    """Checkpoint folder of another run that this one goes on from, with its weights, optimizer and step
-    number. ``POST /v1/runs/{run_id}/fork`` sets it."""
+    """Checkpoint folder of another run that this one starts from: its weights, optimizer and step number.
+    ``trainer.steps`` counts the steps of the checkpoint; prompts begin with the first one. ``POST
+    /v1/runs/{run_id}/fork`` sets it, and goes on with the prompts of the other run too."""
 
 
 class TrainerSpec(SpecPart):

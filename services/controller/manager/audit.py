@@ -50,7 +50,8 @@ class RunAudit:
         def read() -> MetricPage:
             with self._database.read() as connection:
                 newest = ledger_store.newest_step(connection, run_id)
-                first, last = max(from_step, 1), min(to_step or newest, newest)
+                oldest = ledger_store.read_first_step(connection, run_id) + 1
+                first, last = max(from_step, oldest), min(to_step or newest, newest)
                 every = max(-(-(last - first + 1) // max_points), 1)
                 wanted = range(last, first - 1, -every)[::-1]
                 steps = ledger_store.read_metrics(connection, run_id, wanted)

@@ -106,6 +106,8 @@ class LedgerState:
     """Dropped and quarantined groups by reason."""
     returned: ReturnedRows = field(default_factory=ReturnedRows)
     """Rows that are issued once more at the end of their epoch."""
+    first_step: int = 0
+    """Step of the checkpoint that the run starts from: no group of it or of earlier steps is counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

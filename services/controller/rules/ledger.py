@@ -56,6 +56,7 @@ class Ledger:
         self._gone: list[Group] = []
         self.num_issued = 0
         self.position = 0
+        self.first_step = 0
         self.returned = ReturnedRows()
         self.difficulty: Difficulty | None = None
 
@@ -70,6 +71,7 @@ class Ledger:
         ledger._reasons.update(state.reasons)
         ledger.num_issued = state.num_issued
         ledger.position = state.position
+        ledger.first_step = state.first_step
         ledger.returned = state.returned
         return ledger
 

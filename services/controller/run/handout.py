@@ -70,7 +70,9 @@ class Handout:
         self._replicas = replicas
         self._stored = stored
         self._clock = clock
-        self._total = spec.num_steps * spec.now.trainer.prompts_per_step
+        # The ledger holds nothing of the steps up to the checkpoint that the run starts from.
+        num_steps = spec.num_steps - ledger.first_step
+        self._total = num_steps * spec.now.trainer.prompts_per_step
         self.place_use = PlaceUse(spec.now.rollout.max_running_samples, spec.now.samples_per_group)
         """How many groups may run at once; hears of those that are finished."""
         self._due: float | None = None
@@ -299,7 +301,7 @@ class Handout:
         # back to a checkpoint would generate more than it may before it trains.
         waiting = ledger.count(GroupState.PENDING)
         room = self.gate.capacity(
-            published=self.published_step,
+            published=self.published_step - ledger.first_step,
             num_admitted=ledger.num_admitted - waiting,
             most=free - len(groups),
         )

@@ -52,6 +52,12 @@ class Recovered:
     begun_evaluation: BegunEvaluation | None
     """What was being evaluated."""
 
+    @property
+    def is_new(self) -> bool:
+        """Whether the run has issued, trained and published nothing."""
+        is_untrained = self.step == 0 and self.begun is None
+        return is_untrained and self.ledger.num_issued == 0 and self.run.weight_version < 0
+
 
 class Journal:
     """Writes what one run does.
@@ -155,6 +161,12 @@ class Journal:
 
         data = {"step": step, "version": version}
         await self._record(Note("Rewound", message, data, step=step), work)
+
+    async def start_at(self, step: int, *, message: str) -> None:
+        """Begin the run after ``step``, whose weights get the same number."""
+        work = partial(ledger_store.start_at, run_id=self.run_id, step=step)
+        data = {"step": step, "version": step}
+        await self._record(Note("StartedFromCheckpoint", message, data, step, step), work)
 
     async def _record(self, note: Note, also: Work) -> None:
         event = await self._database.run(self._store.record, self.run_id, note, also=also)

@@ -22,11 +22,12 @@ class Progress:
 
     Args:
         max_staleness: The bound, shown beside what was measured.
+        first_step: Step of the checkpoint that the run starts from.
     """
 
-    def __init__(self, max_staleness: int) -> None:
+    def __init__(self, max_staleness: int, *, first_step: int = 0) -> None:
         self._bound = max_staleness
-        self._steps = 0
+        self._steps = self._first_step = first_step
         self._max_staleness = 0
         self._staleness_sum = 0.0
         self._syncs_ms: deque[float] = deque(maxlen=_KEPT)
@@ -51,7 +52,7 @@ class Progress:
         self._steps = steps
         self._version = summary["weight_version"]
         self._max_staleness = summary["staleness"]["max"]
-        self._staleness_sum = summary["staleness"]["mean"] * steps
+        self._staleness_sum = summary["staleness"]["mean"] * (steps - self._first_step)
         self._heldout = dict(summary["heldout"])
         self._advice = summary.get("advice", {})
         best = summary.get("best")
@@ -104,7 +105,7 @@ class Progress:
             "heldout": self._heldout,
             "staleness": {
                 "max": self._max_staleness,
-                "mean": self._staleness_sum / max(self._steps, 1),
+                "mean": self._staleness_sum / max(self._steps - self._first_step, 1),
                 "bound": self._bound,
             },
             "prompts": {

@@ -2,6 +2,7 @@
 
 The same path serves a new run, a run whose worker died, and a run whose controller died:
 
+    the trainer has a checkpoint of another run     -> a new run begins after the step of that checkpoint
     the trainer has fewer steps than the database   -> rewind: later steps and all in flight are made anew
     a group is stored                               -> ready, whatever the ledger last knew of it
     a group is with a rollout that lives            -> handed to it again, which it takes as a repetition
@@ -74,13 +75,15 @@ async def restore(
         FailedPreconditionError: If trainer and database are not of the same run.
     """
     run_id, recovered = journal.run_id, await journal.load()
+    if recovered.is_new and parts.trained and spec.now.trainer.checkpoint.start_from:
+        recovered = await _start_from(parts.trained, spec, journal=journal)
     if parts.trained < recovered.step:
         recovered = await _rewind(run_id, spec.now, parts, recovered, journal=journal, queue=queue)
     _check_same_run(parts, recovered)
     ledger = Ledger.restore(
         recovered.ledger, max_attempts=spec.now.rollout.max_attempts, now=clock.monotonic()
     )
-    progress = Progress(spec.now.algorithm.max_staleness)
+    progress = Progress(spec.now.algorithm.max_staleness, first_step=ledger.first_step)
     progress.restore(recovered.run.summary, steps=recovered.step, syncs_ms=recovered.syncs_ms)
     order = _order(spec, parts, recovered)
     ledger.difficulty = order.difficulty
@@ -221,6 +224,20 @@ def _generation(
     )
 
 
+async def _start_from(step: int, spec: CurrentSpec, *, journal: Journal) -> Recovered:
+    """Begin a new run after the step of the checkpoint that its trainer has loaded."""
+    folder = spec.now.trainer.checkpoint.start_from
+    if spec.num_steps <= step:
+        raise FailedPreconditionError(
+            f"trainer.checkpoint.start_from: {folder} is of step {step}, but the run has {spec.num_steps} "
+            "steps, so nothing would be trained; raise trainer.steps or data.epochs, which count the steps "
+            "of the checkpoint"
+        )
+    await journal.start_at(step, message=f"training starts after step {step}, from {folder}")
+    logger.info("run starts from a checkpoint", extra={"run": journal.run_id, "step": step})
+    return await journal.load()
+
+
 async def _rewind(
     run_id: str,
     spec: RunSpec,
@@ -245,6 +262,7 @@ def _check_same_run(parts: Assembly, recovered: Recovered) -> None:
     known = recovered.step if recovered.begun is None else recovered.begun.step
     if parts.trained > known:
         raise FailedPreconditionError(
-            f"the trainer has trained step {parts.trained}, but the database knows of {known} only: they are "
-            "not of the same run, or the database is an older copy"
+            f"the trainer has trained step {parts.trained}, but the database knows of {known} only: "
+            "trainer.checkpoint.directory holds checkpoints of another run (name one of them in "
+            "trainer.checkpoint.start_from to start from it), or the database is an older copy"
         )

@@ -116,6 +116,7 @@ def read_ledger(connection: sa.Connection, run_id: str) -> LedgerState:
         ended={GroupState(name): count for name, count in json.loads(frontier.ended_json).items()},
         reasons=json.loads(frontier.reasons_json),
         returned=_returned(json.loads(frontier.returned_json)),
+        first_step=frontier.first_step,
     )
 
 
@@ -214,8 +215,28 @@ def forget_step(connection: sa.Connection, run_id: str, step: int) -> None:
 
 
 def newest_step(connection: sa.Connection, run_id: str) -> int:
-    """The last committed step; 0 before the first."""
-    return int(connection.execute(_NEWEST_STEP, {"run": run_id}).scalar() or 0)
+    """The last committed step; before the first, the step that the run starts from."""
+    newest = connection.execute(_NEWEST_STEP, {"run": run_id}).scalar()
+    return read_first_step(connection, run_id) if newest is None else int(newest)
+
+
+def read_first_step(connection: sa.Connection, run_id: str) -> int:
+    """The step of the checkpoint that a run starts from; 0 if it starts from a model."""
+    query = sa.select(LEDGERS.c.first_step).where(LEDGERS.c.run_id == run_id)
+    return int(connection.execute(query).scalar() or 0)
+
+
+def start_at(connection: sa.Connection, run_id: str, step: int) -> None:
+    """Begin the empty ledger of a run after ``step``."""
+    _write_frontier(
+        connection,
+        run_id,
+        num_issued=0,
+        position=0,
+        ended_json="{}",
+        reasons_json="{}",
+        first_step=step,
+    )
 
 
 def read_version_offset(connection: sa.Connection, run_id: str) -> int:

@@ -83,13 +83,15 @@ LEDGERS = sa.Table(
     sa.Column("num_issued", sa.BigInteger, nullable=False),
     sa.Column("position", sa.BigInteger, nullable=False),
     sa.Column("version_offset", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("first_step", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("ended_json", sa.Text, nullable=False),
     sa.Column("reasons_json", sa.Text, nullable=False),
     sa.Column("returned_json", sa.Text, nullable=False, server_default="{}"),
 )
 """The frontier of each run's ledger: groups 0 to ``num_issued`` were issued, from ``position`` rows of the
 prompt order. Those in neither ``prompts`` nor ``dead_letters`` were trained by a row of ``steps``. The weight
-versions of a rewound run are ``version_offset`` above its steps."""
+versions of a rewound run are ``version_offset`` above its steps. ``first_step`` is the step of the checkpoint
+that the run starts from (``trainer.checkpoint.start_from``): it has no earlier steps of its own."""
 
 PROMPTS = sa.Table(
     "prompts",

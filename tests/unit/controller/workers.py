@@ -69,6 +69,9 @@ class MemoryQueue:
     async def save_snapshot(self, run_id, name):
         self.snapshots.append(name)
 
+    async def restore_snapshot(self, run_id, name):
+        return 0
+
 
 class Workers:
     """A trainer and a rollout that do at once what they are asked, or when a test lets them.

@@ -1,0 +1,13 @@
+"""Step of the checkpoint that a run starts from."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+
+
+def upgrade() -> None:
+    """Apply."""
+    column = sa.Column("first_step", sa.BigInteger(), server_default="0", nullable=False)
+    op.add_column("ledgers", column)
