@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from bench.rollout.parts import MODEL, random_weights, tokenizer
 from services.common.batch import KVBatchMeta
 from services.common.models.loading import load_config
 from services.common.spec.data import DataSpec
+from services.common.spec.limits import LimitsSpec
 from services.common.spec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
@@ -141,6 +143,8 @@ class _Queue:
 class _Session:
     """Reports to nobody."""
 
+    spec = SimpleNamespace(limits=LimitsSpec())
+
     def report(self, **facts: Any) -> None: ...
 
 
@@ -206,7 +210,7 @@ class Episodes:
         """Gauges, stalls and stored progress, as often as a rollout looks at them."""
         session: Any = _Session()
         engine: Any = self.engine
-        await monitor(session, engine, sampler, publish_wait_s=lambda: 0.0, stall_s=600.0)
+        await monitor(session, engine, sampler, publish_wait_s=lambda: 0.0)
 
     async def score(self, given: RewardInput) -> Score:
         """Take in what the agent measured."""

@@ -91,7 +91,8 @@ class WorkerSession:
     """
 
     spec: RunSpec
-    """The run's specification, available once entered."""
+    """The run's specification, available once entered. Heartbeats bring changes: whoever needs a key that may
+    change (``PATCH /v1/runs/{run_id}``) reads it here each time."""
     transferqueue_address: str
     """``host:port`` of the transferqueue, available once entered."""
 
@@ -100,6 +101,7 @@ class WorkerSession:
         self._role: WorkerRole = role
         self._address = f"{settings.advertise_host}:{port}"
         self._incarnation = new_id("worker")
+        self._spec_digest = ""
         self._report = _Report()
         self._changed = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -178,17 +180,26 @@ class WorkerSession:
             timeout_s=self._settings.controller_timeout_s,
             idempotent=True,
         )
-        spec = parse_spec(response.spec_json)
-        if spec_digest(spec) != response.spec_digest:
+        self._take_spec(response.spec_json, response.spec_digest)
+        self.transferqueue_address = response.transferqueue_address
+        self._interval_s = response.heartbeat_interval_s
+
+    def _take_spec(self, text: str, digest: str) -> None:
+        """Check and keep the run's specification.
+
+        Raises:
+            DataLossError: If it is not what the controller sent.
+            FailedPreconditionError: If it names what this host does not allow.
+        """
+        spec = parse_spec(text)
+        if spec_digest(spec) != digest:
             raise DataLossError(
                 "the run specification that arrived does not have the digest that the controller stated; "
                 "controller and worker run different releases: install the same one"
             )
         if problems := self._settings.allowance.problems_here(spec):
             raise FailedPreconditionError("; ".join(problems))
-        self.spec = spec
-        self.transferqueue_address = response.transferqueue_address
-        self._interval_s = response.heartbeat_interval_s
+        self.spec, self._spec_digest = spec, digest
 
     async def _send_heartbeats(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -223,10 +234,16 @@ class WorkerSession:
                 activity=self._report.activity,
                 weight_version=self._report.weight_version,
                 gauges=self._report.gauges,
+                spec_digest=self._spec_digest,
             ),
             timeout_s=_CALL_TIMEOUT_S,
             idempotent=True,
         )
+        if response.spec_json:
+            self._take_spec(response.spec_json, response.spec_digest)
+            logger.info(
+                "the run's specification has changed", extra={"digest": response.spec_digest}
+            )
         # A controller of an earlier release says it only at registration.
         self._interval_s = response.heartbeat_interval_s or self._interval_s
         if response.order == pb.HeartbeatResponse.ORDER_STOP:

@@ -96,7 +96,6 @@ async def run(settings: RolloutSettings) -> None:
                     engine,
                     sampler,
                     publish_wait_s=lambda: publisher.longest_wait_s,
-                    stall_s=session.spec.limits.stall_timeout_s,
                 )
             ),
         ]

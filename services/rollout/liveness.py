@@ -13,11 +13,11 @@ class ProgressWatch:
     """Looks at an engine's gauges from time to time.
 
     Args:
-        deadline_s: Longest time without a token while requests run.
+        deadline_s: Longest time without a token while requests run; may be changed.
     """
 
     def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._tokens_total = -1
         self._weight_version = -1
         self._since = 0.0
@@ -40,7 +40,7 @@ class ProgressWatch:
         ):
             self._tokens_total, self._weight_version = seen
             self._since = now
-        elif now - self._since > self._deadline_s:
+        elif now - self._since > self.deadline_s:
             raise EngineStalledError(
                 f"the engine holds {stats.num_running} requests but made no token for "
                 f"{now - self._since:.0f} s; this worker ends, so that its work goes elsewhere"
@@ -51,11 +51,11 @@ class EpisodeWatch:
     """Looks from time to time at how far the members of all groups are.
 
     Args:
-        deadline_s: Longest time in which a member makes neither a token nor a call.
+        deadline_s: Longest time in which a member makes neither a token nor a call; may be changed.
     """
 
     def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._seen: dict[tuple[str, int], tuple[int, float]] = {}
 
     def look(self, groups: Mapping[str, Mapping[int, int]], *, now: float) -> dict[str, str]:
@@ -71,7 +71,7 @@ class EpisodeWatch:
             for member, mark in marks.items():
                 before, since = self._seen.get((group_id, member), (mark, now))
                 seen[group_id, member] = (mark, since if before == mark else now)
-                if before == mark and now - since > self._deadline_s:
+                if before == mark and now - since > self.deadline_s:
                     stalled[group_id] = (
                         f"member {member} made no token and no call for {now - since:.0f} s; look at what "
                         "its workflow waits for, or raise limits.stall_timeout_s"

@@ -26,28 +26,30 @@ async def monitor(
     sampler: GroupSampler,
     *,
     publish_wait_s: Callable[[], float],
-    stall_s: float,
 ) -> None:
     """Watch until cancelled.
 
+    An episode that makes no token and no call within ``limits.stall_timeout_s``, as it is then, is stopped.
+    An engine that holds requests and makes no token at all ends in half of that.
+
     Args:
-        session: Hears of it.
+        session: Hears of it, and knows the limits.
         engine: Is watched.
         sampler: Its admission follows the pressure.
         publish_wait_s: How long the oldest unfinished publication has been waiting.
-        stall_s: Longest time in which an episode makes no token and no call. An engine that holds requests
-            and makes no token at all ends in half of that.
 
     Raises:
         EngineStalledError: If the engine is dead; the process has to end.
     """
+    stall_s = session.spec.limits.stall_timeout_s
     progress, episodes = ProgressWatch(stall_s / 2), EpisodeWatch(stall_s)
-    look_s = min(stall_s / 4, _LOOK_S)
     clock = asyncio.get_running_loop().time
     looked = cached = clock()
     rows = {rows_gauge(split): count for split, count in sampler.num_prompts().items()}
     decoding = DecodeTimes()
     while True:
+        stall_s = session.spec.limits.stall_timeout_s
+        progress.deadline_s, episodes.deadline_s = stall_s / 2, stall_s
         stats = engine.stats()
         metrics.RUNNING.set(stats.num_running)
         metrics.WAITING.set(stats.num_waiting)
@@ -77,7 +79,7 @@ async def monitor(
         except EngineStalledError as error:
             session.report(state="failed", activity=str(error))
             raise
-        if clock() - looked > look_s and not stats.is_asleep:
+        if clock() - looked > min(stall_s / 4, _LOOK_S) and not stats.is_asleep:
             looked = clock()
             await sampler.stop_stalled(episodes, now=looked)
         if clock() - cached > _CHECKPOINT_S:

@@ -72,7 +72,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
     async def Heartbeat(
         self, request: membership_pb2.HeartbeatRequest, context: _Context
     ) -> membership_pb2.HeartbeatResponse:
-        """Take in a heartbeat; the answer carries an order."""
+        """Take in a heartbeat; the answer carries an order, and the specification if it has changed."""
         outcome = await self._membership.hear(
             request.run_id,
             request.worker_id,
@@ -82,9 +82,17 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             weight_version=request.weight_version,
             gauges=request.gauges,
         )
+        spec_json = spec_digest = ""
+        # A worker of an earlier release names no digest, and takes no specification.
+        if outcome == "continue" and request.spec_digest:
+            driver = self._manager.drivers.find(request.run_id)
+            if driver is not None:
+                spec_json, spec_digest = driver.newer_spec(request.spec_digest)
         return membership_pb2.HeartbeatResponse(
             order=membership_pb2.HeartbeatResponse.Order.Value(f"ORDER_{outcome.upper()}"),
             heartbeat_interval_s=self._interval_s(),
+            spec_json=spec_json,
+            spec_digest=spec_digest,
         )
 
     async def ReportGroups(

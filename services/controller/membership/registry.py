@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -172,18 +173,32 @@ class Membership:
         return [worker for worker in workers if worker.last_heard < limit]
 
     async def wait_until(
-        self, condition: Callable[[], bool], *, timeout_s: float, waiting_for: Callable[[], str]
+        self,
+        condition: Callable[[], bool],
+        *,
+        timeout_s: Callable[[], float],
+        waiting_for: Callable[[], str],
     ) -> None:
-        """Return once ``condition`` holds; it is tried at every change.
+        """Return once ``condition`` holds; it and the time-out are read again at every change.
 
         Raises:
-            DeadlineExceededError: After ``timeout_s``, naming what was waited for.
+            DeadlineExceededError: After ``timeout_s()``, naming what was waited for.
         """
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(condition)
-        except TimeoutError as error:
-            raise DeadlineExceededError(f"waited {timeout_s:.0f} s for {waiting_for()}") from error
+        clock = asyncio.get_running_loop().time
+        begin = clock()
+        async with self._changed:
+            while not condition():
+                limit_s = timeout_s()
+                left_s = begin + limit_s - clock()
+                if left_s <= 0:
+                    raise DeadlineExceededError(f"waited {limit_s:.0f} s for {waiting_for()}")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._changed.wait()
+
+    async def recheck(self) -> None:
+        """Have those who wait read their conditions and time-outs again: the limits of a run have changed."""
+        await self._notify()
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -20,6 +20,7 @@ from services.controller.launch.launcher import worker_names
 from services.controller.membership.registry import Membership, Worker
 from services.controller.run.critic import CriticCalls
 from services.controller.run.replicas import Replicas
+from services.controller.run.requests import CurrentSpec
 from services.controller.run.scoring import BatchScoring
 from services.controller.run.weight_sync import WeightSession
 from services.rollout.client import rows_gauge
@@ -140,7 +141,7 @@ async def forget_samples(queue: TransferQueueClient, run_id: str) -> None:
 async def assemble(
     stack: AsyncExitStack,
     run_id: str,
-    spec: RunSpec,
+    current: CurrentSpec,
     membership: Membership,
     *,
     queue: TransferQueueClient,
@@ -153,7 +154,7 @@ async def assemble(
     Args:
         stack: Closes the connections.
         run_id: The run.
-        spec: Its specification.
+        current: Its specification, as it is now.
         membership: Where its workers register.
         queue: Holds its samples.
         attempt: Number of this attempt; the weight groups of a later one have later epochs.
@@ -163,6 +164,7 @@ async def assemble(
     Raises:
         DeadlineExceededError: If a worker did not come in time.
     """
+    spec = current.now
     others = [name for role, name in worker_names(spec) if role != "rollout"]
     names = [*others, *present]
 
@@ -173,7 +175,7 @@ async def assemble(
 
     await membership.wait_until(
         lambda: not missing(),
-        timeout_s=spec.limits.start_timeout_s,
+        timeout_s=lambda: current.now.limits.start_timeout_s,
         waiting_for=lambda: f"{', '.join(missing())} to load; see their logs",
     )
     (trainer,) = membership.workers(run_id, "trainer")

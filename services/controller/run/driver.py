@@ -132,6 +132,10 @@ class RunDriver:
         """The run's specification, as it is now."""
         return self._spec.now
 
+    def newer_spec(self, digest: str) -> tuple[str, str]:
+        """The specification as canonical JSON and its digest, if a worker has another one; else empty."""
+        return ("", "") if digest == self._spec.digest else (self._spec.text, self._spec.digest)
+
     def leave(self) -> None:
         """Stop driving; a later controller goes on."""
         self._cancel()
@@ -171,6 +175,7 @@ class RunDriver:
         """Go on under a changed specification."""
         is_resized = spec.rollout.replicas != self.spec.rollout.replicas
         self._spec.now = spec
+        await self._services.membership.recheck()
         if is_resized:
             await self._mailbox.put("resize", has=self._resizing.size)
             self._resizing.ask()

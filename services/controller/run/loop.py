@@ -21,7 +21,7 @@ from services.controller.run.assembly import assemble, create_partitions
 from services.controller.run.journal import Journal
 from services.controller.run.live import LiveRun
 from services.controller.run.recovery import restore
-from services.controller.run.requests import CurrentSpec, Mailbox, with_replicas
+from services.controller.run.requests import CurrentSpec, Mailbox
 from services.controller.run.shifts import start_in_turns
 from services.transferqueue.client import TransferQueueClient
 
@@ -62,15 +62,18 @@ async def connected(
         services.queue, journal.run_id, spec.now, snapshot_id=await journal.newest_snapshot()
     )
     if spec.now.topology.takes_turns:
-        known = with_replicas(spec.now, len(present))
         await start_in_turns(
-            journal.run_id, known, launcher=services.launcher, membership=services.membership
+            journal.run_id,
+            spec,
+            launcher=services.launcher,
+            membership=services.membership,
+            num_rollouts=len(present),
         )
     async with AsyncExitStack() as stack:
         parts = await assemble(
             stack,
             journal.run_id,
-            spec.now,
+            spec,
             services.membership,
             queue=services.queue,
             attempt=attempt,

@@ -78,6 +78,15 @@ class CurrentSpec:
         """Rows of the training data; 0 until the rollouts have opened it."""
 
     @property
+    def now(self) -> RunSpec:
+        """The specification as it is; ``text`` is its canonical JSON, and ``digest`` the SHA-256 of that."""
+        return self._now
+
+    @now.setter
+    def now(self, spec: RunSpec) -> None:
+        self._now, self.text, self.digest = spec, canonical_json(spec), spec_digest(spec)
+
+    @property
     def num_steps(self) -> int:
         """Steps of the whole run."""
         return self.now.num_steps(self.num_train_rows)

@@ -232,7 +232,7 @@ class Resizing:
         await until_first(
             self._membership.wait_until(
                 lambda: not unloaded(),
-                timeout_s=self._spec.now.limits.start_timeout_s,
+                timeout_s=lambda: self._spec.now.limits.start_timeout_s,
                 waiting_for=lambda: f"{', '.join(unloaded())} to load",
             ),
             self._fail_on_exit(),

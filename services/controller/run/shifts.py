@@ -19,13 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from services.common.grpc_client import open_channel
-from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import Launcher, gpu_hosts
 from services.controller.membership.registry import Membership, Worker
 from services.controller.run.assembly import Assembly
 from services.controller.run.evaluation import Evaluator
-from services.controller.run.requests import CurrentSpec
+from services.controller.run.requests import CurrentSpec, with_replicas
 from services.controller.run.sync_report import SyncReport
 from services.rollout.client import RolloutClient
 from services.trainer.client import TrainerClient
@@ -112,13 +111,19 @@ class Shifts:
 
 
 async def start_in_turns(
-    run_id: str, spec: RunSpec, *, launcher: Launcher, membership: Membership
+    run_id: str,
+    current: CurrentSpec,
+    *,
+    launcher: Launcher,
+    membership: Membership,
+    num_rollouts: int,
 ) -> None:
     """Start those workers of a run that do not run, each while nobody else has the GPUs.
 
     Raises:
         DeadlineExceededError: If the trainer does not come in time, or a worker does not fall asleep.
     """
+    spec = with_replicas(current.now, num_rollouts)
     timeout_s = spec.limits.step_timeout_s
 
     def loaded(role: str) -> list[Worker]:
@@ -132,7 +137,7 @@ async def start_in_turns(
     await launcher.start(run_id, spec, later=gpu_hosts(spec))
     await membership.wait_until(
         lambda: bool(loaded("trainer")),
-        timeout_s=spec.limits.start_timeout_s,
+        timeout_s=lambda: current.now.limits.start_timeout_s,
         waiting_for=lambda: "trainer-0 to load; see its log",
     )
     await _put_to_sleep(*loaded("trainer"), timeout_s=timeout_s)

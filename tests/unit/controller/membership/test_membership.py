@@ -44,7 +44,7 @@ async def hear(membership, state, **gauges):
 
 
 async def until(membership, condition):
-    await membership.wait_until(condition, timeout_s=30.0, waiting_for=lambda: "it")
+    await membership.wait_until(condition, timeout_s=lambda: 30.0, waiting_for=lambda: "it")
 
 
 async def test_whoever_waits_for_a_worker_to_load_hears_of_it():

@@ -129,6 +129,7 @@ class HeartbeatRequest(_message.Message):
     ACTIVITY_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     GAUGES_FIELD_NUMBER: _builtins.int
+    SPEC_DIGEST_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Identifies the run."""
     worker_id: _builtins.str
@@ -141,6 +142,8 @@ class HeartbeatRequest(_message.Message):
     """Says in words what the worker is doing or, when it failed, why."""
     weight_version: _builtins.int
     """Holds the verified weight version that the worker serves; -1 before the first."""
+    spec_digest: _builtins.str
+    """Holds the SHA-256 of the specification that the worker has, in hex."""
     @_builtins.property
     def gauges(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Holds gauges such as "running_samples" or "prompts_train", by name."""
@@ -155,10 +158,11 @@ class HeartbeatRequest(_message.Message):
         activity: _builtins.str = ...,
         weight_version: _builtins.int = ...,
         gauges: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        spec_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "gauges", b"gauges", "incarnation", b"incarnation", "run_id", b"run_id", "state", b"state", "weight_version", b"weight_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "gauges", b"gauges", "incarnation", b"incarnation", "run_id", b"run_id", "spec_digest", b"spec_digest", "state", b"state", "weight_version", b"weight_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -199,19 +203,27 @@ class HeartbeatResponse(_message.Message):
 
     ORDER_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    SPEC_JSON_FIELD_NUMBER: _builtins.int
+    SPEC_DIGEST_FIELD_NUMBER: _builtins.int
     order: Global___HeartbeatResponse.Order.ValueType
     """Tells the worker what to do."""
     heartbeat_interval_s: _builtins.float
     """Gives the seconds until the next heartbeat: the more workers there are, the more seldom each is heard."""
+    spec_json: _builtins.str
+    """Holds the run's specification as canonical JSON, if it is another one than the worker has."""
+    spec_digest: _builtins.str
+    """Holds the SHA-256 of spec_json, in hex; the worker checks it."""
     def __init__(
         self,
         *,
         order: Global___HeartbeatResponse.Order.ValueType = ...,
         heartbeat_interval_s: _builtins.float = ...,
+        spec_json: _builtins.str = ...,
+        spec_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_s", b"heartbeat_interval_s", "order", b"order"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_s", b"heartbeat_interval_s", "order", b"order", "spec_digest", b"spec_digest", "spec_json", b"spec_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

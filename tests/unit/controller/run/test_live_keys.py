@@ -1,0 +1,141 @@
+"""Keys of a run that change while it goes on reach every process that uses them."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.grpc_server import serve
+from services.controller.api.membership import MembershipServicer
+from services.controller.client import WorkerSession
+from services.controller.models import RunPatch
+from services.controller.settings import ControllerSettings
+from services.rollout.engines.base import EngineStats
+from services.rollout.liveness import EngineStalledError
+from services.rollout.monitor import monitor
+from services.trainer.settings import TrainerSettings
+from slipstream.controller.v1 import membership_pb2_grpc
+from tests.helpers.rest import open_manager
+from tests.unit.controller.run.test_live_changes import ended, patched, submitted
+from tests.unit.controller.workers import MemoryQueue, Workers
+
+LIVE = {
+    "queue_timeout_s": (RunPatch(limits={"queue_timeout_s": 71.0}), lambda spec: spec.limits),
+    "start_timeout_s": (RunPatch(limits={"start_timeout_s": 72.0}), lambda spec: spec.limits),
+    "step_timeout_s": (RunPatch(limits={"step_timeout_s": 73.0}), lambda spec: spec.limits),
+    "stall_timeout_s": (RunPatch(limits={"stall_timeout_s": 74.0}), lambda spec: spec.limits),
+    "max_restarts": (RunPatch(limits={"max_restarts": 75}), lambda spec: spec.limits),
+    "validation.every": (RunPatch(validation_every=76), lambda spec: spec.validation),
+    "checkpoint.every": (RunPatch(checkpoint_every=77), lambda spec: spec.trainer.checkpoint),
+    "replicas": (RunPatch(rollout_replicas=3), lambda spec: spec.rollout),
+}
+
+
+@pytest.fixture
+def workers(monkeypatch) -> Workers:
+    workers = Workers(MemoryQueue())
+    workers.may_train.clear()
+    monkeypatch.setattr("services.controller.run.loop.assemble", workers.assemble)
+    return workers
+
+
+@asynccontextmanager
+async def running(database, workers, tmp_path):
+    """A run that trains, and the session of a worker of it."""
+    async with open_manager(database, queue=workers.queue) as manager:
+        membership = manager.drivers.services.membership
+        settings = ControllerSettings(transferqueue_address="127.0.0.1:1", state_directory=tmp_path)
+        servicer = MembershipServicer(manager, membership, settings, time)
+
+        def register(server):
+            membership_pb2_grpc.add_MembershipServiceServicer_to_server(servicer, server)
+
+        run_id = await submitted(manager)
+        async with asyncio.timeout(20):
+            await workers.trains.wait()
+        async with serve("127.0.0.1:0", register) as port:
+            own = TrainerSettings(
+                controller_address=f"127.0.0.1:{port}",
+                run_id=run_id,
+                worker_id="rollout-1",
+                bind="127.0.0.1:0",
+                advertise_host="127.0.0.1",
+                state_directory=tmp_path,
+            )
+            async with WorkerSession(own, role="rollout", port=1) as session:
+                yield manager, run_id, session
+        workers.may_train.set()
+        await ended(manager, run_id)
+
+
+async def changed(session, value_of, *, to):
+    """Return once heartbeats have brought the value."""
+    async with asyncio.timeout(20):
+        while value_of(session.spec) != to:
+            session.report(activity="")
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("key", LIVE)
+async def test_a_key_that_changes_reaches_a_worker_with_a_heartbeat(
+    database, workers, tmp_path, key
+):
+    patch, part_of = LIVE[key]
+    name = key.rpartition(".")[2]
+    async with running(database, workers, tmp_path) as (manager, run_id, session):
+        before = session.spec
+        await patched(manager, run_id, patch)
+        now = manager.drivers.running(await manager.get(run_id)).spec
+        expected = getattr(part_of(now), name)
+        assert getattr(part_of(before), name) != expected
+        await changed(session, lambda spec: getattr(part_of(spec), name), to=expected)
+        assert session.spec == now
+
+
+async def test_a_rollout_finds_a_dead_engine_under_the_limit_that_holds_now(
+    database, workers, tmp_path
+):
+    stats = EngineStats(
+        num_running=1,
+        num_waiting=0,
+        tokens_total=5,
+        kv_used_fraction=0.0,
+        idle_seconds=0.0,
+        weight_version=0,
+    )
+    admission = SimpleNamespace(adapt=nothing, limit=1)
+    sampler = SimpleNamespace(
+        num_prompts=dict, admission=admission, stop_stalled=nothing, checkpoint_soon=list
+    )
+    async with running(database, workers, tmp_path) as (manager, run_id, session):
+        watching = asyncio.create_task(
+            monitor(
+                session, SimpleNamespace(stats=lambda: stats), sampler, publish_wait_s=lambda: 0.0
+            )
+        )
+        await patched(manager, run_id, RunPatch(limits={"stall_timeout_s": 0.01}))
+        with pytest.raises(EngineStalledError):
+            async with asyncio.timeout(20):
+                await watching
+
+
+async def nothing(*arguments, **keywords):
+    """Nobody waits for it."""
+
+
+async def test_who_waits_for_workers_waits_until_the_time_out_that_holds_now(database, workers):
+    async with open_manager(database, queue=workers.queue) as manager:
+        membership, limit_s = manager.drivers.services.membership, 3600.0
+        waiting = asyncio.create_task(
+            membership.wait_until(
+                lambda: False, timeout_s=lambda: limit_s, waiting_for=lambda: "trainer-0 to load"
+            )
+        )
+        await asyncio.sleep(0)
+        limit_s = 0.0
+        await membership.recheck()
+        with pytest.raises(Exception, match="trainer-0 to load"):
+            async with asyncio.timeout(20):
+                await waiting
