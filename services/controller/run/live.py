@@ -199,6 +199,9 @@ class LiveRun:
     async def train(self, batch: Sequence[Group], *, begin: float) -> None:
         """Train the next step, which began to wait for its groups at ``begin``."""
         self.doing, step = "TRAINING", self.step + 1
+        if self.parts.scoring.is_active:
+            # Workers of the role logp score the batch under the weights that the step starts from.
+            await self.publish()
         await self.steps.begin(step, batch)
         await self.steps.train(step, batch, begin=begin)
         self.step = step

@@ -98,6 +98,7 @@ class Workers:
         self.may_save.set()
         self.may_generate = self.may_answer = True
         self.left_out = {}
+        self.scored, self.publishing_turns = [], 0
 
     async def assemble(self, stack, run_id, spec, membership, **kwargs):
         """What the loop is given in place of connections."""
@@ -114,7 +115,8 @@ class Workers:
             has_copy=lambda version: version == self.version,
             keep=self._nothing_learned,
         )
-        scoring = SimpleNamespace(is_active=False, add_proximal=self._unchanged)
+        is_scored = spec.now.topology.own_gpus("logp") > 0
+        scoring = SimpleNamespace(is_active=is_scored, add_proximal=self._scored)
         critic = SimpleNamespace(
             add_values=self._unchanged, train=self._nothing_learned, save=self._nothing_learned
         )
@@ -157,7 +159,10 @@ class Workers:
 
     async def _publish(self, newest):
         async with self.turn:
-            version = self.version = newest()
+            version = newest()
+        for _ in range(self.publishing_turns):
+            await asyncio.sleep(0)
+        self.version = version
         return SyncReport(
             version=version,
             digest="",
@@ -169,6 +174,10 @@ class Workers:
             check_s=0.0,
             stall_s=0.0,
         )
+
+    async def _scored(self, samples, *, weight_version, timeout_s):
+        self.scored.append((weight_version, self.version))
+        return samples
 
     async def _unchanged(self, samples, **kwargs):
         return samples

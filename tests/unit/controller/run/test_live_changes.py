@@ -273,3 +273,23 @@ async def test_the_last_evaluation_does_not_wait_for_the_last_checkpoint(databas
         workers.may_save.set()
         await ended(manager, run_id)
         assert await told(manager, run_id, "CheckpointSaved")
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+async def test_a_batch_is_scored_under_the_weights_that_its_step_starts_from(
+    database, workers, max_staleness
+):
+    workers.publishing_turns = 2000
+    spec = specification(
+        trainer={"steps": 6, "prompts_per_step": 2, "updates_per_step": 2},
+        algorithm={"max_staleness": max_staleness, "correction": "decoupled"},
+        topology={
+            "task_groups": ["train", "logp", "generate"],
+            "ratios": [0.25, 0.25, 0.5],
+            "gpus": 4,
+        },
+    )
+    async with open_manager(database, queue=workers.queue) as manager:
+        run_id = (await manager.create(Submission(spec=spec)))[0].run_id
+        await ended(manager, run_id)
+    assert workers.scored == [(version, version) for version in range(6)]
