@@ -20,8 +20,10 @@ class KlSpec(SpecPart):
 
     coefficient: float = Field(0.0, ge=0)
     """Weight of the penalty. 0 switches it off, and then no reference model is loaded."""
-    estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
-    """Estimator of the divergence; a ``+`` keeps its value but takes k2's gradient."""
+    estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3+"
+    """Estimator of the divergence. A ``+`` keeps its value and takes the gradient of ``k2``, which grows with
+    the distance. ``k3`` (``low_var_kl`` elsewhere) is clamped at 10: it has no gradient for a token whose
+    logprob is more than 2.6 nats below the reference."""
     placement: Literal["loss", "reward"] = "loss"
     """Whether the penalty is added to the loss or taken from the token rewards."""
     target: float | None = Field(None, gt=0)

@@ -195,8 +195,8 @@ def plain_objective(
                 loss = loss * weight
             if not plain_accepts(batch, spec, i, t, kept, a):
                 loss = loss * 0.0
-            difference = batch.reference[i][t] - lp
-            penalty = torch.exp(difference) - difference - 1.0
+            distance = 0.5 * (lp - batch.reference[i][t]) ** 2
+            penalty = k3(lp.item(), batch.reference[i][t]) + distance - distance.detach()
             loss = loss + spec.kl.coefficient * penalty * (1.0 if correction == "none" else weight)
             losses.append(loss - spec.entropy_coefficient * batch.entropy[i][t])
         share = sum(losses, torch.zeros((), dtype=torch.float64))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.common.spec.algorithm import KlSpec
 from services.trainer.algorithm import correction, loss
 from services.trainer.batch.segments import Segments
 from tests.unit.trainer.vectors import assert_close, case, cases, flat, mask_of, segments_of
@@ -188,6 +189,18 @@ def test_kl_values_and_gradients_match() -> None:
         assert logprobs.grad is not None
         assert_close(penalty, values[value])
         assert_close(logprobs.grad, gradients[estimator.replace("+", "_plus")])
+
+
+def test_the_default_kl_pulls_harder_the_farther_a_token_is_from_the_reference() -> None:
+    reference = torch.zeros(6, dtype=torch.float64)
+    logprobs = torch.tensor([-0.5, -2.5, -2.7, -5.0, -30.0, -300.0], dtype=torch.float64)
+    logprobs.requires_grad_()
+    penalty = loss.kl_penalty(logprobs, reference, estimator=KlSpec().estimator)
+    penalty.sum().backward()
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, logprobs.detach())
+    assert bool((penalty >= 0).all())
+    assert bool((penalty <= 10).all())
 
 
 @pytest.mark.parametrize("item", cases("loss_aggregation"), ids=lambda item: item["name"])
