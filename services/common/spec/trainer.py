@@ -18,7 +18,7 @@ class OptimizerSpec(SpecPart):
     betas: tuple[float, float] = (0.9, 0.99)
     """Decay of the two moments."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices, embeddings included; norms, biases and other vectors have none."""
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the learning rate grows linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

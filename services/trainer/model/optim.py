@@ -16,29 +16,41 @@ _FINAL_FRACTION = 0.1
 
 
 def build_optimizer(
-    parameters: Sequence[nn.Parameter], spec: OptimizerSpec, *, in_host: bool = False
+    module: nn.Module, spec: OptimizerSpec, *, in_host: bool = False
 ) -> torch.optim.AdamW:
     """AdamW in one fused kernel. Its learning rate is set before every update.
 
     Args:
-        parameters: On their device.
+        module: Its trainable parameters are updated; they are on their device.
         spec: Peak learning rate, betas and decay.
         in_host: Whether its moments live in host memory.
     """
-    by_mesh: dict[object, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        by_mesh.setdefault(mesh, []).append(parameter)
     # The kernel does not take parameters of several meshes at once.
-    groups = [{"params": group} for group in by_mesh.values()]
+    by_group: dict[tuple[object, bool], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_group.setdefault((mesh, decays(name, parameter)), []).append(parameter)
+    groups = [
+        {"params": members, "weight_decay": spec.weight_decay if is_decayed else 0.0}
+        for (_, is_decayed), members in by_group.items()
+    ]
     options: dict[str, Any] = {
         "lr": spec.learning_rate,
         "betas": spec.betas,
-        "weight_decay": spec.weight_decay,
     }
     if in_host:
         return HostAdamW(groups, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies to a parameter: to matrices, embeddings included.
+
+    Norms, biases and other vectors keep their scale, as in Hugging Face's ``Trainer`` and Megatron-LM. The
+    biases of fused experts have two dimensions, and are known by their names.
+    """
+    return parameter.ndim > 1 and not name.endswith("bias")
 
 
 def learning_rate(spec: OptimizerSpec, *, update: int, num_updates: int) -> float:

@@ -49,7 +49,7 @@ class CriticRunner:
         changes = {} if own_rate is None else {"learning_rate": own_rate}
         self._schedule = spec.trainer.optimizer.model_copy(update=changes)
         in_host = spec.trainer.cpu_offload == "optimizer"
-        self.optimizer = optim.build_optimizer(self._parameters, self._schedule, in_host=in_host)
+        self.optimizer = optim.build_optimizer(critic, self._schedule, in_host=in_host)
         self.outgrown = outgrown or outgrown_in(spec.trainer)
         self._fitting = Fitting(critic, spec, device=device, outgrown=self.outgrown)
         self.num_updates = 0

@@ -89,9 +89,7 @@ class StepRunner:
         self._parameters = trainable(policy)
         self._active_weights = active_weights(policy, policy.model.config)
         in_host = spec.trainer.cpu_offload == "optimizer"
-        self.optimizer = optim.build_optimizer(
-            self._parameters, spec.trainer.optimizer, in_host=in_host
-        )
+        self.optimizer = optim.build_optimizer(policy, spec.trainer.optimizer, in_host=in_host)
         self._balancer = Balancer(policy, spec, ranks)
         self._credit = CreditAssigner(
             spec.algorithm, ranks, max_response_tokens=spec.rollout.max_response_tokens
