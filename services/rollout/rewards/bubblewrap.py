@@ -15,6 +15,7 @@ from services.rollout.rewards.confine import software
 _logger = logging.getLogger(__name__)
 _PROGRAM = "bwrap"
 _ALONE = ("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL")
+_TRIAL_FOLDER = ("--size", "4096", "--tmpfs", "/tmp")  # noqa: S108 -- inside its own namespace
 _OURS = Path(__file__).parents[2]
 _TRIAL_TIMEOUT_S = 10.0
 
@@ -27,7 +28,7 @@ def is_usable() -> bool:
         _logger.info("bubblewrap is not installed: programs are confined by seccomp and Landlock")
         return False
     trial = subprocess.run(  # noqa: S603 -- a program of the host
-        [found, *_ALONE, "--ro-bind", "/", "/", "--dev", "/dev", "true"],
+        [found, *_ALONE, "--ro-bind", "/", "/", "--dev", "/dev", *_TRIAL_FOLDER, "true"],
         capture_output=True,
         text=True,
         timeout=_TRIAL_TIMEOUT_S,
@@ -41,15 +42,17 @@ def is_usable() -> bool:
     return trial.returncode == 0
 
 
-def prefix(folder: str) -> list[str]:
-    """What stands before a command that sees software, one folder and nothing else.
+def prefix(folder: str, *, disk_bytes: int, info_fd: int) -> list[str]:
+    """Arguments before a command that sees software, one folder and nothing else.
 
     Args:
-        folder: Where it works and may write.
+        folder: Where it works and may write: a file system in memory, which ends with the namespaces.
+        disk_bytes: Size of that file system.
+        info_fd: Where bubblewrap writes ``{"child-pid": ...}``, the first process of the namespaces.
     """
     readable = [*software(), _OURS]
     binds = [part for path in readable for part in ("--ro-bind-try", str(path), str(path))]
     return [
-        *(_PROGRAM, *_ALONE, *binds),
-        *("--dev", "/dev", "--bind", folder, folder, "--chdir", folder, "--"),
+        *(shutil.which(_PROGRAM) or _PROGRAM, *_ALONE, *binds, "--info-fd", str(info_fd)),
+        *("--dev", "/dev", "--size", str(disk_bytes), "--tmpfs", folder, "--chdir", folder, "--"),
     ]

@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from services.rollout.rewards import bubblewrap, landlock, seccomp
 from services.rollout.rewards.code_tests import code_tests
+from services.rollout.rewards.sandbox import Limits, run_python
 
 pytestmark = pytest.mark.skipif(not seccomp.is_supported(), reason="needs Linux")
 
@@ -61,6 +63,70 @@ def test_standard_input_and_output_decide_test_by_test() -> None:
 )
 def test_a_program_that_exits_early_or_leaves_its_limits_fails(program: str) -> None:
     assert score(program, seconds=1.0) == 0.0
+
+
+WRITERS = {
+    "many files": """
+import itertools, threading
+numbers, megabyte = itertools.count(), bytes(1 << 20)
+def write():
+    while True:
+        with open(str(next(numbers)), "wb") as file:
+            file.write(megabyte)
+for _ in range(3):
+    threading.Thread(target=write).start()
+write()
+""",
+    "nested folders": """
+import os, time
+for _ in range(3000):
+    os.mkdir("f")
+    os.chdir("f")
+time.sleep(100)
+""",
+    "an unreadable folder": """
+import os, time
+os.mkdir("f", 0o300)
+os.mkdir("f/g")
+time.sleep(100)
+""",
+}
+
+
+@pytest.mark.parametrize("program", WRITERS.values(), ids=WRITERS)
+def test_a_program_that_writes_until_its_deadline_scores_0_and_leaves_nothing(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for _ in range(2):
+        assert score(program, seconds=1.0) == 0.0
+    assert [*tmp_path.iterdir()] == []
+    assert [each for each in Path("/proc").glob("[0-9]*/cwd") if _is_in(each, tmp_path)] == []
+
+
+def _is_in(link: Path, folder: Path) -> bool:
+    try:
+        return link.readlink().is_relative_to(folder)
+    except OSError:
+        return False
+
+
+def test_all_files_of_a_program_together_are_limited() -> None:
+    program = """
+import time
+written = 0
+try:
+    for number in range(200):
+        with open(str(number), "wb") as file:
+            written += file.write(bytes(1 << 20))
+        time.sleep(0.02)
+except OSError:
+    pass
+"""
+    parts = (program, "assert written == 200 << 20", "print('all')")
+    few = Limits(seconds=60.0, memory_bytes=512 << 20, disk_bytes=8 << 20)
+    assert run_python(parts, "", few) is None
+    assert run_python(parts, "", replace(few, disk_bytes=256 << 20)) == "all\n"
 
 
 @pytest.mark.parametrize(
