@@ -71,7 +71,8 @@ class CallPool:
             timeout_s: Deadline of the call itself, without waiting and loading; then its process is killed.
 
         Raises:
-            CallError: ``timeout``, ``exception`` or, if the process died, ``sandbox_killed``.
+            CallError: ``timeout`` (also if the function raised ``TimeoutError``), ``exception`` or, if the
+                process died, ``sandbox_killed``.
         """
         request = {"name": name, "arguments": list(arguments), "keywords": dict(keywords or {})}
         return await self._with_worker(request, timeout_s=timeout_s)
@@ -93,7 +94,7 @@ class CallPool:
                 if worker not in self._idle:
                     await _kill(worker.process)
         if "error" in answer:
-            raise CallError("exception", f"{name!r} raised {answer['error']}")
+            raise CallError(answer["kind"], f"{name!r} raised {answer['error']}")
         return answer["value"]
 
     async def _take(self) -> _Worker:

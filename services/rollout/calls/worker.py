@@ -35,7 +35,8 @@ def _answer(request: dict[str, Any]) -> str:
             value = asyncio.run(_wait_for(value))
         return json.dumps({"value": value}, default=_plain)
     except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
-        return json.dumps({"error": told(error)})
+        kind = "timeout" if isinstance(error, TimeoutError) else "exception"
+        return json.dumps({"error": told(error), "kind": kind})
 
 
 @functools.cache

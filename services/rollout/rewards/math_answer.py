@@ -6,13 +6,14 @@ or ``(3,1)`` only ``2`` and ``1``. So the answer and the response's final part r
 """
 
 import re
-import time
-from collections.abc import Iterable, Mapping
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from math_verify.errors import TimeoutException
+import math_verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig
 from math_verify.grader import (
     FiniteSet,
     is_assignment_relation,
@@ -20,7 +21,6 @@ from math_verify.grader import (
     is_relation,
     unwrap_eq,
 )
-from math_verify.utils import timeout
 from sympy import Abs, Add, Eq, Expr, I, Interval, MatrixBase, Symbol, Tuple, Union
 
 from services.rollout.rewards import math_spelling as spelling
@@ -38,13 +38,16 @@ _WITHOUT_UNITS = replace(LatexExtractionConfig().normalization_config, units=Fal
 _READ = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_WITHOUT_UNITS)]
 _SEARCH = [*_READ, ExprExtractionConfig()]
 _SEARCH_UNITS = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-_PATIENCE_S = 5
-"""What the library grants one expression to be read or compared."""
-_in_time = timeout(_PATIENCE_S)
-_MOST_PARTS = 4
-"""Inequalities of which one holds; each is granted its time."""
-_LONGEST = 2000
-"""Characters of a final answer; what repeats itself for longer is none, and would be read for minutes."""
+_CPU_TIMEOUT_S = 5.0
+"""CPU time of one comparison: regular expressions, parsing and algebra together."""
+_MAX_EXPRESSION_CHARACTERS = 2000
+"""A longer final answer is wrong."""
+_MAX_PROSE_CHARACTERS = 8000
+"""The end of a response without a mark, in which its answer is looked for."""
+_MAX_PARTS = 4
+"""Inequalities of which one holds."""
+_LIBRARY_TIMEOUT_S = 3600
+"""Never ends first: the library would report a time-out as a wrong answer."""
 
 
 def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) -> float:
@@ -55,28 +58,74 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
     what follows its last mark, else what it announces as its answer, else the last expression in it.
 
     Raises:
-        ValueError: If there is no answer, or it is empty.
+        ValueError: If there is no answer, or it is empty or too long.
+        TimeoutError: If the comparison takes too long; nothing is then known about the response.
     """
     if answer is None:
         raise ValueError("math_verify needs an answer; set data.answer_column")
     marked = _marked(str(answer))
-    expected = str(answer).strip() if marked is None else marked
+    expected = _single_spaced(str(answer) if marked is None else marked)
+    if len(expected) > _MAX_EXPRESSION_CHARACTERS:
+        raise ValueError(
+            f"math_verify reads answers of up to {_MAX_EXPRESSION_CHARACTERS} characters, but one has "
+            f"{len(expected)}; mark its final expression with \\boxed{{}} or {_MARK}"
+        )
+    with _cpu_time_limit(_CPU_TIMEOUT_S):
+        return float(_is_answered(expected, response, answer))
+
+
+def _is_answered(expected: str, response: str, answer: Any) -> bool:
     if not spelling.as_text(expected):
         raise ValueError(f"math_verify finds no expression in the answer {str(answer)[-80:]!r}")
     given = _marked(response)
     if given is not None:
-        return float(_same(expected, given))
+        given = _single_spaced(given)
+        return len(given) <= _MAX_EXPRESSION_CHARACTERS and _same(expected, given)
+    lines = (_single_spaced(line) for line in response.splitlines())
+    response = "\n".join(line for line in lines if line)[-_MAX_PROSE_CHARACTERS:]
     announced = _ANNOUNCED.findall(response)
     given = announced[-1].strip("* ") if announced else response
     if announced and not spelling.has_words(given):
-        return float(_same(expected, given))
+        return _same(expected, given)
     said = _SAID.search(given)
     if spelling.same_text(expected, given) or (said and spelling.same_text(expected, said[1])):
-        return 1.0
+        return True
     gold = [] if spelling.is_text(expected) else _read(expected)
-    return float(
-        _any_in_time(_verify(gold, parse(given, wanted)) for wanted in (_SEARCH, _SEARCH_UNITS))
-    )
+    return any(_verify(gold, _parse(given, wanted)) for wanted in (_SEARCH, _SEARCH_UNITS))
+
+
+@contextmanager
+def _cpu_time_limit(seconds: float) -> Iterator[None]:
+    """Interrupts the body, regular expressions included. Works in a process's main thread only.
+
+    Raises:
+        TimeoutError: If the body takes more CPU time.
+    """
+
+    def expire(*_: object) -> None:
+        raise _CpuTimeExpired
+
+    previous = signal.signal(signal.SIGVTALRM, expire)
+    # It repeats because the interpreter ignores what is raised inside a destructor or a callback.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
+    try:
+        yield
+    except _CpuTimeExpired as error:
+        raise TimeoutError(
+            f"math_verify compared for more than {seconds:g} s of CPU time and was stopped"
+        ) from error
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)
+
+
+class _CpuTimeExpired(BaseException):
+    """Not an ``Exception``, which the library and sympy catch."""
+
+
+def _single_spaced(text: str) -> str:
+    """The text with one space for each stretch of white space."""
+    return " ".join(text.split())
 
 
 def _marked(text: str) -> str | None:
@@ -127,34 +176,29 @@ def _same(expected: str, given: str) -> bool:
 
 def _same_value(expected: str, given: str) -> bool:
     bases = {base for each in (expected, given) if (base := spelling.base(each))}
-    if len(bases) > 1 or len(given) > _LONGEST:
+    if len(bases) > 1:
         return False
     if spelling.has_magnitude(expected) and spelling.has_magnitude(given):
         expected, given = spelling.with_magnitude(expected), spelling.with_magnitude(given)
     # "Which per cent?" is answered by 25 as well as by 25 %.
     ways = (str, spelling.without_per_cent, spelling.with_magnitude, spelling.in_radians)
     pairs = [(way(expected), way(given)) for way in ways]
-    return _any_in_time(_verify(_read(one), _read(other)) for one, other in dict.fromkeys(pairs))
-
-
-def _any_in_time(attempts: Iterable[bool]) -> bool:
-    """Whether one succeeds; what took long is not attempted in further ways."""
-    end = time.monotonic() + _PATIENCE_S
-    for succeeds in attempts:
-        if succeeds or time.monotonic() > end:
-            return succeeds
-    return False
+    return any(_verify(_read(one), _read(other)) for one, other in dict.fromkeys(pairs))
 
 
 def _read(answer: str) -> list[Any]:
     parts = spelling.alternatives(answer)
-    if 1 < len(parts) <= _MOST_PARTS and (union := _union(parts)):
+    if 1 < len(parts) <= _MAX_PARTS and (union := _union(parts)):
         return union
     latex = spelling.as_latex(answer)
     for each in (latex, *spelling.rewritten(latex)):
-        if found := parse(f"{_BOX}{each}}}", _READ, fallback_mode="no_fallback"):
-            return list(found)
+        if found := _parse(f"{_BOX}{each}}}", _READ, fallback_mode="no_fallback"):
+            return found
     return []
+
+
+def _parse(text: str, wanted: list[Any], **options: Any) -> list[Any]:
+    return list(math_verify.parse(text, wanted, parsing_timeout=_LIBRARY_TIMEOUT_S, **options))
 
 
 def _union(parts: list[str]) -> list[Any]:
@@ -167,9 +211,13 @@ def _solutions(*found: Any) -> list[Any]:
     if not all(is_relation(one) and not is_equation(one) for one in found):
         return []
     try:
-        return [_in_time(lambda: Union(*(one.as_set() for one in found)))()]
-    except (NotImplementedError, ValueError, TypeError, TimeoutException):  # not of one variable
+        return [Union(*(one.as_set() for one in found))]
+    except (NotImplementedError, ValueError, TypeError):  # not of one variable
         return []
+
+
+def _is_equal(gold: Any, found: Any, **options: Any) -> bool:
+    return bool(math_verify.verify(gold, found, timeout_seconds=_LIBRARY_TIMEOUT_S, **options))
 
 
 def _verify(gold: list[Any], found: list[Any]) -> bool:
@@ -181,7 +229,7 @@ def _equal(gold: Any, found: Any) -> bool:
         gold, found = _vector(gold), _vector(found)
     if isinstance(gold, Eq) and isinstance(gold.lhs, Add) and isinstance(found, Expr):
         return False  # an equation, not the value of its right side
-    if verify(gold, found, allow_set_relation_comp=True):
+    if _is_equal(gold, found, allow_set_relation_comp=True):
         return True
     solutions = _solutions(gold), _solutions(found)
     if all(solutions):
@@ -192,7 +240,7 @@ def _equal(gold: Any, found: Any) -> bool:
     if not general:
         return False
     known = {symbol: _particular(symbol) for symbol in general}
-    return bool(verify(gold.xreplace(known), found.xreplace(known)))
+    return _is_equal(gold.xreplace(known), found.xreplace(known))
 
 
 def _vector(value: Any) -> Any:

@@ -24,6 +24,7 @@ async def later(prompt, response, answer, row):
 def sleeps(*args): time.sleep(100)
 def raises(*args): raise KeyError("oops")
 def dies(*args): os.abort()
+def gives_up(*args): raise TimeoutError("too hard")
 def nan(*args): return float("nan")
 def text(*args): return "great"
 def nothing(*args): return None
@@ -62,6 +63,7 @@ async def test_user_functions_sync_and_async_are_summed_by_weight(code: str) -> 
     ("name", "kind", "message"),
     [
         ("raises", "exception", "KeyError: 'oops'"),
+        ("gives_up", "timeout", "too hard"),
         ("dies", "sandbox_killed", "exit status -6"),
         ("nan", "invalid_value", "nan"),
         ("text", "invalid_value", "great"),

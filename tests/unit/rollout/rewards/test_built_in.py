@@ -1,11 +1,14 @@
 """Built-in rewards."""
 
 import json
+import re
+import signal
 from pathlib import Path
 
 import pytest
 import reasoning_gym
 
+from services.rollout.rewards import math_answer as math_reward
 from services.rollout.rewards.exact_match import exact_match
 from services.rollout.rewards.gym_answer import gym_answer
 from services.rollout.rewards.math_answer import math_answer
@@ -58,9 +61,36 @@ def test_answers_in_the_styles_of_public_data_sets_score_1_and_wrong_ones_0() ->
     assert misjudged == []
 
 
-def test_inequalities_that_nobody_solves_are_wrong_within_the_patience_of_the_library() -> None:
-    hard = r"\boxed{x^{40}+x^{31}-7x^{3}+x>1 or x^{37}+x^5+3>2}"
-    assert math_answer("", hard, r"(1,\infty)", {}) == 0.0
+HARD = (r"\boxed{x^{40}+x^{31}-7x^{3}+x>1 or x^{37}+x^5+3>2}", r"\boxed{100000000!}")
+
+
+def test_a_comparison_that_takes_too_long_is_a_time_out_not_a_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(math_reward, "_CPU_TIMEOUT_S", 0.2)
+    for response in HARD:
+        with pytest.raises(TimeoutError):
+            math_answer("", response, r"(1,\infty)", {})
+
+
+def test_the_time_limit_interrupts_regular_expressions() -> None:
+    with pytest.raises(TimeoutError), math_reward._cpu_time_limit(0.1):
+        re.search(r"(a|a)*b", "a" * 100)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
+
+
+@pytest.mark.parametrize("space", [" " * 3000, "\n" * 1000, "\t \n" * 1000])
+@pytest.mark.parametrize(
+    "form", [r"\boxed{%s72}", r"\boxed{72%s}", "#### 72%s.", "#### %s72", "The answer is%s 72"]
+)
+def test_white_space_is_no_part_of_an_answer_and_takes_no_time(form: str, space: str) -> None:
+    assert math_answer("", form % space, GOLD, {}) == 1.0
+
+
+def test_an_answer_longer_than_any_is_wrong_and_a_longer_gold_answer_refused() -> None:
+    assert math_answer("", r"\boxed{%s}" % ("7" * 2001), "7", {}) == 0.0
+    with pytest.raises(ValueError, match="2000 characters"):
+        math_answer("", "72", "x" * 2001, {})
 
 
 def test_an_answer_without_an_expression_is_a_failure_not_a_zero() -> None:
