@@ -11,6 +11,7 @@ from services.common.spec.engines import engine_kind
 from services.common.spec.quota_rules import quota
 from services.common.spec.run import RunSpec
 from services.common.spec.trainer import OF_EXPERTS
+from services.rollout.engines.stop_texts import split_stop_texts
 
 
 def quantization_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -112,6 +113,11 @@ def token_problems(
             f"rollout.sampling.stop_token_ids has {', '.join(map(str, unknown))}, but model.path has "
             f"{most} tokens, numbered from 0; name some of them"
         )
+    if isinstance(tokenizer, Tokenizer):
+        try:
+            split_stop_texts(spec.rollout.sampling.stop, tokenizer)
+        except ValueError as error:
+            yield f"rollout.sampling.stop: {error}"
     if spec.data.chat_template and not tokenizer.has_chat_template:
         yield (
             "data.chat_template is true, but the tokenizer has no chat template; set it to false, or use the "

@@ -18,6 +18,7 @@ from services.rollout.client import GroupAssignment
 from services.rollout.curriculum import Curriculum
 from services.rollout.demonstrated import demonstrated
 from services.rollout.engines.base import Engine, GenerationResult
+from services.rollout.engines.stop_texts import split_stop_texts
 from services.rollout.failures import CallError, GroupError
 from services.rollout.partial import GroupProgress, MemberProgress
 from services.rollout.prompts import Prompt
@@ -189,6 +190,7 @@ class RunningGroup:
         assignment = self.assignment
         place = assignment.members.index(member)
         seed = assignment.seeds[place]
+        stop_texts, special_ids = split_stop_texts(self._spec.sampling.stop, self._tools.tokenizer)
         return Episode(
             prompt,
             EpisodeLimits(
@@ -196,8 +198,8 @@ class RunningGroup:
                 temperature=assignment.temperatures[place],
                 max_response_tokens=self._spec.max_response_tokens,
                 max_tokens=self._tools.engine.max_tokens,
-                stop_texts=self._spec.sampling.stop,
-                stop_token_ids=frozenset(self._spec.sampling.stop_token_ids),
+                stop_texts=stop_texts,
+                stop_token_ids=special_ids | frozenset(self._spec.sampling.stop_token_ids),
                 # Held-out prompts are evaluated under one version, in one piece.
                 segment_tokens=self._spec.segment_tokens if self._is_training else None,
             ),

@@ -199,6 +199,20 @@ async def test_stop_texts_end_a_response_with_the_token_that_completes_one(
         assert stopped.token_ids == free.token_ids[: -(-end // 2)]
 
 
+@real_engines
+async def test_a_stop_text_is_matched_across_the_requests_of_one_turn(
+    open_engine: OpenEngine,
+) -> None:
+    async with open_engine() as engine:
+        await adopt(engine, 0)
+        free = await engine.generate(request("a", PROMPT, temperature=0.0, max_tokens=30))
+        stops = {"temperature": 0.0, "max_tokens": 25, "stop_texts": (decode(free.token_ids[3:6]),)}
+        context = (*PROMPT, *free.token_ids[:5])
+        stopped = await engine.generate(request("b", context, turn_tokens=5, **stops))
+        assert stopped.finish_reason == "stop"
+        assert stopped.token_ids == free.token_ids[5:6]
+
+
 @all_engines
 async def test_bad_requests_are_refused_alone(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:

@@ -52,6 +52,14 @@ class Tokenizer:
         self._inner = inner
         self._name = name
         self._stop_ids = frozenset({int(inner.eos_token_id), *stop_ids})
+        self._special_tokens = {
+            **{
+                str(each): int(id_)
+                for id_, each in inner.added_tokens_decoder.items()
+                if each.special
+            },
+            **dict(zip(inner.all_special_tokens, inner.all_special_ids, strict=True)),
+        }
         self._template_arguments = dict(template_arguments or {})
         first = inner.encode("", add_special_tokens=True)[:1]
         self._backend = _plain_backend(inner)
@@ -87,6 +95,11 @@ class Tokenizer:
     def vocabulary(self) -> Mapping[str, int]:
         """Every token, added ones included, and its id."""
         return dict(self._inner.get_vocab())
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Tokens that :meth:`decode` leaves out, and their ids."""
+        return self._special_tokens
 
     @property
     def has_chat_template(self) -> bool:

@@ -52,6 +52,9 @@ class GenerationRequest:
     """Tokens that end the response; the ending token belongs to it."""
     stop_texts: tuple[str, ...] = ()
     """Texts that end the response; the token that completes one belongs to it."""
+    turn_tokens: int = 0
+    """Tokens at the end of the context that earlier requests sampled of the same turn. A stop text may begin
+    in them."""
     experts_from: int = 0
     """First token of the context whose experts are asked for, if the engine tells them."""
     on_tokens: OnTokens | None = field(default=None, compare=False, repr=False)

@@ -19,6 +19,7 @@ from services.common.spec.rollout import RolloutSpec
 from services.rollout.engines.base import Engine
 from services.rollout.engines.memory import MemoryPlan, engine_share
 from services.rollout.engines.order import EngineOrder
+from services.rollout.engines.stop_texts import split_stop_texts
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def build_engine(
         stop_token=tokenizer.eos_id,
     )
     engine = make_engine(spec.engine, order)
-    _check_supported(spec, engine)
+    _check_supported(spec, engine, tokenizer)
     return engine
 
 
@@ -118,8 +119,12 @@ def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _check_supported(spec: RolloutSpec, engine: Engine) -> None:
+def _check_supported(spec: RolloutSpec, engine: Engine, tokenizer: Tokenizer) -> None:
     can = engine.capabilities
+    try:
+        stop_texts, _ = split_stop_texts(spec.sampling.stop, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"rollout.sampling.stop: {error}") from error
     if spec.kv_policy not in can.kv_policies:
         raise ValueError(
             f"rollout.kv_policy is {spec.kv_policy!r}, but engine {can.name!r} supports "
@@ -130,7 +135,7 @@ def _check_supported(spec: RolloutSpec, engine: Engine) -> None:
             f"rollout.routing_replay is {spec.routing_replay!r}, but engine {can.name!r} as it is installed "
             "does not tell which experts it chose; set it to 'off', or use the engine 'torch'"
         )
-    if spec.sampling.stop and not can.stop_texts:
+    if stop_texts and not can.stop_texts:
         raise ValueError(
             f"rollout.sampling.stop is set, but engine {can.name!r} ends responses at tokens only"
         )

@@ -191,7 +191,7 @@ class DecodeBatch:
                 "requests with stop texts are refused without a decoder"
             )
             response = row.tokens[len(request.context_ids) :]
-            if ends_in_stop_text(request.stop_texts, response, self._decode):
+            if ends_in_stop_text(request, response, self._decode):
                 return "stop"
         return "length" if len(row.logprobs) >= request.max_tokens else None
 

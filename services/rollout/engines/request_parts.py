@@ -124,11 +124,12 @@ class Progress:
 
     def _end_of_stop_text(self, first: int) -> int | None:
         """Where a stop text is complete, if tokens from a place on complete one."""
-        texts, decode = self.request.stop_texts, self._decode
-        if not texts or decode is None:
+        request, decode = self.request, self._decode
+        if not request.stop_texts or decode is None:
             return None
         ends = range(first + 1, len(self.token_ids) + 1)
-        return next((n for n in ends if ends_in_stop_text(texts, self.token_ids[:n], decode)), None)
+        ending = (n for n in ends if ends_in_stop_text(request, self.token_ids[:n], decode))
+        return next(ending, None)
 
     def result(self, reason: FinishReason) -> GenerationResult:
         """The result as it is now."""

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from services.common.task_group import together
+from services.rollout.engines.stop_texts import split_stop_texts
 from services.rollout.failures import GroupError
 from services.rollout.openai.chat import first_tokens, following_tokens, reply, visible_text
 from services.rollout.openai.errors import invalid, too_long
@@ -214,6 +215,7 @@ class Record:
             Interrupted: If the episode was interrupted.
         """
         room = self._room(turns)
+        stop_texts, stop_ids = self._stops(request)
         context = asked.digest()
         number = self._num_asked[context]
         self._num_asked[context] += request.n
@@ -222,7 +224,8 @@ class Record:
                 seed=self._seed(context, request.seed, number=number, index=index),
                 offset=0,
                 max_tokens=room if max_tokens is None else min(room, max_tokens),
-                stop_texts=(*self._episode.limits.stop_texts, *request.stop_texts),
+                stop_texts=(*self._episode.limits.stop_texts, *stop_texts),
+                stop_token_ids=stop_ids,
             )
             for index in range(request.n)
         ]
@@ -243,6 +246,24 @@ class Record:
         if any(turn.is_cut for turn in sampled):
             raise Interrupted
         return sampled
+
+    def _stops(
+        self, request: ChatRequest | CompletionRequest
+    ) -> tuple[tuple[str, ...], frozenset[int]]:
+        """Texts and tokens that end the reply, besides those of the episode."""
+        tokenizer = self._episode.tokenizer
+        ids = frozenset(request.stop_token_ids or ())
+        if unknown := [each for each in ids if not 0 <= each < tokenizer.vocab_size]:
+            raise invalid(
+                f"stop_token_ids has {unknown[0]}, but the model has tokens 0 to "
+                f"{tokenizer.vocab_size - 1}; name some of them",
+                param="stop_token_ids",
+            )
+        try:
+            texts, special_ids = split_stop_texts(request.stop_texts, tokenizer)
+        except ValueError as error:
+            raise invalid(str(error), param="stop") from error
+        return texts, special_ids | ids
 
     def _seed(self, context: bytes, given: int | None, *, number: int, index: int) -> int:
         """A seed of its own for each reply to a context, the same whenever the agent does the same."""

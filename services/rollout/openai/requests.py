@@ -9,7 +9,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from services.rollout.openai.errors import ApiError, invalid
 
-# Whatever would change the distribution that tokens are drawn from, with the values that do not.
+# Says nothing about how tokens are drawn or rendered.
+_IGNORED = frozenset(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "request_id",
+    )
+)
+# What would change the prompt, the tokens' distribution or the reply, with the values that do not.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),
@@ -26,6 +38,21 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "functions": ([],),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "bad_words": ([],),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "priority": (0,),
+    "chat_template_kwargs": ({},),
 }
 _MAX_CHOICES = 64
 _Request = TypeVar("_Request", bound="GenerateRequest")
@@ -109,6 +136,7 @@ class GenerateRequest(BaseModel):
     temperature: float | None = None
     seed: int | None = None
     stop: str | tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
 
@@ -126,12 +154,12 @@ class GenerateRequest(BaseModel):
 
     @model_validator(mode="after")
     def _changes_no_distribution(self) -> Self:
-        given = self.model_extra or {}
-        for name, neutral in _NEUTRAL.items():
-            if given.get(name) is not None and given[name] not in neutral:
+        for name, value in (self.model_extra or {}).items():
+            is_neutral = value is None or name in _IGNORED or value in _NEUTRAL.get(name, ())
+            if not is_neutral:
                 raise ValueError(
-                    f"{name}={given[name]!r} is not supported: what is recorded for training must be "
-                    f"drawn from the policy itself; leave {name} out"
+                    f"{name}={value!r:.80} is not supported: what is recorded for training must be drawn "
+                    f"from the policy itself; leave {name} out"
                 )
         return self
 

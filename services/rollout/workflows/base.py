@@ -302,8 +302,11 @@ class Episode:
             experts_from=0 if known is None else len(known),
             oldest_version=min(versions, default=None),
             temperature=self.limits.temperature,
-            stop_token_ids=self.tokenizer.stop_ids | self.limits.stop_token_ids,
+            stop_token_ids=(
+                self.tokenizer.stop_ids | self.limits.stop_token_ids | draw.stop_token_ids
+            ),
             stop_texts=draw.stop_texts,
+            turn_tokens=len(started.token_ids),
             on_tokens=on_tokens,
         )
 

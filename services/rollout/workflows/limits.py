@@ -39,3 +39,5 @@ class Draw:
     """Most tokens of the turn."""
     stop_texts: tuple[str, ...]
     """Texts that end it."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end it, besides those of the episode."""

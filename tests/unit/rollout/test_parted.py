@@ -227,6 +227,20 @@ async def test_stop_texts_cut_a_response_where_they_are_complete() -> None:
     assert result.finish_reason == "stop"
 
 
+async def test_a_stop_text_that_began_before_an_interruption_ends_the_response() -> None:
+    engine = make_engine(ScriptedBackend())
+    async with running(engine):
+        stops = {"max_tokens": 50, "stop_texts": ("1><2><3",)}
+        same: GenerationResult = await engine.generate(
+            request("r", (0, 1, 2), turn_tokens=2, **stops)
+        )
+        other: GenerationResult = await engine.generate(
+            request("s", (0, 1, 2), turn_tokens=1, **stops)
+        )
+    assert (same.finish_reason, len(same.token_ids)) == ("stop", 1)
+    assert (other.finish_reason, len(other.token_ids)) == ("length", 50)
+
+
 async def test_an_engine_that_does_not_end_a_request_is_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -28,6 +28,17 @@ from tests.unit.rollout.openai.served import (
         ({"top_p": 0.9}, None),
         ({"logit_bias": {"1": 2}}, None),
         ({"top_logprobs": 3}, None),
+        ({"min_tokens": 5}, None),
+        ({"ignore_eos": True}, None),
+        ({"bad_words": ["x"]}, None),
+        ({"guided_json": {"type": "object"}}, None),
+        ({"structured_outputs": {"regex": "a+"}}, None),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, None),
+        ({"an_extra_of_tomorrow": 1}, None),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop": ["a<eos>"]}, "stop"),
+        ({"stop": ""}, "stop"),
         ({"n": 0}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
@@ -50,6 +61,21 @@ async def test_what_cannot_be_recorded_is_refused_in_openais_format(changes, par
 async def test_neutral_values_of_unsupported_parameters_are_taken():
     async with client_of(make_episode(Scripted(["ok"]))) as client:
         await chat(client, user("x"), temperature=1.0, top_p=1.0, presence_penalty=0, seed=3)
+
+
+async def test_values_that_change_nothing_and_labels_are_taken():
+    neutral = {"min_tokens": 0, "ignore_eos": False, "bad_words": [], "guided_json": None}
+    async with client_of(make_episode(Scripted(["ok"]))) as client:
+        await chat(client, user("x"), **neutral, user="me", metadata={"a": "b"})
+
+
+async def test_stop_tokens_and_stop_texts_that_are_tokens_end_a_reply():
+    engine = Scripted(["ok"])
+    async with client_of(make_episode(engine)) as client:
+        await chat(client, user("x"), stop_token_ids=[7], stop=["<pad>", "!"])
+    (request,) = engine.requests
+    assert request.stop_token_ids == {7, TOKENIZER.pad_id, TOKENIZER.eos_id}
+    assert request.stop_texts == ("!",)
 
 
 async def test_a_greedy_evaluation_takes_the_runs_temperature_and_stays_greedy():
