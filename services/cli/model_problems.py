@@ -12,6 +12,8 @@ from services.common.spec.quota_rules import quota
 from services.common.spec.run import RunSpec
 from services.common.spec.trainer import OF_EXPERTS
 from services.rollout.engines.stop_texts import split_stop_texts
+from services.rollout.workflows.load import load_workflow
+from services.rollout.workflows.multi_turn import MultiTurn
 
 
 def quantization_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -128,6 +130,25 @@ def token_problems(
             tokenizer.render_chat([{"role": "user", "content": "Hello"}])
         except (TypeError, ValueError) as error:
             yield f"data.chat_template is true, but no chat is rendered: {error}"
+            return
+    if spec.rollout.workflow == "multi_turn":
+        yield from _tool_result_problems(spec, tokenizer)
+
+
+def _tool_result_problems(spec: RunSpec, tokenizer: Vocabulary) -> Iterator[str]:
+    """Results of tools that no template renders. That of a made tokenizer renders every role."""
+    if spec.data.chat_template and not isinstance(tokenizer, Tokenizer):
+        return
+    try:
+        workflow = load_workflow(spec.rollout)
+    except (ValueError, ImportError):  # reported where workflows are judged
+        return
+    try:
+        if isinstance(workflow, MultiTurn):
+            is_used = spec.data.chat_template
+            workflow.check(tokenizer if is_used and isinstance(tokenizer, Tokenizer) else None)
+    except (TypeError, ValueError) as error:
+        yield str(error)
 
 
 def length_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:

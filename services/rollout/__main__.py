@@ -19,7 +19,7 @@ from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.models.loading import load_config
 from services.common.models.routing_shape import routing_shape
-from services.common.models.tokenizer import load_tokenizer
+from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.secrets import with_secrets
 from services.common.spec.run import RunSpec
 from services.common.spec.weight_modes import weight_mode
@@ -48,6 +48,7 @@ from services.rollout.settings import RolloutSettings
 from services.rollout.weights import WeightReceiver
 from services.rollout.workflows.base import Workflow
 from services.rollout.workflows.load import load_workflow
+from services.rollout.workflows.multi_turn import MultiTurn
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
 from services.weightsync.member import WeightMember
@@ -172,7 +173,7 @@ async def _load(
         Tools(
             engine=engine,
             tokenizer=tokenizer,
-            workflow=await _open_workflow(stack, spec, settings, reach),
+            workflow=await _open_workflow(stack, spec, settings, reach, tokenizer),
             reward=scorer,
             comparison=scorer.comparison,
             calls=calls,
@@ -189,10 +190,16 @@ async def _load(
 
 
 async def _open_workflow(
-    stack: AsyncExitStack, spec: RunSpec, settings: RolloutSettings, reach: Reach
+    stack: AsyncExitStack,
+    spec: RunSpec,
+    settings: RolloutSettings,
+    reach: Reach,
+    tokenizer: Tokenizer,
 ) -> Workflow:
     """How episodes are made, with what they need served until the stack is closed."""
     workflow = load_workflow(spec.rollout)
+    if isinstance(workflow, MultiTurn):
+        workflow.check(tokenizer if spec.data.chat_template else None)
     if isinstance(workflow, Agent):
         serving = workflow.serving(
             settings.agent_bind,

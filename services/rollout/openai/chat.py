@@ -1,5 +1,6 @@
 """Chats to tokens and back. What the policy said is never turned into tokens again."""
 
+import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,8 @@ from typing import Any
 from services.common.models.tokenizer import Tokenizer
 from services.rollout.openai.errors import invalid
 from services.rollout.openai.requests import FunctionCall, Message, ToolCall
-from services.rollout.workflows.tool_calls import TOOL_CALL
+from services.rollout.workflows.chat_turns import following_ids
+from services.rollout.workflows.tool_calls import call_texts
 from services.rollout.workflows.turns import Turn
 
 
@@ -25,30 +27,33 @@ def following_tokens(
     tools: Sequence[Mapping[str, Any]],
     *,
     reply_index: int,
-    has_eos: bool,
+    last_id: int | None,
 ) -> list[int]:
     """Tokens between the end of a recorded reply and the beginning of the next one.
-
-    The chat is rendered with a mark in place of the recorded reply; what follows the mark are the end of
-    the reply's turn, the new messages, and the opening of the next turn.
 
     Args:
         tokenizer: The model's.
         messages: The whole chat.
         tools: What the assistant may call.
         reply_index: Place of the recorded reply in ``messages``.
-        has_eos: Whether the recorded tokens end with the end-of-sequence token.
+        last_id: Last token of the recorded reply.
     """
     mark = secrets.token_hex(12)
-    marked = [*messages]
-    marked[reply_index] = Message(role="assistant", content=mark)
-    before, found, rest = _render(tokenizer, marked, tools).rpartition(mark)
-    if not found or mark in before:
-        raise invalid(
-            "the model's chat template does not repeat an assistant's message once, so the chat cannot be "
-            "continued with the recorded tokens"
-        )
-    return _encode(tokenizer, rest.removeprefix(tokenizer.eos_text) if has_eos else rest)
+    calls = messages[reply_index].tool_calls or (
+        ToolCall(id="0" * 9, function=FunctionCall(name="")),
+    )
+    named = calls[-1].model_copy(update={"function": FunctionCall(name=mark)})
+    as_text = Message(role="assistant", content=mark)
+    as_call = Message(role="assistant", content="", tool_calls=(*calls[:-1], named))
+    chats = []
+    for reply_message in (as_text, as_call):
+        chat = [*messages]
+        chat[reply_index] = reply_message
+        chats.append([message.for_template() for message in chat])
+    try:
+        return following_ids(tokenizer, chats, tools, mark=mark, last_id=last_id)
+    except ValueError as error:
+        raise invalid(str(error), param="messages") from error
 
 
 def reply(
@@ -64,15 +69,16 @@ def reply(
         has_tools: Whether ``<tool_call>`` blocks are calls.
     """
     text = visible_text(tokenizer, turn, stop_texts)
-    found = list(TOOL_CALL.finditer(text)) if has_tools else []
-    calls = [call for match in found if (call := _call(match[1])) is not None]
+    found = list(call_texts(text)) if has_tools else []
+    calls = [call for each in found if (call := _call(each.json)) is not None]
     if not calls:
         return Message(role="assistant", content=text)
     return Message(
         role="assistant",
-        content=text[: found[0].start()].strip() or None,
+        content=text[: found[0].place].strip() or None,
         tool_calls=tuple(
-            ToolCall(id=f"call_{name}_{index}", function=call) for index, call in enumerate(calls)
+            ToolCall(id=_call_id(f"{name}_{index}"), function=call)
+            for index, call in enumerate(calls)
         ),
     )
 
@@ -82,6 +88,11 @@ def visible_text(tokenizer: Tokenizer, turn: Turn, stop_texts: Sequence[str]) ->
     text = tokenizer.decode(turn.token_ids)
     ends = [place for stop in stop_texts if (place := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
+
+
+def _call_id(name: str) -> str:
+    """Nine letters and digits: Mistral's chat templates take no others."""
+    return hashlib.sha256(name.encode()).hexdigest()[:9]
 
 
 def _call(text: str) -> FunctionCall | None:

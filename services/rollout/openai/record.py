@@ -169,7 +169,7 @@ class Record:
             request.tools,
             # The first meaning is that of the tools, the last one that of the reply.
             reply_index=len(earlier.meanings) - 2,
-            has_eos=earlier.turns[-1].token_ids[-1:] == (tokenizer.eos_id,),
+            last_id=next(iter(earlier.turns[-1].token_ids[-1:]), None),
         )
         return self._extended(earlier, added)
 

@@ -221,21 +221,23 @@ class Episode:
             raise Interrupted
         return turn
 
-    async def observe(self, call: Callable[[], Awaitable[str]]) -> Turn | None:
+    async def observe(self, call: Callable[[], Awaitable[str | Sequence[int]]]) -> Turn | None:
         """Add what the world answered, for example the result of a tool.
 
         Args:
-            call: Makes the text. Not called when the turn was recorded before an interruption.
+            call: Makes the text, or its token ids. Not called when the turn was recorded before an
+                interruption.
 
         Returns:
-            The turn, or None if the text does not fit into the response any more.
+            The turn, or None if the text leaves the response no room for what would follow it.
         """
         turn = self._next_recorded(sampled=False)
         if turn is None:
             begin = time.perf_counter()
-            text = await call()
-            turn = observed(self.tokenizer.encode(text), time.perf_counter() - begin)
-            if len(turn.token_ids) > self.remaining_tokens:
+            seen = await call()
+            ids = self.tokenizer.encode(seen) if isinstance(seen, str) else seen
+            turn = observed(ids, time.perf_counter() - begin)
+            if len(turn.token_ids) >= self.remaining_tokens:
                 self.is_full = True
                 return None
         self.turns.append(turn)

@@ -3,11 +3,19 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from services.common.models.tokenizer import Tokenizer
 from services.rollout.failures import CallError, GroupError
 from services.rollout.workflows.base import Episode
-from services.rollout.workflows.tool_calls import TOOL_CALL
+from services.rollout.workflows.chat_turns import (
+    ToolCallAndResult,
+    ToolRound,
+    check_tool_results,
+    tool_result_ids,
+)
+from services.rollout.workflows.tool_calls import call_texts
 
 _MCP = "services.rollout.calls.mcp"
 _SCHEMAS = "services.rollout.calls.schemas"
@@ -18,8 +26,9 @@ class MultiTurn:
 
     The policy calls a tool by writing ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. A turn
     without a call is the answer, and what the reward judges. Results are tokens that are not trained. A tool
-    that fails tells the policy so; it does not fail the sample. Tools run in processes of their own. With
-    ``data.chat_template`` the template is told what may be called.
+    that fails tells the policy so; it does not fail the sample. Tools run in processes of their own. The
+    model's chat template renders results, as messages of the role ``tool``, and opens the next turn; it is
+    given the tools that may be called.
 
     Args:
         tools: Python functions, ``module:function`` or ``file.py:function``, called by keyword.
@@ -27,8 +36,8 @@ class MultiTurn:
         max_turns: Most sampled turns.
         max_turn_tokens: Most tokens of one turn; None leaves it to the response's limit.
         tool_timeout_s: Deadline of one call.
-        result_template: Text that is added for each result; ``{result}`` stands for it. It has to end the
-            policy's turn and open the next one as the model's chat format does.
+        result_template: Text that is added for each result in place of what the chat template renders;
+            ``{result}`` stands for it. It has to end the policy's turn and open the next one.
         offer_tools: Whether the chat template gets the tools' names, docstrings and parameters.
     """
 
@@ -40,10 +49,10 @@ class MultiTurn:
         max_turns: int = 8,
         max_turn_tokens: int | None = None,
         tool_timeout_s: float = 30.0,
-        result_template: str = "\n<tool_response>\n{result}\n</tool_response>\n",
+        result_template: str | None = None,
         offer_tools: bool = True,
     ) -> None:
-        if "{result}" not in result_template:
+        if result_template is not None and "{result}" not in result_template:
             raise ValueError(
                 "rollout.workflow_arguments.result_template must contain '{result}', but is "
                 f"{result_template!r}"
@@ -58,24 +67,56 @@ class MultiTurn:
         self._tool_timeout_s = tool_timeout_s
         self._result_template = result_template
 
+    def check(self, tokenizer: Tokenizer | None) -> None:
+        """Refuse a run in which results cannot be rendered.
+
+        Args:
+            tokenizer: The model's; None if prompts do not go through its chat template.
+
+        Raises:
+            ValueError: Naming the key and the fix.
+        """
+        if self._result_template is not None:
+            return
+        problem = "data.chat_template is false"
+        if tokenizer is not None:
+            try:
+                check_tool_results(tokenizer)
+            except ValueError as error:
+                problem = str(error)
+            else:
+                return
+        raise ValueError(
+            "rollout.workflow_arguments: multi_turn renders tool results by the model's chat template, "
+            f"but {problem}; use data.chat_template with the tokenizer of a chat model that knows tools, or "
+            "set result_template"
+        )
+
     async def run(self, episode: Episode) -> None:
         """Sample and call until there is an answer or a limit is reached.
 
         Raises:
             CallError: If a server or a function does not say what it offers.
-            GroupError: If the prompt with its tools leaves no room.
+            GroupError: If the prompt with its tools leaves no room, or the chat template renders no results.
         """
         if self._offers_tools and episode.prompt.messages:
             await self._offer(episode)
+        rounds: list[ToolRound] = []
         for _ in range(self._max_turns):
             if episode.remaining_tokens < 1:
                 return
             turn = await episode.generate(max_tokens=self._max_turn_tokens)
-            calls = TOOL_CALL.findall(episode.text(turn))
+            said = episode.text(turn)
+            calls = [call.json for call in call_texts(said)]
             if not calls:
                 return
-            if await episode.observe(lambda: self._results(episode, calls)) is None:  # noqa: B023
+            results = partial(self._results, episode, rounds, said, calls)
+            if (seen := await episode.observe(results)) is None:
                 return
+            # The same whether the results came now or were recorded before an interruption.
+            result = episode.text(seen)
+            made = tuple(ToolCallAndResult(name=_name(call), result=result) for call in calls)
+            rounds.append(ToolRound(reply=said, calls=made))
 
     async def _offer(self, episode: Episode) -> None:
         """Render the prompt again, with the tools."""
@@ -91,9 +132,27 @@ class MultiTurn:
                 retryable=False,
             )
 
-    async def _results(self, episode: Episode, calls: Sequence[str]) -> str:
+    async def _results(
+        self, episode: Episode, rounds: Sequence[ToolRound], said: str, calls: Sequence[str]
+    ) -> str | list[int]:
         results = [await self._result(episode, call) for call in calls]
-        return "".join(self._result_template.replace("{result}", result) for result in results)
+        if self._result_template is not None:
+            return "".join(self._result_template.replace("{result}", each) for each in results)
+        made = tuple(
+            ToolCallAndResult(name=_name(call), result=result)
+            for call, result in zip(calls, results, strict=True)
+        )
+        try:
+            self.check(episode.tokenizer if episode.prompt.messages else None)
+            return tool_result_ids(
+                episode.tokenizer,
+                episode.prompt.messages,
+                [*rounds, ToolRound(reply=said, calls=made)],
+                self._schemas if self._offers_tools else (),
+                last_id=episode.turns[-1].token_ids[-1],
+            )
+        except ValueError as error:
+            raise GroupError("results_not_rendered", str(error), retryable=False) from error
 
     async def _result(self, episode: Episode, text: str) -> str:
         try:
@@ -137,3 +196,11 @@ class MultiTurn:
                 schemas += tools
             self._mcp_tools, self._schemas = found, schemas
         return self._mcp_tools
+
+
+def _name(call: str) -> str:
+    """Name in a call, which may be no JSON."""
+    try:
+        return str(json.loads(call)["name"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "unknown"

@@ -25,6 +25,7 @@ from services.rollout.workflows.turns import Turn
 
 TOKENIZER = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes"))
 PROMPT = Prompt(token_ids=(5, 6), text="p", answer=None, row={}, data_source="test")
+CHAT = ({"role": "user", "content": "p"},)
 TOOLS = """
 def add(a, b):
     with open(__file__ + ".calls", "a") as file:
@@ -86,7 +87,7 @@ def episode(
         seed=1, temperature=1.0, max_response_tokens=room, max_tokens=context, stop_texts=()
     )
     return Episode(
-        PROMPT,
+        replace(PROMPT, messages=CHAT),
         limits,
         engine=engine,
         tokenizer=TOKENIZER,
@@ -132,6 +133,42 @@ async def test_results_follow_their_calls_and_are_not_sampled_tokens(tools: str)
     assert second.draw_offset == len(done.turns[0].token_ids)
 
 
+async def test_results_go_through_the_chat_template_and_sampled_tokens_stay(tools: str) -> None:
+    lines = [call("add", a=2, b=3), call("add", a=5, b=1), "6"]
+    engine = Scripted(lines)
+    async with CallPool(1) as calls:
+        done = episode(engine, calls)
+        await MultiTurn(tools=[f"{tools}:add"]).run(done)
+    seen = [done.text(turn) for turn in done.turns]
+    assert seen[1::2] == ["\ntool: 5\nassistant: ", "\ntool: 6\nassistant: "]
+    sampled = [turn.token_ids for turn in done.turns if turn.is_sampled]
+    assert sampled == [(*TOKENIZER.encode(line), TOKENIZER.eos_id) for line in lines]
+    whole = engine.requests[0].context_ids + done.response_ids
+    assert engine.requests[2].context_ids == whole[: len(whole) - len(sampled[2])]
+
+
+async def test_results_that_no_template_renders_are_refused(tools: str) -> None:
+    workflow = MultiTurn(tools=[f"{tools}:add"])
+    with pytest.raises(ValueError, match="result_template"):
+        workflow.check(None)
+    async with CallPool(1) as calls:
+        done = episode(Scripted([call("add", a=2, b=3)]), calls)
+        done.prompt = PROMPT
+        with pytest.raises(GroupError, match="result_template"):
+            await workflow.run(done)
+
+
+@pytest.mark.parametrize(("spare", "reason"), [(-1, "length"), (0, "length"), (1, "stop")])
+async def test_a_result_that_leaves_no_room_for_an_answer_ends_the_response_by_length(
+    tools: str, spare: int, reason: str
+) -> None:
+    line = call("add", a=2, b=3)
+    async with CallPool(1) as calls:
+        done = episode(Scripted([line, "5"]), calls, room=len(line) + 1 + len("[5]") + spare)
+        await MultiTurn(tools=[f"{tools}:add"], result_template="[{result}]").run(done)
+    assert done.finish_reason == reason
+
+
 @pytest.mark.parametrize(
     ("text", "result"),
     [
@@ -145,7 +182,9 @@ async def test_results_follow_their_calls_and_are_not_sampled_tokens(tools: str)
 async def test_a_failing_tool_tells_the_policy_and_spares_the_sample(
     tools: str, text: str, result: str
 ) -> None:
-    workflow = MultiTurn(tools=[f"{tools}:slow", f"{tools}:broken"], tool_timeout_s=0.5)
+    workflow = MultiTurn(
+        tools=[f"{tools}:slow", f"{tools}:broken"], tool_timeout_s=0.5, offer_tools=False
+    )
     async with CallPool(1) as calls:
         done = episode(Scripted([text, "well"]), calls)
         await workflow.run(done)
@@ -182,7 +221,7 @@ async def test_a_resumed_episode_repeats_no_call_and_goes_on_inside_the_cut_turn
         whole = episode(Scripted(lines), calls)
         await workflow.run(whole)
     assert resumed.response_ids == whole.response_ids
-    assert len(rest.requests) == 1
+    assert [request.turn_tokens for request in rest.requests] == [3]
     assert len(Path(f"{tools}.calls").read_text()) == 2  # noqa: ASYNC240 -- a few bytes
 
 
@@ -228,7 +267,6 @@ async def test_a_chat_template_is_told_of_the_tools(tmp_path: Path) -> None:
             told.append((list(messages), list(tools)))
             return "chat with tools"
 
-    chat = ({"role": "user", "content": "p"},)
     workflow = MultiTurn(
         tools=[f"{tmp_path / 'described.py'}:add"],
         mcp_servers=[[sys.executable, str(tmp_path / "server.py")]],
@@ -238,11 +276,11 @@ async def test_a_chat_template_is_told_of_the_tools(tmp_path: Path) -> None:
         for _ in range(2):
             done = episode(engine, calls)
             done.tokenizer = Template()  # type: ignore[assignment]
-            done.prompt = replace(PROMPT, messages=chat)
+            done.prompt = replace(PROMPT, messages=CHAT)
             await workflow.run(done)
     messages, (add, shout) = told[1]
     assert told[0] == told[1]
-    assert messages == list(chat)
+    assert messages == list(CHAT)
     assert add["function"]["name"] == "add"
     assert add["function"]["description"] == "The sum of two numbers."
     parameters = add["function"]["parameters"]
@@ -257,6 +295,6 @@ async def test_tools_that_leave_no_room_are_named(tmp_path: Path) -> None:
     workflow = MultiTurn(tools=[f"{tmp_path / 'described.py'}:add"])
     async with CallPool(1) as calls:
         done = episode(Scripted([]), calls, context=3)
-        done.prompt = replace(PROMPT, messages=({"role": "user", "content": "p"},))
+        done.prompt = replace(PROMPT, messages=CHAT)
         with pytest.raises(GroupError, match="offer fewer tools"):
             await workflow.run(done)

@@ -1,0 +1,174 @@
+"""Tokens between a sampled reply and the next one, by the model's chat template.
+
+The template renders the chat with a mark in place of the reply. What follows the mark closes the reply's
+turn, has the new messages, and opens the next turn. So the reply itself is never tokenized again.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.models.tokenizer import Tokenizer
+
+_Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallAndResult:
+    """One call of a tool."""
+
+    name: str
+    """The tool."""
+    result: str
+    """What it answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolRound:
+    """One reply with calls, and their results."""
+
+    reply: str
+    """Text of the reply, the calls included."""
+    calls: tuple[ToolCallAndResult, ...]
+    """Its calls, in order; at least one."""
+
+
+def following_ids(
+    tokenizer: Tokenizer,
+    chats: Sequence[Sequence[_Message]],
+    tools: Sequence[_Message] = (),
+    *,
+    mark: str,
+    last_id: int | None,
+) -> list[int]:
+    """Token ids that follow a sampled reply, up to where the next one begins.
+
+    Args:
+        tokenizer: The model's.
+        chats: The same chat in several forms; the first one that the template takes is used. Each has the
+            mark as the content of the reply, or as the name of its last call.
+        tools: What the assistant may call.
+        mark: Stands for the reply.
+        last_id: Last token of the reply. If it ends a turn, the template's own end is left out.
+
+    Raises:
+        ValueError: If the template takes none of the forms.
+    """
+    problem = ""
+    for chat in chats:
+        try:
+            rest = _after_mark(tokenizer.render_chat(chat, tools), mark)
+        except ValueError as error:
+            problem = problem or str(error)
+            continue
+        ids = tokenizer.encode(rest)
+        if not any(message.get("content") == mark for message in chat):
+            # The rest of the call comes first; the policy has written it in its own way.
+            ends = [place for place, each in enumerate(ids) if each in tokenizer.stop_ids]
+            if not ends:
+                problem = problem or "no token of the template ends the turn of an assistant"
+                continue
+            ids = ids[ends[0] :]
+        return ids[1:] if _is_ended(tokenizer, ids, last_id) else ids
+    raise ValueError(problem)
+
+
+def tool_result_ids(
+    tokenizer: Tokenizer,
+    messages: Sequence[_Message],
+    rounds: Sequence[ToolRound],
+    tools: Sequence[_Message] = (),
+    *,
+    last_id: int | None,
+) -> list[int]:
+    """Token ids of the results of the last round, up to where the next reply begins.
+
+    Args:
+        tokenizer: The model's.
+        messages: The prompt.
+        rounds: All rounds so far; the policy sampled the replies.
+        tools: What the prompt offers.
+        last_id: Last token of the last reply.
+
+    Raises:
+        ValueError: If the chat template renders no such results.
+    """
+    mark = secrets.token_hex(12)
+    chats = _tool_chats(messages, rounds, mark)
+    return following_ids(tokenizer, chats, tools, mark=mark, last_id=last_id)
+
+
+def check_tool_results(tokenizer: Tokenizer) -> None:
+    """Refuse a chat template that cannot render results of tools.
+
+    Raises:
+        ValueError: Saying what the template lacks.
+    """
+    question: list[_Message] = [{"role": "user", "content": "question"}]
+    mark, result = secrets.token_hex(12), secrets.token_hex(12)
+    # A second round shows whether the template takes a chat that goes on after results.
+    calls = (ToolCallAndResult(name="tool", result=result),)
+    rounds = [ToolRound(reply="call", calls=calls)] * 2
+    for chat in (chats := _tool_chats(question, rounds, mark)):
+        try:
+            rendered = tokenizer.render_chat(chat)
+            rest = _after_mark(rendered, mark)
+            is_opened = rendered != tokenizer.render_chat(chat, opens_answer=False)
+        except ValueError:
+            if chat is chats[-1]:
+                raise
+            continue
+        if rest.count(result) != 1:
+            raise ValueError("the chat template leaves out messages of the role 'tool'")
+        opens = tokenizer.render_chat(question) != tokenizer.render_chat(
+            question, opens_answer=False
+        )
+        if opens and not is_opened:
+            raise ValueError(
+                "the chat template opens no turn of the assistant after a tool's result"
+            )
+        return
+
+
+def _tool_chats(
+    messages: Sequence[_Message], rounds: Sequence[ToolRound], mark: str
+) -> list[list[_Message]]:
+    """The chat with calls as text of the replies, then with calls as the fields that some templates need."""
+    as_text, as_fields = [*messages], [*messages]
+    for number, each in enumerate(rounds):
+        is_last = number == len(rounds) - 1
+        # Mistral's templates demand ids of nine letters or digits.
+        ids = [f"{number:05}{index:04}" for index in range(len(each.calls))]
+        names = [call.name for call in each.calls]
+        if is_last:
+            names[-1] = mark
+        results: list[_Message] = [
+            {"role": "tool", "name": call.name, "tool_call_id": id_, "content": call.result}
+            for id_, call in zip(ids, each.calls, strict=True)
+        ]
+        as_text += [{"role": "assistant", "content": mark if is_last else each.reply}, *results]
+        calls = [
+            {"id": id_, "type": "function", "function": {"name": name, "arguments": {}}}
+            for id_, name in zip(ids, names, strict=True)
+        ]
+        as_fields += [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    return [as_text, as_fields]
+
+
+def _after_mark(text: str, mark: str) -> str:
+    before, found, rest = text.rpartition(mark)
+    if not found or mark in before:
+        raise ValueError(
+            "the model's chat template does not repeat an assistant's message once, so the chat cannot be "
+            "continued with the recorded tokens"
+        )
+    return rest
+
+
+def _is_ended(tokenizer: Tokenizer, ids: Sequence[int], last_id: int | None) -> bool:
+    """Return whether a reply's last token already does what the template's first one would."""
+    if not ids or last_id is None:
+        return False
+    is_special = ids[0] in tokenizer.special_tokens.values()
+    return ids[0] == last_id or (last_id in tokenizer.stop_ids and is_special)

@@ -1,0 +1,178 @@
+"""Results of tools by chat templates in the styles of public models."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from services.common.models.made_tokenizers import EOS, PAD, make_tokenizer
+from services.common.models.tokenizer import Tokenizer
+from services.rollout.workflows.chat_turns import (
+    ToolCallAndResult,
+    ToolRound,
+    check_tool_results,
+    tool_result_ids,
+)
+
+CHATML = """\
+{%- for message in messages %}
+{%- if message.role == "tool" %}
+{%- if loop.first or messages[loop.index0 - 1].role != "tool" %}{{- "<|im_start|>user" }}{%- endif %}
+{{- "\\n<tool_response>\\n" + message.content + "\\n</tool_response>" }}
+{%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{- "<|im_end|>\\n" }}{%- endif %}
+{%- else %}
+{{- "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}{%- endif %}"""
+"""Qwen 2.5: results of a turn are together in a user's turn."""
+
+THINKING = CHATML.replace(
+    """{%- else %}
+{{- "<|im_start|>" + """,
+    """{%- elif message.role == "assistant" and loop.last %}
+{{- "<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n" + message.content + "<|im_end|>\\n" }}
+{%- else %}
+{{- "<|im_start|>" + """,
+)
+"""Qwen 3: the last reply is rendered in another way than the same one before others."""
+
+LLAMA = """\
+{{- bos_token if bos_token else "" }}
+{%- for message in messages %}
+{%- if message.tool_calls is defined and message.tool_calls %}
+{%- if message.tool_calls | length != 1 %}
+{{- raise_exception("This model only supports single tool-calls at once!") }}
+{%- endif %}
+{{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}
+{{- message.tool_calls[0].function.name + "<|eot_id|>" }}
+{%- elif message.role in ("tool", "ipython") %}
+{{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" + (message.content | tojson) + "<|eot_id|>" }}
+{%- else %}
+{{- "<|start_header_id|>" + message.role + "<|end_header_id|>\\n\\n" + message.content + "<|eot_id|>" }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}
+{%- endif %}"""
+
+MISTRAL = """\
+{%- set ns = namespace(index=0) %}
+{%- for message in messages %}
+{%- if message.role != "tool" and not message.tool_calls %}
+{%- if (message.role == "user") != (ns.index % 2 == 0) %}
+{{- raise_exception("conversation roles must alternate user/assistant/user/assistant/...") }}
+{%- endif %}
+{%- set ns.index = ns.index + 1 %}
+{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == "user" %}{{- "[INST] " + message.content + "[/INST]" }}
+{%- elif message.tool_calls %}
+{{- "[TOOL_CALLS] [" }}
+{%- for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{- raise_exception("Tool call IDs should be 9 characters!") }}{%- endif %}
+{{- ", " if not loop.first else "" }}{{- call.function | tojson }}
+{%- endfor %}
+{{- "]</s>" }}
+{%- elif message.role == "assistant" %}{{- " " + message.content + "</s>" }}
+{%- elif message.role == "tool" %}
+{{- '[TOOL_RESULTS] {"content": ' + message.content | string + "}[/TOOL_RESULTS]" }}
+{%- endif %}
+{%- endfor %}"""
+
+GEMMA = """\
+{%- for message in messages %}
+{%- if (message.role == "user") != (loop.index0 % 2 == 0) %}
+{{- raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}
+{%- endif %}
+{{- "<s>" + message.role + message.content + "<e>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<s>model" }}{%- endif %}"""
+
+SILENT = """\
+{%- for message in messages if message.role in ("user", "assistant") %}
+{{- "<s>" + message.role + message.content + "<e>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<s>assistant" }}{%- endif %}"""
+
+UNOPENED = CHATML.replace(
+    "{%- if add_generation_prompt %}",
+    '{%- if add_generation_prompt and messages[-1].role == "user" %}',
+)
+SPECIAL = (
+    "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>",
+    "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "</s>", "<s>", "<e>",
+)  # fmt: skip
+
+
+def made(template: str, *, ends: Sequence[str]) -> Tokenizer:
+    """A tokenizer of bytes with a template, and the special tokens that end its turns."""
+    inner = PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer("bytes"), pad_token=PAD, eos_token=EOS, unk_token=PAD
+    )
+    inner.add_special_tokens({"additional_special_tokens": [AddedToken(each) for each in SPECIAL]})
+    inner.eos_token = ends[0]
+    inner.chat_template = template
+    return Tokenizer(
+        inner, name="made", stop_ids=[inner.convert_tokens_to_ids(one) for one in ends]
+    )
+
+
+USER: dict[str, Any] = {"role": "user", "content": "2 + 3?"}
+
+
+def rounds(*results: Sequence[str]) -> list[ToolRound]:
+    calls = [tuple(ToolCallAndResult(name="add", result=one) for one in each) for each in results]
+    return [ToolRound(reply="<tool_call>{}</tool_call>", calls=each) for each in calls]
+
+
+QWEN_OPEN = "<|im_start|>assistant\n"
+QWEN_RESULTS = (
+    "\n<|im_start|>user\n<tool_response>\n5\n</tool_response>"
+    "\n<tool_response>\n6\n</tool_response><|im_end|>\n"
+)
+LLAMA_OPEN = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+LLAMA_RESULT = "<|start_header_id|>ipython<|end_header_id|>\n\n"
+STYLES = {
+    "qwen 2.5": (CHATML, ["<|im_end|>"], QWEN_RESULTS + QWEN_OPEN),
+    "qwen 3": (THINKING, ["<|im_end|>"], QWEN_RESULTS + QWEN_OPEN),
+    "llama 3": (
+        LLAMA,
+        ["<|eot_id|>", "<|eom_id|>"],
+        f'{LLAMA_RESULT}"5"<|eot_id|>{LLAMA_RESULT}"6"<|eot_id|>{LLAMA_OPEN}',
+    ),
+    "mistral": (
+        MISTRAL,
+        ["</s>"],
+        '[TOOL_RESULTS] {"content": 5}[/TOOL_RESULTS][TOOL_RESULTS] {"content": 6}[/TOOL_RESULTS]',
+    ),
+}
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize(("template", "ends", "expected"), STYLES.values(), ids=STYLES)
+def test_results_are_rendered_and_the_next_turn_opened_as_the_template_does(
+    template: str, ends: list[str], expected: str, num_before: int
+) -> None:
+    tokenizer = made(template, ends=ends)
+    check_tool_results(tokenizer)
+    chat = rounds(*[["1"]] * num_before, ["5", "6"])
+    for end in ends:
+        (end_id,) = tokenizer.encode(end)
+        ids = tool_result_ids(tokenizer, [USER], chat, last_id=end_id)
+        assert ids == tokenizer.encode(expected)
+    # A reply that a limit or a stop text ended is closed first.
+    ids = tool_result_ids(tokenizer, [USER], chat, last_id=tokenizer.encode("x")[0])
+    assert ids == tokenizer.encode(ends[0] + expected)
+
+
+@pytest.mark.parametrize(
+    ("template", "lack"),
+    [(GEMMA, "alternate"), (SILENT, "'tool'"), (UNOPENED, "opens no turn")],
+)
+def test_a_template_that_cannot_render_results_is_refused(template: str, lack: str) -> None:
+    with pytest.raises(ValueError, match=lack):
+        check_tool_results(made(template, ends=["<e>"]))
