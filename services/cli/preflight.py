@@ -30,6 +30,7 @@ from services.common.models.configs import full_config, read_config
 from services.common.models.families import check_trainer
 from services.common.models.made_tokenizers import Vocabulary, made_vocabulary, tokenizer_name
 from services.common.models.weight_files import file_problems
+from services.common.secrets import plain_secrets
 from services.common.spec.built_in import AGENTS, EARNED, REWARDS, SERVICES, WORKFLOWS
 from services.common.spec.data import kind_of
 from services.common.spec.formulas import ADVANTAGES, LOSSES
@@ -67,6 +68,8 @@ def read_checked(path: Path, overrides: Sequence[str] = (), *, is_here: bool = T
         draft = replace(draft, notes=(*draft.notes, few.why))
     found = draft.examined
     problems = list(found.problems)
+    if found.spec is not None:
+        problems += plain_secrets(found.spec)
     if found.spec is not None and is_here:
         named = _problems(found.spec)
         problems += [each for each in named if not found.is_about_stand_ins(each)]

@@ -7,6 +7,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,62 @@ from typing import Any
 _LOADING = threading.RLock()
 """Held while a user's file is executed: another thread must not see half of the module."""
 _MOST_ERROR_CHARACTERS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Names a callable by where it is defined. The gate judges, and the loader imports, what this says."""
+
+    location: str
+    """Path of a Python file, as written, or the dotted name of a module."""
+    name: str
+    """Attribute of the module."""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether a file is named, not a module."""
+        return self.location.endswith(".py")
+
+    @property
+    def file(self) -> Path | None:
+        """The file, with links followed; None for a module.
+
+        Raises:
+            ValueError: If its links form a circle.
+        """
+        if not self.is_file:
+            return None
+        try:
+            return Path(self.location).resolve()
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"{self.location!r} leads nowhere: {error}") from error
+
+    def __str__(self) -> str:
+        return f"{self.location}:{self.name}"
+
+
+def parse_reference(text: str) -> Reference:
+    """Read ``package.module:name`` or ``path/to/file.py:name``.
+
+    Everything else is refused, so that no text means one thing to the gate and another to the loader.
+
+    Raises:
+        ValueError: If the text has no such form.
+    """
+    location, _, name = text.rpartition(":")
+    is_file = location.endswith(".py") and location.isprintable() and "://" not in location
+    if name.isidentifier() and (is_file or all(map(str.isidentifier, location.split(".")))):
+        return Reference(location, name)
+    raise ValueError(f"{text!r} is no import path; write 'module:function' or 'file.py:function'")
+
+
+def is_reference(text: str) -> bool:
+    """Whether a text has the form of a reference."""
+    try:
+        parse_reference(text)
+    except ValueError:
+        return False
+    return True
 
 
 def load_callable(reference: str) -> Callable[..., Any]:
@@ -29,17 +86,14 @@ def load_callable(reference: str) -> Callable[..., Any]:
         ValueError: If the reference has no such form, or names no callable; the message names the
             reference, what was found, and the fix.
     """
-    location, separator, name = reference.rpartition(":")
-    if not separator or not location or not name.isidentifier():
-        raise ValueError(
-            f"{reference!r} is no import path; write 'module:function' or 'file.py:function'"
-        )
-    module = _load_file(location, reference) if _is_file(location) else _load(location, reference)
+    parsed = parse_reference(reference)
+    file, name = parsed.file, parsed.name
+    module = _load(parsed) if file is None else _load_file(file, reference)
     target = getattr(module, name, None)
     if target is None:
         public = sorted(key for key in vars(module) if not key.startswith("_"))
         raise ValueError(
-            f"{reference!r}: {location} has no {name!r}; it defines {', '.join(public) or 'nothing'}"
+            f"{reference!r}: {parsed.location} has no {name!r}; it defines {', '.join(public) or 'nothing'}"
         )
     if not callable(target):
         raise ValueError(  # noqa: TRY004 -- the reference is wrong, not an argument's type
@@ -94,11 +148,8 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_MOST_ERROR_CHARACTERS]
 
 
-def _is_file(location: str) -> bool:
-    return location.endswith(".py")
-
-
-def _load(location: str, reference: str) -> ModuleType:
+def _load(reference: Reference) -> ModuleType:
+    location = reference.location
     try:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
@@ -106,15 +157,14 @@ def _load(location: str, reference: str) -> ModuleType:
         if error.name not in [".".join(parents[: i + 1]) for i in range(len(parents))]:
             raise
         raise ValueError(
-            f"{reference!r}: there is no module {error.name!r}; install it, or write the path of a "
+            f"{str(reference)!r}: there is no module {error.name!r}; install it, or write the path of a "
             "Python file as 'file.py:function'"
         ) from error
 
 
-def _load_file(location: str, reference: str) -> ModuleType:
-    path = Path(location).resolve()
-    if not path.is_file():
-        raise ValueError(f"{reference!r}: there is no file {location}; check the path")
+def _load_file(path: Path, reference: str) -> ModuleType:
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"{reference!r}: there is no file {path} with Python code; check the path")
     with _LOADING:
         return _loaded_once(path)
 

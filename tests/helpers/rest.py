@@ -17,8 +17,10 @@ from services.controller.manager.audit import RunAudit
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.runs import RunManager
 from services.controller.membership.registry import Membership
+from services.controller.run.checkpoints import Checkpoint
 from services.controller.run.loop import Services
 from services.controller.settings import Limits
+from services.controller.store.tables import CHECKPOINTS
 from services.transferqueue.facts import Stats
 from tests.helpers.specs import changed
 
@@ -103,3 +105,21 @@ def client_of(manager, database, tmp_path, users=None, token="") -> httpx.AsyncC
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)
+
+
+def save(database, run_id, *, step, path="", state="READY") -> str:
+    """Write down a checkpoint as a run does, and the steps behind it."""
+    checkpoint = Checkpoint(
+        checkpoint_id=f"ckpt_{run_id[-8:]}_{step}",
+        run_id=run_id,
+        step=step,
+        weight_version=step,
+        path=path,
+        state=state,
+        message="",
+        create_time=float(step),
+    )
+    with database.write() as connection:
+        values = {name: getattr(checkpoint, name) for name in Checkpoint.__slots__}
+        connection.execute(CHECKPOINTS.insert().values(values))
+    return checkpoint.checkpoint_id

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from services.common.callables import is_reference, parse_reference
 from services.common.spec.aliases import let_win, make_way, own_name, without_aliases
 from services.common.spec.bounds import shape_problem
 from services.common.spec.data import set_documents
@@ -219,9 +220,8 @@ def _resolve_functions(part: dict[str, Any], keys: Sequence[str], folder: Path) 
 
 
 def _absolute_callable(reference: str, folder: Path) -> str:
-    file, separator, name = reference.rpartition(":")
-    if separator and file.endswith(".py"):
-        return f"{(folder / file).resolve()}:{name}"
+    if is_reference(reference) and (parsed := parse_reference(reference)).is_file:
+        return f"{(folder / parsed.location).resolve()}:{parsed.name}"
     return reference
 
 

@@ -6,6 +6,7 @@ A message begins with a key, and names all keys that it is about, what they are,
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
+from services.common.callables import is_reference
 from services.common.spec.built_in import EARNED, NEED_ANSWERS, REWARDS, SERVICES, WORKFLOWS
 from services.common.spec.data_rules import data
 from services.common.spec.demonstration_rules import demonstrations
@@ -58,7 +59,8 @@ def _rewards_of(
     known = (*REWARDS, EARNED)
     for index, reward in enumerate(rewards):
         key = f"{list_key}.{index}"
-        if reward.name not in known and ":" not in reward.name:
+        is_url = reward.name.startswith(SERVICES)
+        if reward.name not in known and not is_url and not is_reference(reward.name):
             yield (
                 f"{key}.name: {reward.name!r} is no reward; take one of {', '.join(known)}, the URL of a "
                 f"reward service ({', '.join(SERVICES)}), or 'module:function' or 'file.py:function'."
@@ -88,7 +90,7 @@ def _rewards_of(
 
 def _rollout(spec: RunSpec) -> Iterator[str]:
     rollout, sampling = spec.rollout, spec.rollout.sampling
-    if rollout.workflow not in WORKFLOWS and ":" not in rollout.workflow:
+    if rollout.workflow not in WORKFLOWS and not is_reference(rollout.workflow):
         yield (
             f"rollout.workflow: {rollout.workflow!r} is no workflow; take one of {', '.join(WORKFLOWS)}, or "
             "'module:Class' or 'file.py:Class'." + did_you_mean(rollout.workflow, tuple(WORKFLOWS))
@@ -150,7 +152,7 @@ def _formulas(spec: RunSpec) -> Iterator[str]:
         ("advantage", algorithm.advantage, ADVANTAGES, algorithm.advantage_arguments),
         ("loss", algorithm.loss, LOSSES, algorithm.loss_arguments),
     ):
-        if name not in table and ":" not in name:
+        if name not in table and not is_reference(name):
             yield (
                 f"algorithm.{key} {name!r} is unknown; take one of {', '.join(table)}, or a function of "
                 "yours, 'module:function' or 'file.py:function'." + did_you_mean(name, tuple(table))

@@ -97,7 +97,7 @@ class Handlers:
         # What is large or strange takes its time elsewhere.
         spec = await asyncio.to_thread(parse_spec, asked.spec)
         if asked.validate_only:
-            self._manager.policy.check(spec, call.who.role)
+            await self._manager.validate(call.who.project, spec, role=call.who.role)
             call.is_repeated = True
             return ValidatedView(spec=spec.model_dump(mode="json"), spec_digest=spec_digest(spec))
         labels = dict(pair.split("=", 1) for pair in asked.label)

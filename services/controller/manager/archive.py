@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -62,6 +62,10 @@ class CheckpointArchive:
                 run_id=run_id,
             )
         return max(ready, key=lambda checkpoint: checkpoint.step)
+
+    async def runs_saved_at(self, paths: Collection[Path]) -> list[str]:
+        """Runs that have a checkpoint at one of the paths, around it, or right below it."""
+        return await self._database.query(self._store.runs_saved_at, paths)
 
     async def delete(self, run_id: str, checkpoint_id: str, *, actor: str = "") -> None:
         """Delete a checkpoint; repeating it changes nothing.

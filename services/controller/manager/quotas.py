@@ -157,6 +157,15 @@ def check_submit(connection: sa.Connection, project: str, needs: Needs, defaults
     _check_possible(quota, needs)
 
 
+def check_possible(database: Database, project: str, needs: Needs, defaults: Limits) -> None:
+    """See that a run of a project could ever start.
+
+    Raises:
+        QuotaTooSmallError: If not.
+    """
+    _check_possible(quota_of(database, project, defaults), needs)
+
+
 def check_change(connection: sa.Connection, run: Run, needs: Needs, defaults: Limits) -> None:
     """See that a run may be changed so that it needs something else.
 

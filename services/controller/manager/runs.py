@@ -8,6 +8,7 @@ import sqlalchemy as sa
 from services.common.confinement import Allowance
 from services.common.ids import new_run_id
 from services.common.spec.loader import canonical_json, parse_spec, spec_digest
+from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller.manager import quotas
 from services.controller.manager.admission import admit
@@ -67,8 +68,6 @@ class RunManager:
         self._queue = queue
         self._tasks = tasks
         self._defaults = defaults
-        self.policy = SpecPolicy(allowance, self.get)
-        """What specifications may name."""
         self._admission = asyncio.Lock()
         self._is_driving = False
         self._alarm: asyncio.TimerHandle | None = None
@@ -76,6 +75,7 @@ class RunManager:
         """Events of all runs."""
         self.checkpoints = CheckpointArchive(database, self._checkpoint_deleted)
         """Checkpoints of all runs."""
+        self._policy = SpecPolicy(allowance, self.get, self.checkpoints.runs_saved_at)
         self.kept = KeptSamples(queue)
         """Samples of all runs that people may read."""
         self.drivers = Drivers(
@@ -96,6 +96,20 @@ class RunManager:
             if run.state not in (RunState.QUEUED, RunState.PAUSED):
                 self.drivers.drive(run)
         await self._admit()
+
+    async def validate(self, project: str, spec: RunSpec, *, role: Role = "operator") -> None:
+        """Judge a specification as :meth:`create` does, and store nothing.
+
+        Raises:
+            SpecError: If this installation does not allow it.
+            NotFoundError: If it names files of another project's run.
+            PermissionDeniedError: If it needs an admin.
+            QuotaTooSmallError: If the run alone needs more than its project may use.
+        """
+        await self._policy.check_for(project, spec, role)
+        await self._database.query(
+            quotas.check_possible, self._database, project, needs_of(spec), self._defaults
+        )
 
     async def create(self, submission: Submission, *, role: Role = "operator") -> tuple[Run, bool]:
         """Store a run; it starts when its turn comes.
@@ -147,7 +161,7 @@ class RunManager:
         self, new: NewRun, request: RequestKey | None, *, role: Role, also: Work | None = None
     ) -> tuple[Run, bool]:
         spec = await asyncio.to_thread(parse_spec, new.spec_json)
-        await self.policy.check_for(new.project, spec, role)
+        await self._policy.check_for(new.project, spec, role)
         run, is_new = await self._database.run(
             self._store.create,
             new,
@@ -201,7 +215,7 @@ class RunManager:
         before = await self.get(run_id)
         spec = await asyncio.to_thread(patched_spec, before, patch)
         if spec is not None:
-            self.policy.check(spec, role, known=parse_spec(before.spec_json))
+            self._policy.check(spec, role, known=parse_spec(before.spec_json))
         values = columns_of(patch, spec)
 
         def check(connection: sa.Connection, run: Run) -> None:

@@ -1,11 +1,13 @@
 """What an installation allows a specification to name, and to whom."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
 
-from services.common.confinement import Allowance, plain_secrets, runs_named
+from services.common.confinement import Allowance, paths_named, runs_named
 from services.common.errors import NotFoundError, PermissionDeniedError
 from services.common.rare_log import RareLog
+from services.common.secrets import plain_secrets
 from services.common.spec.engines import engine_kind
 from services.common.spec.loader import SpecError
 from services.common.spec.run import RunSpec
@@ -21,11 +23,18 @@ class SpecPolicy:
     Args:
         allowance: What they may name.
         find: Finds a run by its id.
+        saved_at: Finds the runs that have checkpoints at some paths.
     """
 
-    def __init__(self, allowance: Allowance, find: Callable[[str], Awaitable[Run]]) -> None:
+    def __init__(
+        self,
+        allowance: Allowance,
+        find: Callable[[str], Awaitable[Run]],
+        saved_at: Callable[[Collection[Path]], Awaitable[Collection[str]]],
+    ) -> None:
         self._allowance = allowance
         self._find = find
+        self._saved_at = saved_at
         self._refusals = RareLog(logger)
 
     def check(self, spec: RunSpec, role: Role, *, known: RunSpec | None = None) -> None:
@@ -40,9 +49,8 @@ class SpecPolicy:
             SpecError: With one line per problem.
             PermissionDeniedError: If it needs an admin.
         """
-        old = [] if known is None else self._allowance.problems(known)
-        found = [*self._allowance.problems(spec), *plain_secrets(spec)]
-        if problems := [problem for problem in found if problem not in old]:
+        old = [] if known is None else self._problems(known)
+        if problems := [problem for problem in self._problems(spec) if problem not in old]:
             self._refusals.warning("a specification was refused", problems=problems)
             raise SpecError(problems)
         reasons = admin_reasons(spec) - (set() if known is None else admin_reasons(known))
@@ -52,6 +60,9 @@ class SpecPolicy:
                 f"{' and '.join(sorted(reasons))} may run code that nobody here has read, which needs the "
                 f"role admin; who asks has {role}"
             )
+
+    def _problems(self, spec: RunSpec) -> list[str]:
+        return [*self._allowance.problems(spec), *plain_secrets(spec)]
 
     async def check_for(self, project: str, spec: RunSpec, role: Role) -> None:
         """As :meth:`check`; and runs whose files are named must be of the project.
@@ -65,6 +76,13 @@ class SpecPolicy:
         for run_id in runs_named(spec):
             if (await self._find(run_id)).project != project:
                 raise NotFoundError(f"run {run_id!r} does not exist", run_id=run_id)
+        # Checkpoints may be in folders that no run's id is part of.
+        for run_id in await self._saved_at(paths_named(spec)):
+            if (await self._find(run_id)).project != project:
+                raise NotFoundError(
+                    "a folder that the specification names does not exist for this project; list the "
+                    "checkpoints of its runs"
+                )
 
 
 def admin_reasons(spec: RunSpec) -> set[str]:

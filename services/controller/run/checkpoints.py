@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import sqlalchemy as sa
@@ -102,6 +103,21 @@ class CheckpointStore:
         raise NotFoundError(
             f"run {run_id} has no checkpoint {checkpoint_id!r}; list its checkpoints",
             checkpoint_id=checkpoint_id,
+        )
+
+    def runs_saved_at(self, paths: Collection[Path]) -> list[str]:
+        """Runs that have a checkpoint at one of the paths, around it, or right below it."""
+        around = {str(each) for path in paths for each in (path, *path.parents)}
+        here = {str(path) for path in paths}
+        query = sa.select(CHECKPOINTS.c.run_id, CHECKPOINTS.c.path)
+        with self._database.read() as connection:
+            rows = connection.execute(query.where(CHECKPOINTS.c.state != "DELETED")).all()
+        return sorted(
+            {
+                row.run_id
+                for row in rows
+                if row.path in around or row.path.rpartition("/")[0] in here
+            }
         )
 
 

@@ -111,8 +111,9 @@ class LocalEnvironment:
         path = self._folder / f"{next(self._numbers)}.sock"
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "services.rollout.environments.host", self._reference, "--child"),
-            *("--bind", f"unix:{path}", "--arguments", self._arguments),
+            *("-m", "services.rollout.environments.host", "--child", "--bind", f"unix:{path}"),
+            # What begins with a dash is no option of the host's.
+            *(f"--arguments={self._arguments}", "--", self._reference),
             env=environment_of_user_code(),
             stdin=PIPE,
             stdout=PIPE,

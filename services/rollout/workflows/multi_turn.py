@@ -57,6 +57,11 @@ class MultiTurn:
                 "rollout.workflow_arguments.result_template must contain '{result}', but is "
                 f"{result_template!r}"
             )
+        if isinstance(tools, str | Mapping):
+            raise ValueError(  # noqa: TRY004 -- the key is wrong, not an argument's type
+                "rollout.workflow_arguments.tools must be a list of 'module:function' or 'file.py:function', "
+                f"but is {tools!r:.80}"
+            )
         self._functions = {reference.rpartition(":")[2]: reference for reference in tools}
         self._mcp_servers = [list(command) for command in mcp_servers]
         self._mcp_tools: dict[str, list[str]] | None = None

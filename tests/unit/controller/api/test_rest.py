@@ -8,7 +8,7 @@ import pytest
 from services.common.confinement import Allowance
 from services.controller.api import errors, strangers
 from services.controller.api.principals import TokenStore
-from tests.helpers.rest import SPEC, client_of, named, open_manager
+from tests.helpers.rest import SPEC, client_of, named, open_manager, save
 
 JSON = {"Content-Type": "application/json"}
 
@@ -198,10 +198,45 @@ async def test_files_of_another_projects_runs_are_not_there(manager, database, t
     theirs = tokens.create(name="eve", project="red", role="admin")
     async with client_of(manager, database, tmp_path, tokens, ours) as client:
         run_id = (await client.post("/v1/runs", json=SPEC)).json()["id"]
-    stealing = {**named(2), "model": {"path": f"/var/lib/slipstream/{run_id}/checkpoints/step-1"}}
-    for token, status in ((theirs, 404), (ours, 201)):
-        async with client_of(manager, database, tmp_path, tokens, token) as client:
-            assert (await client.post("/v1/runs", json=stealing)).status_code == status
+    saved_elsewhere = "/data/blue/step-1"
+    save(database, run_id, step=1, path=saved_elsewhere)
+    by_id = {**named(2), "model": {"path": f"/var/lib/slipstream/{run_id}/checkpoints/step-1"}}
+    stealing = [by_id] + [
+        {**named(3), "trainer": {**SPEC["trainer"], "checkpoint": checkpoint}}
+        for checkpoint in (
+            {"start_from": saved_elsewhere},
+            {"start_from": "/data/./x/../blue/step-1/model"},
+            {"directory": "/data/blue"},
+        )
+    ]
+    for query in ({"validate_only": True}, {}):
+        async with client_of(manager, database, tmp_path, tokens, theirs) as client:
+            for spec in stealing:
+                answer = await client.post("/v1/runs", json=spec, params=query)
+                assert answer.status_code == 404
+                assert spec is by_id or run_id not in answer.text
+    async with client_of(manager, database, tmp_path, tokens, ours) as client:
+        for spec in stealing:
+            answer = await client.post("/v1/runs", json=spec, params={"validate_only": True})
+            assert answer.status_code == 200
+        assert (await client.post("/v1/runs", json=stealing[1])).status_code == 201
+    async with client_of(manager, database, tmp_path, tokens, theirs) as client:
+        beside = {**named(4), "trainer": {**SPEC["trainer"], "checkpoint": {"directory": "/data"}}}
+        assert (await client.post("/v1/runs", json=beside)).status_code == 201
+
+
+async def test_validation_says_that_no_quota_would_do(database, tmp_path):
+    async with (
+        open_manager(database, max_gpus=1) as limited,
+        client_of(limited, database, tmp_path) as client,
+    ):
+        answers = [
+            await client.post("/v1/runs", json=SPEC, params=query)
+            for query in ({"validate_only": True}, {})
+        ]
+        assert {(each.status_code, each.json()["code"]) for each in answers} == {
+            (409, "quota_too_small")
+        }
 
 
 TRUSTING = {"model": {"path": "org/model", "trust_remote_code": True}}

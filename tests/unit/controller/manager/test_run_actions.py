@@ -10,12 +10,10 @@ from services.common import tracing
 from services.controller.api.principals import TokenStore
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.run_state import RunEvent
-from services.controller.run.checkpoints import Checkpoint
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.rows import forget_events
 from services.controller.store.runs import RunStore
-from services.controller.store.tables import CHECKPOINTS
-from tests.helpers.rest import SPEC, client_of, named
+from tests.helpers.rest import SPEC, client_of, named, save
 
 NUMBERS = itertools.count()
 
@@ -28,24 +26,6 @@ async def ended(api, run_id) -> None:
     """Cancel a run and wait for its end."""
     await api.post(f"/v1/runs/{run_id}/cancel")
     await api.get(f"/v1/runs/{run_id}/events/stream")
-
-
-def save(database, run_id, *, step, path="", state="READY") -> str:
-    """Write down a checkpoint as a run does, and the steps behind it."""
-    checkpoint = Checkpoint(
-        checkpoint_id=f"ckpt_{run_id[-8:]}_{step}",
-        run_id=run_id,
-        step=step,
-        weight_version=step,
-        path=path,
-        state=state,
-        message="",
-        create_time=float(step),
-    )
-    with database.write() as connection:
-        values = {name: getattr(checkpoint, name) for name in Checkpoint.__slots__}
-        connection.execute(CHECKPOINTS.insert().values(values))
-    return checkpoint.checkpoint_id
 
 
 def train(database, run_id, *, steps) -> None:

@@ -149,6 +149,7 @@ async def test_an_end_without_a_reward_is_no_reward_of_zero(games: str) -> None:
     ("changes", "message"),
     [
         ({"environment": "GAMES:Nothing"}, "has no 'Nothing'"),
+        ({"environment": "--bind=127.0.0.1:0"}, "is no import path"),
         ({"environment": "http://127.0.0.1:1"}, "reward_hosts"),
         ({"environment": "openenv+http://127.0.0.1:1"}, "reward_hosts"),
         ({"environment": "http://games.example", "arguments": {"a": 1}}, "to the host of"),

@@ -298,3 +298,9 @@ async def test_tools_that_leave_no_room_are_named(tmp_path: Path) -> None:
         done.prompt = replace(PROMPT, messages=CHAT)
         with pytest.raises(GroupError, match="offer fewer tools"):
             await workflow.run(done)
+
+
+@pytest.mark.parametrize("tools", ["x.py:f", {"x.py:f": 1}])
+def test_tools_are_a_list(tools: Any) -> None:
+    with pytest.raises(ValueError, match=r"rollout\.workflow_arguments\.tools"):
+        MultiTurn(tools=tools)
