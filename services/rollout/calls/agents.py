@@ -152,7 +152,7 @@ class AgentService:
             )
         try:
             return response.json()
-        except ValueError:  # it rewards nothing
+        except (ValueError, RecursionError):  # it rewards nothing
             return None
 
 

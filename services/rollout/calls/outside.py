@@ -16,18 +16,32 @@ _MAX_ANSWER_BYTES = 1 << 20
 class OutsideService:
     """Sends JSON to one URL and to what is below it.
 
-    Redirects are not followed, and neither proxies nor credentials come from the environment.
+    Redirects are not followed, neither proxies nor credentials come from the environment, and nothing is
+    decompressed: what is read is what came, up to 1 MiB.
 
     Args:
         url: ``http://`` or ``https://``.
         reach: Where it may be.
+        token: Is shown to the service as ``Authorization: Bearer``; empty shows none.
         transport: Replaces the network in tests.
     """
 
     def __init__(
-        self, url: str, *, reach: Reach, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        url: str,
+        *,
+        reach: Reach,
+        token: str = "",
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._url = httpx.URL(url)
+        self._headers = {
+            "Host": self._url.netloc.decode(),
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+        }
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
         self._reach = reach
         self._http = httpx.AsyncClient(
             transport=transport,
@@ -68,16 +82,13 @@ class OutsideService:
             method,
             url.copy_with(host=address),
             content=None if body is None else json.dumps(body, default=str).encode(),
-            headers={
-                "Host": self._url.netloc.decode(),
-                "Content-Type": "application/json",
-                **tracing.headers(),
-            },
+            headers={**self._headers, **tracing.headers()},
             extensions={"sni_hostname": self._url.host},
         )
         response = await self._http.send(request, stream=True)
         try:
-            content = b""
+            self._check_encoding(response)
+            content = bytearray()
             async for part in response.aiter_bytes():
                 content += part
                 if len(content) > _MAX_ANSWER_BYTES:
@@ -86,4 +97,14 @@ class OutsideService:
                     )
         finally:
             await response.aclose()
-        return httpx.Response(response.status_code, content=content)
+        return httpx.Response(response.status_code, content=bytes(content))
+
+    def _check_encoding(self, response: httpx.Response) -> None:
+        # A few bytes may decode to gigabytes, which no deadline would interrupt.
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding.strip().lower() not in ("", "identity"):
+            raise CallError(
+                "invalid_value",
+                f"{self._url} answered with Content-Encoding {encoding!r:.80}, but was asked for identity; "
+                "let it send JSON as it is",
+            )

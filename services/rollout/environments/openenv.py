@@ -84,6 +84,9 @@ class OpenEnv:
                         f"{self._wait_s:g} s"
                     )
                     raise CallError("timeout", message) from error
+            except ValueError as error:  # it redirects to another host
+                message = f"environment {self._name!r} did not begin an episode: {error}"
+                raise CallError("exception", message) from error
             except (OSError, WebSocketException) as error:  # it may be starting again
                 if passed_s > self._timeout_s:
                     message = f"environment {self._name!r} did not begin an episode: {error!r}"
@@ -109,6 +112,7 @@ class OpenEnv:
                     host=address,
                     port=self._port,
                     max_size=MAX_ANSWER_BYTES,
+                    compression=None,
                     proxy=None,
                 )
         except TimeoutError as error:

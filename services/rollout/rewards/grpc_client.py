@@ -15,6 +15,12 @@ from services.rollout.rewards.base import RewardInput
 from slipstream.reward.v1 import reward_pb2 as pb
 from slipstream.reward.v1 import reward_pb2_grpc
 
+_MAX_ANSWER_BYTES = 1 << 20
+# Nothing is decompressed: the limit is on what came.
+_OPTIONS = dict(CHANNEL_OPTIONS) | {
+    "grpc.max_receive_message_length": _MAX_ANSWER_BYTES,
+    "grpc.compression_enabled_algorithms_bitset": 1,
+}
 _BUSY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
@@ -52,7 +58,9 @@ class GrpcRewardService:
             # RemoteReward holds the deadline; cancelling this cancels the call.
             answer = await stub.ScoreResponse(request, metadata=tuple(tracing.headers().items()))
         except grpc.aio.AioRpcError as error:
-            if error.code() in _BUSY:
+            # gRPC has one code for a busy service and for an answer that is over the limit of this side.
+            is_too_large = "larger than max" in (error.details() or "")
+            if error.code() in _BUSY and not is_too_large:
                 raise BusyError from error
             raise CallError(
                 "exception", f"{self._url} answered {error.code().name}: {error.details()}"
@@ -68,7 +76,7 @@ class GrpcRewardService:
         address = await self._reach.resolve(self._url.host, self._url.port)
         family = "ipv6" if ":" in address else "ipv4"
         target = f"{family}:{f'[{address}]' if family == 'ipv6' else address}:{self._url.port}"
-        options = (*CHANNEL_OPTIONS, ("grpc.default_authority", self._url.netloc.decode()))
+        options = (*_OPTIONS.items(), ("grpc.default_authority", self._url.netloc.decode()))
         if self._url.scheme == "grpcs":
             self._channel = grpc.aio.secure_channel(
                 target,

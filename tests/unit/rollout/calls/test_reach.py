@@ -1,6 +1,7 @@
 """Reward services are public, or named by the installation; connections go where was looked."""
 
 import asyncio
+import gzip
 
 import httpx
 import pytest
@@ -17,9 +18,16 @@ PRIVATE = [
     "203.0.113.9", "224.0.0.1", "239.1.1.1", "240.0.0.1", "255.255.255.255", "::", "::1", "fe80::1",
     "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1", "::ffff:127.0.0.1", "::ffff:169.254.169.254",
     "::ffff:10.0.0.1", "2002:7f00:1::", "2002:a9fe:a9fe::", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe",
-    "2001:db8::1", "100::1",
+    "2001:db8::1", "100::1", "168.63.129.16", "192.0.0.192", "192.0.0.170", "100.100.100.200",
+    "192.88.99.1", "192.80.8.124", "fec0::1", "feff::1", "fd20:ce::254", "5f00::1", "3fff::1", "4000::1",
+    "2001:0:808:808::1", "::8.8.8.8", "::ffff:168.63.129.16", "::ffff:0:808:808", "2002:a83f:8110::1",
+    "64:ff9b::a83f:8110", "64:ff9b:1::808:808", "64:ff9b::c000:c0", "2606:4700::5efe:a00:1",
+    "2606:4700::200:5efe:7f00:1", "ff0e::1",
 ]  # fmt: skip
-PUBLIC = ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+PUBLIC = [
+    "8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808",
+    "2002:808:808::1", "2a00:1450::1", "168.63.129.17", "192.0.1.1",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("address", PRIVATE)
@@ -91,4 +99,57 @@ async def test_a_huge_answer_is_not_read():
         "http://127.0.0.1:1/", reach=Reach({"127.0.0.1"}), transport=transport
     )
     with pytest.raises(CallError, match="more than"):
+        await service.ask(GIVEN, None)
+
+
+class Bytes(httpx.AsyncByteStream):
+    """What a service sends, as it sends it."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.num_read = content, 0
+
+    async def __aiter__(self):
+        for begin in range(0, len(self.content), 1024):
+            self.num_read += 1
+            yield self.content[begin : begin + 1024]
+
+
+@pytest.mark.parametrize(
+    "encoding", ["gzip", "gzip, gzip", "deflate", "br", "zstd", "x-gzip", "\tGZIP"]
+)
+async def test_nothing_is_decompressed(encoding):
+    async def send(request):
+        assert request.headers["Accept-Encoding"] == "identity"
+        return httpx.Response(200, headers={"Content-Encoding": encoding}, stream=sent)
+
+    content = gzip.compress(gzip.compress(b'{"score": ' + b" " * (8 << 20) + b"1}"))
+    sent = Bytes(content)
+    service = HttpRewardService(
+        "http://127.0.0.1:1/", reach=Reach({"127.0.0.1"}), transport=httpx.MockTransport(send)
+    )
+    with pytest.raises(CallError) as caught:
+        await service.ask(GIVEN, None)
+    assert (caught.value.kind, sent.num_read) == ("invalid_value", 0)
+
+
+async def test_what_is_not_compressed_may_say_so():
+    def send(_):
+        return httpx.Response(200, headers={"Content-Encoding": "identity"}, json={"score": 1})
+
+    service = HttpRewardService(
+        "http://127.0.0.1:1/", reach=Reach({"127.0.0.1"}), transport=httpx.MockTransport(send)
+    )
+    assert await service.ask(GIVEN, None) == 1
+
+
+async def test_an_address_that_changes_is_checked_at_each_request(monkeypatch):
+    async def found(*arguments, **options):
+        return [(2, 1, 6, "", (addresses.pop(0), 80))]
+
+    addresses = ["8.8.8.8", "169.254.169.254"]
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json={"score": 1}))
+    service = HttpRewardService("http://rebinding.example/", reach=Reach(), transport=transport)
+    assert await service.ask(GIVEN, None) == 1
+    with pytest.raises(CallError, match="not public"):
         await service.ask(GIVEN, None)

@@ -100,6 +100,9 @@ class Judge(reward_pb2_grpc.RewardServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an empty response")
         if request.response == "slow":
             await asyncio.Event().wait()
+        if request.response == "bomb":
+            context.set_compression(grpc.Compression.Gzip)
+            return pb.ScoreResponseResponse(terms={"x" * (16 << 20): 1.0})
         return pb.ScoreResponseResponse(score=0.5)
 
 
@@ -126,5 +129,8 @@ async def test_a_grpc_service_scores_and_its_failures_are_typed() -> None:
             with pytest.raises(CallError) as caught:
                 await remote.score(replace(GIVEN, response="slow"), timeout_s=0.2)
             assert caught.value.kind == "timeout"
+            with pytest.raises(CallError, match="larger than max") as caught:
+                await remote.score(replace(GIVEN, response="bomb"), timeout_s=30)
+            assert caught.value.kind == "exception"
     finally:
         await server.stop(None)
