@@ -62,7 +62,8 @@ class RewardSpec(SpecPart):
     """Whether it is also given the whole episode, as the keyword ``episode``: messages, tokens, versions and
     times. One that sees several responses gets the list ``episodes``."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments handed to the reward."""
+    """Keyword arguments handed to the reward. Of a reward service ``token`` alone, which it is shown as
+    ``Authorization: Bearer``: ``{"secret": "NAME"}``."""
 
 
 class RolloutSpec(SpecPart):

@@ -66,6 +66,11 @@ def _rewards_of(
                 f"reward service ({', '.join(SERVICES)}), or 'module:function' or 'file.py:function'."
                 + did_you_mean(reward.name, known)
             )
+        if is_url and (unknown := sorted(reward.arguments.keys() - {"token"})):
+            yield (
+                f"{key}.arguments has {', '.join(unknown)}, but a reward service is given its token alone; "
+                "remove them"
+            )
         if reward.name in NEED_ANSWERS and not has_answers:
             yield (
                 f"{key}.name: {reward.name!r} compares with the expected answer, but data.answer_column is "

@@ -157,19 +157,22 @@ class AgentService:
 
 
 @asynccontextmanager
-async def agent_runner(agent: str, processes: int, reach: Reach) -> AsyncIterator[AgentRunner]:
+async def agent_runner(
+    agent: str, processes: int, reach: Reach, *, token: str = ""
+) -> AsyncIterator[AgentRunner]:
     """What runs an agent, while the block runs.
 
     Args:
         agent: Reference to a function, or URL of a service.
         processes: Processes of a function.
         reach: Where a service may be.
+        token: Is shown to a service.
 
     Raises:
         ValueError: If there is no such function.
     """
     if agent.startswith(("http://", "https://")):
-        service = OutsideService(agent, reach=reach)
+        service = OutsideService(agent, reach=reach, token=token)
         try:
             yield AgentService(agent, service)
         finally:

@@ -1,7 +1,7 @@
 """Serves a class of the user's as environments over HTTP, many episodes at once.
 
-``python -m services.rollout.environments.host REFERENCE --bind HOST:PORT`` serves rollouts elsewhere. A
-rollout that is given the reference starts this itself, on a Unix socket.
+``python -m services.rollout.environments.host REFERENCE --bind HOST:PORT --token-file FILE`` serves rollouts
+elsewhere. A rollout that is given the reference starts this itself, on a Unix socket, which needs no token.
 
 The class is made anew for each episode, with the run's arguments, and has::
 
@@ -15,11 +15,10 @@ each a coroutine or a plain function, which gets a thread.
 import argparse
 import asyncio
 import inspect
-import itertools
 import json
 import os
+import secrets
 import sys
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,16 +30,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from services.common.callables import load_callable
-from services.common.http_server import serve_http
+from services.common.errors import InvalidArgumentError
 from services.common.lifetime import until_told_to_stop
+from services.rollout.calls.guard import add_options, serve_guarded
 from services.rollout.environments.protocol import MAX_ANSWER_BYTES, PROTOCOL, wire_size
 
 _MAX_THREADS = 512
-_MOST_EPISODES = 4096
-_MAX_REQUEST_BYTES = 64 << 20
+_MAX_EPISODES = 1024
 _MOST_ERROR_CHARACTERS = 2000
-# A rollout that died leaves its episodes behind.
-_IDLE_S = 3600.0
+# A rollout that died leaves its episodes behind. A reply of the policy's may take long.
+_IDLE_S = 1800.0
 
 
 class _RefusedError(Exception):
@@ -55,11 +54,11 @@ class _RefusedError(Exception):
 class _Episode:
     """One instance of the user's class and how far it is."""
 
-    inner: Any
-    used_at: float
+    inner: Any = None
     step: int = 0
     answer: dict[str, Any] = field(default_factory=dict)
-    is_busy: bool = False
+    is_busy: bool = True
+    expiry: asyncio.TimerHandle | None = None
 
 
 class Host:
@@ -69,8 +68,8 @@ class Host:
         make: Makes an instance for each episode.
         name: What the environment is called.
         arguments: Keyword arguments of ``make``.
-        most_episodes: Episodes at once; beyond it, others are told to come later.
-        now: Monotonic seconds.
+        max_episodes: Episodes at once; beyond it, others are told to come later.
+        idle_s: Seconds after which an episode that nobody goes on with is ended.
     """
 
     def __init__(
@@ -79,15 +78,15 @@ class Host:
         name: str,
         arguments: Mapping[str, Any],
         *,
-        most_episodes: int = _MOST_EPISODES,
-        now: Callable[[], float] = time.monotonic,
+        max_episodes: int = _MAX_EPISODES,
+        idle_s: float = _IDLE_S,
     ) -> None:
         self._make = make
         self._name = name
         self._arguments = dict(arguments)
-        self._most_episodes = most_episodes
-        self._now = now
-        self._numbers = itertools.count(1)
+        self._max_episodes = max_episodes
+        self._idle_s = idle_s
+        self._ending: set[asyncio.Task[Any]] = set()
         self._episodes: dict[str, _Episode] = {}
 
     def app(self) -> Starlette:
@@ -119,43 +118,68 @@ class Host:
         return {"protocol": PROTOCOL, "name": self._name, "version": str(version)}
 
     async def _begin(self, request: Request) -> dict[str, Any]:
-        given = json.loads(await request.body())
-        self._forget_idle()
-        if len(self._episodes) >= self._most_episodes:
+        given = await _body(request, "task", "seed")
+        if len(self._episodes) >= self._max_episodes:
             raise _RefusedError(503, f"{len(self._episodes)} episodes are running; come later")
-        name = str(next(self._numbers))
-        episode = self._episodes[name] = _Episode(None, self._now(), is_busy=True)
+        # Whoever knows the name may go on with the episode.
+        name = secrets.token_urlsafe(24)
+        episode = self._episodes[name] = _Episode()
         try:
             episode.inner = await asyncio.to_thread(self._make, **self._arguments)
             answer = await _call(episode.inner.reset, given["task"], seed=given["seed"])
         except BaseException:
             del self._episodes[name]
             raise
-        episode.is_busy = False
+        self._is_idle(name, episode)
         return {**_as_answer(answer), "episode": name}
 
     async def _step(self, request: Request) -> dict[str, Any]:
-        given = json.loads(await request.body())
+        given = await _body(request, "step", "message")
         episode, number = self._found(request), given["step"]
         if number == episode.step and not episode.is_busy:
             return episode.answer
         if episode.is_busy or number != episode.step + 1:
             done = "is being worked on" if episode.is_busy else "is the last one"
             raise _RefusedError(409, f"step {number} cannot follow: step {episode.step} {done}")
-        episode.is_busy, episode.used_at = True, self._now()
+        self._is_used(episode)
         try:
             answer = _as_answer(await _call(episode.inner.step, given["message"]))
         finally:
-            episode.is_busy = False
+            self._is_idle(request.path_params["name"], episode)
         episode.step, episode.answer = number, {**answer, "step": number}
         return episode.answer
 
     async def _end(self, request: Request) -> dict[str, Any]:
         episode = self._found(request)
-        del self._episodes[request.path_params["name"]]
+        return await self._close(request.path_params["name"], episode)
+
+    async def _close(self, name: str, episode: _Episode) -> dict[str, Any]:
+        del self._episodes[name]
+        self._is_used(episode)
         close = getattr(episode.inner, "close", None)
         answer = await _call(close) if close is not None else None
         return {} if answer is None else {"reward": answer}
+
+    def _is_used(self, episode: _Episode) -> None:
+        episode.is_busy = True
+        if episode.expiry is not None:
+            episode.expiry.cancel()
+
+    def _is_idle(self, name: str, episode: _Episode) -> None:
+        episode.is_busy = False
+        if name in self._episodes:
+            loop = asyncio.get_running_loop()
+            episode.expiry = loop.call_later(self._idle_s, self._expire, name, episode)
+
+    def _expire(self, name: str, episode: _Episode) -> None:
+        task = asyncio.ensure_future(self._close(name, episode))
+        self._ending.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._ending.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            print(f"an idle episode did not close: {error!r}", file=sys.stderr)  # noqa: T201
 
     def _found(self, request: Request) -> _Episode:
         episode = self._episodes.get(request.path_params["name"])
@@ -165,10 +189,16 @@ class Host:
             )
         return episode
 
-    def _forget_idle(self) -> None:
-        oldest = self._now() - _IDLE_S
-        for name in [n for n, e in self._episodes.items() if e.used_at < oldest and not e.is_busy]:
-            del self._episodes[name]
+
+async def _body(request: Request, *keys: str) -> dict[str, Any]:
+    """What a request says. Raises _RefusedError if it is no object with these keys."""
+    try:
+        given = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise _RefusedError(400, f"the body is no JSON: {error}") from error
+    if not isinstance(given, dict) or not given.keys() >= set(keys):
+        raise _RefusedError(400, f"the body must be an object with {' and '.join(keys)}")
+    return given
 
 
 def _refusal(message: str, status: int) -> JSONResponse:
@@ -204,37 +234,45 @@ def _as_answer(answer: Any) -> dict[str, Any]:
     raise TypeError(f"an observation is an object or a text, not {type(answer).__name__}")
 
 
-async def serve(
-    reference: str, arguments: Mapping[str, Any], *, bind: str, is_child: bool, answers: TextIO
-) -> None:
+async def serve(given: argparse.Namespace, answers: TextIO) -> None:
     """Serve until told to stop; a child also stops when its standard input ends."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
     try:
-        make = await asyncio.to_thread(load_callable, reference)
+        make = await asyncio.to_thread(load_callable, given.reference)
     except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
         answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
         return
-    app = Host(make, reference, arguments).app()
-    async with serve_http(bind, app, max_request_bytes=_MAX_REQUEST_BYTES) as port:
+    arguments = json.loads(given.arguments)
+    host = Host(
+        make, given.reference, arguments, max_episodes=given.max_episodes, idle_s=given.idle_s
+    )
+    async with serve_guarded(host.app(), given) as port:
         answers.write(json.dumps({"port": port}) + "\n")
-        await until_told_to_stop(stop_on_stdin_eof=is_child)
+        await until_told_to_stop(stop_on_stdin_eof=given.child)
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description="Serve a class as environments.")
     parser.add_argument("reference", help="module:Class or file.py:Class")
-    parser.add_argument("--bind", required=True, help="host:port or unix:PATH")
+    add_options(parser)
     parser.add_argument("--arguments", default="{}", help="its keyword arguments, as JSON")
+    parser.add_argument("--max-episodes", type=int, default=_MAX_EPISODES, help="episodes at once")
+    parser.add_argument(
+        "--idle-s",
+        type=float,
+        default=_IDLE_S,
+        help="seconds after which an episode that nobody goes on with is ended",
+    )
     parser.add_argument("--child", action="store_true", help="end with the standard input")
     given = parser.parse_args()
     # The answer keeps the original standard output; whatever user code prints goes to standard error.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    arguments = json.loads(given.arguments)
-    asyncio.run(
-        serve(given.reference, arguments, bind=given.bind, is_child=given.child, answers=answers)
-    )
+    try:
+        asyncio.run(serve(given, answers))
+    except (ValueError, InvalidArgumentError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class OpenEnv:
         reach: Where it may be.
         action: Template of an action, JSON-like: the text ``{message}`` in it becomes the policy's message.
         observe: Key of the observation that the policy sees; None shows all of it as JSON.
+        token: Is shown to the server as ``Authorization: Bearer``; empty shows none.
         timeout_s: Deadline of each answer.
         wait_s: Longest wait for a place.
     """
@@ -47,6 +48,7 @@ class OpenEnv:
         observe: str | None,
         timeout_s: float,
         wait_s: float,
+        token: str = "",
     ) -> None:
         self._name = url
         parts = urlsplit(url.removeprefix("openenv+"))
@@ -59,6 +61,7 @@ class OpenEnv:
         self._reach = reach
         self._action = action
         self._observe = observe
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout_s, self._wait_s = timeout_s, wait_s
 
     async def check(self) -> None:
@@ -113,6 +116,7 @@ class OpenEnv:
                     port=self._port,
                     max_size=MAX_ANSWER_BYTES,
                     compression=None,
+                    additional_headers=self._headers,
                     proxy=None,
                 )
         except TimeoutError as error:

@@ -51,9 +51,10 @@ class Environments:
         timeout_s: Deadline of each answer of the environment.
         wait_s: Longest wait for a place in an environment that is busy.
         processes: Processes that a class runs in; each has many episodes at once.
+        token: Is shown to a host or a server elsewhere; a specification names the secret that holds it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- the keys of rollout.workflow_arguments
         self,
         *,
         environment: str,
@@ -64,7 +65,13 @@ class Environments:
         timeout_s: float = 60.0,
         wait_s: float = 600.0,
         processes: int = 1,
+        token: str = "",
     ) -> None:
+        if token and "://" not in environment:
+            raise ValueError(
+                f"{_KEY}.token is for an environment elsewhere, but {_KEY}.environment is {environment!r}; "
+                "remove it"
+            )
         if min(timeout_s, wait_s) <= 0 or min(max_turns, processes, max_turn_tokens or 1) < 1:
             raise ValueError(
                 f"{_KEY}: timeout_s and wait_s must be positive, max_turns, max_turn_tokens and processes "
@@ -77,6 +84,7 @@ class Environments:
         self._is_chat = chat
         self._timeout_s, self._wait_s = timeout_s, wait_s
         self._processes = processes
+        self._token = token
         # It has several conversations if it changes its tools.
         self._trained = TrainedConversations("all")
         self._environment: Environment | None = None
@@ -161,7 +169,7 @@ class Environments:
         elif name.startswith(("http://", "https://")):
             if self._arguments:
                 raise ValueError(f"{_KEY}.arguments: give them to the host of {name!r}, not here")
-            service = OutsideService(name, reach=reach)
+            service = OutsideService(name, reach=reach, token=self._token)
             try:
                 yield HttpEnvironment(name, service, timeout_s=self._timeout_s, wait_s=self._wait_s)
             finally:
@@ -186,6 +194,7 @@ class Environments:
             reach=reach,
             action=self._arguments.get("action", {"message": "{message}"}),
             observe=self._arguments.get("observe"),
+            token=self._token,
             timeout_s=self._timeout_s,
             wait_s=self._wait_s,
         )

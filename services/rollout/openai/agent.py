@@ -31,11 +31,23 @@ class Agent:
         processes: Processes that a function runs in; each runs many episodes at once.
         train: Which of its conversations train: ``last`` (the one that was continued last), ``all``, or
             ``module:function`` / ``file.py:function`` that says.
+        token: Is shown to a service; a specification names the secret that holds it.
     """
 
     def __init__(
-        self, *, agent: str, timeout_s: float = 600.0, processes: int = 1, train: str = "last"
+        self,
+        *,
+        agent: str,
+        timeout_s: float = 600.0,
+        processes: int = 1,
+        train: str = "last",
+        token: str = "",
     ) -> None:
+        if token and "://" not in agent:
+            raise ValueError(
+                "rollout.workflow_arguments.token is for an agent that is a service, but "
+                f"rollout.workflow_arguments.agent is {agent!r}; remove it"
+            )
         if timeout_s <= 0 or processes < 1:
             raise ValueError(
                 "rollout.workflow_arguments: timeout_s must be positive and processes at least 1, but are "
@@ -44,6 +56,7 @@ class Agent:
         self._agent = AGENTS.get(agent, agent)
         self._timeout_s = timeout_s
         self._processes = processes
+        self._token = token
         self._trained = TrainedConversations(train)
         self._parts: tuple[Endpoint, AgentRunner] | None = None
 
@@ -60,7 +73,7 @@ class Agent:
             reach: Where the agent may be, if it is a service.
         """
         async with (
-            agent_runner(self._agent, self._processes, reach) as runner,
+            agent_runner(self._agent, self._processes, reach, token=self._token) as runner,
             Endpoint.serve(bind, host=host, temperature=temperature) as endpoint,
         ):
             self._parts = endpoint, runner

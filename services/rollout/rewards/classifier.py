@@ -1,4 +1,6 @@
-"""A reward model as a reward service: ``python -m services.rollout.rewards.classifier MODEL --bind ADDRESS``.
+"""A reward model as a reward service.
+
+``python -m services.rollout.rewards.classifier MODEL --bind HOST:PORT --token-file FILE``
 
 Any ``AutoModelForSequenceClassification``. Requests that arrive while it scores are scored together next.
 """
@@ -15,9 +17,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from services.common.http_server import serve_http
+from services.common.errors import InvalidArgumentError
 from services.common.lifetime import until_told_to_stop
 from services.common.task_group import TaskGroup
+from services.rollout.calls.guard import add_options, serve_guarded
 
 _MAX_WAITING = 4096
 
@@ -146,8 +149,8 @@ class ClassifierService:
         return JSONResponse({"score": await answer})
 
 
-async def _serve(service: ClassifierService, bind: str) -> None:
-    async with TaskGroup() as tasks, serve_http(bind, service.app()) as port:
+async def _serve(service: ClassifierService, given: argparse.Namespace) -> None:
+    async with TaskGroup() as tasks, serve_guarded(service.app(), given) as port:
         scoring = tasks.create_task(service.run())
         sys.stdout.write(f"scoring on port {port}\n")
         sys.stdout.flush()
@@ -159,7 +162,7 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description="Serve a sequence classifier as a reward.")
     parser.add_argument("model", help="folder or Hugging Face id")
-    parser.add_argument("--bind", required=True, help="host:port")
+    add_options(parser)
     parser.add_argument("--label", help="class whose probability is the score")
     parser.add_argument("--max-tokens", type=int, default=8192, help="longest text")
     parser.add_argument("--max-batch", type=int, default=32, help="texts of one pass")
@@ -170,7 +173,10 @@ def main() -> None:
     classifier = Classifier(
         given.model, label=given.label, max_tokens=given.max_tokens, device=given.device
     )
-    asyncio.run(_serve(ClassifierService(classifier, max_batch=given.max_batch), given.bind))
+    try:
+        asyncio.run(_serve(ClassifierService(classifier, max_batch=given.max_batch), given))
+    except (ValueError, InvalidArgumentError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

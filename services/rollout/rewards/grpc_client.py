@@ -32,11 +32,13 @@ class GrpcRewardService:
     Args:
         url: ``grpc://host:port``, or ``grpcs://host:port`` for TLS with the system's authorities.
         reach: Where it may be.
+        token: Is shown to the service with each call.
     """
 
-    def __init__(self, url: str, *, reach: Reach) -> None:
+    def __init__(self, url: str, *, reach: Reach, token: str = "") -> None:
         self._url = httpx.URL(url)
         self._reach = reach
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self._channel: grpc.aio.Channel | None = None
 
     async def close(self) -> None:
@@ -56,7 +58,8 @@ class GrpcRewardService:
         stub = reward_pb2_grpc.RewardServiceStub(await self._connected())
         try:
             # RemoteReward holds the deadline; cancelling this cancels the call.
-            answer = await stub.ScoreResponse(request, metadata=tuple(tracing.headers().items()))
+            headers = {**self._headers, **tracing.headers()}
+            answer = await stub.ScoreResponse(request, metadata=tuple(headers.items()))
         except grpc.aio.AioRpcError as error:
             # gRPC has one code for a busy service and for an answer that is over the limit of this side.
             is_too_large = "larger than max" in (error.details() or "")

@@ -20,14 +20,20 @@ class HttpRewardService:
     Args:
         url: ``http://`` or ``https://``.
         reach: Where it may be.
+        token: Is shown to the service.
         transport: Replaces the network in tests.
     """
 
     def __init__(
-        self, url: str, *, reach: Reach, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        url: str,
+        *,
+        reach: Reach,
+        token: str = "",
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._url = url
-        self._service = OutsideService(url, reach=reach, transport=transport)
+        self._service = OutsideService(url, reach=reach, token=token, transport=transport)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -71,7 +71,7 @@ class Scorer:
         async with AsyncExitStack() as stack:
             remotes = {
                 term.name: await stack.enter_async_context(
-                    RemoteReward(term.name, _service(term.name, reach), concurrency=concurrency)
+                    RemoteReward(term.name, _service(term, reach), concurrency=concurrency)
                 )
                 for term in specs
                 if is_url(term.name)
@@ -199,10 +199,11 @@ def is_url(name: str) -> bool:
     return name.startswith(SERVICES)
 
 
-def _service(url: str, reach: Reach) -> RewardService:
-    if url.startswith(_GRPC):
-        return GrpcRewardService(url, reach=reach)
-    return HttpRewardService(url, reach=reach)
+def _service(spec: RewardSpec, reach: Reach) -> RewardService:
+    token = str(spec.arguments.get("token", ""))
+    if spec.name.startswith(_GRPC):
+        return GrpcRewardService(spec.name, reach=reach, token=token)
+    return HttpRewardService(spec.name, reach=reach, token=token)
 
 
 def _reference(spec: RewardSpec) -> str:

@@ -52,8 +52,8 @@ def environment(
     return HttpEnvironment("games", service, **{"timeout_s": 5.0, "wait_s": 5.0, **changes})
 
 
-def hosted(make: Any, *, most_episodes: int = 10, **arguments: Any) -> HttpEnvironment:
-    host = Host(make, "games", arguments, most_episodes=most_episodes)
+def hosted(make: Any, *, max_episodes: int = 10, **arguments: Any) -> HttpEnvironment:
+    host = Host(make, "games", arguments, max_episodes=max_episodes)
     return environment(httpx.ASGITransport(host.app()), timeout_s=1.0, wait_s=0.2)
 
 
@@ -101,13 +101,51 @@ async def test_a_full_environment_is_waited_for_and_a_broken_connection_tried_ag
 
 
 async def test_no_place_in_time_is_a_failure_that_says_so() -> None:
-    games = hosted(Counting, most_episodes=1)
+    games = hosted(Counting, max_episodes=1)
     await games.begin({"name": "one"}, seed=0)
     with pytest.raises(
         CallError, match=r"'games' did not begin an episode.*no place for 0.2 s"
     ) as e:
         await games.begin({"name": "two"}, seed=0)
     assert e.value.kind == "timeout"
+
+
+async def test_nobody_guesses_the_name_of_an_episode() -> None:
+    client = httpx.AsyncClient(
+        transport=httpx.ASGITransport(Host(Counting, "games", {}).app()), base_url=URL
+    )
+    body = {"task": {"name": "me"}, "seed": 0}
+    names = [(await client.post("/v1/episodes", json=body)).json()["episode"] for _ in range(9)]
+    assert len(set(names)) == 9
+    assert min(map(len, names)) >= 32
+    for guess in ("1", "2", names[0][:-1], names[0].swapcase()):
+        assert (await client.delete(f"/v1/episodes/{guess}")).status_code == 404
+
+
+async def test_an_episode_that_nobody_goes_on_with_is_closed_and_its_place_is_free() -> None:
+    closed = asyncio.Event()
+
+    class Closing(Counting):
+        async def close(self) -> dict[str, float]:
+            closed.set()
+            return {}
+
+    host = Host(Closing, "games", {}, max_episodes=1, idle_s=0.05)
+    games = environment(httpx.ASGITransport(host.app()))
+    session, _ = await games.begin({"name": "one"}, seed=0)
+    async with asyncio.timeout(10):
+        await closed.wait()
+    with pytest.raises(CallError, match="there is no such episode"):
+        await session.step({"role": "assistant", "content": ""})
+    await games.begin({"name": "two"}, seed=0)
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{", b"[" * 100_000, b'{"task": {}}'])
+async def test_a_request_that_says_too_little_is_refused(body: bytes) -> None:
+    client = httpx.AsyncClient(
+        transport=httpx.ASGITransport(Host(Counting, "games", {}).app()), base_url=URL
+    )
+    assert (await client.post("/v1/episodes", content=body)).status_code == 400
 
 
 def begun(answer: Any) -> Callable[[httpx.Request], httpx.Response]:
@@ -207,7 +245,7 @@ async def test_what_a_class_raises_is_told_and_its_place_is_free_again(
         def reset(self, task: Any, *, seed: int) -> Any:
             raise error
 
-    games = hosted(Broken, most_episodes=1)
+    games = hosted(Broken, max_episodes=1)
     for _ in range(2):
         with pytest.raises(CallError, match=f"'games' did not begin an episode: {message}"):
             await games.begin({}, seed=0)

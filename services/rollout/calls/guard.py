@@ -1,0 +1,133 @@
+"""Guards what this process serves to rollouts elsewhere: environments, a reward model."""
+
+import argparse
+import asyncio
+import hmac
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common.credentials import read_key
+from services.common.http_server import serve_http
+
+MAX_BODY_BYTES: Final = 8 << 20
+"""Of a request."""
+MAX_REQUEST_BYTES: Final = 64 << 20
+"""Of all requests at once: a rollout steps many episodes."""
+_BODY_TIMEOUT_S = 30.0
+_CONNECTIONS_PER_PEER = 4096
+_OPEN_PATHS = frozenset({"/healthz"})
+
+
+class Guard:
+    """Lets requests through that have the token, are JSON, are sent by no web page, and are not large.
+
+    Of a request without the token nothing but its headers is read. ``/healthz`` needs none.
+
+    Args:
+        app: Gets the requests, with their whole bodies.
+        token: What rollouts show as ``Authorization: Bearer``; empty if only this user can connect.
+        max_body_bytes: Of a request.
+    """
+
+    def __init__(self, app: ASGIApp, *, token: bytes, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self._app = app
+        self._token = token
+        self._max_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, or refuse it and end its connection."""
+        if scope["type"] != "http":
+            return
+        headers = Headers(scope=scope)
+        refusal = self._refusal(scope["path"], headers)
+        body = b""
+        if refusal is None:
+            try:
+                async with asyncio.timeout(_BODY_TIMEOUT_S):
+                    body = await self._read(headers, receive)
+            except TimeoutError:
+                refusal = 408, f"the body did not arrive in {_BODY_TIMEOUT_S:g} s"
+            except ValueError as error:
+                refusal = 413, str(error)
+        if refusal is not None:
+            status, message = refusal
+            response = JSONResponse({"error": message}, status, {"Connection": "close"})
+            await response(scope, receive, send)
+            return
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        await self._app(scope, lambda: _next(whole, receive), send)
+
+    def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        is_known = scheme.lower() == "bearer" and hmac.compare_digest(token.encode(), self._token)
+        if self._token and not is_known and path not in _OPEN_PATHS:
+            return 401, (
+                "the token is missing or another one; let the specification name the secret that holds it "
+                '(token: {"secret": NAME}, beside the address)'
+            )
+        if "origin" in headers:
+            return 403, f"a web page ({headers['origin']!r:.80}) may not use this"
+        media = headers.get("content-type", "").partition(";")[0].strip().lower()
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        if has_body and media != "application/json":
+            return 415, "a body must be JSON: send Content-Type: application/json"
+        return None
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        """The whole body. Raises ValueError if it is too large."""
+        body, has_more = bytearray(), True
+        stated = headers.get("content-length", "")
+        if stated.isdecimal() and int(stated) > self._max_bytes:
+            raise ValueError(f"a request may have {self._max_bytes} bytes, but has {stated}")
+        while has_more:
+            message = await receive()
+            body += message.get("body", b"")
+            has_more = message.get("more_body", False)
+            if len(body) > self._max_bytes:
+                raise ValueError(f"a request may have {self._max_bytes} bytes, but has more")
+        return bytes(body)
+
+
+async def _next(left: list[Message], receive: Receive) -> Message:
+    return left.pop() if left else await receive()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what :func:`serve_guarded` takes to a command line."""
+    parser.add_argument("--bind", required=True, help="host:port, or unix:PATH")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        help="file with the token of rollouts; needed unless on a Unix socket",
+    )
+    parser.add_argument("--tls-certificate", type=Path, help="PEM file, to serve https")
+    parser.add_argument("--tls-key", type=Path, help="PEM file with the certificate's key")
+
+
+def serve_guarded(app: ASGIApp, given: argparse.Namespace) -> AbstractAsyncContextManager[int]:
+    """Serve an application as the command line says; yields the port.
+
+    Raises:
+        ValueError: If others could connect without a token.
+        InvalidArgumentError: If the token's file or the address is of no use.
+    """
+    is_here = given.bind.startswith("unix:")
+    if given.token_file is None and not is_here:
+        raise ValueError(
+            f"--bind {given.bind} is open to others; give --token-file, a file with 32 random bytes or more "
+            "such as 'openssl rand -hex 32' writes, or bind to unix:PATH"
+        )
+    token = b"" if given.token_file is None else read_key(given.token_file)
+    return serve_http(
+        given.bind,
+        Guard(app, token=token),
+        certificate=given.tls_certificate,
+        key=given.tls_key,
+        connections_per_peer=0 if is_here else _CONNECTIONS_PER_PEER,
+        max_request_bytes=MAX_REQUEST_BYTES,
+    )
