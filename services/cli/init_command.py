@@ -3,11 +3,13 @@
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from services.cli.machine import has_gpus
 from services.cli.output import console, fail
 from services.common.spec.data import DataSpec, PromptSourceSpec
 from services.common.spec.model import TINY_PREFIX
@@ -19,6 +21,9 @@ _ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "output")
 _EXAMPLE = ("sort4.yaml", "sort4.py")
 # Beside the package in the repository, within it where it is installed.
 _EXAMPLE_FOLDERS = (Path(__file__).parents[2] / "examples", Path(__file__).parents[1] / "examples")
+_PROMPTS_PER_STEP = 32
+# Rows that are looked at for the form of their answers.
+_MAX_ROWS = 16
 _KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 _TEMPLATE = """\
@@ -35,7 +40,7 @@ data:
   # heldout: {{source: {source}, path: ..., limit: 200}}   # prompts that are only evaluated
   prompt_column: {prompt}
   answer_column: {answer}       # what the reward compares with; null if it needs none
-  chat_template: {chat}         # whether prompts go through the tokenizer's chat template
+{template}  chat_template: {chat}         # whether prompts go through the tokenizer's chat template
   max_prompt_tokens: 1024       # a longer prompt is set aside and counted
 
 rollout:
@@ -54,9 +59,9 @@ algorithm:
 
 trainer:
   steps: 100
-  prompts_per_step: 32          # groups that form one batch
-  dtype: {dtype}
-  compile: {compiled}               # torch.compile: less time and memory on GPUs, a longer start
+  prompts_per_step: {prompts:<11} # groups that form one batch
+  dtype: {dtype:<22} # bfloat16 for GPUs; CPUs are faster in float32
+  compile: {compiled:<20} # torch.compile: less time and memory on GPUs, a longer start
   optimizer:
     learning_rate: {rate}
   checkpoint: {{every: 20, keep: 2}}
@@ -86,12 +91,13 @@ def init(
     _refuse_if_there(file, force=force)
     source = PromptSourceSpec(source=_kind(data), path=data)
     try:
-        row = _first_row(source)
+        rows = _first_rows(source)
     except (ValueError, OSError) as error:
         fail(str(error))
         raise typer.Exit(2) from None
-    is_tiny = model.startswith(TINY_PREFIX)
+    row, is_tiny, uses_gpus = rows.first[0], model.startswith(TINY_PREFIX), has_gpus()
     prompt, answer = _column(row, _PROMPTS), _column(row, _ANSWERS)
+    form = _answer_form([str(each.get(answer) or "") for each in rows.first])
     text = _TEMPLATE.format(
         file=file,
         name=_name(file),
@@ -100,12 +106,14 @@ def init(
         path=_path(data, source.source, file),
         prompt=prompt or f"prompt   # TODO: one of {', '.join(row)}",
         answer=answer or "null",
-        reward="exact_match" if answer else "task.py:reward",
+        template=form.template,
+        prompts=min(_PROMPTS_PER_STEP, rows.count),
+        reward=form.reward if answer else "task.py:reward",
         chat="false" if is_tiny else "true",
         replicas=2 if is_tiny else 1,
         response=64 if is_tiny else 1024,
-        dtype="float32" if is_tiny else "bfloat16",
-        compiled="false" if is_tiny else "true",
+        dtype="bfloat16" if uses_gpus and not is_tiny else "float32",
+        compiled="true" if uses_gpus and not is_tiny else "false",
         rate="3.0e-4" if is_tiny else "1.0e-6",
     )
     file.write_text(text, encoding="utf-8")
@@ -136,12 +144,51 @@ def _kind(data: str) -> str:
     return _KINDS.get(Path(data).suffix, "huggingface")
 
 
-def _first_row(source: PromptSourceSpec) -> Row:
-    """A row of the data; none of a Hugging Face id, which is not fetched for this."""
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The beginning of a data set."""
+
+    first: Sequence[Row]
+    count: int
+    """Rows of the whole set."""
+
+
+def _first_rows(source: PromptSourceSpec) -> _Rows:
+    """Read the first rows; of a Hugging Face id, which is not fetched for this, return a stand-in."""
     if source.source == "huggingface":
-        return {"prompt": "", "answer": ""}
+        return _Rows([{"prompt": "", "answer": ""}], _PROMPTS_PER_STEP)
     data = DataSpec(train=source, prompt_column="", answer_column=None)
-    return open_source(source, data, key="data.train", has_columns=False)[0]
+    rows = open_source(source, data, key="data.train", has_columns=False)
+    return _Rows([rows[index] for index in range(min(len(rows), _MAX_ROWS))], len(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _AnswerForm:
+    """How the expected answers are written, and what follows for the specification."""
+
+    pattern: re.Pattern[str]
+    reward: str
+    template: str
+
+
+_ASK = (
+    '  prompt_template: "{{prompt}}\\nReason step by step and put the final answer {place}.\\n"\n'
+)
+_FORMS = (
+    # GSM8K: a worked solution, then "#### 72".
+    _AnswerForm(re.compile(r"####\s*\S"), "math_verify", _ASK.format(place="after ####")),
+    # MATH and its kind: a worked solution with "\boxed{72}", which YAML's quotes escape.
+    _AnswerForm(re.compile(r"\\boxed\s*\{"), "math_verify", _ASK.format(place="in \\\\boxed{}")),
+)
+_PLAIN = _AnswerForm(re.compile(""), "exact_match", "")
+
+
+def _answer_form(answers: Sequence[str]) -> _AnswerForm:
+    """Return the form that most of the answers have."""
+    for form in _FORMS:
+        if 2 * sum(form.pattern.search(answer) is not None for answer in answers) > len(answers):
+            return form
+    return _PLAIN
 
 
 def _column(row: Row, known: Sequence[str]) -> str:

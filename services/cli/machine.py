@@ -1,12 +1,17 @@
 """What this machine lacks for a run: GPUs, packages, and a way to Hugging Face."""
 
 import importlib.util
+import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
 
 from services.cli.settings import MachineSettings
 from services.common.compiler import missing_compiler
@@ -18,10 +23,17 @@ from services.common.spec.trackers import TRACKERS
 from services.controller.launch.gpus import host_gpus
 from services.controller.launch.launcher import gpu_needs, total_gpus, worker_names
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 # Where there are no GPUs a process stands for each, and this many share a core before nothing moves.
 _PROCESSES_A_CORE = 4
 _LEAST_PROCESSES = 8
 _REACH_TIMEOUT_S = 2.0
+_GPU_TIMEOUT_S = 10.0
+_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_MEASURED_SIZE, _MEASURED_TIMES = 256, 5
+_NOTABLE_SLOWDOWN = 1.5
 
 
 def lacks(spec: RunSpec) -> Iterator[str]:
@@ -51,31 +63,112 @@ def lacks(spec: RunSpec) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class FewerRollouts:
-    """How many a run gets that does not say it."""
+class MachineDefault:
+    """A key that the specification leaves out, with the value that suits this machine."""
 
-    count: int
+    key: str
+    value: int | str
     why: str
 
 
-def fewer_rollouts(spec: RunSpec) -> FewerRollouts | None:
-    """Rollouts of a run whose default is more than this machine has GPUs for; None where it is not.
+def machine_defaults(spec: RunSpec, left_out: Collection[str]) -> Iterator[MachineDefault]:
+    """Yield the defaults that this machine's GPUs change.
+
+    Args:
+        spec: The run, with the defaults that hold for every machine.
+        left_out: Keys that the user did not set; the others stay as they are.
+    """
+    if "rollout.replicas" in left_out:
+        yield from _fewer_rollouts(spec)
+    if "trainer.dtype" in left_out and has_gpus() and not spec.model.is_tiny:
+        yield MachineDefault(
+            "trainer.dtype",
+            "bfloat16",
+            "trainer.dtype is not given: bfloat16, as this machine has GPUs; master weights stay float32",
+        )
+
+
+def has_gpus() -> bool:
+    """Return whether workers on this machine may use GPUs."""
+    return bool(host_gpus(MachineSettings().visible_gpus))
+
+
+def gpu_bytes_here() -> int | None:
+    """Return the memory of this machine's smallest GPU in bytes; None if nvidia-smi does not report it."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(  # noqa: S603 -- no word of it comes from a user
+            command, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S, check=True
+        )
+        return min(int(line) for line in done.stdout.split()) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def host_bytes_here() -> int:
+    """Return the bytes of memory that this machine, or its container, lets processes have."""
+    total = psutil.virtual_memory().total
+    try:
+        limit = _MEMORY_LIMIT.read_text(encoding="ascii").strip()
+    except OSError:
+        return int(total)
+    return min(total, int(limit)) if limit.isdecimal() else int(total)
+
+
+def memory_problems(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
+    """Yield why the trainer's state and its longest sequence do not fit into this machine's memory.
+
+    Args:
+        spec: The run.
+        config: Shape of its model.
+    """
+    # It imports torch.
+    import torch
+
+    from services.common.models.training_memory import STATE, trainer_memory, weight_bytes
+
+    ranks, gpu_bytes = spec.trainer.world_size, gpu_bytes_here() if has_gpus() else None
+    if has_gpus() and gpu_bytes is None:
+        return
+    # A trainer that runs out of memory makes its micro-batches smaller by itself, down to one sequence.
+    smallest = spec.trainer.model_copy(update={"tokens_per_micro_batch": 1})
+    least = spec.model_copy(update={"trainer": smallest})
+    memory = trainer_memory(least, config, gpu_bytes=gpu_bytes or host_bytes_here())
+    if gpu_bytes is not None:
+        try:
+            memory.check(ranks)
+        except ValueError as error:
+            yield f"model.path: {str(error).partition(chr(10))[0]}"
+        return
+    state = sum(memory.parts.get(name, 0) + memory.host.get(name, 0) for name in STATE)
+    dtype = getattr(torch, spec.trainer.dtype)
+    engines = spec.rollout.replicas * spec.has_engine * weight_bytes(config, dtype)
+    if ranks * state + engines > memory.total:
+        yield (
+            f"model.path: the run does not fit into this machine's memory of {memory.total / 1e9:.1f} GB: "
+            f"weights, gradients and optimizer of the trainer take {ranks * state / 1e9:.1f} GB, and "
+            f"rollout.replicas ({spec.rollout.replicas}) engines {engines / 1e9:.1f} GB; name a smaller "
+            "model, or say --elsewhere"
+        )
+
+
+def _fewer_rollouts(spec: RunSpec) -> Iterator[MachineDefault]:
+    """Yield a number of rollouts that fits this machine's GPUs, if the default does not.
 
     Two engines on one GPU hold the weights twice and each half of a cache, for the same work.
     """
     gpus = len(host_gpus(MachineSettings().visible_gpus))
     wanted = spec.rollout.replicas
     if not 0 < gpus < total_gpus(spec):
-        return None
+        return
     others = total_gpus(spec) - wanted * spec.engine_gpus
     count = max(1, (gpus - others) // spec.engine_gpus)
-    if count >= wanted:
-        return None
-    why = (
-        f"rollout.replicas is not given: {count} in place of {wanted}, as this machine has {gpus} GPU(s); "
-        "set it to have more of them share one"
-    )
-    return FewerRollouts(count, why)
+    if count < wanted:
+        why = (
+            f"rollout.replicas is not given: {count} in place of {wanted}, as this machine has {gpus} "
+            "GPU(s); set it to have more of them share one"
+        )
+        yield MachineDefault("rollout.replicas", count, why)
 
 
 def shared_gpus(spec: RunSpec) -> str:
@@ -92,9 +185,37 @@ def shared_gpus(spec: RunSpec) -> str:
     return text
 
 
-def slow_settings(spec: RunSpec) -> str:
-    """What to know of a trainer that does not use what this machine's GPUs are fast at; or nothing."""
-    if spec.model.is_tiny or not host_gpus(MachineSettings().visible_gpus):
+def bfloat16_slowdown() -> float:
+    """Measure how many times as long a matrix product takes in bfloat16 as in float32 on this CPU."""
+    import torch
+
+    def seconds(dtype: torch.dtype) -> float:
+        factor = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE, dtype=dtype)
+        times = []
+        for _ in range(_MEASURED_TIMES):
+            begin = time.perf_counter()
+            factor @ factor
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    return seconds(torch.bfloat16) / seconds(torch.float32)
+
+
+def slow_settings(spec: RunSpec, slowdown: Callable[[], float] = bfloat16_slowdown) -> str:
+    """Return a note about trainer settings that are slow on this machine; empty if there are none.
+
+    Args:
+        spec: The run.
+        slowdown: Measures what bfloat16 costs on the CPU.
+    """
+    if not has_gpus():
+        if spec.trainer.dtype != "bfloat16" or (times := slowdown()) < _NOTABLE_SLOWDOWN:
+            return ""
+        return (
+            f"trainer.dtype is bfloat16, in which a matrix product takes {times:.2g} times as long as in "
+            "float32 on this machine's CPU; set trainer.dtype to float32 here"
+        )
+    if spec.model.is_tiny:
         return ""
     faster = []
     if spec.trainer.dtype == "float32":

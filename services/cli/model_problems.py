@@ -8,7 +8,7 @@ from services.common.models.made_tokenizers import Vocabulary
 from services.common.models.routing_shape import routing_shape
 from services.common.models.tokenizer import Tokenizer
 from services.common.spec.engines import engine_kind
-from services.common.spec.quota_rules import quota
+from services.common.spec.quota_rules import batch_bytes, quota
 from services.common.spec.run import RunSpec
 from services.common.spec.trainer import OF_EXPERTS
 from services.rollout.engines.stop_texts import split_stop_texts
@@ -91,12 +91,32 @@ def mixture_problems(spec: RunSpec, config: Mapping[str, Any]) -> list[str]:
 
 def quota_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
     """A mixture's samples, with what its routers chose, are many times as large."""
-    routing = routing_shape(config)
-    if routing is not None and spec.rollout.routing_replay != "off":
-        layers, chosen = routing.tail
-        yield from quota(
-            spec, expert_bytes=layers * chosen * (1 if routing.dtype == "uint8" else 2)
+    if expert_bytes := _expert_bytes(spec, config):
+        yield from quota(spec, expert_bytes=expert_bytes)
+
+
+def batch_problems(
+    spec: RunSpec, config: Mapping[str, Any], *, capacity_bytes: int
+) -> Iterator[str]:
+    """Yield why the transferqueue of this machine can never hold a batch, if it cannot."""
+    needed = batch_bytes(spec, expert_bytes=_expert_bytes(spec, config))
+    if capacity_bytes < needed <= spec.transferqueue.quota_bytes:
+        yield (
+            f"trainer.prompts_per_step is {spec.trainer.prompts_per_step}: with rollout.group_size "
+            f"({spec.rollout.group_size}) and rollout.max_response_tokens "
+            f"({spec.rollout.max_response_tokens}) a batch may take {needed:,} bytes, but the transferqueue "
+            f"of this machine has {capacity_bytes:,}; lower one of them, or set "
+            "SLIPSTREAM_TRANSFERQUEUE_CAPACITY_BYTES"
         )
+
+
+def _expert_bytes(spec: RunSpec, config: Mapping[str, Any]) -> int:
+    """Return the bytes of a token's experts, if the run stores them."""
+    routing = routing_shape(config)
+    if routing is None or spec.rollout.routing_replay == "off":
+        return 0
+    layers, chosen = routing.tail
+    return int(layers * chosen * (1 if routing.dtype == "uint8" else 2))
 
 
 def token_problems(

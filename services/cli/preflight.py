@@ -5,19 +5,22 @@ reported together.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from services.cli.machine import (
-    fewer_rollouts,
     go_offline_unless_reachable,
     hub_is_needed,
     lacks,
+    machine_defaults,
+    memory_problems,
 )
 from services.cli.model_problems import (
     adapter_problems,
+    batch_problems,
     engine_problems,
     length_problems,
     mixture_problems,
@@ -25,6 +28,8 @@ from services.cli.model_problems import (
     quota_problems,
     token_problems,
 )
+from services.cli.row_trial import MAX_ROWS, Trial, try_functions, try_rows
+from services.cli.settings import MachineSettings
 from services.common.callables import bind_callable, load_callable
 from services.common.models.configs import full_config, read_config
 from services.common.models.families import check_trainer
@@ -42,7 +47,6 @@ from services.rollout.prompts import check_prompt
 from services.rollout.workflows.load import load_workflow
 from services.trainer.checkpoint import manifest
 
-_MOST_ROWS = 16
 _OFFLINE = (
     "Hugging Face does not answer within 2 s, and the cache of this machine lacks what the run names: check "
     "the network, or name local folders and files in model.path, model.tokenizer and data"
@@ -62,17 +66,18 @@ def read_checked(path: Path, overrides: Sequence[str] = (), *, is_here: bool = T
     """
     draft = read_draft(path, overrides)
     spec = draft.examined.spec
-    if is_here and spec is not None and not draft.says_replicas and (few := fewer_rollouts(spec)):
-        # Read again, since other keys follow from the number.
-        draft = read_draft(path, [*overrides, f"rollout.replicas={few.count}"])
-        draft = replace(draft, notes=(*draft.notes, few.why))
-    found = draft.examined
-    problems = list(found.problems)
-    if found.spec is not None:
-        problems += plain_secrets(found.spec)
-    if found.spec is not None and is_here:
-        named = _problems(found.spec)
-        problems += [each for each in named if not found.is_about_stand_ins(each)]
+    if is_here and spec is not None and (better := [*machine_defaults(spec, draft.left_out)]):
+        # Read again, since other keys follow from these.
+        draft = read_draft(path, [*overrides, *(f"{each.key}={each.value}" for each in better)])
+        draft = replace(draft, notes=(*draft.notes, *(each.why for each in better)))
+    examined = draft.examined
+    problems = list(examined.problems)
+    if examined.spec is not None:
+        problems += plain_secrets(examined.spec)
+    if examined.spec is not None and is_here:
+        found = _examined_here(examined.spec, tries_functions=not problems)
+        problems += [each for each in found.problems if not examined.is_about_stand_ins(each)]
+        draft = replace(draft, notes=(*draft.notes, *found.notes))
     if problems:
         raise SpecError(tuple(dict.fromkeys(problems)))
     return draft
@@ -84,7 +89,7 @@ def check(spec: RunSpec) -> None:
     Raises:
         SpecError: With one line per problem.
     """
-    if problems := _problems(spec):
+    if problems := _examined_here(spec).problems:
         raise SpecError(problems)
 
 
@@ -98,14 +103,16 @@ def model_config(spec: RunSpec) -> Any:
     return load_config(spec.model, load_tokenizer(spec.model))
 
 
-def _problems(spec: RunSpec) -> list[str]:
+def _examined_here(spec: RunSpec, *, tries_functions: bool = True) -> Trial:
     problems: list[str] = []
     is_offline = hub_is_needed(spec) and not go_offline_unless_reachable()
+    sources: dict[str, PromptSource] = {}
+    _collect(problems, _model, spec)
+    is_tokenizer_right = not problems
     for step in (
-        _model,
         _teacher,
         _start,
-        _sources,
+        partial(_sources, opened=sources),
         _rewards,
         _workflow,
         _formulas,
@@ -113,9 +120,35 @@ def _problems(spec: RunSpec) -> list[str]:
         lacks,
     ):
         _collect(problems, step, spec)
+    if not problems and not spec.model.is_tiny:
+        _collect(problems, _memory, spec)
+    notes: list[str] = []
+    if is_tokenizer_right:
+        notes = _try(problems, spec, sources, tries_functions=tries_functions)
     if problems and is_offline:
         problems.append(_OFFLINE)
-    return problems
+    return Trial(problems, notes)
+
+
+def _try(
+    problems: list[str],
+    spec: RunSpec,
+    sources: Mapping[str, PromptSource],
+    *,
+    tries_functions: bool,
+) -> list[str]:
+    """Try the first rows, and with them the user's functions if nothing else is wrong; return notes."""
+    # It loads transformers, which takes a second.
+    from services.common.models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(spec.model, spec.data.chat_template_arguments)
+    rows, prompts = try_rows(spec, sources, tokenizer)
+    problems += rows.problems
+    if problems or not tries_functions:
+        return rows.notes
+    functions = try_functions(spec, prompts, tokenizer)
+    problems += functions.problems
+    return [*rows.notes, *functions.notes]
 
 
 def _collect(problems: list[str], step: Callable[[RunSpec], Iterator[str]], spec: RunSpec) -> None:
@@ -193,8 +226,15 @@ def _model(spec: RunSpec) -> Iterator[str]:
     yield from length_problems(spec, config)
     if is_full:
         yield from quota_problems(spec, config)
+        machine = MachineSettings()
+        capacity = machine.queue_bytes + machine.queue_spill_bytes
+        yield from batch_problems(spec, config, capacity_bytes=capacity)
     if tokenizer is not None:
         yield from token_problems(spec, config, tokenizer)
+
+
+def _memory(spec: RunSpec) -> Iterator[str]:
+    yield from memory_problems(spec, full_config(spec.model))
 
 
 def _vocabulary(spec: RunSpec) -> Vocabulary:
@@ -227,7 +267,8 @@ def _start(spec: RunSpec) -> Iterator[str]:
         )
 
 
-def _sources(spec: RunSpec) -> Iterator[str]:
+def _sources(spec: RunSpec, *, opened: dict[str, PromptSource]) -> Iterator[str]:
+    """Yield what is wrong with the data; the sources whose rows are of use go to ``opened``."""
     for split, source_spec in spec.data.sets.items():
         if source_spec.source == "environment" and source_spec.limit is None:
             continue  # the rules say so
@@ -239,6 +280,7 @@ def _sources(spec: RunSpec) -> Iterator[str]:
             source = open_source(source_spec, spec.data, key=f"data.{split}")
             if source_spec.source != "environment":
                 _check_rows(source, spec, split, num_demonstrations=count)
+            opened[split] = source
         except (ValueError, OSError) as error:
             yield from str(error).split("\n")
             continue
@@ -250,6 +292,20 @@ def _sources(spec: RunSpec) -> Iterator[str]:
                 f"rollout.rewards: reasoning_gym scores rows with metadata.source_dataset, which those of "
                 f"data.{split} lack; set data.{split}.source to reasoning_gym, or take another reward"
             )
+    yield from _too_few_rows(spec, opened)
+
+
+def _too_few_rows(spec: RunSpec, opened: Mapping[str, PromptSource]) -> Iterator[str]:
+    """A step with more prompts than there are would train some of them several times."""
+    sets, prompts = spec.data.train_sets, spec.trainer.prompts_per_step
+    if spec.validation.only or not sets.keys() <= opened.keys():
+        return
+    num_rows = sum(len(opened[split]) for split in sets)
+    if num_rows < prompts:
+        yield (
+            f"trainer.prompts_per_step is {prompts}, but data.train has {num_rows} rows, so a step would "
+            "train some of them several times; lower it, or add rows"
+        )
 
 
 def _check_rows(
@@ -257,7 +313,7 @@ def _check_rows(
 ) -> None:
     """Look at rows until one is of use: others are set aside, and told of, while the run goes on."""
     refused = []
-    for index in range(min(len(source), _MOST_ROWS)):
+    for index in range(min(len(source), MAX_ROWS)):
         try:
             check_prompt(
                 source[index],

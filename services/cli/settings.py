@@ -20,3 +20,7 @@ class MachineSettings(BaseSettings):
 
     visible_gpus: str | None = Field(None, validation_alias="CUDA_VISIBLE_DEVICES")
     """GPUs that may be used; None is all of them."""
+    queue_bytes: int = Field(1 << 30, validation_alias="SLIPSTREAM_TRANSFERQUEUE_CAPACITY_BYTES")
+    """Memory of the transferqueue that the command line starts here."""
+    queue_spill_bytes: int = Field(0, validation_alias="SLIPSTREAM_TRANSFERQUEUE_SPILL_BYTES")
+    """Room on disk that it has besides."""

@@ -21,7 +21,8 @@ from services.common.spec.trainer import LoraSpec, TrainerSpec
 from services.common.spec.weight_modes import MODES
 
 _GB: Final = 1e9
-_STATE: Final = ("weights, float32", "optimizer", "gradients", "reference")
+STATE: Final = ("weights, float32", "optimizer", "gradients", "reference")
+"""Parts that are there between two micro-batches, however small these are."""
 SLEEPING: Final = "rollouts that sleep"
 """Part of a trainer's GPU that is theirs."""
 SPARE: Final = 1.05
@@ -124,7 +125,7 @@ def trainer_memory(
         parts[SLEEPING] = item * weights / spec.engine_gpus + _SLEEPING
     if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
         parts["reference"] = _FLOAT32 * weights / ranks
-    moved = {False: (), "optimizer": ("optimizer",), True: _STATE}[trainer.cpu_offload]
+    moved = {False: (), "optimizer": ("optimizer",), True: STATE}[trainer.cpu_offload]
     host = {name: parts.pop(name) for name in moved if name in parts}
     host["activations"] = num_tokens * activations.there
     return TrainerMemory(
@@ -143,7 +144,7 @@ def resting_memory(spec: RunSpec, config: PretrainedConfig) -> float:
 def state_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
     """Bytes that a trainer has on each of its GPUs between two steps: weights, optimizer and reference."""
     parts = trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts
-    return sum(parts.get(name, 0.0) for name in _STATE if name != "gradients")
+    return sum(parts.get(name, 0.0) for name in STATE if name != "gradients")
 
 
 def weight_bytes(config: PretrainedConfig, dtype: torch.dtype) -> float:

@@ -18,6 +18,8 @@ from services.common.spec.model import TINY_PREFIX
 from services.common.spec.run import RunSpec
 
 _MERGE = "tag:yaml.org,2002:merge"
+MACHINE_KEYS = ("rollout.replicas", "trainer.dtype")
+"""Keys whose defaults depend on the machine that runs the specification."""
 _SCALARS = (str, int, float, bool, type(None))
 
 
@@ -36,8 +38,8 @@ class Draft:
     examined: Examined
     notes: tuple[str, ...] = ()
     """Other names of keys that it uses."""
-    says_replicas: bool = True
-    """Whether ``rollout.replicas`` is given, or follows from the topology."""
+    left_out: frozenset[str] = frozenset()
+    """Keys of :data:`MACHINE_KEYS` that neither the file nor the topology gives."""
 
 
 def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
@@ -71,7 +73,14 @@ def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
     return Draft(
         replace(found, spec=spec, problems=problems),
         tuple(renamed.notes),
-        says_replicas=found.spec is None or "replicas" in found.spec.rollout.model_fields_set,
+        left_out=frozenset() if found.spec is None else _left_out(found.spec),
+    )
+
+
+def _left_out(spec: RunSpec) -> frozenset[str]:
+    parts = (key.split(".") for key in MACHINE_KEYS)
+    return frozenset(
+        f"{part}.{name}" for part, name in parts if name not in getattr(spec, part).model_fields_set
     )
 
 

@@ -15,11 +15,9 @@ def quota(spec: RunSpec, *, expert_bytes: int = 0) -> Iterator[str]:
         spec: The run.
         expert_bytes: Of the experts that a token chose, where they are stored.
     """
+    given, needed = spec.transferqueue.quota_bytes, batch_bytes(spec, expert_bytes=expert_bytes)
     prompts, group_size = spec.trainer.prompts_per_step, spec.samples_per_group
-    longest, given = spec.rollout.max_response_tokens, spec.transferqueue.quota_bytes
-    token_bytes = _token_bytes(spec) + expert_bytes
-    prompt_bytes = spec.data.max_prompt_tokens * (4 + group_size * expert_bytes)
-    needed = prompts * (group_size * longest * token_bytes + prompt_bytes)
+    longest, token_bytes = spec.rollout.max_response_tokens, _token_bytes(spec) + expert_bytes
     if needed > given:
         yield (
             f"transferqueue.quota_bytes is {given:,}, but a batch may take {needed:,}: "
@@ -27,6 +25,19 @@ def quota(spec: RunSpec, *, expert_bytes: int = 0) -> Iterator[str]:
             f"rollout.max_response_tokens ({longest}), {token_bytes} bytes a token, none of which is trained "
             f"before all are stored; raise it, to {2 * needed} if the next batch is to have room beside it"
         )
+
+
+def batch_bytes(spec: RunSpec, *, expert_bytes: int = 0) -> int:
+    """Return the max bytes of a batch in the transferqueue, if all of its responses are the longest.
+
+    Args:
+        spec: The run.
+        expert_bytes: Bytes of a token's experts, if they are stored.
+    """
+    group_size = spec.samples_per_group
+    response_bytes = spec.rollout.max_response_tokens * (_token_bytes(spec) + expert_bytes)
+    prompt_bytes = spec.data.max_prompt_tokens * (4 + group_size * expert_bytes)
+    return spec.trainer.prompts_per_step * (group_size * response_bytes + prompt_bytes)
 
 
 def _token_bytes(spec: RunSpec) -> int:

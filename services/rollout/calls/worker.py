@@ -9,7 +9,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from services.common.callables import load_callable, told
@@ -49,7 +49,9 @@ async def _wait_for(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch as numbers, anything else as its text."""
+    """Numbers of numpy and torch as numbers, iterators as lists, anything else as its text."""
+    if isinstance(value, Iterator):
+        return list(value)
     item = getattr(value, "item", None)
     return item() if callable(item) else repr(value)
 

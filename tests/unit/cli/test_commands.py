@@ -1,6 +1,7 @@
 """The command line as a whole: which commands there are, and what they cost."""
 
 import inspect
+import json
 import subprocess
 import sys
 
@@ -31,6 +32,31 @@ def test_a_specification_to_begin_with_is_valid_as_it_is(tmp_path):
     assert columns == ["question", "solution"]
     assert CliRunner().invoke(app, ["validate", str(file)]).exit_code == 0
     assert CliRunner().invoke(app, ["init", *arguments]).exit_code == 2  # nothing is overwritten
+
+
+GSM8K = "Half of 4 is 4/2 = <<4/2=2>>2.\n#### 2"
+BOXED = r"Half of 4 is $\boxed{2}$."
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward", "word"),
+    [(GSM8K, "math_verify", "####"), (BOXED, "math_verify", r"\boxed{}"), ("2", "exact_match", "")],
+)
+@pytest.mark.parametrize(("gpus", "dtype"), [("", "float32"), ("0", "bfloat16")])
+def test_a_first_specification_suits_the_answers_and_the_machine(
+    tmp_path, monkeypatch, answer, reward, word, gpus, dtype
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    rows, file = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    rows.write_text(3 * (json.dumps({"question": "Half of 4?", "answer": answer}) + "\n"))
+    made = CliRunner().invoke(app, ["init", "org/model", str(rows), "--file", str(file)])
+    assert made.exit_code == 0, made.output
+    document = yaml.safe_load(file.read_text())
+    assert document["rollout"]["rewards"] == [{"name": reward}]
+    assert word in document["data"].get("prompt_template", "")
+    trainer = document["trainer"]
+    assert (trainer["dtype"], trainer["compile"]) == (dtype, dtype == "bfloat16")
+    assert trainer["prompts_per_step"] == 3
 
 
 def test_who_reads_no_more_ends_the_command_quietly():

@@ -6,8 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen2Config
 
-from services.cli.machine import lacks, shared_gpus, slow_settings
+from services.cli import machine
+from services.cli.machine import (
+    bfloat16_slowdown,
+    lacks,
+    machine_defaults,
+    memory_problems,
+    shared_gpus,
+    slow_settings,
+)
 from services.cli.preflight import read_checked
 from services.common.spec.run import RunSpec, default_places
 from tests.helpers.specs import spec_with
@@ -62,7 +71,7 @@ def test_a_run_that_does_not_say_how_many_rollouts_has_no_more_than_there_are_gp
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     data, file = tmp_path / "data.jsonl", tmp_path / "run.yaml"
-    data.write_text(json.dumps({"prompt": "1+1", "answer": "2"}) + "\n")
+    data.write_text(8 * (json.dumps({"prompt": "1+1", "answer": "2"}) + "\n"))
     document = spec().model_dump(mode="json", exclude_unset=True)
     document["data"]["train"]["path"] = str(data)
     document["rollout"] = {"rewards": document["rollout"]["rewards"], **given}
@@ -96,6 +105,7 @@ def test_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         ("org/model", {"dtype": "bfloat16"}, "0", "on GPUs trainer.compile: true"),
         ("org/model", {"dtype": "bfloat16", "compile": True}, "0", ""),
         ("org/model", {}, "", ""),
+        ("tiny:qwen2-0.4m", {"dtype": "bfloat16"}, "", "trainer.dtype is bfloat16"),
         ("tiny:qwen2-0.4m", {}, "0", ""),
     ],
 )
@@ -106,6 +116,64 @@ def test_what_gpus_are_fast_at_is_told(
     document = spec().model_dump(exclude_unset=True)
     document["model"]["path"] = path
     document["trainer"] |= trainer
-    found = slow_settings(RunSpec.model_validate(document))
+    found = slow_settings(RunSpec.model_validate(document), lambda: 58.0)
     assert told in found
     assert bool(found) == bool(told)
+
+
+def test_bfloat16_on_a_cpu_that_computes_it_fast_is_not_worth_a_note(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run = spec_with(trainer={"dtype": "bfloat16"})
+    assert slow_settings(run, lambda: 1.1) == ""
+    assert bfloat16_slowdown() > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "gpus", "given", "dtype"),
+    [
+        ("org/model", "0,1,2", {}, "bfloat16"),
+        ("org/model", "0,1,2", {"dtype": "float32"}, "float32"),
+        ("org/model", "", {}, "float32"),
+        ("tiny:qwen2-0.4m", "0,1,2", {}, "float32"),
+    ],
+)
+def test_the_dtype_that_is_not_given_follows_the_machine(
+    monkeypatch: pytest.MonkeyPatch, path: str, gpus: str, given: dict[str, Any], dtype: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    run = spec_with(model={"path": path}, trainer=given)
+    left_out = {"trainer.dtype"} - {f"trainer.{key}" for key in given}
+    found = {each.key: each.value for each in machine_defaults(run, left_out)}
+    assert found.get("trainer.dtype", run.trainer.dtype) == dtype
+
+
+@pytest.mark.parametrize(("host_gb", "is_refused"), [(10, True), (100, False)])
+def test_a_model_that_this_machine_cannot_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch, host_gb: int, is_refused: bool
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(machine, "host_bytes_here", lambda: host_gb * 10**9)
+    # 1.0e9 weights: 16 bytes of each in the trainer, 4 in each of two rollouts.
+    config = Qwen2Config(
+        vocab_size=1000, hidden_size=2048, num_hidden_layers=20, intermediate_size=6000,
+        num_attention_heads=16, num_key_value_heads=16,
+    )  # fmt: skip
+    problems = [*memory_problems(spec_with(model={"path": "org/model"}), config)]
+    assert [each.startswith("model.path") for each in problems] == [True] * is_refused
+
+
+def test_a_model_that_its_gpu_cannot_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = spec_with(model={"path": "org/model"})
+    config = Qwen2Config(vocab_size=1000, hidden_size=2048, num_hidden_layers=20)
+    assert not [*memory_problems(run, config)], "nobody knows its size"
+    for mebibytes, is_refused in ((16384, True), (81559, False)):
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\necho {mebibytes}\necho {mebibytes}\n")
+        tool.chmod(0o755)
+        assert bool([*memory_problems(run, config)]) is is_refused

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.preflight import check
+from services.cli.preflight import check, read_checked
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.loader import SpecError, parse_spec
 from services.common.spec.model import ModelSpec
@@ -16,7 +16,7 @@ from tests.helpers.specs import changed
 
 def spec_with(tmp_path, **changes):
     data = tmp_path / "prompts.jsonl"
-    data.write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
+    data.write_text(4 * (json.dumps({"prompt": "a", "answer": "b"}) + "\n"))
     data_set = {"train": {"source": "jsonl", "path": str(data)}}
     changes["data"] = {**data_set, **changes.get("data", {})}
     return parse_spec(changed(**changes))
@@ -263,11 +263,14 @@ def test_an_empty_data_set_and_a_missing_column_are_named(tmp_path):
 
 def test_a_set_is_of_use_if_one_of_its_first_rows_is(tmp_path):
     file = tmp_path / "mixed.jsonl"
-    file.write_text('{"prompt": "", "answer": ""}\n{"prompt": 5}\n{"prompt": "good"}\n')
+    file.write_text(
+        '{"prompt": "", "answer": ""}\n{"prompt": 5}\n{"prompt": "good", "answer": "b"}\n'
+    )
     train = {"source": "jsonl", "path": str(file)}
-    check(spec_with(tmp_path, data={"train": train}))
+    trainer = {"prompts_per_step": 1}
+    check(spec_with(tmp_path, data={"train": train}, trainer=trainer))
     with pytest.raises(SpecError, match="must hold text or a list of messages"):
-        check(spec_with(tmp_path, data={"train": {**train, "limit": 2}}))
+        check(spec_with(tmp_path, data={"train": {**train, "limit": 2}}, trainer=trainer))
 
 
 def test_all_problems_come_at_once(tmp_path):
@@ -295,3 +298,110 @@ def test_the_command_loads_torch_only_where_it_must(arguments):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+REWARDS = """
+import os, time
+def number(prompt, response, answer, row): return 1.0
+def text(prompt, response, answer, row): return "good"
+def nothing(prompt, response, answer, row): return None
+def endless(prompt, response, answer, row): return float("inf")
+def raises(prompt, response, answer, row): raise RuntimeError("broken")
+def hangs(prompt, response, answer, row): time.sleep(600)
+def dies(prompt, response, answer, row): os._exit(3)
+def short(prompt, responses, answer, row): return [1.0]
+def beyond(prompt, first, second, answer, row): return 2.0
+def empty(prompt, response, answer, row): return 1.0 / len(response)
+def some(prompt, response, answer, row): return {"good": 1.0}
+def word(row, tried): return "yes"
+def pairs(count, seed): return (("a", "b") for _ in range(count))
+def few(count, seed): return [("a", "b")]
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    (tmp_path / "task.py").write_text(REWARDS)
+    return lambda name: f"{tmp_path / 'task.py'}:{name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "word"),
+    [
+        ("text", {}, "'good'"),
+        ("nothing", {}, "finite number"),
+        ("endless", {}, "finite number"),
+        ("raises", {}, "broken"),
+        ("hangs", {"timeout_s": 0.2}, "timeout_s"),
+        ("dies", {}, "exit status 3"),
+        ("number", {"bounds": [2.0, 3.0]}, "within"),
+        ("short", {"sees": "group"}, "list of 2"),
+        ("beyond", {"sees": "pairs"}, "within"),
+        ("some", {"terms": {"better": {}}}, "better"),
+    ],
+)
+def test_a_reward_that_never_gives_a_score_is_refused(tmp_path, rewards, name, settings, word):
+    spec = spec_with(tmp_path, rollout={"rewards": [{"name": rewards(name), **settings}]})
+    with pytest.raises(SpecError, match=r"^rollout\.rewards\.0\.name: .*") as caught:
+        check(spec)
+    assert word in str(caught.value)
+
+
+def test_a_reward_that_fails_at_times_is_noted(tmp_path, rewards):
+    file = tmp_path / "spec.json"
+    spec = spec_with(tmp_path, rollout={"rewards": [{"name": rewards("empty")}]})
+    file.write_text(spec.model_dump_json())
+    (note,) = read_checked(file).notes
+    assert note.startswith("rollout.rewards.0.name")
+    assert "1 of 5 tries" in note
+
+
+def test_other_functions_are_tried_too(tmp_path, rewards):
+    def warm(name):
+        return {"path": "tiny:qwen2-0.4m", "warm_start": {"examples": rewards(name)}}
+
+    check(spec_with(tmp_path, model=warm("pairs")))
+    with pytest.raises(SpecError, match=r"^model\.warm_start\.examples: .* 4 pairs"):
+        check(spec_with(tmp_path, model=warm("few")))
+    with pytest.raises(SpecError, match=r"^data\.curriculum\.function: .*must return True"):
+        check(spec_with(tmp_path, data={"curriculum": {"function": rewards("word")}}))
+
+
+@pytest.mark.parametrize(
+    ("parts", "key"),
+    [
+        ({"model": {"tokenizer": "chars:b"}}, "model.tokenizer"),
+        ({"data": {"prompt_template": "{prompt}?"}, "model": {"tokenizer": "chars:a"}}, "'?'"),
+        ({"data": {"max_prompt_tokens": 1, "chat_template": True}}, "data.max_prompt_tokens"),
+        ({"trainer": {"prompts_per_step": 5}}, "trainer.prompts_per_step"),
+        (
+            {"algorithm": {"loss": "sft"}, "rollout": {"max_response_tokens": 1, "rewards": []}},
+            "max_response_tokens",
+        ),
+    ],
+)
+def test_what_no_row_of_the_data_passes_is_refused(tmp_path, parts, key):
+    with pytest.raises(SpecError) as caught:
+        check(spec_with(tmp_path, **parts))
+    assert key in str(caught.value)
+
+
+def test_rows_that_would_be_quarantined_are_noted(tmp_path):
+    file = tmp_path / "mixed.jsonl"
+    file.write_text(
+        3 * '{"prompt": "good", "answer": ""}\n' + '{"prompt": "abcdefgh", "answer": ""}\n'
+    )
+    data = {"train": {"source": "jsonl", "path": str(file)}, "max_prompt_tokens": 4}
+    (tmp_path / "spec.json").write_text(spec_with(tmp_path, data=data).model_dump_json())
+    (note,) = read_checked(tmp_path / "spec.json").notes
+    assert note.startswith("data.train: 1 of its first 4 rows")
+
+
+def test_a_batch_that_the_queue_of_this_machine_never_holds_is_refused(tmp_path, monkeypatch):
+    spec = spec_with(tmp_path, rollout={"max_response_tokens": 30_000, "group_size": 64})
+    check(spec)
+    monkeypatch.setenv("SLIPSTREAM_TRANSFERQUEUE_CAPACITY_BYTES", str(64 << 20))
+    with pytest.raises(SpecError, match=r"^trainer\.prompts_per_step is 4"):
+        check(spec)
+    monkeypatch.setenv("SLIPSTREAM_TRANSFERQUEUE_SPILL_BYTES", str(64 << 20))
+    check(spec)

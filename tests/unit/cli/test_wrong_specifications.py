@@ -85,7 +85,7 @@ WRONG = [
     ({"data.train": {"a": {**SET, "prompt_template": "x"}}}, ["data.train.a.prompt_template"]),
     (
         {"data.train": {"a": SET, "b": {**SET, "filters": [{"column": "number", "at_least": 4}]}}},
-        ["data.train.b.filters", "none of 1 rows"],
+        ["data.train.b.filters", "none of 4 rows"],
     ),
     (
         {"data.train": {**SET, "filters": [{"column": "numbr", "at_least": 4}]}},
@@ -275,7 +275,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     row = {"prompt": "a", "answer": "b", "number": 3}
-    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "prompts.jsonl").write_text(4 * (json.dumps(row) + "\n"))
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "task.py").write_text(TASK)
     small = {"model_type": "qwen2", "vocab_size": 300, "max_position_embeddings": 512}

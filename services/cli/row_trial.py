@@ -1,0 +1,259 @@
+"""Tries the first rows of a run's data as its rollouts would: templates, tokenizer, rewards."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from services.common.models.tokenizer import Tokenizer
+from services.common.spec.built_in import EARNED, SERVICES
+from services.common.spec.data import kind_of
+from services.common.spec.rollout import RewardSpec
+from services.common.spec.run import RunSpec
+from services.rollout.calls.pool import CallPool
+from services.rollout.client import TriedPrompt
+from services.rollout.curriculum import Curriculum
+from services.rollout.data import PromptSource
+from services.rollout.failures import CallError, GroupError
+from services.rollout.prompts import Prompt, PromptBook
+from services.rollout.rewards.base import RewardInput
+from services.rollout.rewards.comparison import Comparison
+from services.rollout.rewards.scorer import Scorer
+
+MAX_ROWS = 16
+TIMEOUT_S = 60.0
+"""Deadline of all calls of one function, without which a hanging one would hold up the command."""
+_PROCESSES = 2
+_EXAMPLES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What trying the first rows found."""
+
+    problems: list[str] = field(default_factory=list)
+    """Why no row of a set, or no call of a function, works; each begins with a key."""
+    notes: list[str] = field(default_factory=list)
+    """What fails for some rows only."""
+
+
+def try_rows(
+    spec: RunSpec, sources: Mapping[str, PromptSource], tokenizer: Tokenizer
+) -> tuple[Trial, dict[str, list[Prompt]]]:
+    """Make prompts of the first rows of each set.
+
+    Returns:
+        What was found, and the prompts by split.
+    """
+    trial, prompts = Trial(), dict[str, list[Prompt]]()
+    book = PromptBook(
+        spec.data,
+        sources,
+        tokenizer,
+        num_demonstrations=spec.algorithm.num_demonstrations,
+        answers_heldout=bool(spec.rollout.rewards),
+    )
+    for split, source in sources.items():
+        made, refused = list[Prompt](), list[str]()
+        count = min(len(source), MAX_ROWS)
+        for index in range(count):
+            try:
+                prompt = book.prompt(split, index)
+                _check_demonstrations(prompt, spec, f"row {index} of data.{split}")
+            except GroupError as error:
+                refused.append(error.message)
+            else:
+                made.append(prompt)
+        prompts[split] = made
+        if refused and not made:
+            trial.problems.append(
+                f"data.{split}: none of its first {count} rows can be used: {refused[0]}"
+            )
+        elif refused:
+            trial.notes.append(
+                f"data.{split}: {len(refused)} of its first {count} rows would be quarantined: {refused[0]}"
+            )
+    return trial, prompts
+
+
+def _check_demonstrations(prompt: Prompt, spec: RunSpec, place: str) -> None:
+    """Refuse an answer that the run would not train, as ``rollout/demonstrated.py`` does."""
+    max_tokens = spec.rollout.max_response_tokens
+    longest = max((shown.num_tokens for shown in prompt.demonstrations), default=0)
+    if longest > max_tokens and not prompt.may_be_cut:
+        raise GroupError(
+            "demonstration_too_long",
+            f"{place} has an answer of {longest} tokens, more than rollout.max_response_tokens "
+            f"({max_tokens}); raise it, set data.demonstration.too_long to 'cut', or remove the row",
+            retryable=False,
+        )
+
+
+def try_functions(
+    spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]], tokenizer: Tokenizer
+) -> Trial:
+    """Call the user's functions with the first rows, in processes of their own, each with a deadline.
+
+    Args:
+        spec: The run.
+        prompts: What was made of the first rows, by split.
+        tokenizer: The model's.
+    """
+    return asyncio.run(_try_functions(spec, prompts, tokenizer))
+
+
+async def _try_functions(
+    spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]], tokenizer: Tokenizer
+) -> Trial:
+    trial = Trial()
+    async with CallPool(_PROCESSES) as pool:
+        for model_key, model in (("model", spec.model), ("teacher", spec.teacher)):
+            if model is not None and model.warm_start is not None:
+                key = f"{model_key}.warm_start.examples"
+                await _try_examples(trial, pool, key, model.warm_start.examples, tokenizer)
+        if spec.data.curriculum is not None and spec.data.curriculum.function is not None:
+            await _try_curriculum(trial, pool, spec, prompts)
+        for key, rewards in spec.rewards.items():
+            given = [_input(prompt, split) for split, prompt in _scored_by(key, spec, prompts)]
+            for index, reward in enumerate(rewards):
+                if given and _is_tried(reward, spec):
+                    await _try_reward(trial, pool, reward, given, key=f"{key}.{index}.name")
+    return trial
+
+
+def _scored_by(
+    key: str, spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]]
+) -> Iterator[tuple[str, Prompt]]:
+    """Yield the first prompts that the rewards of a key score, at most :data:`MAX_ROWS`."""
+    is_sampled = not spec.algorithm.num_demonstrations
+    found = [
+        (split, prompt)
+        for split, made in prompts.items()
+        for prompt in made
+        if (is_sampled or kind_of(split) == "heldout")
+        and spec.data.sets[split].source != "environment"
+        and key == (f"data.{split}.rewards" if spec.data.sets[split].rewards else "rollout.rewards")
+    ]
+    yield from found[:MAX_ROWS]
+
+
+def _is_tried(reward: RewardSpec, spec: RunSpec) -> bool:
+    """Return whether a row alone is enough for a reward: others see an episode, or cost a service's time."""
+    is_here = reward.name != EARNED and not reward.name.startswith(SERVICES)
+    is_played = spec.rollout.workflow in ("agent", "environment")
+    return is_here and reward.per == "response" and not reward.sees_episode and not is_played
+
+
+def _input(prompt: Prompt, split: str) -> RewardInput:
+    """Return what a reward gets for a response that is the expected answer."""
+    answer = prompt.answer if isinstance(prompt.answer, str | int | float) else ""
+    return RewardInput(
+        prompt=prompt.text,
+        response=str(answer),
+        answer=prompt.answer,
+        row=prompt.row,
+        split=split,
+    )
+
+
+async def _try_reward(
+    trial: Trial, pool: CallPool, reward: RewardSpec, given: Sequence[RewardInput], *, key: str
+) -> None:
+    if reward.sees == "response":
+        scorer = Scorer([reward], pool)
+        # Early in training many responses are no answers at all.
+        given = [*given, replace(given[0], response="")]
+
+        async def call(one: RewardInput) -> None:
+            await scorer.score(one)
+    else:
+        comparison = Comparison([reward], pool)
+
+        async def call(one: RewardInput) -> None:
+            await comparison.score([one, one])
+
+    await _judge(trial, [lambda one=one: call(one) for one in given], key=key, what=reward.name)
+
+
+async def _try_curriculum(
+    trial: Trial, pool: CallPool, spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]]
+) -> None:
+    assert spec.data.curriculum is not None
+    curriculum = Curriculum(spec.data.curriculum, pool)
+    untried = TriedPrompt(step=0, tries=0, mean_reward=0.0)
+
+    async def call(prompt: Prompt) -> None:
+        try:
+            await curriculum.check(prompt.row, untried)
+        except GroupError as error:
+            if error.reason.startswith("curriculum_"):
+                raise CallError("exception", error.message.partition(": ")[2]) from error
+
+    rows = [one for split, made in prompts.items() if kind_of(split) == "train" for one in made]
+    calls = [lambda one=one: call(one) for one in rows[:MAX_ROWS]]
+    name = spec.data.curriculum.function or ""
+    await _judge(trial, calls, key="data.curriculum.function", what=name)
+
+
+async def _try_examples(
+    trial: Trial, pool: CallPool, key: str, reference: str, tokenizer: Tokenizer
+) -> None:
+    async def call() -> None:
+        pairs = await pool.call(reference, (_EXAMPLES, 0), timeout_s=TIMEOUT_S)
+        is_list = isinstance(pairs, list) and all(map(_is_pair, pairs))
+        if not is_list or len(pairs) != _EXAMPLES:
+            raise CallError(
+                "invalid_value",
+                f"{reference!r}, called with ({_EXAMPLES}, 0), must return {_EXAMPLES} pairs of non-empty "
+                f"prompt and response, but returned {pairs!r:.80}",
+            )
+        for pair in pairs:
+            for text in pair:
+                try:
+                    tokenizer.encode(text)
+                except ValueError as error:
+                    raise CallError("invalid_value", str(error)) from error
+
+    await _judge(trial, [call], key=key, what=reference)
+
+
+def _is_pair(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(text, str) and text for text in value)
+    )
+
+
+async def _judge(
+    trial: Trial, calls: Sequence[Callable[[], Awaitable[None]]], *, key: str, what: str
+) -> None:
+    """Make calls until a deadline: if none succeeds it is a problem, if some fail a note."""
+    failed, num_succeeded = list[str](), 0
+
+    async def make(call: Callable[[], Awaitable[None]]) -> None:
+        nonlocal num_succeeded
+        try:
+            await call()
+        except CallError as error:
+            failed.append(error.message)
+        else:
+            num_succeeded += 1
+
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await asyncio.gather(*map(make, calls))
+    except TimeoutError:
+        if not failed and not num_succeeded:
+            trial.notes.append(
+                f"{key}: {what!r} was not tried: it did not answer within {TIMEOUT_S:g} s"
+            )
+    if failed and not num_succeeded:
+        trial.problems.append(
+            f"{key}: {what!r} failed in each of {len(failed)} tries with the first rows: {failed[0]}"
+        )
+    elif failed:
+        trial.notes.append(
+            f"{key}: {what!r} failed in {len(failed)} of {len(failed) + num_succeeded} tries with the first "
+            f"rows: {failed[0]}"
+        )
