@@ -30,8 +30,16 @@ class Display(Protocol):
     def __exit__(self, *_: object) -> None:
         """End."""
 
-    def workers(self, workers: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
-        """What the workers are doing before the first step, and for how long the run has been starting."""
+    def workers(
+        self, workers: Sequence[Mapping[str, Any]], *, seconds: float, reason: str = ""
+    ) -> None:
+        """Show what keeps the first step waiting.
+
+        Args:
+            workers: What they are doing.
+            seconds: How long the run has been starting.
+            reason: Why the run makes no progress, if it reported that.
+        """
 
     def lasts(self, num_steps: int) -> None:
         """How many steps the run has: nobody knows it of epochs before the data is opened."""
@@ -140,12 +148,14 @@ class _PlainLines:
     def __exit__(self, *_: object) -> None:
         """Nothing to take down."""
 
-    def workers(self, workers: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
+    def workers(
+        self, workers: Sequence[Mapping[str, Any]], *, seconds: float, reason: str = ""
+    ) -> None:
         # Numbers that only count on make no line of their own.
-        doing = _NUMBER.sub("", _doing(workers))
+        doing = _NUMBER.sub("", _doing(workers)) + reason
         if doing != self._doing or seconds - self._told_at >= REPEAT_EVERY_S:
             self._doing, self._told_at = doing, seconds
-            self._line(_starting(workers, seconds))
+            self._line(_starting(workers, seconds, reason))
 
     def lasts(self, num_steps: int) -> None:
         self._pace.total = num_steps
@@ -186,8 +196,10 @@ class _LiveTable:
     def __exit__(self, *error: Any) -> None:
         self._live.__exit__(*error)
 
-    def workers(self, workers: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
-        self._status = _starting(workers, seconds)
+    def workers(
+        self, workers: Sequence[Mapping[str, Any]], *, seconds: float, reason: str = ""
+    ) -> None:
+        self._status = _starting(workers, seconds, reason)
         self._live.update(self._render())
 
     def lasts(self, num_steps: int) -> None:
@@ -229,5 +241,8 @@ def _doing(workers: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _starting(workers: Sequence[Mapping[str, Any]], seconds: float) -> str:
+def _starting(workers: Sequence[Mapping[str, Any]], seconds: float, reason: str) -> str:
+    are_ready = all(w["state"].lower() == "ready" and not w["activity"] for w in workers)
+    if workers and are_ready:
+        return f"first step, {seconds:.0f} s: {reason or 'all workers are ready'}"
     return f"starting, {seconds:.0f} s: {_doing(workers) or 'the workers are started'}"

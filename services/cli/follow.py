@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _TOLD = (
     "GroupFailed",
     "CheckpointFailed",
     "NoProgress",
+    "NothingLearned",
     "Advice",
 )
 
@@ -43,7 +45,8 @@ async def follow(
     folder.mkdir(parents=True, exist_ok=True)
     with make_display(f"{run['name']}  {run_id}", run["target_steps"], console) as display:
         async with TaskGroup() as tasks:
-            starting = tasks.create_task(_show_start(api, run_id, display))
+            reasons: deque[str] = deque([""], maxlen=1)
+            starting = tasks.create_task(_show_start(api, run_id, display, reasons))
             saving: asyncio.Task[None] | None = None
             last_step = run["target_steps"]
             async for kind, event in api.watch(run_id):
@@ -51,6 +54,8 @@ async def follow(
                 log.append(folder / METRICS)
                 if kind in ("StepCommitted", "end"):
                     starting.cancel()
+                if kind == "NoProgress":
+                    reasons.append(event["message"])
                 if kind == "DataOpened":
                     last_step = event["data"]["steps"]
                 if kind == "CheckpointStarted" and event["data"]["step"] == last_step:
@@ -77,8 +82,8 @@ def _show(kind: str, event: Mapping[str, Any], log: StepLog, display: Display) -
         display.note(event["message"])
 
 
-async def _show_start(api: Api, run_id: str, display: Display) -> None:
-    """Show what the workers do, until the first step is done."""
+async def _show_start(api: Api, run_id: str, display: Display, reasons: Sequence[str]) -> None:
+    """Show what the workers do, or else the newest reason of no progress, until the first step is done."""
     begin = time.monotonic()
     while True:
         try:
@@ -86,7 +91,8 @@ async def _show_start(api: Api, run_id: str, display: Display) -> None:
         except ApiError:
             return
         seconds = time.monotonic() - begin
-        display.workers([worker.model_dump() for worker in workers.items], seconds=seconds)
+        doing = [worker.model_dump() for worker in workers.items]
+        display.workers(doing, seconds=seconds, reason=reasons[-1])
         await asyncio.sleep(TELL_EVERY_S)
 
 

@@ -118,6 +118,7 @@ def _facts(run: RunView, rewards: MetricPage) -> dict[str, str]:
     fell = fall_of_reward(dict(_by_step(rewards)))
     prompts = run.summary.get("prompts", {})
     counts = (f"{count} {name}" for name, count in prompts.items() if name != "reasons")
+    learning = run.summary.get("nothing_learned")
     return {
         "name": run.name,
         "state": f"{run.state} ({run.state_reason})",
@@ -125,6 +126,7 @@ def _facts(run: RunView, rewards: MetricPage) -> dict[str, str]:
         "step": _steps(run),
         **({"reward": fell} if fell else {}),
         "advice": run.summary.get("advice", {}).get("message", "-"),
+        **({"learning": learning["message"]} if learning else {}),
         "weights": f"version {run.weight_version}" if run.weight_version >= 0 else "-",
         "held-out": _heldout(run),
         **{f"  {name}": set_line(scores) for name, scores in _heldout_sets(run).items()},

@@ -53,6 +53,8 @@ def summary_lines(
     fell = fall_of_reward(
         {step["step"]: step["reward_mean"] for step in log.records if "reward_mean" in step}
     )
+    if learning := summary.get("nothing_learned"):
+        lines.append(learning["message"])
     heldout, staleness = summary["heldout"], summary["staleness"]
     prompts, sync = summary["prompts"], summary["sync_ms"]
     lines += [

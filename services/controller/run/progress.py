@@ -35,6 +35,8 @@ class Progress:
         self._version = -1
         self._heldout: dict[str, Any] = {"greedy": None, "sampled": None, "weight_version": None}
         self._advice: Mapping[str, str] = {}
+        self.nothing_learned: Mapping[str, str] = {}
+        """``reason`` and ``message`` if the newest steps trained nothing."""
         self.best: Mapping[str, Any] | None = None
         """``step``, ``weight_version`` and ``score`` of the saved version with the highest held-out score."""
 
@@ -55,6 +57,7 @@ class Progress:
         self._staleness_sum = summary["staleness"]["mean"] * (steps - self._first_step)
         self._heldout = dict(summary["heldout"])
         self._advice = summary.get("advice", {})
+        self.nothing_learned = summary.get("nothing_learned", {})
         best = summary.get("best")
         # What a rewind went back behind is trained, and saved, anew.
         self.best = best if best is not None and best["step"] <= steps else None
@@ -116,6 +119,7 @@ class Progress:
             },
             "weight_version": self._version,
             "advice": self._advice,
+            "nothing_learned": self.nothing_learned,
             "best": self.best,
             "sync_ms": {"p50": self._percentile(50), "p95": self._percentile(95)},
         }

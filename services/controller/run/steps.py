@@ -2,9 +2,10 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from services.common import tracing
@@ -14,6 +15,12 @@ from services.common.task_group import TaskGroup
 from services.controller import metrics
 from services.controller.rules.groups import Group, GroupState
 from services.controller.rules.histograms import Histogram
+from services.controller.rules.learning import (
+    PATIENCE,
+    StepSamples,
+    nothing_learned,
+    step_samples,
+)
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.mixture import Mixture
 from services.controller.run.advising import Advisor
@@ -57,6 +64,8 @@ class Steps:
     version_offset: int
     """What weight versions are above their steps."""
     meter: StepMeter = field(default_factory=StepMeter)
+    newest: deque[StepSamples] = field(default_factory=lambda: deque(maxlen=PATIENCE))
+    """How the samples of the newest steps ended."""
 
     async def begin(self, step: int, batch: Sequence[Group]) -> None:
         """Write down which groups a step trains, before the trainer is asked."""
@@ -120,6 +129,7 @@ class Steps:
             max_staleness=self.spec.now.algorithm.max_staleness,
         )
         await self._commit(step, batch, trained, spread=spread, begin=begin, wait_s=wait_s)
+        await self._look_for_learning(step, samples, trained)
         await self.generation.release(stored)
 
     @asynccontextmanager
@@ -207,6 +217,31 @@ class Steps:
                 f"algorithm.max_staleness is {bound}; this is a defect of Slipstream: report it, with the "
                 "run's database and logs"
             )
+
+    async def _look_for_learning(
+        self, step: int, samples: KVBatchMeta, trained: TrainedStep
+    ) -> None:
+        """Report why the newest steps trained nothing, once as long as the reason stays the same."""
+        if samples.num_keys:
+            columns = (samples.tag(name) for name in ("reward", "finish_reason", "greedy"))
+            rows = [row for row in zip(*columns, strict=True) if not row[2]]
+            # A step of which no token was trained has no such number.
+            idle = trained.metrics.get("zero_advantage_fraction", float(trained.skipped))
+            self.newest.append(
+                step_samples(
+                    [float(reward) for reward, _, _ in rows],
+                    [str(finish) for _, finish, _ in rows],
+                    is_idle=math.isnan(idle) or idle >= 1,
+                )
+            )
+        found, known = nothing_learned([*self.newest], self.spec.now), self.progress.nothing_learned
+        self.progress.nothing_learned = {} if found is None else asdict(found)
+        if found is not None and found.reason != known.get("reason"):
+            summary = self.progress.summary(self.ledger)
+            note = Note(
+                "NothingLearned", found.message, {"reason": found.reason}, step, None, summary
+            )
+            await self.journal.note(note, self.ledger)
 
     def _set_scores(self, batch: Sequence[Group], samples: KVBatchMeta) -> dict[str, float]:
         """Scores by set, where there are several."""

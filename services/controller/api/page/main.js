@@ -159,7 +159,7 @@ const head = oncePerFrame(() => {
   $("message").textContent = run.message;
   $("message").hidden = !run.message;
   $("verdict").textContent = [verdict(series, run.spec?.topology?.placement), run.summary?.advice?.remedy].filter(Boolean).join(" ");
-  $("fall").textContent = fall(series);
+  $("fall").textContent = run.summary?.nothing_learned?.message || fall(series);
   const legend = shown.all.length < 2 ? [] : shown.all.map(({ label }, index) => h("span", {}, h("i", { class: `swatch colour-${index}` }), label));
   $("compared").replaceChildren(...legend);
   offerActions(run, who.role, say);
