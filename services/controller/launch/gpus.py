@@ -42,6 +42,17 @@ class HostGpus:
         """GPUs of this host."""
         return len(self._gpus)
 
+    def available_to(self, run_id: str) -> int:
+        """Return the number of GPUs that no other run has."""
+        taken = {
+            gpu
+            for other, run in self._runs.items()
+            if other != run_id
+            for mine in run.values()
+            for gpu in mine
+        }
+        return len(set(self._gpus) - taken)
+
     def assign(
         self, run_id: str, needs: Mapping[str, int], *, hosts: Mapping[str, str] = _NOBODY
     ) -> Mapping[str, tuple[str, ...]]:

@@ -128,6 +128,9 @@ class KubernetesLauncher:
                 pods[name].reported.add(worker_id)
                 tasks.create_task(self._remove(run_id, name))
 
+    def gpus_for(self, run_id: str) -> None:
+        """Return None: nodes may come and go, and the scheduler alone knows what is free."""
+
     async def stop(self, run_id: str) -> None:
         """End all pods of a run; returns when their containers have ended.
 

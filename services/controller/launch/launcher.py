@@ -46,6 +46,9 @@ class Launcher(Protocol):
     async def stop(self, run_id: str) -> None:
         """Stop all workers of a run; returns when they are gone."""
 
+    def gpus_for(self, run_id: str) -> int | None:
+        """Return how many GPUs the run may have, with those that it has; None if that is not known."""
+
 
 ExitHandler = Callable[[WorkerExit], None]
 
@@ -118,3 +121,6 @@ class ExternalLauncher:
 
     async def stop(self, run_id: str) -> None:
         """Do nothing; the workers are told to stop when their run closes."""
+
+    def gpus_for(self, run_id: str) -> None:
+        """Return None: whoever starts the workers knows the GPUs."""

@@ -141,6 +141,10 @@ class ProcessLauncher:
             process.send_signal(signal.SIGKILL)
             await process.wait()
 
+    def gpus_for(self, run_id: str) -> int:
+        """Return how many GPUs of this host the run may have, with those that it has."""
+        return self._gpus.available_to(run_id)
+
     async def stop(self, run_id: str) -> None:
         """Stop all workers of a run: asked first, killed after a grace period."""
         processes = self._processes.pop(run_id, {})

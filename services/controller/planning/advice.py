@@ -7,7 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from services.controller.planning.measured import Step, measured_step_s, settled, waited
+from services.controller.planning.measured import (
+    Step,
+    idled,
+    measured_step_s,
+    settled,
+    waited,
+)
 from services.controller.planning.outcome import Prediction
 from services.controller.planning.prediction import predict
 from services.controller.planning.rates import Rates, Setting
@@ -18,8 +24,14 @@ _LEAST_GAIN = 1.05
 _MOST_CHANGES = 3
 _BOUNDS = (1, 2, 4, 8)
 _SIMULATED_STEPS = 16
-_WAITS_MUCH, _WAITS_LITTLE = 0.5, 0.1
+_WAITS_LITTLE = 0.1
 Short = Literal["generation", "training", "neither"]
+_REMEDIES: Mapping[Short, frozenset[str]] = {
+    "generation": frozenset({"rollouts", "places", "max_staleness"}),
+    "training": frozenset({"trainer_gpus"}),
+    "neither": frozenset({"max_staleness"}),
+}
+"""Parts of a setting that help the side that is short."""
 
 _NAMES = {
     "rollouts": "rollout.replicas",
@@ -51,6 +63,8 @@ class Advice:
     short: Short
     waited: float
     """Part of the time in which the trainer waited for samples."""
+    idled: float
+    """Part of the time in which the rollouts had nothing to generate."""
     measured_step_s: float
     now: Prediction
     changes: tuple[Change, ...]
@@ -71,18 +85,22 @@ class Advice:
         return abs(self.error) <= LARGEST_ERROR
 
     def message(self) -> str:
-        """The same for a person."""
-        side = {
-            "generation": "Generation is short",
-            "training": "Training is short",
-            "neither": "Neither side is short",
-        }[self.short]
+        """Return the side that waits, and what would mend it, for a person."""
+        times = f"the trainer waited {100 * self.waited:.0f} % of the time for samples"
+        idle = f"the rollouts were idle {100 * self.idled:.0f} %"
         if self.placement == "colocated":
-            side = "Neither side is short, since they take turns"
-        text = f"{side}: the trainer waited {100 * self.waited:.0f} % of the time for samples."
+            text = f"Trainer and rollouts take turns: {times}."
+        elif self.short == "generation":
+            text = f"Rollouts are the bottleneck: {times}."
+        elif self.short == "training":
+            text = f"The trainer is the bottleneck: {times}, {idle}."
+        elif self.waited < _WAITS_LITTLE:
+            text = f"Trainer and rollouts are in balance: {times}, {idle}."
+        else:
+            text = f"Trainer and rollouts wait for each other: {times}, {idle}."
         if not self.is_trusted:
             return (
-                f"{text} What would mend it is not predicted: for the run as it is the prediction is "
+                f"{text} No change is advised: the prediction for the run as it is is "
                 f"{100 * self.error:+.0f} % off (steps of {self.measured_step_s:.2f} s)."
             )
         return f"{text} {self.remedy()}"
@@ -108,7 +126,12 @@ class Advice:
 
 
 def advise(
-    steps: Sequence[Step], rates: Rates, setting: Setting, *, others: Iterable[Setting] = ()
+    steps: Sequence[Step],
+    rates: Rates,
+    setting: Setting,
+    *,
+    others: Iterable[Setting] = (),
+    gpus: int | None = None,
 ) -> Advice:
     """What the newest steps of a run say of it. Takes up to a second of processor time.
 
@@ -117,15 +140,19 @@ def advise(
         rates: Their rates.
         setting: How the run is set up.
         others: The same in other placements, on the same GPUs.
+        gpus: GPUs that the run may have; None if only those that it has are known. Nothing that needs more is
+            advised.
 
     Raises:
         TooFewStepsError: If there are too few.
     """
-    share, step_s = waited(steps), measured_step_s(settled(steps))
+    share, idle_share = waited(steps), idled(steps)
+    step_s = measured_step_s(settled(steps))
     now = predict(rates, setting, num_steps=_SIMULATED_STEPS)
     found = Advice(
-        short=_short(share) if setting.num_others else "neither",
+        short=_short(share, idle_share) if setting.num_others else "neither",
         waited=share,
+        idled=idle_share,
         measured_step_s=step_s,
         now=now,
         changes=(),
@@ -133,23 +160,29 @@ def advise(
     )
     if not found.is_trusted:
         return found
-    changes = sorted(_changes(rates, setting, now), key=lambda change: -change.gain)
+    spare = 0 if gpus is None else gpus - setting.gpus
+    found_changes = _changes(rates, setting, now, short=found.short, spare_gpus=spare)
+    changes = sorted(found_changes, key=lambda change: -change.gain)
     helpful = [change for change in changes if change.gain >= _LEAST_GAIN]
-    gains: dict[str, float] = {each.placement: _gain(rates, each, now) for each in others}
+    # Processes that share GPUs, or have none, would share them in another placement, too.
+    gains = {each.placement: _gain(rates, each, now) for each in others if spare >= 0}
     return replace(found, changes=tuple(helpful[:_MOST_CHANGES]), others=gains)
 
 
-def _short(share: float) -> Short:
-    if share >= _WAITS_MUCH:
-        return "generation"
-    return "training" if share < _WAITS_LITTLE else "neither"
+def _short(waited_share: float, idle_share: float) -> Short:
+    """Return the side that the other one waits for; neither if both wait, or none."""
+    if waited_share < _WAITS_LITTLE:
+        return "training" if idle_share >= _WAITS_LITTLE else "neither"
+    return "generation" if idle_share <= waited_share / 2 else "neither"
 
 
-def _changes(rates: Rates, setting: Setting, now: Prediction) -> Iterator[Change]:
+def _changes(
+    rates: Rates, setting: Setting, now: Prediction, *, short: Short, spare_gpus: int
+) -> Iterator[Change]:
     """One change for each part of the setting that can be set alone: the best of those that are tried."""
     tried: dict[str, list[int]] = {
-        "rollouts": [setting.rollouts + 1],
-        "trainer_gpus": [2 * setting.trainer_gpus],
+        "rollouts": [setting.rollouts + 1] if spare_gpus >= setting.engine_gpus else [],
+        "trainer_gpus": [2 * setting.trainer_gpus] if spare_gpus >= setting.trainer_gpus else [],
         "places": [2 * setting.places],
         "max_staleness": [bound for bound in _BOUNDS if bound > setting.max_staleness][:2],
     }
@@ -158,7 +191,11 @@ def _changes(rates: Rates, setting: Setting, now: Prediction) -> Iterator[Change
     if not setting.num_others:
         del tried["rollouts"]
         tried["max_staleness"] = [1] if setting.max_staleness < 1 else []
+    # Where all take turns, no side is short, and whatever helps is of use.
+    helps = _REMEDIES[short] if setting.num_others else frozenset(tried)
     for name, values in tried.items():
+        if name not in helps:
+            continue
         gains = {}
         for value in values:
             changed = replace(setting, **{name: value})  # type: ignore[arg-type]

@@ -127,6 +127,13 @@ def waited(steps: Sequence[Step]) -> float:
     return sum(_number(step, "trainer_wait_s") for step in found) / seconds
 
 
+def idled(steps: Sequence[Step]) -> float:
+    """Return the part of the time in which the rollouts had nothing to generate, their mean."""
+    found = settled(steps)
+    seconds = sum(_number(step, "seconds") for step in found)
+    return sum(_number(step, "rollout_idle_s") for step in found) / seconds
+
+
 def _median_ms(steps: Sequence[Step], name: str) -> float:
     return median(_number(step, f"{name}_ms") for step in steps) if steps else 0.0
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ class Advisor:
     progress: Progress
     ledger: Ledger
     clock: Clock
+    gpus: Callable[[], int | None]
+    """GPUs that the run may have; None if only those that it has are known."""
     _steps: deque[Mapping[str, Any]] = field(
         default_factory=lambda: deque(maxlen=_REMEMBERED), init=False
     )
@@ -79,12 +81,12 @@ class Advisor:
 
     async def _advise(self) -> None:
         steps, spec, setting = self._numbers(), self.spec.now, setting_of(self.spec.now)
-        lengths = self._lengths()
+        lengths, gpus = self._lengths(), self.gpus()
 
         def work() -> Advice | None:
             try:
                 rates = rates_of(steps, lengths, setting=setting)
-                return advise(steps, rates, setting, others=otherwise(spec))
+                return advise(steps, rates, setting, others=otherwise(spec), gpus=gpus)
             except ValueError:
                 return None  # a number is missing, or none yet
 
@@ -106,6 +108,7 @@ class Advisor:
         data = {
             "short": advice.short,
             "waited": advice.waited,
+            "idled": advice.idled,
             "step_s": advice.measured_step_s,
             "predicted_step_s": advice.now.step_s,
             "changes": [asdict(change) for change in advice.changes],

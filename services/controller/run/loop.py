@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from services.common.clock import Clock
 from services.common.task_group import TaskGroup
@@ -90,6 +91,7 @@ async def connected(
             clock=services.clock,
             mailbox=mailbox,
             lost_workers=lost_workers,
+            gpus=partial(services.launcher.gpus_for, journal.run_id),
         )
 
 

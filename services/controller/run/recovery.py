@@ -10,7 +10,7 @@ The same path serves a new run, a run whose worker died, and a run whose control
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from services.common.clock import Clock
 from services.common.errors import FailedPreconditionError
@@ -59,6 +59,7 @@ async def restore(
     clock: Clock,
     mailbox: Mailbox,
     lost_workers: Collection[str],
+    gpus: Callable[[], int | None],
 ) -> LiveRun:
     """Rebuild everything that the loop keeps in memory.
 
@@ -70,6 +71,7 @@ async def restore(
         clock: For stalls.
         mailbox: What it is asked for.
         lost_workers: Rollouts that died since the loop was entered before.
+        gpus: Returns how many GPUs the run may have; None if that is not known.
 
     Raises:
         FailedPreconditionError: If trainer and database are not of the same run.
@@ -108,7 +110,9 @@ async def restore(
         generation=generation,
         progress=progress,
         shifts=shifts,
-        advisor=Advisor(spec=spec, journal=journal, progress=progress, ledger=ledger, clock=clock),
+        advisor=Advisor(
+            spec=spec, journal=journal, progress=progress, ledger=ledger, clock=clock, gpus=gpus
+        ),
         version_offset=recovered.version_offset,
     )
     publishing = Publishing(

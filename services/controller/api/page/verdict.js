@@ -30,12 +30,16 @@ export function verdict(series, placement) {
   const seconds = series.last("seconds", NEWEST);
   const total = sum(seconds);
   if (!total) return "";
-  const share = Math.round((100 * sum(series.last("trainer_wait_s", NEWEST))) / total);
-  const of = `in the last ${seconds.length} steps the trainer waited ${share} % of the time`;
-  if (placement === "colocated") return `Trainer and rollouts take turns: ${of}.`;
-  if (share > 50) return `Rollouts are the bottleneck: ${of} for samples.`;
-  if (share < 10) return `The trainer is the bottleneck: ${of} for samples.`;
-  return `Trainer and rollouts are in balance: ${of} for samples.`;
+  const waited = sum(series.last("trainer_wait_s", NEWEST)) / total;
+  const idle = sum(series.last("rollout_idle_s", NEWEST)) / total;
+  const percent = (part) => `${Math.round(100 * part)} %`;
+  const waits = `in the last ${seconds.length} steps the trainer waited ${percent(waited)} of the time for samples`;
+  const both = `${waits}, and the rollouts were idle ${percent(idle)}`;
+  // The same bounds as in planning/advice.py.
+  if (placement === "colocated") return `Trainer and rollouts take turns: ${waits}.`;
+  if (waited < 0.1) return `${idle < 0.1 ? "Trainer and rollouts are in balance" : "The trainer is the bottleneck"}: ${both}.`;
+  if (idle <= waited / 2) return `Rollouts are the bottleneck: ${waits}.`;
+  return `Trainer and rollouts wait for each other: ${both}.`;
 }
 
 /** Whether the reward is lower than in the run's best stretch, beyond its noise, and what changed with it. */

@@ -108,3 +108,11 @@ def test_a_rollout_that_samples_nothing_has_no_gpu():
     assert HostGpus(["0", "1"]).assign("run", gpu_needs(found))["rollout-0"] == ()
     evaluated = parse_spec({**spec, "data": {**spec["data"], "heldout": rows}})
     assert gpu_needs(evaluated) == {"trainer-0": 2, "rollout-0": 1}
+
+
+def test_a_run_may_have_its_own_gpus_and_those_of_nobody():
+    host = HostGpus(["0", "1", "2", "3"])
+    host.assign("one", {"trainer-0": 1, "rollout-0": 1})
+    host.assign("other", {"trainer-0": 1})
+    assert (host.available_to("one"), host.available_to("other")) == (3, 2)
+    assert HostGpus([]).available_to("one") == 0

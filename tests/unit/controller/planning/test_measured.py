@@ -93,7 +93,7 @@ def measured(**changes):
 
 def test_advice_names_the_side_that_is_short_and_what_would_mend_it():
     found, rates = measured()
-    advice = advise(found, rates, SETTING)
+    advice = advise(found, rates, SETTING, gpus=3)
     assert advice.is_trusted
     assert advice.changes
     assert advice.changes[0].gain > 1.05
@@ -102,7 +102,6 @@ def test_advice_names_the_side_that_is_short_and_what_would_mend_it():
         "rollout.replicas",
         "algorithm.max_staleness",
         "rollout.max_running_samples",
-        "trainer.world_size",
     }
     assert f"{100 * waited(found):.0f} %" in advice.message()
     assert "Predicted: " in advice.message()
@@ -113,7 +112,8 @@ def test_nothing_is_promised_where_the_prediction_is_off():
     advice = advise(steps(seconds=60.0, trainer_wait_s=40.0), rates, SETTING)
     assert not advice.is_trusted
     assert advice.changes == ()
-    assert "not predicted" in advice.message()
+    assert "No change is advised" in advice.message()
+    assert "Rollouts are the bottleneck" in advice.message()
     assert advice.remedy() == ""
 
 
@@ -148,3 +148,40 @@ def test_given_nonsense_is_refused_with_its_key(document, words):
     _, rates = measured()
     with pytest.raises(ValueError, match=words):
         with_given(rates, document)
+
+
+@pytest.mark.parametrize(
+    ("waited_part", "idle_part", "side", "short", "helps"),
+    [
+        (0.44, 0.05, "Rollouts are the bottleneck", "generation", "rollout.replicas"),
+        (0.6, 0.0, "Rollouts are the bottleneck", "generation", "rollout.replicas"),
+        (0.02, 0.6, "The trainer is the bottleneck", "training", "trainer.world_size"),
+        (0.41, 0.5, "wait for each other", "neither", "algorithm.max_staleness"),
+        (0.05, 0.05, "are in balance", "neither", "algorithm.max_staleness"),
+    ],
+)
+def test_the_remedy_is_for_the_side_that_is_short(waited_part, idle_part, side, short, helps):
+    found, rates = measured()
+    seconds = found[0]["seconds"]
+    found = [
+        {**step, "trainer_wait_s": waited_part * seconds, "rollout_idle_s": idle_part * seconds}
+        for step in found
+    ]
+    advice = advise(found, rates, SETTING, gpus=100)
+    assert advice.short == short
+    assert side in advice.message()
+    others = {"rollout.replicas", "trainer.world_size", "algorithm.max_staleness"} - {helps}
+    if short == "generation":  # which may run further ahead, too
+        others -= {"algorithm.max_staleness"}
+    assert not {change.key for change in advice.changes} & others
+
+
+@pytest.mark.parametrize(
+    ("gpus", "is_advised"),
+    [(2, False), (None, False), (0, False), (3, True)],
+    ids=["none free", "unknown", "no GPUs", "one free"],
+)
+def test_only_gpus_that_there_are_are_advised(gpus, is_advised):
+    found, rates = measured()
+    keys = {change.key for change in advise(found, rates, SETTING, gpus=gpus).changes}
+    assert ("rollout.replicas" in keys) is is_advised

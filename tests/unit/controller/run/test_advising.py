@@ -50,7 +50,7 @@ def step(**changes):
     }
 
 
-def advised(*batches, pause_s=4000.0, spec=SPEC):
+def advised(*batches, pause_s=4000.0, spec=SPEC, gpus=3):
     """What is told of steps that come in batches, with pauses between them."""
     journal, progress, clock = Journal(), Progress(1), Clock()
 
@@ -61,6 +61,7 @@ def advised(*batches, pause_s=4000.0, spec=SPEC):
             progress=progress,
             ledger=Ledger(3),
             clock=clock,
+            gpus=lambda: gpus,
         )
         for batch in batches:
             for one in batch:
@@ -86,7 +87,7 @@ def test_what_is_found_is_an_event_and_part_of_the_summary():
     (note,) = told
     assert note.type == "Advice"
     assert note.data["short"] == "generation"
-    assert "Generation is short: the trainer waited 55 %" in note.message
+    assert "Rollouts are the bottleneck: the trainer waited 55 %" in note.message
     advice = progress.summary(Ledger(3))["advice"]
     assert advice["message"] == note.message
     assert advice["remedy"] in note.message
@@ -98,13 +99,13 @@ def test_the_same_is_not_told_twice():
 
 
 def test_a_change_is_told():
-    trained = {"seconds": 2.2, "seconds_total": 2.2, "trainer_wait_s": 0.0}
+    trained = {"seconds": 2.2, "seconds_total": 2.2, "trainer_wait_s": 0.0, "rollout_idle_s": 1.0}
     told, _ = advised([step()] * 12, [step(**trained)] * 40)
     assert [note.data["short"] for note in told] == ["generation", "training"]
 
 
 def test_changes_are_not_looked_for_all_the_time():
-    trained = {"seconds": 2.2, "seconds_total": 2.2, "trainer_wait_s": 0.0}
+    trained = {"seconds": 2.2, "seconds_total": 2.2, "trainer_wait_s": 0.0, "rollout_idle_s": 1.0}
     told, _ = advised([step()] * 12, [step(**trained)] * 40, pause_s=10.0)
     assert len(told) == 1
 
@@ -146,8 +147,13 @@ def test_of_a_run_in_turns_no_side_is_short():
     turns = {"handover_s": 0.2, "trainer_sleep_s": 0.05, "rollouts_wake_s": 0.05}
     steps = [step(**turns, seconds=2.4, trainer_wait_s=1.3)] * 12
     (note,), _ = advised(steps, spec=RunSpec.model_validate(document))
-    assert note.message.startswith(
-        "Neither side is short, since they take turns: the trainer waited 54 %"
-    )
+    assert note.message.startswith("Trainer and rollouts take turns: the trainer waited 54 %")
     assert note.data["placement"] == "colocated"
     assert not {change["key"] for change in note.data["changes"]} & {"rollout.replicas"}
+
+
+def test_a_host_without_gpus_is_promised_nothing_of_them():
+    (note,), _ = advised([step()] * 12, gpus=0)
+    assert note.data["placements"] == {}
+    keys = {change["key"] for change in note.data["changes"]}
+    assert not keys & {"rollout.replicas", "trainer.world_size"}
