@@ -19,6 +19,7 @@ from services.common.models.made_tokenizers import is_made, tokenizer_name
 from services.common.processors import usable_processors
 from services.common.spec.engines import engine_kind
 from services.common.spec.run import RunSpec
+from services.common.spec.task_groups import TaskGroupError
 from services.common.spec.trackers import TRACKERS
 from services.controller.launch.gpus import host_gpus
 from services.controller.launch.launcher import gpu_needs, total_gpus, worker_names
@@ -273,6 +274,10 @@ def _reach(url: str, answered: threading.Event) -> None:
 
 
 def _too_many(spec: RunSpec, gpus: int) -> Iterator[str]:
+    try:
+        spec.topology.gpus_of("train")
+    except TaskGroupError:
+        return  # the rules report it
     key = "topology.gpus" if spec.topology.task_groups else "trainer.world_size"
     needs = gpu_needs(spec)
     total = spec.topology.gpus or sum(needs.values())

@@ -36,12 +36,14 @@ from services.common.models.families import check_trainer
 from services.common.models.made_tokenizers import Vocabulary, made_vocabulary, tokenizer_name
 from services.common.models.weight_files import file_problems
 from services.common.secrets import plain_secrets
-from services.common.spec.built_in import AGENTS, EARNED, REWARDS, SERVICES, WORKFLOWS
+from services.common.spec.built_in import AGENTS, EARNED, REWARDS, WORKFLOWS
 from services.common.spec.data import kind_of
 from services.common.spec.formulas import ADVANTAGES, LOSSES
 from services.common.spec.loader import Draft, SpecError, read_draft
 from services.common.spec.model import ModelSpec
 from services.common.spec.run import RunSpec
+from services.common.spec.similar import did_you_mean
+from services.common.spec.trainer import OF_EXPERTS
 from services.rollout.data import PromptSource, open_source
 from services.rollout.prompts import check_prompt
 from services.rollout.workflows.load import load_workflow
@@ -221,6 +223,8 @@ def _model(spec: RunSpec) -> Iterator[str]:
     yield from problems
     yield from quantization_problems(config)
     yield from adapter_problems(spec, config)
+    if is_full and spec.trainer.lora is not None and tokenizer is not None:
+        yield from _adapter_names(spec)
     yield from mixture_problems(spec, config)
     yield from engine_problems(spec, config)
     yield from length_problems(spec, config)
@@ -231,6 +235,25 @@ def _model(spec: RunSpec) -> Iterator[str]:
         yield from batch_problems(spec, config, capacity_bytes=capacity)
     if tokenizer is not None:
         yield from token_problems(spec, config, tokenizer)
+
+
+def _adapter_names(spec: RunSpec) -> Iterator[str]:
+    """Yield the modules to be adapted that the model does not have."""
+    # It imports torch.
+    from services.common.models.training_memory import shapes_of
+
+    assert spec.trainer.lora is not None
+    shapes = shapes_of(model_config(spec))
+    modules = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
+    known = sorted({name.rpartition(".")[2] for name in modules} - {"embed_tokens"})
+    for target in spec.trainer.lora.target_modules:
+        if OF_EXPERTS in target:
+            continue  # reported with the family
+        if not any(f".{name}".endswith(f".{target}") for name in modules):
+            yield (
+                f"trainer.lora.target_modules has {target!r}, but linear modules of model.path are "
+                f"{', '.join(known)}; name some of these.{did_you_mean(target, known)}"
+            )
 
 
 def _memory(spec: RunSpec) -> Iterator[str]:
@@ -336,7 +359,7 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
         for index, reward in enumerate(rewards)
     )
     for key, reward in named:
-        if reward.name == EARNED or reward.name.startswith(SERVICES):
+        if reward.name == EARNED or "://" in reward.name:
             continue
         reference = REWARDS.get(reward.name, reward.name)
         if reward.name in REWARDS and not reward.arguments:
@@ -358,8 +381,13 @@ def _workflow(spec: RunSpec) -> Iterator[str]:
         yield text if text.startswith("rollout.workflow") else f"rollout.workflow: {text}"
     named = []
     for workflow in ("agent", "environment"):
-        reference = str(arguments.get(workflow))
-        if rollout.workflow == workflow and "://" not in reference and reference not in AGENTS:
+        reference = str(arguments.get(workflow, ""))  # without one it cannot be made
+        if (
+            rollout.workflow == workflow
+            and reference
+            and "://" not in reference
+            and reference not in AGENTS
+        ):
             named = [(f"rollout.workflow_arguments.{workflow}", reference)]
     chooses = str(arguments.get("train", ""))
     if rollout.workflow == "agent" and ":" in chooses:

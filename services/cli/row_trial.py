@@ -141,7 +141,11 @@ def _is_tried(reward: RewardSpec, spec: RunSpec) -> bool:
     """Return whether a row alone is enough for a reward: others see an episode, or cost a service's time."""
     is_here = reward.name != EARNED and not reward.name.startswith(SERVICES)
     is_played = spec.rollout.workflow in ("agent", "environment")
-    return is_here and reward.per == "response" and not reward.sees_episode and not is_played
+    # How many turns or tokens an episode has is not known before it is played.
+    is_whole = reward.per == "response" or (
+        reward.per == "turn" and spec.rollout.workflow == "single_turn"
+    )
+    return is_here and is_whole and not reward.sees_episode and not is_played
 
 
 def _input(prompt: Prompt, split: str) -> RewardInput:
@@ -153,6 +157,7 @@ def _input(prompt: Prompt, split: str) -> RewardInput:
         answer=prompt.answer,
         row=prompt.row,
         split=split,
+        turn_lengths=(1,),
     )
 
 

@@ -37,3 +37,15 @@ async def test_prompts_that_are_all_too_long_are_the_cause(plumbing, system):
     assert "prompt_too_long" in message
     assert "data.max_prompt_tokens" in message
     assert not kinds & {"WorkerLost", "Rewound", "Restarted"}
+
+
+async def test_a_run_that_trains_nothing_reports_the_cause(plumbing, system, tmp_path):
+    (tmp_path / "same.py").write_text("def score(*given):\n    return 0.5\n")
+    async with AsyncClient(system.url) as client:
+        reward = f'rollout.rewards=[{{"name": "{tmp_path}/same.py:score"}}]'
+        run = await submit(plumbing, client, reward, "trainer.steps=3")
+        ended = await wait_for(run, is_in("SUCCEEDED", "FAILED"))
+        assert ended.state == "SUCCEEDED", ended.message
+        (event,) = [event async for event in run.events() if event.type == "NothingLearned"]
+        assert event.data["reason"] in {"EqualRewards", "AllTruncated"}
+        assert ended.summary["nothing_learned"]["message"] == event.message

@@ -28,6 +28,14 @@ def _sets(spec: RunSpec) -> Iterator[str]:
                 f"data.{split}.limit is missing: the number of tasks of an environment that make an epoch; "
                 "set it, for example to 1000"
             )
+        if source.source == "environment" and spec.rollout.workflow in (
+            "single_turn",
+            "multi_turn",
+        ):
+            yield (
+                f"data.{split}.source is 'environment', whose rows have no prompt, but rollout.workflow is "
+                f"{spec.rollout.workflow!r}; set it to 'environment', or take another source"
+            )
         if source.prompt_template is not None and "{prompt}" not in source.prompt_template:
             yield (
                 f"data.{split}.prompt_template must contain '{{prompt}}', but is "

@@ -27,11 +27,11 @@ class WarmStartSpec(SpecPart):
 class ModelSpec(SpecPart):
     """The policy that is trained."""
 
-    path: str
+    path: str = Field(min_length=1)
     """A local folder, a Hugging Face id, or a preset made on the spot such as ``tiny:qwen2-0.4m``."""
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face id. Unused otherwise."""
-    tokenizer: str | None = None
+    tokenizer: str | None = Field(None, min_length=1)
     """Folder or id of the tokenizer, ``chars:SYMBOLS`` (one token a character) or ``bytes``. Default:
     the model's own; a ``tiny:`` preset uses ``bytes``."""
     trust_remote_code: bool = False

@@ -1,7 +1,7 @@
 """How responses are generated and scored."""
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -20,7 +20,7 @@ class SamplingSpec(SpecPart):
     """Keeps this many tokens; 0 keeps all. Training needs 0."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, besides the end-of-sequence tokens of the model."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Tokens that end a response, besides the end-of-sequence tokens of the model."""
 
 

@@ -5,6 +5,7 @@ A message begins with a key, and names all keys that it is about, what they are,
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from urllib.parse import urlsplit
 
 from services.common.callables import is_reference
 from services.common.spec.built_in import EARNED, NEED_ANSWERS, REWARDS, SERVICES, WORKFLOWS
@@ -44,6 +45,7 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
             part = spec.data.sets[key.removeprefix("data.").removesuffix(".rewards")]
             has_answers = spec.data.answer_column_of(part) is not None
         yield from _rewards_of(key, rewards, has_answers=has_answers)
+        yield from _unearned(key, rewards, spec)
         most, size = spec.rollout.max_running_samples, spec.samples_per_group
         if size > most and (compared := [one.name for one in rewards if one.sees != "response"]):
             yield (
@@ -59,8 +61,9 @@ def _rewards_of(
     known = (*REWARDS, EARNED)
     for index, reward in enumerate(rewards):
         key = f"{list_key}.{index}"
-        is_url = reward.name.startswith(SERVICES)
-        if reward.name not in known and not is_url and not is_reference(reward.name):
+        if reward.name.startswith(SERVICES):
+            yield from _address(f"{key}.name", reward.name)
+        elif reward.name not in known and not is_reference(reward.name):
             yield (
                 f"{key}.name: {reward.name!r} is no reward; take one of {', '.join(known)}, the URL of a "
                 f"reward service ({', '.join(SERVICES)}), or 'module:function' or 'file.py:function'."
@@ -90,6 +93,35 @@ def _rewards_of(
             yield (
                 f"{key}.bounds must be the least and the largest value, but are {reward.bounds[0]:g} and "
                 f"{reward.bounds[1]:g}; put the smaller one first"
+            )
+
+
+def _address(key: str, url: str) -> Iterator[str]:
+    """Yield what the address of a service lacks."""
+    try:
+        parts = urlsplit(url)
+        is_whole = bool(parts.hostname) and (parts.port or not url.startswith("grpc"))
+    except ValueError:
+        is_whole = False
+    if not is_whole:
+        yield (
+            f"{key}: {url!r} is no address of a reward service; write http://HOST/PATH or grpc://HOST:PORT"
+        )
+
+
+def _unearned(key: str, rewards: Sequence[RewardSpec], spec: RunSpec) -> Iterator[str]:
+    """Yield rewards of which every score would be 0, or none would come."""
+    workflow = spec.rollout.workflow
+    if rewards and not any(reward.weight for reward in rewards):
+        yield (
+            f"{key}.0.weight is 0, and no other reward has another weight, so every score would be 0; set it"
+        )
+    for index, reward in enumerate(rewards):
+        if reward.name == EARNED and workflow in ("single_turn", "multi_turn"):
+            yield (
+                f"{key}.{index}.name: {EARNED!r} is what an environment or an agent gives for its episode, "
+                f"but rollout.workflow is {workflow!r}; set it to 'environment' or 'agent', or take another "
+                "reward"
             )
 
 

@@ -4,6 +4,7 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from services.cli.display import make_display, row_of
@@ -172,3 +173,24 @@ def test_a_file_of_records_grows_while_a_run_goes_on_and_is_written_anew_after_a
     log.append(path)
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("states", "reason", "shown"),
+    [
+        ([], "", "starting, 5 s: the workers are started"),
+        ([("loading", "loading the model")], "", "starting, 5 s: w-0 loading the model"),
+        ([("READY", ""), ("loading", "")], "no step", "starting, 5 s: w-0 ready, w-1 loading"),
+        ([("READY", "")], "", "first step, 5 s: all workers are ready"),
+        ([("READY", "")], "no step for 60 s: 0 of 4", "first step, 5 s: no step for 60 s: 0 of 4"),
+    ],
+)
+def test_what_keeps_the_first_step_waiting_is_shown(states, reason, shown):
+    out = io.StringIO()
+    workers = [
+        {"worker_id": f"w-{number}", "state": state, "activity": activity}
+        for number, (state, activity) in enumerate(states)
+    ]
+    with make_display("task", 2, Console(file=out, width=100)) as display:
+        display.workers(workers, seconds=5.0, reason=reason)
+    assert out.getvalue().strip() == shown
