@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -70,6 +70,9 @@ def _type(info: FieldInfo) -> str:
     annotation = info.annotation
     if get_origin(annotation) is Union:
         return " or ".join(_type(FieldInfo.from_annotation(each)) for each in get_args(annotation))
+    items = get_args(annotation)
+    if get_origin(annotation) is tuple and get_origin(items[0]) is Annotated:
+        return f"tuple[{_type(FieldInfo.from_annotation(items[0]))}, ...]"
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     name = name.replace("typing.", "").replace("Literal", "one of").replace("NoneType", "null")
     limits = ", ".join(_limit(item) for item in info.metadata if _limit(item))

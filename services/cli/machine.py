@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from services.cli.settings import MachineSettings
-from services.common.compiler import missing_compiler
+from services.common.compiler import missing_compiler, missing_cxx_compiler
 from services.common.models.made_tokenizers import is_made, tokenizer_name
 from services.common.processors import usable_processors
 from services.common.spec.engines import engine_kind
@@ -60,6 +60,8 @@ def lacks(spec: RunSpec) -> Iterator[str]:
         )
     if gpus and (problem := missing_compiler()):
         yield problem
+    if not gpus and spec.trainer.compile and (problem := missing_cxx_compiler()):
+        yield f"trainer.compile is true: {problem}"
     yield from _too_many(spec, gpus)
 
 
@@ -210,12 +212,7 @@ def slow_settings(spec: RunSpec, slowdown: Callable[[], float] = bfloat16_slowdo
         slowdown: Measures what bfloat16 costs on the CPU.
     """
     if not has_gpus():
-        if spec.trainer.dtype != "bfloat16" or (times := slowdown()) < _NOTABLE_SLOWDOWN:
-            return ""
-        return (
-            f"trainer.dtype is bfloat16, in which a matrix product takes {times:.2g} times as long as in "
-            "float32 on this machine's CPU; set trainer.dtype to float32 here"
-        )
+        return "; ".join(_slow_on_cpus(spec, slowdown))
     if spec.model.is_tiny:
         return ""
     faster = []
@@ -224,6 +221,19 @@ def slow_settings(spec: RunSpec, slowdown: Callable[[], float] = bfloat16_slowdo
     if not spec.trainer.compile:
         faster.append("trainer.compile: true takes less time and memory, after a longer start")
     return "on GPUs " + "; ".join(faster) if faster else ""
+
+
+def _slow_on_cpus(spec: RunSpec, slowdown: Callable[[], float]) -> Iterator[str]:
+    if spec.trainer.dtype == "bfloat16" and (times := slowdown()) >= _NOTABLE_SLOWDOWN:
+        yield (
+            f"trainer.dtype is bfloat16, in which a matrix product takes {times:.2g} times as long as in "
+            "float32 on this machine's CPU; set trainer.dtype to float32 here"
+        )
+    if spec.trainer.compile:
+        yield (
+            "trainer.compile is true: on a CPU the first step may wait for minutes until the layers are "
+            "compiled; set it to false here"
+        )
 
 
 def hub_is_needed(spec: RunSpec) -> bool:

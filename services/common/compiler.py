@@ -1,4 +1,4 @@
-"""The C compiler of the host, which GPU kernels need."""
+"""The compilers that a host needs: C for kernels of GPUs, C++ for torch.compile on CPUs."""
 
 import os
 import shutil
@@ -17,4 +17,18 @@ def missing_compiler() -> str:
     return (
         f"kernels for GPUs need a C compiler, but {found}; install gcc or clang and the headers of "
         "Python, or set CC"
+    )
+
+
+def missing_cxx_compiler() -> str:
+    """Return what to do if there is no C++ compiler; empty if one is found.
+
+    torch.compile makes C++ of layers that run on a CPU. It takes ``CXX``, else g++.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler):
+        return ""
+    return (
+        f"on a CPU torch.compile needs a C++ compiler, but {compiler!r} is no program here; install g++, set "
+        "CXX, or set trainer.compile to false"
     )

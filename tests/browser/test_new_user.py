@@ -120,7 +120,7 @@ async def test_another_reward_term_is_drawn(opened, runs):
 async def test_which_side_is_the_bottleneck(opened, runs):
     page = await opened(runs.going)
     await expect(page.locator("#verdict")).to_contain_text(
-        re.compile("is the bottleneck|are the bottleneck|are in balance")
+        re.compile("is the bottleneck|are the bottleneck|are in balance|wait for each other")
     )
 
 

@@ -98,6 +98,15 @@ def test_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(lacks(spec()))
 
 
+def test_compiled_layers_on_a_cpu_need_another_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (problem,) = lacks(spec_with(trainer={"compile": True}))
+    assert problem.startswith("trainer.compile is true")
+    monkeypatch.setenv("CXX", sys.executable)
+    assert not list(lacks(spec_with(trainer={"compile": True})))
+
+
 @pytest.mark.parametrize(
     ("path", "trainer", "gpus", "told"),
     [
@@ -106,6 +115,7 @@ def test_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         ("org/model", {"dtype": "bfloat16", "compile": True}, "0", ""),
         ("org/model", {}, "", ""),
         ("tiny:qwen2-0.4m", {"dtype": "bfloat16"}, "", "trainer.dtype is bfloat16"),
+        ("tiny:qwen2-0.4m", {"compile": True}, "", "trainer.compile is true"),
         ("tiny:qwen2-0.4m", {}, "0", ""),
     ],
 )

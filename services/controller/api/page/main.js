@@ -158,7 +158,7 @@ const head = oncePerFrame(() => {
   $("prompts").textContent = prompts(run.summary?.prompts);
   $("message").textContent = run.message;
   $("message").hidden = !run.message;
-  $("verdict").textContent = [verdict(series, run.spec?.topology?.placement), run.summary?.advice?.remedy].filter(Boolean).join(" ");
+  $("verdict").textContent = verdict(series, run.spec?.topology?.placement, run.summary?.advice);
   $("fall").textContent = run.summary?.nothing_learned?.message || fall(series);
   const legend = shown.all.length < 2 ? [] : shown.all.map(({ label }, index) => h("span", {}, h("i", { class: `swatch colour-${index}` }), label));
   $("compared").replaceChildren(...legend);

@@ -25,21 +25,36 @@ export function prompts(counts) {
   return `${issued} prompts issued: ${text}${why && ` (${why})`}`;
 }
 
-/** Who waits for whom, from the newest steps. */
-export function verdict(series, placement) {
+/** The parts of the newest steps in which the trainer and the rollouts waited; null without steps. */
+function waits(series) {
   const seconds = series.last("seconds", NEWEST);
   const total = sum(seconds);
-  if (!total) return "";
-  const waited = sum(series.last("trainer_wait_s", NEWEST)) / total;
-  const idle = sum(series.last("rollout_idle_s", NEWEST)) / total;
+  const part = (name) => sum(series.last(name, NEWEST)) / total;
+  return total ? { steps: seconds.length, waited: part("trainer_wait_s"), idle: part("rollout_idle_s") } : null;
+}
+
+/** The side that the other one waits for, by the same bounds as in planning/advice.py. */
+function bottleneck({ waited, idle }) {
+  if (waited < 0.1) return idle < 0.1 ? "neither" : "training";
+  return idle <= waited / 2 ? "generation" : "neither";
+}
+
+/** Who waits for whom in the newest steps, and what the controller advises if it found the same. */
+export function verdict(series, placement, advice) {
+  const found = waits(series);
+  if (!found) return "";
   const percent = (part) => `${Math.round(100 * part)} %`;
-  const waits = `in the last ${seconds.length} steps the trainer waited ${percent(waited)} of the time for samples`;
-  const both = `${waits}, and the rollouts were idle ${percent(idle)}`;
-  // The same bounds as in planning/advice.py.
-  if (placement === "colocated") return `Trainer and rollouts take turns: ${waits}.`;
-  if (waited < 0.1) return `${idle < 0.1 ? "Trainer and rollouts are in balance" : "The trainer is the bottleneck"}: ${both}.`;
-  if (idle <= waited / 2) return `Rollouts are the bottleneck: ${waits}.`;
-  return `Trainer and rollouts wait for each other: ${both}.`;
+  const time = `in the last ${found.steps} steps the trainer waited ${percent(found.waited)} of the time for samples`;
+  const both = `${time}, and the rollouts were idle ${percent(found.idle)}`;
+  const side = bottleneck(found);
+  const together = found.waited < 0.1 ? "are in balance" : "wait for each other";
+  const text = placement === "colocated" ? `Trainer and rollouts take turns: ${time}.` : {
+    generation: `Rollouts are the bottleneck: ${time}.`,
+    training: `The trainer is the bottleneck: ${both}.`,
+    neither: `Trainer and rollouts ${together}: ${both}.`,
+  }[side];
+  const agrees = placement === "colocated" || advice?.short === side;
+  return agrees && advice?.remedy ? `${text} ${advice.remedy}` : text;
 }
 
 /** Whether the reward is lower than in the run's best stretch, beyond its noise, and what changed with it. */
