@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import sys
@@ -46,6 +47,9 @@ from services.controller.launch.worker_process import (
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.5
+# Between those of well-known services and Linux' ephemeral ports.
+_RENDEZVOUS_PORTS = range(20_000, 32_000)
+_PORTS_TRIED = 100
 
 
 class ProcessLauncher:
@@ -309,7 +313,25 @@ def _places(ranks: int) -> list[dict[str, str]]:
     """Each process's place among the ranks of its worker, in the variables of ``torchrun``."""
     if ranks == 1:
         return [{}]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meeting = {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_rendezvous_port()),
+    }
     return [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def _rendezvous_port() -> int:
+    """Return a free port that no other process gets by chance before rank 0 listens on it.
+
+    That takes seconds, or a minute on a busy host. Meanwhile the kernel would give a port of its ephemeral
+    range to whoever connects, or binds port 0; so this one is below that range.
+    """
+    for port in random.sample(_RENDEZVOUS_PORTS, _PORTS_TRIED):
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

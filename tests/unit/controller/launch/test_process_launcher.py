@@ -3,12 +3,14 @@
 import asyncio
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from services.common.errors import FailedPreconditionError
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
+from services.controller.launch import process
 from services.controller.launch.process import ProcessLauncher, open_process_launcher
 from services.controller.launch.worker_process import ChildProcess
 from tests.helpers.rest import SPEC
@@ -199,3 +201,11 @@ async def test_workers_are_forked_where_there_are_no_gpus(tmp_path, monkeypatch,
         ) as launcher,
     ):
         assert (launcher._forks is not None) == is_forking
+
+
+def test_ranks_meet_at_a_port_that_the_kernel_gives_to_nobody_else():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    places = [process._places(2) for _ in range(20)]
+    ports = [{place["MASTER_PORT"] for place in ranks} for ranks in places]
+    assert all(len(found) == 1 for found in ports), "all ranks of a worker meet at one"
+    assert max(int(port) for found in ports for port in found) < first
