@@ -57,7 +57,7 @@ class TrainerRank:
     def weight_specs(self) -> Sequence[TensorSpec]:
         return self._specs
 
-    def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.rows.items()
 
     def score_canary(self) -> Canary:

@@ -21,6 +21,7 @@ from services.common.models.loading import load_config
 from services.common.models.routing_shape import routing_shape
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.secrets import with_secrets
+from services.common.spec.engines import engine_kind
 from services.common.spec.run import RunSpec
 from services.common.spec.weight_modes import weight_mode
 from services.common.task_group import TaskGroup, until_first, unwrapped
@@ -33,6 +34,7 @@ from services.rollout.engines.base import Engine
 from services.rollout.engines.build import build_engine
 from services.rollout.engines.memory import plan_of
 from services.rollout.environments.workflow import Environments
+from services.rollout.frozen_weights import FrozenWeights
 from services.rollout.garbage import spare_what_stays
 from services.rollout.group import Tools
 from services.rollout.kept import SampleTeller
@@ -87,7 +89,7 @@ async def run(settings: RolloutSettings) -> None:
             WorkerSession(settings, role="rollout", port=port)
         )
         session.report(state="loading", activity="loading model and data")
-        engine, sampler, publisher = await _load(stack, session, settings, device)
+        engine, sampler, publisher, frozen = await _load(stack, session, settings, device)
         tasks = await stack.enter_async_context(TaskGroup())
         background = [
             tasks.create_task(engine.run()),
@@ -103,7 +105,9 @@ async def run(settings: RolloutSettings) -> None:
         await engine.wait_ready()
         spare_what_stays()
         servicer.attach(sampler)
-        receiver.attach(engine, sampler, is_partial=session.spec.rollout.partial_rollout)
+        receiver.attach(
+            engine, sampler, is_partial=session.spec.rollout.partial_rollout, frozen=frozen
+        )
         announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         if session.spec.has_engine:
             session.report(state="loaded", activity="")
@@ -116,7 +120,7 @@ async def run(settings: RolloutSettings) -> None:
 
 async def _load(
     stack: AsyncExitStack, session: WorkerSession, settings: RolloutSettings, device: torch.device
-) -> tuple[Engine, GroupSampler, GroupPublisher]:
+) -> tuple[Engine, GroupSampler, GroupPublisher, FrozenWeights | None]:
     """Load model, data and rewards as the run's specification says."""
     spec: RunSpec = with_secrets(session.spec, settings.secrets_directory)
     tokenizer = await asyncio.to_thread(
@@ -138,10 +142,12 @@ async def _load(
                     dtype=getattr(torch, spec.trainer.dtype),
                     device=device,
                     plan=partial(plan_of, spec, roles=settings.gpu_neighbours),
-                    is_written_in_place=weight_mode(spec.weight_sync.mode).is_in_place,
+                    is_written_in_place=spec.sends_adapters
+                    or weight_mode(spec.weight_sync.mode).is_in_place,
                     sleeps=spec.is_in_turns(settings.worker_id),
                 )
             )
+            reading = loading.create_task(asyncio.to_thread(_frozen, spec, tokenizer, device))
             scorer = await stack.enter_async_context(ScorerOfSets.open(spec, pool, reach))
     engine = building.result()
     address, put_timeout_s = session.transferqueue_address, spec.transferqueue.put_timeout_s
@@ -186,7 +192,15 @@ async def _load(
         ),
         report_failures=partial(_report_failures, session),
     )
-    return engine, await stack.enter_async_context(sampler), publisher
+    return engine, await stack.enter_async_context(sampler), publisher, reading.result()
+
+
+def _frozen(spec: RunSpec, tokenizer: Tokenizer, device: torch.device) -> FrozenWeights | None:
+    """The weights that adapters are merged into, if these come alone."""
+    if not spec.sends_adapters or not engine_kind(spec.rollout.engine).has_model:
+        return None
+    dtype = getattr(torch, spec.trainer.dtype)
+    return FrozenWeights(spec.model, tokenizer, dtype=dtype, device=device)
 
 
 async def _open_workflow(

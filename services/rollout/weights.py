@@ -1,5 +1,7 @@
 """The engine's side of weight sync: when a received version goes into service."""
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -8,9 +10,12 @@ from torch import Tensor
 from services.common.errors import InvalidArgumentError, UnavailableError
 from services.rollout import metrics
 from services.rollout.engines.base import Engine, OpenEngine
+from services.rollout.frozen_weights import FrozenWeights
 from services.rollout.sampling import GroupSampler
 from services.weightsync.endpoints import Place
 from services.weightsync.plan import WeightPlan
+
+logger = logging.getLogger(__name__)
 
 
 class WeightReceiver:
@@ -28,22 +33,66 @@ class WeightReceiver:
         self._engine: Engine | None = None
         self._sampler: GroupSampler | None = None
         self._is_partial = False
+        self._frozen: FrozenWeights | None = None
         self._asked_at = 0.0
         self._stopped_at: float | None = None
 
-    def attach(self, engine: Engine, sampler: GroupSampler, *, is_partial: bool) -> None:
+    def attach(
+        self,
+        engine: Engine,
+        sampler: GroupSampler,
+        *,
+        is_partial: bool,
+        frozen: FrozenWeights | None = None,
+    ) -> None:
         """Begin to receive.
 
         Args:
             engine: Takes the weights.
             sampler: Caches what is unfinished after each update, if ``is_partial``.
             is_partial: Whether responses may change weights in their middle.
+            frozen: What adapters are merged into, if they come alone.
         """
         self._engine, self._sampler, self._is_partial = engine, sampler, is_partial
+        self._frozen = frozen
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
         """Put a version into service; returns the seconds in which no token was produced."""
         engine, _ = self._attached()
+        if self._frozen is not None:
+            try:
+                self._frozen.check(tensors)
+                return await self._adopt_merged(self._frozen, version, tensors)
+            except ValueError as error:
+                raise InvalidArgumentError(str(error), version=version) from error
+        return await self._adopt_whole(engine, version, tensors)
+
+    async def _adopt_merged(
+        self, frozen: FrozenWeights, version: int, tensors: Mapping[str, Tensor]
+    ) -> float:
+        """Merge adapters into frozen weights, on their way into the live ones."""
+        try:
+            place = await self.open_weights(frozen.plan, frozen.slots.buffers)
+        except InvalidArgumentError as error:
+            logger.warning(
+                "adapters are merged into a copy of all weights", extra={"why": str(error)}
+            )
+            merged = await asyncio.to_thread(frozen.merged, tensors)
+            self._stopped_at = None
+            return await self._adopt_whole(self._attached()[0], version, merged)
+        try:
+            await asyncio.to_thread(frozen.write, tensors, place)
+        except BaseException:
+            await self.refuse_weights(
+                "merging adapters into the live weights did not end: nothing is served until a whole version "
+                "is"
+            )
+            raise
+        return await self.adopt_placed(version)
+
+    async def _adopt_whole(
+        self, engine: Engine, version: int, tensors: Mapping[str, Tensor]
+    ) -> float:
         started_at = time.monotonic()
         try:
             if not self._is_partial:

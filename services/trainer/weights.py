@@ -19,6 +19,7 @@ from services.trainer.model.lora import (
 )
 from services.trainer.model.parallel import free_gathered
 from services.trainer.model.policy import Policy
+from services.weightsync.adapters import DIGEST_SPEC, FROZEN_DIGEST, frozen_digest
 from services.weightsync.canary import Canary, canary_text
 from services.weightsync.plan import TensorSpec
 
@@ -35,7 +36,8 @@ class WeightExport:
         device: Of the policy.
         ranks: Those that weights are sharded over.
         senders: Value of ``weight_sync.senders``.
-        lora_sync: Value of ``trainer.lora.sync``.
+        sends_adapters: Whether adapters travel without the weights that they belong to. Then every rank must
+            make this at once, where weights are sharded.
     """
 
     def __init__(
@@ -46,43 +48,56 @@ class WeightExport:
         device: torch.device = _CPU,
         ranks: Ranks = _ALONE,
         senders: str = "ranks",
-        lora_sync: str = "merged",
+        sends_adapters: bool = False,
     ) -> None:
         self._policy = policy
         self._dtype = dtype
         self._device = device
-        self._sends_adapters = lora_sync == "adapter"
         # They stay the same objects; a search through all modules takes longer than a GPU's copy.
         self._tensors = stored_tensors(policy.model)
-        self._buffers = stored_buffers(policy.model).keys()
+        self._buffers = stored_buffers(policy.model)
         self._ranks = ranks
+        self._digest = self._frozen_digest() if sends_adapters else None
         self.sends_rows = senders == "ranks" and _is_divided_by_rows(policy)
         """Whether every rank sends its own rows; otherwise rank 0 gathers and sends all."""
 
     def weight_specs(self) -> list[TensorSpec]:
         """What is sent, in sending order."""
         model = self._policy.model
-        shapes = merged_shapes(model)
-        if self._sends_adapters:
-            shapes += adapter_shapes(model)
+        if self._digest is None:
+            return [
+                TensorSpec(name, tuple(shape), _dtype_name(self._dtype_of(name)))
+                for name, shape in merged_shapes(model)
+            ]
         return [
-            TensorSpec(name, tuple(shape), str(self._dtype_of(name)).removeprefix("torch."))
-            for name, shape in shapes
+            *(
+                TensorSpec(n, tuple(v.shape), _dtype_name(v.dtype))
+                for n, v in self._buffers.items()
+            ),
+            *(TensorSpec(n, tuple(shape), "float32") for n, shape in adapter_shapes(model)),
+            DIGEST_SPEC,
         ]
 
     @torch.no_grad()
-    def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the weights one by one; tied weights come once, buffers as they are stored.
 
         Where they are sharded, every rank must iterate.
         """
         model = self._policy.model
-        if not only_adapters:
-            for name, value in merged_parameters(model, merges=not self._sends_adapters):
+        if self._digest is None:
+            for name, value in merged_parameters(model):
                 yield name, value.to(self._dtype_of(name))
-        if self._sends_adapters:
-            for name, value in adapter_parameters(model):
-                yield name, value.to(self._dtype)
+            return
+        yield from self._buffers.items()
+        yield from adapter_parameters(model)
+        yield FROZEN_DIGEST, self._digest
+
+    @torch.no_grad()
+    def _frozen_digest(self) -> Tensor:
+        """Digest of what receivers must have, under its names without adapters."""
+        parts = merged_parameters(self._policy.model, merges=False)
+        return frozen_digest((name, value) for name, value in parts if name not in self._buffers)
 
     def weight_rows(self) -> Iterator[tuple[str, Tensor]]:
         """The rows that this rank holds, without a gather; what it has no row of is left out."""
@@ -112,6 +127,10 @@ class WeightExport:
         logprobs, _ = self._policy(packed, temperature=1.0)
         free_gathered(self._policy)
         return Canary(token_ids, tuple(logprobs.tolist()))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_divided_by_rows(policy: Policy) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.weightsync.checksum import write_checksum
 from services.weightsync.copying import copy_all
-from services.weightsync.plan import LORA_DOWN, LORA_UP, WeightPlan, is_adapter
+from services.weightsync.plan import WeightPlan
 
 
 class WeightArena:
@@ -106,26 +106,6 @@ class WeightArena:
             for start, part in parts
         ]
         return whole, [part for part, _ in divided], [place for _, place in divided]
-
-
-def whole_tensors(arena: WeightArena) -> Mapping[str, Tensor]:
-    """All tensors by name, adapters merged into their weights.
-
-    Views where one source holds a tensor whole, else put together.
-    """
-    return merged_tensors(arena.put_together())
-
-
-def merged_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Tensors by name, adapters merged into their weights."""
-    merged = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
-    for name in tensors.keys() - merged.keys():
-        owner, part, _ = name.partition(LORA_UP)
-        if part:
-            weight, up, down = merged[f"{owner}.weight"], tensors[name], tensors[owner + LORA_DOWN]
-            change = up.float() @ down.float()
-            merged[f"{owner}.weight"] = (weight.float() + change).to(weight.dtype)
-    return merged
 
 
 def source_digest(plan_hash: str, version: int, source: int, checksums: Tensor) -> str:

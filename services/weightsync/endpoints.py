@@ -24,12 +24,8 @@ class WeightSource(Protocol):
     def weight_specs(self) -> Sequence[TensorSpec]:
         """All tensors of the model, in sending order."""
 
-    def weight_tensors(self, *, only_adapters: bool = False) -> Iterable[tuple[str, Tensor]]:
-        """The current rows that this source holds, by name; cast to the wire's dtype if they differ.
-
-        Args:
-            only_adapters: Whether all but adapters is left out, because it never changes.
-        """
+    def weight_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """The current rows that this source holds, by name; cast to the wire's dtype if they differ."""
 
     def score_canary(self) -> Canary:
         """Score a short text under the current weights. Blocks; only the first source is asked."""

@@ -7,8 +7,6 @@ same list: a transfer is the arenas, cut into buckets, and what was received nee
     source 0   | q_proj rows 0-1023    | pad | k_proj rows 0-127   | ...
     source 1   | q_proj rows 1024-2047 | pad | k_proj rows 128-255 | ...
     buckets    |<---- bucket_bytes --->|<---- bucket_bytes ---->|<- rest ->|
-
-Adapters lie behind all else, in buckets of their own: what they leave as it is needs to be sent only once.
 """
 
 import hashlib
@@ -89,8 +87,6 @@ class Source:
     """Size of the arena, padding included."""
     buckets: tuple[Bucket, ...]
     """The arena, cut for sending."""
-    num_frozen: int
-    """The first buckets, whose weights never change because adapters lie behind them; 0 without adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +104,6 @@ class WeightPlan:
     def num_bytes(self) -> int:
         """Bytes of one version on the wire."""
         return sum(source.arena_bytes for source in self.sources)
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a tensor is a part of a low-rank adapter."""
-    return name.endswith((LORA_DOWN, LORA_UP))
 
 
 def fsdp_shards(tensors: Sequence[TensorSpec], num_ranks: int) -> tuple[tuple[Shard, ...], ...]:
@@ -171,25 +162,18 @@ def version_digest(source_digests: Sequence[str]) -> str:
 
 
 def _lay_out(tensors: Sequence[TensorSpec], shards: Sequence[Shard], step: int) -> Source:
-    adapters = [shard for shard in shards if is_adapter(tensors[shard.tensor].name)]
-    others = [shard for shard in shards if not is_adapter(tensors[shard.tensor].name)]
     offsets: list[int] = []
-    buckets: list[Bucket] = []
-    end = num_frozen = 0
-    for region in filter(None, (others, adapters)):
-        start, num_frozen = end, len(buckets)
-        for shard in region:
-            offsets.append(end)
-            size = (shard.stop - shard.start) * tensors[shard.tensor].row_bytes
-            end = _aligned(end + max(size, 1), ALIGNMENT)
-        end = _aligned(end, BUCKET_ALIGNMENT)
-        buckets += [Bucket(first, min(first + step, end)) for first in range(start, end, step)]
+    end = 0
+    for shard in shards:
+        offsets.append(end)
+        size = (shard.stop - shard.start) * tensors[shard.tensor].row_bytes
+        end = _aligned(end + max(size, 1), ALIGNMENT)
+    end = _aligned(end, BUCKET_ALIGNMENT)
     return Source(
-        shards=(*others, *adapters),
+        shards=tuple(shards),
         offsets=tuple(offsets),
         arena_bytes=end,
-        buckets=tuple(buckets),
-        num_frozen=num_frozen,
+        buckets=tuple(Bucket(first, min(first + step, end)) for first in range(0, end, step)),
     )
 
 

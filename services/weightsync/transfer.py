@@ -61,8 +61,6 @@ def send_version(
 ) -> Transferred:
     """Send what the arena of a source holds. Blocks until all receivers have it.
 
-    Where everybody holds an older version, buckets that never change are left out.
-
     Args:
         group: The formed group.
         arena: The source's packed weights.
@@ -74,10 +72,7 @@ def send_version(
     """
     ((source, channel),) = group.channels.items()
     group.bound(arena.plan)
-    sent = [
-        arena.bucket(source, index)
-        for index in range(_num_held(arena.plan, source, order), len(checksums))
-    ]
+    sent = [arena.bucket(source, index) for index in range(len(checksums))]
     works = [channel.broadcast(bucket) for bucket in sent]
     works.append(channel.broadcast(make_statement(arena.plan, order, source, checksums)))
     digest = source_digest(arena.plan.plan_hash, order.version, source, checksums)
@@ -145,25 +140,24 @@ class _Arriving:
         self._order = order
         self._computed = computed
         self._num_buckets = len(computed)
-        self._first = _num_held(shadow.plan, source, order)
         self._works: list[Work] = []
         self.num_bytes = 0
 
     def start(self, index: int) -> None:
         """Start to receive a bucket and, behind the last one, what the source states."""
-        if self._first <= index < self._num_buckets:
+        if index < self._num_buckets:
             bucket = self._shadow.bucket(self._source, index)
             self._works.append(self._channel.broadcast(bucket))
             self.num_bytes += bucket.nbytes
         if index == self._num_buckets - 1:
             self._stated = no_statement(self._computed)
             self._works.append(self._channel.broadcast(self._stated))
-            self._computed[self._first :].zero_()
+            self._computed.zero_()
 
     def check(self, index: int) -> None:
         """Compute the checksum of a bucket once it is here."""
-        if self._first <= index < self._num_buckets:
-            self._works[index - self._first].wait()
+        if index < self._num_buckets:
+            self._works[index].wait()
             # Behind the last bucket the wire is free, and the rest of the GPU may help.
             is_last = index == self._num_buckets - 1
             bucket = self._shadow.bucket(self._source, index)
@@ -185,11 +179,6 @@ class _Arriving:
             self._order,
             source=self._source,
         )
-
-
-def _num_held(plan: WeightPlan, source: int, order: TransferOrder) -> int:
-    """The first buckets of a source that everybody holds from the base version on."""
-    return plan.sources[source].num_frozen if order.base_version >= 0 else 0
 
 
 def make_header(

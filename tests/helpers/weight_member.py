@@ -77,7 +77,7 @@ class Trainer:
     def weight_specs(self) -> list[TensorSpec]:
         return self._specs
 
-    def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
         self._version += 1
         for spec in self._specs:
             yield spec.name, torch.full(spec.shape, float(self._version), device=self._device)

@@ -59,7 +59,7 @@ class Source:
     def weight_specs(self):
         return self.specs
 
-    def weight_tensors(self, *, only_adapters=False):
+    def weight_tensors(self):
         self.num_reads += 1
         for shard in self.shards:
             name = self.specs[shard.tensor].name

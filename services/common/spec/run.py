@@ -80,6 +80,20 @@ class RunSpec(SpecPart):
         return self.algorithm.kl.coefficient > 0 or self.algorithm.loss_kind.needs_reference
 
     @property
+    def sends_adapters(self) -> bool:
+        """Whether rollouts receive adapters alone (``trainer.lora.sync``, resolved)."""
+        lora = self.trainer.lora
+        if lora is None or lora.sync != "auto":
+            return lora is not None and lora.sync == "adapter"
+        return not (
+            self.model.is_tiny
+            or not self.has_engine
+            or lora.adapts_experts
+            or self.topology.own_gpus("logp")
+            or self.weight_sync.mode == "inplace"
+        )
+
+    @property
     def is_rewarded(self) -> bool:
         """Whether samples that train have rewards."""
         have_own = any(part.rewards for part in self.data.train_sets.values())

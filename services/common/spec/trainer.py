@@ -37,9 +37,12 @@ class LoraSpec(SpecPart):
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Modules that get an adapter. The experts of a mixture are ``experts.gate_up_proj`` and
     ``experts.down_proj``: each of a layer's has one of its own."""
-    sync: Literal["merged", "adapter"] = "merged"
-    """What rollouts receive. ``merged``: all weights, adapters merged into them, each time. ``adapter``: all
-    once, then adapters alone, which each rollout merges; a few per cent of the bytes and of the gather."""
+    sync: Literal["auto", "merged", "adapter"] = "auto"
+    """What rollouts receive. ``adapter``: adapters alone; each rollout reads the frozen weights from
+    ``model.path`` into host memory, checks that they are the trainer's, and merges. No GPU then holds a copy
+    of the weights for their way. ``merged``: all weights, adapters merged into them. ``auto`` takes
+    ``adapter`` unless the model is a preset, which has no folder, experts have adapters, ``logp`` has GPUs of
+    its own, or ``weight_sync.mode`` is ``inplace``."""
 
     @property
     def adapts_experts(self) -> bool:
@@ -118,7 +121,8 @@ class TrainerSpec(SpecPart):
     optimizer: OptimizerSpec = OptimizerSpec()
     """AdamW and its schedule."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Computation dtype; master weights are always float32."""
+    """Computation dtype. Weights that are trained are float32 always; frozen ones, which ``lora`` and a
+    reference have, are in this dtype."""
     world_size: int = Field(1, ge=1)
     """Trainer processes, one per GPU."""
     tensor_parallel: int = Field(1, ge=1)

@@ -140,11 +140,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        # Summed over chunks, so it is kept in float32 whatever the model's dtype is.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # Summed over chunks, so it is kept in float32 whatever the model's dtype is. A frozen head has none.
+        grad_weight = (
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        )
         for part in _chunks(hidden, weight):
             products = float32_products(hidden[part], weight)
             grad = _fused(_gradient, products)(
@@ -156,8 +158,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 hidden.dtype,
             )
             grad_hidden[part] = grad @ weight
-            grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[part]
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, of_weight, None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:

@@ -55,6 +55,8 @@ class Checkpointer:
         keep: Newest checkpoints kept.
         topology: The processes.
         read: What this rank holds of a tensor; its memory may be away.
+        saves_frozen: Whether parameters that are not trained are saved too, because they cannot be read
+            again from where they came from.
     """
 
     def __init__(
@@ -65,11 +67,13 @@ class Checkpointer:
         keep: int,
         topology: Topology,
         read: Callable[[Tensor], Tensor] = local_part,
+        saves_frozen: bool = True,
     ) -> None:
         self._parts = parts
         self._root = root
         self._keep = keep
         self._read = read
+        self._saves_frozen = saves_frozen
         self._rank = topology.rank
         # A group of its own, because a write's collectives run beside those of training.
         is_alone = topology.world_size == 1
@@ -182,10 +186,13 @@ class Checkpointer:
         return facts
 
     def _state(self) -> dict[str, Tensor]:
-        """The live tensors by name: parameters, and both moments of trained ones."""
+        """The live tensors by name: parameters, buffers, and both moments of what is trained."""
         state: dict[str, Tensor] = {}
         for prefix, (module, optimizer) in self._parts.items():
             for name, parameter in stored_tensors(module).items():
+                is_frozen = isinstance(parameter, nn.Parameter) and not parameter.requires_grad
+                if is_frozen and not self._saves_frozen:
+                    continue
                 state[prefix + name] = parameter.detach()
                 if parameter.requires_grad:
                     for moment in _MOMENTS:

@@ -10,7 +10,12 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-from services.common.models.loading import build_model, load_config, stored_tensors
+from services.common.models.loading import (
+    build_model,
+    load_config,
+    load_model,
+    stored_tensors,
+)
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.loader import load_spec
 from services.common.spec.run import RunSpec
@@ -34,15 +39,25 @@ def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
     manifest.verify(checkpoint)
     tokenizer = load_tokenizer(spec.model)
     config = load_config(spec.model, tokenizer)
-    trained = build_model(config, dtype=torch.float32, device="cpu")
-    if spec.trainer.lora is not None:
-        add_adapters(trained, spec.trainer.lora)
+    dtype = getattr(torch, spec.trainer.dtype)
+    lora = spec.trainer.lora
+    if lora is None or spec.model.is_tiny:
+        trained = build_model(config, dtype=torch.float32, device="cpu")
+    else:
+        # A checkpoint holds what is trained alone.
+        trained = load_model(spec.model, tokenizer, dtype=dtype, device="cpu")
+    saved = stored_tensors(trained)
+    if lora is not None:
+        add_adapters(trained, lora)
+        saved = stored_tensors(trained)
+        if not spec.model.is_tiny:
+            frozen = {name for name, each in trained.named_parameters() if not each.requires_grad}
+            saved = {name: value for name, value in saved.items() if name not in frozen}
     load_shards(
-        {MODEL_PREFIX + name: value.detach() for name, value in stored_tensors(trained).items()},
+        {MODEL_PREFIX + name: value.detach() for name, value in saved.items()},
         storage_reader=HuggingFaceStorageReader(str(checkpoint)),
         no_dist=True,
     )
-    dtype = getattr(torch, spec.trainer.dtype)
     exported = build_model(config, dtype=dtype, device="cpu")
     exported.load_state_dict(dict(merged_parameters(trained)), strict=False)
     exported.save_pretrained(folder)

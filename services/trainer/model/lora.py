@@ -19,6 +19,7 @@ from services.common.models.loading import stored_tensors
 from services.common.spec.trainer import OF_EXPERTS, LoraSpec
 from services.trainer.model.experts import expert_adapter
 from services.trainer.model.local_parts import local_part
+from services.weightsync.adapters import merged_weight
 from services.weightsync.plan import LORA_DOWN, LORA_UP
 
 _BASE = ".base_layer."
@@ -55,6 +56,9 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
         _adapt_modules(model, linear_targets, spec)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_ADAPTER in name)
+        if parameter.requires_grad:
+            # peft makes them in the dtype of the weight.
+            parameter.data = parameter.data.float()
 
 
 def _fused(model: nn.Module) -> dict[str, Tensor]:
@@ -74,7 +78,8 @@ def _adapt_experts(experts: Any, leaf: str, spec: LoraSpec) -> None:
     num_in, num_out = sides if experts.is_transposed else reversed(sides)
     down, up = (num_experts, spec.rank, num_in), (num_experts, num_out, spec.rank)
     for name, shape in zip(expert_adapter(leaf), (down, up), strict=True):
-        experts.register_parameter(name, nn.Parameter(weight.new_zeros(shape)))
+        zeros = torch.zeros(shape, dtype=torch.float32, device=weight.device)
+        experts.register_parameter(name, nn.Parameter(zeros))
     experts.lora_scaling = spec.alpha / spec.rank
 
 
@@ -138,10 +143,7 @@ def merged_parameters(model: nn.Module, *, merges: bool = True) -> Iterator[tupl
         value = whole(parameter)
         owner, base, leaf = name.partition(_BASE)
         if base and leaf == "weight" and merges:
-            layer: Any = model.get_submodule(owner)
-            (adapter,) = layer.active_adapters
-            down, up = whole(layer.lora_A[adapter].weight), whole(layer.lora_B[adapter].weight)
-            value = value + layer.scaling[adapter] * (up @ down).to(value.dtype)
+            value = merged_weight(value, *_scaled_adapter(model.get_submodule(owner)))
         elif merges and OF_EXPERTS in name:
             value = _merged_experts(model, name, value)
         yield plain_name(name), value
@@ -154,11 +156,9 @@ def _merged_experts(model: nn.Module, name: str, value: Tensor) -> Tensor:
     down, up = (getattr(experts, part, None) for part in expert_adapter(leaf))
     if down is None or up is None:
         return value
-    product = (whole(up) @ whole(down)).to(value.dtype)
-    merged: Tensor = value + experts.lora_scaling * (
-        product.mT if experts.is_transposed else product
-    )
-    return merged
+    change = experts.lora_scaling * (whole(up) @ whole(down))
+    merged: Tensor = value.float() + (change.mT if experts.is_transposed else change)
+    return merged.to(value.dtype)
 
 
 def merged_shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:
@@ -176,9 +176,16 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Where they are sharded, every rank must iterate.
     """
     for owner, layer in _adapted(model):
-        (adapter,) = layer.active_adapters
-        yield owner + LORA_DOWN, whole(layer.lora_A[adapter].weight)
-        yield owner + LORA_UP, layer.scaling[adapter] * whole(layer.lora_B[adapter].weight)
+        down, up = _scaled_adapter(layer)
+        yield owner + LORA_DOWN, down
+        yield owner + LORA_UP, up
+
+
+def _scaled_adapter(layer: Any) -> tuple[Tensor, Tensor]:
+    """``[r, in]`` and ``[out, r]`` float32, gathered: their product is what is added to the weight."""
+    (adapter,) = layer.active_adapters
+    down, up = whole(layer.lora_A[adapter].weight), whole(layer.lora_B[adapter].weight)
+    return down, layer.scaling[adapter] * up
 
 
 def adapter_shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:

@@ -4,6 +4,8 @@ mesh   dp x tp; FSDP2 shards over dp, tensor-parallel ranks share layers. Where 
        copies x experts: each of the inner ranks holds a part of the experts of every layer. Where packs are,
        dp is data x context: each of the inner ranks computes a part of the tokens of every pack. Where both
        are, weights have the former and packs the latter
+frozen a rank that keeps gathered weights has frozen ones whole, in the dtype of the pass, outside of FSDP2:
+       nothing would be sharded, and each pass would copy them
 order  tensor and expert parallelism -> what layers keep (``activations.py``) -> FSDP2, from the inside out
 """
 
@@ -241,6 +243,8 @@ def _shard(module: nn.Module, layers: nn.ModuleList, spec: TrainerSpec, topology
         if spec.offloads_weights
         else OffloadPolicy(),
     }
+    if _keeps_gathered(spec) and not spec.offloads_weights:
+        options["ignored_params"] = {each for each in module.parameters() if not each.requires_grad}
     if topology.experts is not None:
         for experts in _experts(layers):
             fully_shard(experts, **{**options, "mesh": topology.experts["copies"]})

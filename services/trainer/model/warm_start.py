@@ -30,11 +30,11 @@ from services.common.models.loading import (
     load_model,
     stored_tensors,
 )
+from services.common.models.reading import as_stored
 from services.common.models.tokenizer import Tokenizer
 from services.common.spec.model import ModelSpec, WarmStartSpec
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
-from services.trainer.model.sharded import as_stored
 
 Progress = Callable[[int, int], None]
 """Called with the steps done and the steps in all."""

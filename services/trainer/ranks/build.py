@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from services.common.models.loading import build_model, load_config
@@ -134,7 +135,7 @@ def build_rank(
         device=topology.device,
         ranks=topology.sharding,
         senders=spec.weight_sync.senders,
-        lora_sync="merged" if spec.trainer.lora is None else spec.trainer.lora.sync,
+        sends_adapters=spec.sends_adapters,
     )
     start_from = spec.trainer.checkpoint.start_from
     step = _resume(rank, root, Path(start_from) if start_from else None, settings)
@@ -206,7 +207,15 @@ def _checkpointer(
 ) -> Checkpointer:
     read = local_part if state is None else state.read
     keep = spec.trainer.checkpoint.keep
-    return Checkpointer(runner.parts(), root=root, keep=keep, topology=topology, read=read)
+    return Checkpointer(
+        runner.parts(),
+        root=root,
+        keep=keep,
+        topology=topology,
+        read=read,
+        # A preset's may come out otherwise on another machine, where it is made again.
+        saves_frozen=spec.model.is_tiny,
+    )
 
 
 def _profiler(folder: str, spec: RunSpec, settings: TrainerSettings) -> StepProfiler:
@@ -271,48 +280,45 @@ class Loader:
             "progress": progress,
         }
 
-    def load(
-        self, make: Callable[[PreTrainedModel], _Module], *, dtype: torch.dtype = torch.float32
-    ) -> _Module:
-        """A policy or critic on the base model, spread over the processes.
+    def load(self, make: Callable[[PreTrainedModel], _Module]) -> _Module:
+        """Load a policy or critic on the base model, spread over the processes.
+
+        What is trained is in float32, what is frozen in the dtype that passes compute in.
 
         Args:
-            make: Puts it on a model, whose weights may come later.
-            dtype: Of the weights.
+            make: Puts it on a model, whose weights may come later, and freezes what is not trained.
 
         Raises:
             ValueError: If the model does not load or cannot be spread.
         """
-        module = self._loaded(make, dtype)
+        module = self._loaded(make)
         if self._spec.trainer.compile:
             compile_ahead(module, self._spec.trainer, device=self._topology.device)
         return module
 
-    def _loaded(self, make: Callable[[PreTrainedModel], _Module], dtype: torch.dtype) -> _Module:
+    def _loaded(self, make: Callable[[PreTrainedModel], _Module]) -> _Module:
         model, trainer = self._spec.model, self._spec.trainer
         folder = None
         if self._topology.mesh is not None:
             folder = base_folder(model, self._tokenizer, **self._source)
         if folder is None:
             module = make(load_base_model(model, self._tokenizer, **self._source))
-            # Parameters only: rotary frequencies stay in float32.
-            for parameter in module.parameters():
-                parameter.data = parameter.data.to(dtype)
+            self._cast_frozen(module)
             distribute(module, trainer, self._topology)
             return module
         # No rank ever holds the whole model.
-        module = self._on_meta(make, dtype)
+        module = self._on_meta(make)
         device = torch.device("cpu") if trainer.offloads_weights else self._topology.device
         fill(module, folder, device=device)
         return module
 
-    def shape(self, make: Callable[[PreTrainedModel], _Module], *, dtype: torch.dtype) -> _Module:
-        """A policy without weights, spread over the processes. Arguments are those of :meth:`load`."""
+    def shape(self, make: Callable[[PreTrainedModel], _Module]) -> _Module:
+        """Make a frozen policy without weights, spread over the processes; see :meth:`load`."""
         device = self._topology.device
         if self._topology.mesh is None:
             config = load_config(self._spec.model, self._tokenizer)
-            return make(build_model(config, dtype=dtype, device=device))
-        module = self._on_meta(make, dtype)
+            return make(build_model(config, dtype=self._computes_in, device=device))
+        module = self._on_meta(make)
         materialize(module, device=device)
         return module
 
@@ -325,11 +331,23 @@ class Loader:
         config = load_config(self._spec.model, self._tokenizer)
         return what_stays(self._spec, config, gpu_bytes=gpu_bytes)
 
-    def _on_meta(self, make: Callable[[PreTrainedModel], _Module], dtype: torch.dtype) -> _Module:
+    def _on_meta(self, make: Callable[[PreTrainedModel], _Module]) -> _Module:
         config = load_config(self._spec.model, self._tokenizer)
-        module = make(build_model(config, dtype=dtype, device="meta"))
+        module = make(build_model(config, dtype=torch.float32, device="meta"))
+        self._cast_frozen(module)
         distribute(module, self._spec.trainer, self._topology)
         return module
+
+    @property
+    def _computes_in(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._spec.trainer.dtype)
+        return dtype
+
+    def _cast_frozen(self, module: nn.Module) -> None:
+        """Keep frozen parameters as passes use them. Buffers stay: rotary frequencies are float32."""
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(self._computes_in)
 
 
 def device_of(settings: TrainerSettings) -> torch.device:

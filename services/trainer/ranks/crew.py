@@ -34,17 +34,15 @@ class Kind(IntEnum):
     """End."""
     SCORE = 6
     """Score a text together: the canary, or the tokens that follow."""
-    GATHER_ADAPTERS = 7
-    """Gather the adapters for rank 0."""
-    ADD_FIELD = 8
+    ADD_FIELD = 7
     """Add this worker's field to the batch that follows."""
-    ADOPT = 9
+    ADOPT = 8
     """Take the weights that rank 0 received."""
-    ACCUMULATE = 10
+    ACCUMULATE = 9
     """Add the gradients of the groups that follow to those of the next step."""
-    SLEEP = 11
+    SLEEP = 10
     """Move the training state to host memory."""
-    WAKE = 12
+    WAKE = 11
     """Move the training state back."""
 
 

@@ -68,7 +68,7 @@ class Follower:
         """All tensors of the model, in sending order."""
         return self._exported().weight_specs()
 
-    def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The rows of this rank; training waits until they are read."""
         with self._turn:
             if self._state is not None:
@@ -101,9 +101,8 @@ class Follower:
         elif order.kind is Kind.ACCUMULATE:
             meta = KVBatchMeta.from_bytes(order.payload)
             self._rank.accumulate(meta, weight_version=order.weight_version)
-        elif order.kind in (Kind.GATHER, Kind.GATHER_ADAPTERS):
-            only_adapters = order.kind is Kind.GATHER_ADAPTERS
-            for _ in self._exported().weight_tensors(only_adapters=only_adapters):
+        elif order.kind is Kind.GATHER:
+            for _ in self._exported().weight_tensors():
                 pass
         elif order.kind is Kind.SLEEP and self._state is not None:
             self._state.put_away()

@@ -272,15 +272,15 @@ class Leader:
         weights = self._exported()
         return weights.weight_specs()
 
-    def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The current weights, or this rank's rows of them; training waits until they are read."""
         weights = self._exported()
         with self._turn, self._awake():
             if weights.sends_rows:
                 yield from weights.weight_rows()
             else:
-                self._crew.tell(Order(Kind.GATHER_ADAPTERS if only_adapters else Kind.GATHER))
-                yield from weights.weight_tensors(only_adapters=only_adapters)
+                self._crew.tell(Order(Kind.GATHER))
+                yield from weights.weight_tensors()
 
     def score_canary(self) -> Canary:
         """Score a short text under the current weights, with all ranks."""

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedModel
 
 from services.common.models.teachers import check_teacher
@@ -51,8 +50,7 @@ def build_scorer(
         temperature = spec.rollout.sampling.temperature
         return freeze(Policy(model, temperature=temperature, routing_replay=replay))
 
-    dtype = getattr(torch, spec.trainer.dtype)
-    policy = loader.load(make, dtype=dtype) if is_reference else loader.shape(make, dtype=dtype)
+    policy = loader.load(make) if is_reference else loader.shape(make)
     outgrown = recall(settings, spec.trainer, ranks=topology.data)
     scorer = Scorer(
         policy,

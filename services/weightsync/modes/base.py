@@ -8,7 +8,7 @@ from torch import Tensor
 from services.weightsync.arena import WeightArena
 from services.weightsync.endpoints import WeightSource, on_device
 from services.weightsync.group import WeightGroup
-from services.weightsync.plan import WeightPlan, is_adapter
+from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import TransferOrder, Transferred
 
 
@@ -55,25 +55,20 @@ class Lender(Receiver, Protocol):
 
 
 @torch.no_grad()
-def pack_weights(source: WeightSource, arena: WeightArena, *, only_adapters: bool = False) -> None:
+def pack_weights(source: WeightSource, arena: WeightArena) -> None:
     """Copy a source's rows into its arena; returns when the weights may change again.
 
     Args:
         source: The weights.
         arena: Where they go.
-        only_adapters: Whether the arena has all else from an earlier version.
 
     Raises:
         ValueError: If the source does not hold what the plan says.
     """
     (number,) = arena.buffers
-    views = {
-        name: view
-        for name, _, view in arena.pieces(number)
-        if is_adapter(name) or not only_adapters
-    }
+    views = {name: view for name, _, view in arena.pieces(number)}
     with on_device(arena.device):
-        for name, tensor in source.weight_tensors(only_adapters=only_adapters):
+        for name, tensor in source.weight_tensors():
             if name not in views:
                 raise ValueError(f"the trainer holds {name!r}, which the plan does not give it")
             views.pop(name).copy_(tensor, non_blocking=True)

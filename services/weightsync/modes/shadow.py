@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from services.weightsync.arena import WeightArena, merged_tensors, whole_tensors
+from services.weightsync.arena import WeightArena
 from services.weightsync.endpoints import WeightSink, WeightSource, on_device
 from services.weightsync.group import WeightGroup
 from services.weightsync.modes.base import Receiver, pack_weights, packed_checksums
@@ -23,13 +23,12 @@ from services.weightsync.transfer import (
 
 
 class ShadowSender:
-    """Sends its arena, bucket by bucket; behind the first version, only adapters if there are any."""
+    """Sends its arena, bucket by bucket."""
 
     def __init__(self, plan: WeightPlan, device: torch.device, source: int) -> None:
         self.plan = plan
         self.held_version = -1
         self._arena = WeightArena(plan, device, source=source)
-        self._has_frozen = plan.sources[source].num_frozen > 0
         self._packed_version = -1
         self._checksums: Tensor | None = None
 
@@ -37,8 +36,7 @@ class ShadowSender:
         """Copy the current weights into the arena."""
         if version != self._packed_version:
             self._packed_version = -1
-            only_adapters = self._has_frozen and self._checksums is not None
-            pack_weights(source, self._arena, only_adapters=only_adapters)
+            pack_weights(source, self._arena)
             self._checksums = packed_checksums(self._arena)
             self._packed_version = version
 
@@ -95,7 +93,7 @@ class DividedReceiver:
 
     async def adopt(self, version: int) -> float:
         """Copy the shadow into the live weights."""
-        return await self._sink.adopt_weights(version, merged_tensors(self._tensors))
+        return await self._sink.adopt_weights(version, self._tensors)
 
     async def give_up(self) -> None:
         """Collectives that were given up may still write, so they keep the old slots."""
@@ -154,7 +152,7 @@ class ShadowReceiver:
     def _tensors(self) -> Mapping[str, Tensor]:
         """The shadow's tensors, put together beside decoding."""
         with on_device(self._shadow.device), torch.cuda.stream(self._stream):
-            tensors = whole_tensors(self._shadow)
+            tensors = self._shadow.put_together()
             if self._stream is not None:
                 self._stream.synchronize()
         return tensors

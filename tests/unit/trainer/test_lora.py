@@ -8,15 +8,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.errors import DataLossError
+from services.common.models.tokenizer import load_tokenizer
+from services.common.spec.model import ModelSpec
 from services.common.spec.trainer import LoraSpec
+from services.rollout.frozen_weights import FrozenWeights
 from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.model.lora import add_adapters, begin_adapters
 from services.trainer.weights import WeightExport
+from services.weightsync.adapters import frozen_digest
 from services.weightsync.group import Channel, Work
 from services.weightsync.member import WeightMember
+from services.weightsync.modes.placing import Placer, whole_buffers
 from services.weightsync.plan import version_digest
 from services.weightsync.transfer import TransferOrder
-from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
+from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.weight_members import MemoryStore
 
 SPEC = spec_of(trainer={"lora": {"rank": 4}, "optimizer": {"learning_rate": 0.01}})
@@ -68,26 +73,43 @@ def test_adapters_begin_with_what_the_seed_says() -> None:
 
 
 class Sink:
-    """Keeps what it is given."""
+    """Merges what it is given into weights of its own, and keeps the result."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        model = ModelSpec(path=str(folder))
+        self.frozen = FrozenWeights(
+            model, load_tokenizer(model), dtype=dtype, device=CPU, bucket_bytes=1 << 16
+        )
+        self.live: dict[str, torch.Tensor] = {}
 
     async def adopt_weights(self, version, tensors):
-        self.live = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.frozen.check(tensors)
+        flat, live = whole_buffers(self.frozen.plan, [CPU])
+        self.frozen.write(tensors, Placer(self.frozen.plan, flat))
+        copied = self.frozen.merged(tensors)
+        assert all(torch.equal(value, live[name]) for name, value in copied.items())
+        self.live = {name: tensor.clone() for name, tensor in live.items()}
         return 0.0
 
 
 class Pair:
     """A trainer that sends adapters alone, and a rollout."""
 
-    def __init__(self, mode: str) -> None:
-        spec = LoraSpec(rank=4, sync="adapter")
+    def __init__(self, mode: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self.policy = policy_of(SPEC)
-        add_adapters(self.policy.model, spec)
-        self.export = WeightExport(self.policy, dtype=torch.float32, lora_sync=spec.sync)
-        self.sink, self._mode, store = Sink(), mode, MemoryStore()
+        model = self.policy.model
+        model.save_pretrained(folder)
+        load_tokenizer(SPEC.model).save(folder)
+        # Alpha is no multiple of the rank, so that the scale is no power of two.
+        add_adapters(model, LoraSpec(rank=4, alpha=5.0))
+        for parameter in self.policy.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+        self.dtype = dtype
+        self.export = WeightExport(self.policy, dtype=dtype, sends_adapters=True)
+        self.sink, self._mode, store = Sink(folder, dtype), mode, MemoryStore()
         self._members = [
-            WeightMember(
-                **side, device=torch.device("cpu"), host="127.0.0.1", rendezvous=lambda _: store
-            )
+            WeightMember(**side, device=CPU, host="127.0.0.1", rendezvous=lambda _: store)
             for side in ({"source": self.export}, {"sink": self.sink})
         ]
 
@@ -132,23 +154,39 @@ class Pair:
 
 
 @pytest.mark.parametrize("mode", ["shadow", "cpu_async", "delta"])
-async def test_adapters_that_travel_alone_arrive_merged(mode: str) -> None:
-    pair = Pair(mode)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_adapters_that_travel_alone_arrive_merged_bit_by_bit(
+    mode: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    pair = Pair(mode, tmp_path, dtype)
     await pair.form()
-    num_bytes = []
     for version in range(3):
         pair.train()
-        num_bytes.append(await pair.publish(version))
-        merged = dict(WeightExport(pair.policy, dtype=torch.float32).weight_tensors())
+        num_bytes = await pair.publish(version)
+        merged = dict(WeightExport(pair.policy, dtype=dtype).weight_tensors())
         assert pair.sink.live.keys() == merged.keys()
-        # The scale, 8, is a power of two, so that it is the same to apply it before the product.
         assert all(torch.equal(pair.sink.live[name], value) for name, value in merged.items())
-    if mode == "shadow":
-        assert num_bytes[1] == num_bytes[2] < num_bytes[0] / 20
+        changed = pair.policy.model.get_submodule("model.layers.0.self_attn.q_proj.base_layer")
+        assert not torch.equal(merged["model.layers.0.self_attn.q_proj.weight"], changed.weight)
+        if mode == "shadow":
+            weights = sum(value.nbytes for value in merged.values())
+            assert num_bytes < weights / (5 if dtype == torch.bfloat16 else 10)
 
 
-async def test_a_flipped_bit_of_an_adapter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair("shadow")
+async def test_other_frozen_weights_than_the_trainers_are_refused(tmp_path: Path) -> None:
+    pair = Pair("shadow", tmp_path)
+    await pair.form()
+    other = pair.sink.frozen._tensors["model.norm.weight"]
+    other[0] += 1
+    pair.sink.frozen._digest = frozen_digest(pair.sink.frozen._tensors.items())
+    with pytest.raises(ValueError, match=r"trainer\.lora\.sync"):
+        await pair.publish(0)
+
+
+async def test_a_flipped_bit_of_an_adapter_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pair = Pair("shadow", tmp_path)
     await pair.form()
     await pair.publish(0)
     pair.train()

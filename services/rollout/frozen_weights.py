@@ -1,0 +1,191 @@
+"""Frozen weights of a run with adapters, in host memory: adapters are merged on the way to the engine.
+
+::
+
+    host memory              two slots on the device           engine, between two steps
+    bucket i  -- copied -->  adapters are merged           -->  copied to the live weights
+                             bucket i+1 is filled meanwhile
+
+So no copy of the weights is on the device beside the engine's own, whatever the model's size is.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from services.common.models.loading import build_model, find_folder, load_config, stored_buffers
+from services.common.models.loading import stored_tensors as stored_of
+from services.common.models.reading import read_weights
+from services.common.models.tokenizer import Tokenizer
+from services.common.spec.model import ModelSpec
+from services.weightsync.adapters import (
+    FROZEN_DIGEST,
+    adapters_by_weight,
+    frozen_digest,
+    merged_weight,
+)
+from services.weightsync.endpoints import Place, on_device
+from services.weightsync.modes.placing import bucket_parts, whole_buffers
+from services.weightsync.modes.staged import Slots
+from services.weightsync.plan import TensorSpec, make_plan
+
+logger = logging.getLogger(__name__)
+
+BUCKET_BYTES: Final = 128 << 20
+_HOST: Final = torch.device("cpu")
+
+
+class FrozenWeights:
+    """Reads the weights of ``model.path``, and writes them into an engine with adapters merged into them.
+
+    Attributes:
+        plan: How the weights lie in buckets.
+        slots: Buffers of a bucket's size on the device, in which buckets lie in turn.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        tokenizer: Tokenizer,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Read the weights. Blocks for as long as the disk takes.
+
+        Args:
+            model: Of the policy; no preset.
+            tokenizer: Of the policy.
+            dtype: That the trainer keeps frozen weights in, and the engine its own.
+            device: Of the engine.
+            bucket_bytes: Max bytes of a bucket.
+
+        Raises:
+            ValueError: If the model does not load.
+        """
+        config = load_config(model, tokenizer)
+        shape = build_model(config, dtype=dtype, device="meta")
+        specs = [
+            TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            for name, value in stored_of(shape).items()
+        ]
+        self.plan = make_plan(specs, bucket_bytes)
+        self._bytes, self._tensors = whole_buffers(self.plan, [_HOST])
+        read_weights(self._tensors, find_folder(model), config.to_dict())
+        buffers = stored_buffers(shape).keys()
+        self._digest = frozen_digest(
+            (name, value) for name, value in self._tensors.items() if name not in buffers
+        )
+        self._device = device
+        self.slots = Slots(self.plan, device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._merged: tuple[int, Tensor] = (-1, torch.empty(0))
+        if device.type == "cuda":
+            _pin(self._bytes[0])
+
+    def check(self, received: Mapping[str, Tensor]) -> None:
+        """Compare the trainer's frozen weights with these.
+
+        Args:
+            received: What the trainer sent.
+
+        Raises:
+            ValueError: If they differ, or adapters are of weights that are not here.
+        """
+        if unknown := sorted(adapters_by_weight(received).keys() - self._tensors.keys()):
+            raise ValueError(
+                f"adapters came of weights that the model does not have: {unknown[:3]}"
+            )
+        if not torch.equal(received[FROZEN_DIGEST].cpu(), self._digest):
+            raise ValueError(
+                "the frozen weights of model.path here are not those that the trainer has; give both the "
+                "same files, or set trainer.lora.sync to merged"
+            )
+
+    @torch.no_grad()
+    def write(self, received: Mapping[str, Tensor], place: Place) -> None:
+        """Merge adapters and place all weights, bucket by bucket. Blocks.
+
+        Args:
+            received: Adapters, and other tensors that take the place of those here, on the device.
+            place: Copies a slot to where its bucket belongs.
+        """
+        changes = adapters_by_weight(received)
+        count = len(self.plan.sources[0].buckets)
+        filled = self._fill(0, received, changes)
+        for index in range(count):
+            # The other slot is free: what was in it has been placed.
+            following = self._fill(index + 1, received, changes) if index + 1 < count else None
+            if filled is not None:
+                filled.synchronize()
+            place(0, index, self.slots.slot(0, index))
+            filled = following
+        self._merged = (-1, torch.empty(0))
+
+    @torch.no_grad()
+    def merged(self, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All weights on the device, for an engine whose live weights cannot be written in place."""
+        changes = adapters_by_weight(received)
+        with on_device(self._device):
+            return {
+                name: received[name]
+                if name in received
+                else self._with_adapter(name, changes).to(self._device)
+                for name in self._tensors
+            }
+
+    def _fill(
+        self,
+        index: int,
+        received: Mapping[str, Tensor],
+        changes: Mapping[str, tuple[Tensor, Tensor]],
+    ) -> torch.cuda.Event | None:
+        """Start to fill the slot of a bucket; returns what tells when it is filled."""
+        slot = self.slots.slot(0, index)
+        with on_device(self._device), torch.cuda.stream(self._stream):
+            for part in bucket_parts(self.plan, 0, index):
+                whole = self._whole(part.tensor, received, changes)
+                values = whole[part.first : part.first + part.end - part.begin]
+                slot[part.begin : part.end].copy_(values, non_blocking=True)
+            return None if self._stream is None else self._stream.record_event()
+
+    def _whole(
+        self,
+        tensor: int,
+        received: Mapping[str, Tensor],
+        changes: Mapping[str, tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Bytes of a tensor as the engine gets it. One that spans buckets is merged once."""
+        name = self.plan.tensors[tensor].name
+        if name in received:
+            return _flat(received[name])
+        if name not in changes:
+            return self._bytes[tensor]
+        if self._merged[0] != tensor:
+            self._merged = (tensor, _flat(self._with_adapter(name, changes)))
+        return self._merged[1]
+
+    def _with_adapter(self, name: str, changes: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+        if name not in changes:
+            return self._tensors[name]
+        weight = self._tensors[name].to(self._device, non_blocking=True)
+        return merged_weight(weight, *changes[name])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _pin(part: Tensor) -> None:
+    """Let the GPU read the memory that a tensor lies in without a detour; torch would round its size up."""
+    storage = part.untyped_storage()
+    runtime: Any = torch.cuda.cudart()
+    if error := int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0)):
+        logger.warning(
+            "frozen weights are not pinned, so that merging takes longer",
+            extra={"bytes": storage.nbytes(), "cuda_error": error},
+        )

@@ -1,0 +1,59 @@
+"""Low-rank adapters that travel without the weights that they belong to.
+
+The trainer sends ``OWNER.lora_A.weight`` and ``OWNER.lora_B.weight`` of each adapted module, what else it
+trains, and a digest of its frozen weights. A receiver merges them into frozen weights of its own, which must
+have the same digest. Trainer, receivers and exports merge by the one function here, so that the results are
+equal bit by bit on one kind of device.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+import xxhash
+from torch import Tensor
+
+from services.weightsync.plan import LORA_DOWN, LORA_UP, TensorSpec
+
+FROZEN_DIGEST = "frozen.digest"
+"""Name on the wire of the digest of the weights that stay as they are."""
+DIGEST_SPEC = TensorSpec(FROZEN_DIGEST, (hashlib.sha256().digest_size,), "uint8")
+
+
+def merged_weight(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """A weight with its adapter, in the weight's dtype; added in float32.
+
+    Args:
+        weight: ``[out, in]``.
+        down: ``[r, in]`` float32.
+        up: ``[out, r]`` float32, scaled.
+    """
+    return torch.addmm(weight.float(), up, down).to(weight.dtype)
+
+
+def adapters_by_weight(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """``(down, up)`` by the name of the weight that they change."""
+    return {
+        f"{owner}.weight": (tensors[owner + LORA_DOWN], up)
+        for name, up in tensors.items()
+        for owner, part, _ in [name.partition(LORA_UP)]
+        if part
+    }
+
+
+def frozen_digest(tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
+    """``[32]`` uint8: SHA-256 over names, shapes, dtypes and bytes (XXH3) of tensors, in the order of names.
+
+    The same on every device. Reads all bytes in host memory: 15 GB take a few seconds.
+    """
+    described = sorted(
+        f"{name} {tuple(value.shape)} {value.dtype} {_bytes_digest(value)}"
+        for name, value in tensors
+    )
+    digest = hashlib.sha256("\n".join(described).encode()).digest()
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+
+def _bytes_digest(value: Tensor) -> str:
+    flat = value.detach().reshape(-1).view(torch.uint8).cpu()
+    return xxhash.xxh3_128_hexdigest(flat.numpy().data)
