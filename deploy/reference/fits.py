@@ -73,7 +73,7 @@ _GPUS = (1, 2, 8)
 _SIZES_GB = (80, 141)
 _CONTEXTS = {"8k": 8_192, "32k": 32_768, "128k": 131_072}
 _KEPT: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("", {}),
+    ("", {"activation_checkpointing": False}),
     ("S", {"activation_checkpointing": "selective"}),
     ("R", {"activation_checkpointing": True}),
     ("R A", {"activation_checkpointing": True, "activation_offloading": True}),

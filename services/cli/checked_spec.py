@@ -44,7 +44,8 @@ def load_checked(
             if note:
                 say(errors, f"note: {note}")
         if gpu_gb is not None:
-            console.print(memory_table(spec, gpu_gb=gpu_gb, gpus=gpus), highlight=False)
+            table = memory_table(spec, gpu_bytes=int(gpu_gb * 1e9), gpus=gpus)
+            console.print(table, highlight=False)
     except SpecError as error:
         for problem in error.problems:
             fail(problem)

@@ -79,12 +79,11 @@ class Memory:
         return float(state_memory(spec, self._config, gpu_bytes=total))
 
     def refused(self, trainer_gpus: int) -> str:
-        """Why so many GPUs are too few for the trainer, or a GPU for a rollout; empty if they are not."""
+        """Say why so many GPUs are too few for the trainer, or a GPU for a rollout; empty if they are not."""
         if self._total is None:
             return ""
         try:
-            self._trainer(trainer_gpus).check(trainer_gpus)
-            self._rollout()
+            self._run(trainer_gpus).check()
         except ValueError as error:
             return str(error)
         return ""
@@ -94,7 +93,7 @@ class Memory:
         if self._total is None:
             return most
         try:
-            tokens = int(self._rollout().kv_tokens)
+            tokens = int(self._run(self._spec.trainer.world_size).rollout.kv_tokens)
         except ValueError:
             return most  # it is refused with its reason
         a_sample = self._spec.data.max_prompt_tokens + mean_tokens
@@ -104,38 +103,31 @@ class Memory:
         """What each GPU holds, line by line."""
         if self._total is None:
             return ""
-        return f"{self._trainer(trainer_gpus).table(trainer_gpus)}\n{self._rollout().table()}"
+        return str(self._run(trainer_gpus).table())
 
     def document(self, trainer_gpus: int) -> dict[str, Any]:
         """The same for a program, in bytes."""
         if self._total is None:
             return {}
-        rollout = self._rollout()
+        run = self._run(trainer_gpus)
         return {
             "gpu": self._total,
-            "trainer": dict(self._trainer(trainer_gpus).parts),
+            "trainer": dict(run.trainer.parts),
             "rollout": {
-                "weights": rollout.weights,
-                "weight_sync": rollout.plane,
-                "kv_cache": rollout.kv_cache,
-                "kv_tokens": rollout.kv_tokens,
+                "weights": run.rollout.weights,
+                "weight_sync": run.rollout.plane,
+                "kv_cache": run.rollout.kv_cache,
+                "kv_tokens": run.rollout.kv_tokens,
             },
         }
 
-    def _trainer(self, gpus: int) -> Any:
-        from services.common.models.training_memory import trainer_memory
+    def _run(self, trainer_gpus: int) -> Any:
+        from services.cli.run_memory import run_memory
 
-        trainer = self._spec.trainer.model_copy(update={"world_size": gpus})
+        trainer = self._spec.trainer.model_copy(update={"world_size": trainer_gpus})
         spec = self._spec.model_copy(update={"trainer": trainer})
         assert self._total is not None
-        return trainer_memory(spec, self._config, gpu_bytes=self._total)
-
-    def _rollout(self) -> Any:
-        from services.rollout.engines.memory import plan_of
-
-        assert self._total is not None
-        roles = ("trainer",) if self._spec.topology.takes_turns else ()
-        return plan_of(self._spec, self._config, gpu_bytes=self._total, roles=roles)
+        return run_memory(spec, self._config, gpu_bytes=self._total)
 
     @cached_property
     def _config(self) -> Any:
@@ -148,38 +140,25 @@ class Memory:
         return model_weights(self._config)
 
 
-def memory_table(spec: RunSpec, *, gpu_gb: float, gpus: int | None = None) -> str:
-    """What each GPU of a rollout will hold.
+def memory_table(spec: RunSpec, *, gpu_bytes: int, gpus: int | None = None) -> str:
+    """What each GPU of a run will hold.
 
     Args:
         spec: The run.
-        gpu_gb: Memory of one GPU.
+        gpu_bytes: Memory of one GPU.
         gpus: GPUs of the machine: with fewer than the run's workers take, some of them share one. None for
             enough.
 
     Raises:
-        SpecError: If that does not fit.
+        SpecError: If that does not fit, with the smallest change that does.
     """
     # It imports torch, which no other check needs.
-    from services.controller.launch.launcher import total_gpus
-    from services.rollout.engines.memory import plan_of
+    from services.cli.run_memory import run_memory
 
     config = model_config(spec)
     try:
-        if gpus is None and spec.topology.takes_turns:
-            gpus = total_gpus(spec)
-        roles = () if gpus is None else _gpu_neighbours(spec, gpus=gpus)
-        return plan_of(spec, config, gpu_bytes=int(gpu_gb * 1e9), roles=roles).table()
+        memory = run_memory(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
+        memory.check()
     except ValueError as error:
         raise SpecError([str(error)]) from error
-
-
-def _gpu_neighbours(spec: RunSpec, *, gpus: int) -> list[str]:
-    """Roles of those that have the GPUs of the first rollout too, on a machine with so many."""
-    from services.controller.launch.gpus import HostGpus
-    from services.controller.launch.launcher import gpu_hosts, gpu_needs, worker_names
-
-    roles = {worker: role for role, worker in worker_names(spec)}
-    host = HostGpus([str(number) for number in range(gpus)])
-    host.assign(spec.name, gpu_needs(spec), hosts=gpu_hosts(spec))
-    return [roles[worker] for worker in host.neighbours(spec.name, "rollout-0")]
+    return memory.table()

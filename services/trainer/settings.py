@@ -22,6 +22,8 @@ class TrainerSettings(WorkerSettings):
     """The run's own folder: checkpoints go to ``checkpoints`` in it."""
     model_cache: Path = Path("~/.cache/slipstream/models")
     """Folder of base models that were made by a warm start."""
+    gpu_neighbours: tuple[str, ...] = ()
+    """Roles of the other workers of the run that use this process's GPUs."""
     resume: bool = False
     """Whether there must be a checkpoint to start from; none is then an error, never a new beginning. A
     checkpoint that is there is always used."""

@@ -6,8 +6,10 @@ Activations are counted as what the compiled layers of a decoder keep for the ba
 ``zero_stage`` 1).
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm, prod
 from typing import Any, Final
 
@@ -15,13 +17,14 @@ import torch
 from transformers import PretrainedConfig
 
 from services.common.models.families import num_experts
+from services.common.models.kv_memory import kv_bytes
 from services.common.models.loading import build_model, stored_tensors
 from services.common.spec.run import RunSpec
 from services.common.spec.trainer import LoraSpec, TrainerSpec
 from services.common.spec.weight_modes import MODES
 
 _GB: Final = 1e9
-STATE: Final = ("weights, float32", "optimizer", "gradients", "reference")
+STATE: Final = ("weights, float32", "weights, frozen", "optimizer", "gradients", "reference")
 """Parts that are there between two micro-batches, however small these are."""
 SLEEPING: Final = "rollouts that sleep"
 """Part of a trainer's GPU that is theirs."""
@@ -34,6 +37,12 @@ _LOGITS: Final = 5.0e9
 _CONTEXT: Final = 1.5e9
 # What an engine that sleeps keeps beside received weights: contexts, graphs, the buffers of its collectives.
 _SLEEPING: Final = 6.0e9
+ENGINE: Final = 8.0e9
+"""What an engine has beside weights and its KV cache: activations, graphs, contexts, buckets."""
+_KV_SHARE: Final = 0.1
+"""Of a GPU: the KV cache that an engine is left beside a trainer, if it can use so much."""
+_LEAST_FIRST: Final = (False, "selective", True)
+"""What ``trainer.activation_checkpointing: auto`` tries."""
 ROOM: Final = 256 << 20
 """What is lent for a weight handover by ``weightsync/handle.py``."""
 # Of the hidden size, of all queries and of all keys: what a layer keeps of each token beside its feed-forward
@@ -78,10 +87,10 @@ class TrainerMemory:
         if self.used > self.total:
             raise ValueError(
                 f"training does not fit: a GPU of the trainer has {self.total / _GB:.1f} GB, but about "
-                f"{self.used / _GB:.1f} GB are needed; raise trainer.world_size, lower "
-                "trainer.tokens_per_micro_batch, set trainer.activation_checkpointing, "
-                "trainer.activation_offloading or trainer.cpu_offload, or, where the longest sequence "
-                "needs it, trainer.context_parallel\n" + self.table(num_gpus)
+                f"{self.used / _GB:.1f} GB are needed; slipstream validate --gpu-gb "
+                f"{self.total / _GB:.0f} names the smallest change that fits; more GPUs "
+                "(trainer.world_size) share weights, and trainer.context_parallel long sequences\n"
+                + self.table(num_gpus)
             )
 
 
@@ -90,6 +99,7 @@ def trainer_memory(
     config: PretrainedConfig,
     *,
     gpu_bytes: int,
+    engines: int = 0,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> TrainerMemory:
     """What a run's trainer will hold on GPUs of a size.
@@ -98,33 +108,98 @@ def trainer_memory(
         spec: The run.
         config: Shape of its model.
         gpu_bytes: Memory of one GPU.
+        engines: Rollouts that decode on the same GPU while it trains.
         shapes: :func:`shapes_of` its model, for those who have them.
     """
-    trainer, shapes = spec.trainer, shapes_of(config) if shapes is None else shapes
+    shapes = shapes_of(config) if shapes is None else shapes
+    spec = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines, shapes=shapes)
+    return _memory_of(spec, config, gpu_bytes=gpu_bytes, shapes=shapes)
+
+
+def fitted(
+    spec: RunSpec,
+    config: PretrainedConfig,
+    *,
+    gpu_bytes: int,
+    engines: int = 0,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> RunSpec:
+    """The run with ``trainer.activation_checkpointing`` chosen, if it is ``auto``.
+
+    Every process of a run finds the same from the same numbers. Arguments are those of
+    :func:`trainer_memory`.
+    """
+    if spec.trainer.activation_checkpointing != "auto":
+        return spec
+    shapes = shapes_of(config) if shapes is None else shapes
+    room = gpu_bytes - engines * _least_engine(spec, config, shapes, gpu_bytes=gpu_bytes)
+    for way in _LEAST_FIRST:
+        trainer = spec.trainer.model_copy(update={"activation_checkpointing": way})
+        found = spec.model_copy(update={"trainer": trainer})
+        if SPARE * _memory_of(found, config, gpu_bytes=gpu_bytes, shapes=shapes).used <= room:
+            break
+    return found
+
+
+def weight_copies(spec: RunSpec) -> int:
+    """Copies of all weights that a rollout holds on its GPUs: the live ones, and those on their way."""
+    return 1 if spec.sends_adapters or MODES[spec.weight_sync.mode].is_in_place else 2
+
+
+def _least_engine(
+    spec: RunSpec,
+    config: PretrainedConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    gpu_bytes: int,
+) -> float:
+    """Bytes that an engine is left on a GPU which it shares with a trainer at work."""
+    dtype = getattr(torch, spec.trainer.dtype)
+    weights = dtype.itemsize * _num_weights(shapes) / spec.engine_gpus
+    cache = min(kv_bytes(spec, config, dtype), _KV_SHARE * gpu_bytes)
+    return weight_copies(spec) * weights + cache + ENGINE
+
+
+def _memory_of(
+    spec: RunSpec,
+    config: PretrainedConfig,
+    *,
+    gpu_bytes: int,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> TrainerMemory:
+    trainer = spec.trainer
     weights = _num_weights(shapes)
-    trained = weights if trainer.lora is None else _adapters(shapes, trainer.lora)
+    trained = weights if trainer.lora is None else adapter_weights(shapes, trainer.lora)
+    frozen = 0.0 if trainer.lora is None else weights
     item = getattr(torch, trainer.dtype).itemsize
     ranks = trainer.world_size
+    # Frozen weights are whole where gathered ones would be.
+    frozen_ranks = 1 if _keeps_gathered(trainer) and not trainer.offloads_weights else ranks
     critics = int(
         spec.algorithm.advantage_kind.needs_critic and not spec.topology.own_gpus("critic")
     )
-    models = 1 + critics
+    # A critic is trained whole.
+    trained_in_all = trained + critics * weights
     activations = _activations(trainer, config, item=item)
     num_tokens = _most_tokens(spec)
     parts = {
-        "weights, float32": models * _FLOAT32 * weights / ranks,
-        "optimizer": models * _MOMENTS * trained / ranks,
-        "gradients": models * _gradients(trainer, trained),
-        "weights gathered for a pass": models * _gathered(trainer, config, weights, item=item),
+        "weights, float32": _FLOAT32 * trained_in_all / ranks,
+        "weights, frozen": item * frozen / frozen_ranks,
+        "optimizer": _MOMENTS * trained_in_all / ranks,
+        "gradients": _gradients(trainer, trained_in_all),
+        "weights gathered for a pass": _gathered(trainer, config, trained, frozen, item=item)
+        + critics * _gathered(trainer, config, weights, 0.0, item=item),
         "activations": num_tokens * activations.here,
         "logits": min(_LOGITS, 3.0 * _FLOAT32 * config.vocab_size * num_tokens),
-        "weights on their way": _sent(spec, weights, item=item),
+        "weights on their way": _sent(spec, shapes, item=item),
         "context": _CONTEXT,
     }
     if spec.topology.takes_turns:
         parts[SLEEPING] = item * weights / spec.engine_gpus + _SLEEPING
     if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
-        parts["reference"] = _FLOAT32 * weights / ranks
+        parts["reference"] = item * weights / frozen_ranks + _gathered(
+            trainer, config, 0.0, weights, item=item
+        )
     moved = {False: (), "optimizer": ("optimizer",), True: STATE}[trainer.cpu_offload]
     host = {name: parts.pop(name) for name in moved if name in parts}
     host["activations"] = num_tokens * activations.there
@@ -137,8 +212,8 @@ def trainer_memory(
 
 def resting_memory(spec: RunSpec, config: PretrainedConfig) -> float:
     """Bytes that a trainer keeps on each of its GPUs while rollouts have them: what it sends, its context."""
-    weights = _num_weights(shapes_of(config))
-    return _sent(spec, weights, item=getattr(torch, spec.trainer.dtype).itemsize) + _CONTEXT
+    item = getattr(torch, spec.trainer.dtype).itemsize
+    return _sent(spec, shapes_of(config), item=item) + _CONTEXT
 
 
 def state_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
@@ -154,6 +229,12 @@ def weight_bytes(config: PretrainedConfig, dtype: torch.dtype) -> float:
 
 def shapes_of(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's weights by name."""
+    return _shapes_of(type(config), config.to_json_string(use_diff=False))
+
+
+@lru_cache(maxsize=8)
+def _shapes_of(kind: type[PretrainedConfig], described: str) -> dict[str, tuple[int, ...]]:
+    config = kind.from_dict(json.loads(described))
     model = build_model(config, dtype=torch.float32, device="meta")
     return {name: tuple(value.shape) for name, value in stored_tensors(model).items()}
 
@@ -179,13 +260,14 @@ def _gradients(trainer: TrainerSpec, trained: float) -> float:
 
 
 def _gathered(
-    trainer: TrainerSpec, config: PretrainedConfig, weights: float, *, item: int
+    trainer: TrainerSpec, config: PretrainedConfig, trained: float, frozen: float, *, item: int
 ) -> float:
-    """Weights in the dtype of the pass: all, or those of two layers and of what is outside of them."""
+    """Weights in the dtype of the pass: all trained ones, or two layers and what is outside of them."""
     if not _has_mesh(trainer):
         return 0.0
     if _keeps_gathered(trainer) and not trainer.offloads_weights:
-        return item * weights / trainer.tensor_parallel
+        return item * trained / trainer.tensor_parallel
+    weights = trained + frozen
     shape: Any = config.get_text_config()
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
     layer = (weights - outside) / shape.num_hidden_layers
@@ -261,8 +343,8 @@ def _expert_width(shape: Any) -> int:
     return int(getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size)
 
 
-def _adapters(shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec) -> float:
-    """Weights of the adapters."""
+def adapter_weights(shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec) -> float:
+    """Numbers in the adapters of a model with weights of such shapes."""
     modules = [
         shape
         for name, shape in shapes.items()
@@ -277,11 +359,13 @@ def _adapters(shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec) -> float:
     return float(lora.rank * per_rank)
 
 
-def _sent(spec: RunSpec, weights: float, *, item: int) -> float:
+def _sent(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]], *, item: int) -> float:
     """The copy that travels to the rollouts."""
     if MODES[spec.weight_sync.mode].through_host:
         return 0.0
-    trainer = spec.trainer
+    trainer, weights = spec.trainer, _num_weights(shapes)
+    if trainer.lora is not None and spec.sends_adapters:
+        return _FLOAT32 * adapter_weights(shapes, trainer.lora) + _lent(spec)
     is_whole = (
         spec.weight_sync.senders == "leader"
         or trainer.lora is not None

@@ -139,10 +139,13 @@ class TrainerSpec(SpecPart):
     """What the processes share out (arXiv:1910.02054): 3, weights, gradients and optimizer; 1, only the
     optimizer, so that weights and gradients are exchanged once per update and not in every micro-batch, for
     the memory of a whole model's weights and float32 gradients on each GPU."""
-    activation_checkpointing: bool | Literal["selective"] | Annotated[int, Field(ge=2)] = False
+    activation_checkpointing: bool | Literal["auto", "selective"] | Annotated[int, Field(ge=2)] = (
+        "auto"
+    )
     """What layers compute again in the backward pass instead of keeping it: true, all but their inputs, for a
     third more operations; a number ``n``, the same in every ``n``-th layer; ``selective``, what costs little,
-    keeping matrix products and attention."""
+    keeping matrix products and attention; ``auto``, the least of false, ``selective`` and true with which the
+    run fits on its GPUs."""
     activation_offloading: bool = False
     """Whether what layers keep for the backward pass waits in host memory. Copies run beside computation, and
     take no time of their own where layers keep little (``activation_checkpointing: true``)."""

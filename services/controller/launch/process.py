@@ -192,13 +192,13 @@ class ProcessLauncher:
         worker_id: str,
         names: Sequence[tuple[WorkerRole, str]],
     ) -> dict[str, str]:
-        """Tells a rollout who else has its GPU."""
+        """Name the workers that use the same GPUs, for one that plans its memory."""
         roles = {one: named for named, one in names}
-        others = self._gpus.neighbours(run_id, worker_id) if role == "rollout" else ()
+        others = self._gpus.neighbours(run_id, worker_id)
         if not others:
             return {}
         found = [roles[one] for one in others if one in roles]
-        return {"SLIPSTREAM_ROLLOUT_GPU_NEIGHBOURS": json.dumps(found)}
+        return {f"SLIPSTREAM_{program_of(role).upper()}_GPU_NEIGHBOURS": json.dumps(found)}
 
     async def _spawn(
         self,

@@ -6,22 +6,27 @@ engine has several GPUs, its weights, its KV cache and the shadow are divided am
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, inf
+from math import ceil, floor, inf, prod
 from typing import Any, Final, Self
 
 import torch
 from transformers import PretrainedConfig
 
-from services.common.models.training_memory import SPARE, trainer_memory, weight_bytes
-from services.common.models.turns_memory import (
-    kept_memory,
-    kv_bytes_per_token,
-    most_kv_tokens,
-    what_stays,
+from services.common.models.kv_memory import kv_bytes_per_token, most_kv_tokens
+from services.common.models.training_memory import (
+    SPARE,
+    adapter_weights,
+    shapes_of,
+    trainer_memory,
+    weight_bytes,
+    weight_copies,
 )
+from services.common.models.turns_memory import kept_memory, what_stays
 from services.common.spec.engines import EngineKind, engine_kind
 from services.common.spec.run import RunSpec
+from services.common.spec.trainer import LoraSpec
 from services.common.spec.weight_modes import HOST_MODE, MODES
+from services.rollout.frozen_weights import BUCKET_BYTES
 
 _GB: Final = 1e9
 # Driver contexts of the engine's process and of the one that receives, NCCL's buffers among them; and what an
@@ -31,6 +36,9 @@ _WORKING: Final = 4.0e9
 _LARGEST_SHARE: Final = 0.9
 _BUCKET_BYTES: Final = 512 << 20
 _SLOTS: Final = 2
+_ADAPTER_BYTES: Final = 4
+# Of the weight that is being merged: in its dtype as it was and as it gets, and in float32 as both.
+_MERGED_BYTES: Final = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +74,26 @@ class WeightPlane:
     """Trainer ranks that send."""
     bucket_bytes: int
     """Bytes of one collective."""
+    merging: float = 0.0
+    """Bytes of adapters that come alone, and of what merging them takes."""
 
     @classmethod
-    def of(cls, spec: RunSpec) -> Self:
-        """From a run's weight sync."""
+    def of(cls, spec: RunSpec, config: PretrainedConfig) -> Self:
+        """From a run's weight sync and the shape of its model."""
         sync, trainer = spec.weight_sync, spec.trainer
+        if trainer.lora is not None and spec.sends_adapters:
+            shapes = shapes_of(config)
+            largest = max(
+                (prod(shape) for name, shape in shapes.items() if _is_target(name, trainer.lora)),
+                default=0,
+            )
+            adapters = _ADAPTER_BYTES * adapter_weights(shapes, trainer.lora)
+            return cls(
+                num_copies=0,
+                num_sources=1,
+                bucket_bytes=BUCKET_BYTES,
+                merging=adapters + _MERGED_BYTES * largest,
+            )
         is_whole = (
             sync.senders == "leader"
             or trainer.lora is not None
@@ -83,7 +106,7 @@ class WeightPlane:
         mode = MODES[HOST_MODE if spec.topology.takes_turns else sync.mode]
         copies = 2 if mode.keeps_rows and num_sources > 1 else 1
         return cls(
-            num_copies=0 if mode.is_in_place else copies,
+            num_copies=0 if weight_copies(spec) == 1 else copies,
             num_sources=num_sources,
             bucket_bytes=sync.bucket_bytes or _BUCKET_BYTES,
         )
@@ -198,6 +221,10 @@ class MemoryPlan:
             )
 
 
+def _is_target(name: str, lora: LoraSpec) -> bool:
+    return name.rpartition(".")[0].rpartition(".")[2] in lora.target_modules
+
+
 def plan_memory(
     model: ModelSize,
     plane: WeightPlane,
@@ -230,7 +257,7 @@ def plan_memory(
         total=gpu_bytes,
         weights=model.weights / parts,
         shadow=plane.num_copies * model.weights / num_gpus,
-        slots=plane.slot_bytes,
+        slots=plane.slot_bytes + plane.merging,
         kv_per_token=model.kv_per_token / divided,
         others=others,
         most_kv_tokens=most_kv_tokens,
@@ -250,15 +277,17 @@ def memory_of_others(
         gpu_bytes: Memory of the GPU; what trainers leave of it is divided equally among rollouts.
     """
     size = ModelSize.of(config, getattr(torch, spec.trainer.dtype)).weights
-    taken, num_rollouts = 0.0, 1
+    num_rollouts = 1 + sum(role == "rollout" for role in roles)
+    taken = 0.0
     for role in roles:
         if role == "rollout":
-            num_rollouts += 1
-        elif role in {"trainer", "critic"}:
+            continue
+        if role in {"trainer", "critic"}:
             taken += (
                 kept_memory(spec, config, gpu_bytes=gpu_bytes)
                 if spec.topology.takes_turns
-                else SPARE * trainer_memory(spec, config, gpu_bytes=gpu_bytes).used
+                else SPARE
+                * trainer_memory(spec, config, gpu_bytes=gpu_bytes, engines=num_rollouts).used
             )
         else:
             taken += size + _WORKING + _CONTEXTS
@@ -266,7 +295,12 @@ def memory_of_others(
 
 
 def plan_of(
-    spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int, roles: Collection[str] = ()
+    spec: RunSpec,
+    config: PretrainedConfig,
+    *,
+    gpu_bytes: int,
+    roles: Collection[str] = (),
+    checks: bool = True,
 ) -> MemoryPlan:
     """What a run's rollouts will hold on GPUs of a size.
 
@@ -275,6 +309,7 @@ def plan_of(
         config: Shape of its model.
         gpu_bytes: Memory of one GPU.
         roles: Of the other workers on a rollout's GPUs.
+        checks: Whether what does not fit is refused.
 
     Raises:
         ValueError: If that does not fit, or an engine argument leaves too little.
@@ -288,7 +323,7 @@ def plan_of(
     is_in_turns = spec.topology.takes_turns and "trainer" in roles
     plan = plan_memory(
         ModelSize.of(config, getattr(torch, spec.trainer.dtype)),
-        WeightPlane.of(spec),
+        WeightPlane.of(spec, config),
         gpu_bytes=gpu_bytes,
         kind=kind,
         arguments=arguments,
@@ -296,6 +331,8 @@ def plan_of(
         most_kv_tokens=most_kv_tokens(spec, config) if is_in_turns else inf,
         stays_awake=is_in_turns and what_stays(spec, config, gpu_bytes=gpu_bytes) == "all",
     )
+    if not checks:
+        return plan
     most_tokens = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
     plan.check(most_tokens=min(most_tokens, int(config.max_position_embeddings)))
     engine_share(plan, kind, arguments)

@@ -68,6 +68,7 @@ def arrange(
             is attention, between compiled parts.
     """
     recomputed = spec.activation_checkpointing
+    assert recomputed != "auto", "it is chosen before a model is made"
     host = _HostMemory(device) if spec.activation_offloading else None
     for number, layer in enumerate(layers):
         forward: _Forward = layer.forward

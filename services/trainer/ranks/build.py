@@ -1,5 +1,6 @@
 """From a run's specification to a rank that can train."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from services.common.models.loading import build_model, load_config
 from services.common.models.teachers import check_teacher
 from services.common.models.tokenizer import load_tokenizer
+from services.common.models.training_memory import fitted, trainer_memory
 from services.common.models.turns_memory import Stays, what_stays
 from services.common.spec.run import RunSpec
 from services.trainer.checkpoint.checkpointer import Checkpointer
@@ -40,6 +42,8 @@ from services.trainer.steps.outgrown import recall
 from services.trainer.steps.step import StepRunner
 from services.trainer.transfers import Transfers, of_vocabulary
 from services.trainer.weights import WeightExport
+
+logger = logging.getLogger(__name__)
 
 _Module = TypeVar("_Module", Policy, Critic)
 _CRITIC = "critic"
@@ -86,6 +90,7 @@ def build_rank(
         rank=settings.rank,
         world_size=settings.world_size,
     )
+    spec = fitted_to_gpu(spec, settings, device=topology.device)
     loader = Loader(spec, settings, topology, progress)
     outgrown = recall(settings, spec.trainer, ranks=topology.data)
     policy = load_policy(loader, spec)
@@ -160,6 +165,7 @@ def build_critic(
         rank=settings.rank,
         world_size=settings.world_size,
     )
+    spec = fitted_to_gpu(spec, settings, device=topology.device)
     module = Loader(spec, settings, topology, progress).load(Critic)
     cost = sequence_cost(module)
     outgrown = recall(settings, spec.trainer, ranks=topology.data)
@@ -348,6 +354,33 @@ class Loader:
         for parameter in module.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(self._computes_in)
+
+
+def fitted_to_gpu(spec: RunSpec, settings: TrainerSettings, *, device: torch.device) -> RunSpec:
+    """Choose what a specification leaves to the size of the GPUs.
+
+    Raises:
+        ValueError: If the trainer cannot fit, with the figures.
+    """
+    if device.type == "cpu":
+        keeps = {"activation_checkpointing": False}
+        is_open = spec.trainer.activation_checkpointing == "auto"
+        trainer = spec.trainer.model_copy(update=keeps if is_open else {})
+        return spec.model_copy(update={"trainer": trainer})
+    config = load_config(spec.model, load_tokenizer(spec.model))
+    gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+    engines = 0 if spec.topology.takes_turns else settings.gpu_neighbours.count("rollout")
+    memory = trainer_memory(spec, config, gpu_bytes=gpu_bytes, engines=engines)
+    chosen = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
+    logger.info(
+        "memory planned",
+        extra={
+            "table": memory.table(spec.trainer.world_size),
+            "activation_checkpointing": str(chosen.trainer.activation_checkpointing),
+        },
+    )
+    memory.check(spec.trainer.world_size)
+    return chosen
 
 
 def device_of(settings: TrainerSettings) -> torch.device:

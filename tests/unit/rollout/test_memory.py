@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from services.common.models.training_memory import ROOM, state_memory, trainer_memory
-from services.common.models.turns_memory import most_kv_tokens, what_stays
+from services.common.models.kv_memory import most_kv_tokens
+from services.common.models.turns_memory import what_stays
 from services.common.spec.engines import ENGINES
 from services.common.spec.run import RunSpec
 from services.rollout.engines.memory import (
@@ -114,7 +115,12 @@ def test_memory_that_no_plan_counts_is_refused_by_name() -> None:
 def spec_of(**trainer: Any) -> RunSpec:
     return spec_with(
         rollout={"engine": "vllm"},
-        trainer={"prompts_per_step": 8, "dtype": "bfloat16", **trainer},
+        trainer={
+            "prompts_per_step": 8,
+            "dtype": "bfloat16",
+            "activation_checkpointing": False,
+            **trainer,
+        },
     )
 
 

@@ -37,6 +37,7 @@ def memory_of(gpu_gb=141, response=256, config=QWEN, **trainer):
             "dtype": "bfloat16",
             "compile": True,
             "tokens_per_micro_batch": 40_960,
+            "activation_checkpointing": False,
             **trainer,
         },
     )

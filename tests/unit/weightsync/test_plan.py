@@ -22,17 +22,6 @@ def test_buckets_cover_each_arena():
         assert all(offset % ALIGNMENT == 0 for offset in source.offsets)
 
 
-def test_adapters_lie_behind_all_else_in_buckets_of_their_own():
-    adapters = (
-        TensorSpec("q.lora_A.weight", (4, 16), "bfloat16"),
-        TensorSpec("q.lora_B.weight", (16, 4), "bfloat16"),
-    )
-    (source,) = make_plan((adapters[0], *SPECS, adapters[1]), 8192).sources
-    assert [shard.tensor for shard in source.shards] == [1, 2, 3, 0, 4]
-    assert [bucket.start for bucket in source.buckets[source.num_frozen :]] == [source.offsets[-2]]
-    assert make_plan(SPECS, 8192).sources[0].num_frozen == 0
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 400])
 def test_fsdp_shards_cover_every_row_once(num_ranks):
     shards = fsdp_shards(SPECS, num_ranks)

@@ -1,0 +1,185 @@
+"""The memory of a whole run: one answer for ``validate``, ``plan`` and the start of a run.
+
+Trainer and rollouts of a run check the same figures when they load (``fitted_to_gpu``, ``plan_of``).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from services.common.models.training_memory import SPARE, TrainerMemory, fitted, trainer_memory
+from services.common.spec.placement_rules import placement
+from services.common.spec.run import RunSpec
+from services.common.spec.topology import TopologySpec
+from services.common.spec.trainer import LoraSpec
+from services.controller.launch.gpus import HostGpus
+from services.controller.launch.launcher import gpu_hosts, gpu_needs, total_gpus, worker_names
+from services.rollout.engines.memory import MemoryPlan, plan_of
+
+_LEAST_TOKENS = 1024
+_Changes = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunMemory:
+    """What a GPU of the trainer and one of a rollout hold."""
+
+    trainer: TrainerMemory
+    trainer_gpus: int
+    rollout: MemoryPlan
+    chosen: RunSpec
+    """With what the specification leaves to the size of the GPUs."""
+    why_not: str
+    """Why it does not fit, and what would; empty if it does."""
+
+    def table(self) -> str:
+        """What each GPU holds, line by line."""
+        way = self.chosen.trainer.activation_checkpointing
+        return "\n".join(
+            [
+                f"trainer.activation_checkpointing: {str(way).lower()}",
+                self.trainer.table(self.trainer_gpus),
+                *([self.rollout.table()] if self.chosen.has_engine else []),
+            ]
+        )
+
+    def check(self) -> None:
+        """Refuse what cannot fit.
+
+        Raises:
+            ValueError: With the figures, and the smallest change that fits.
+        """
+        if self.why_not:
+            raise ValueError(self.why_not)
+
+
+def run_memory(
+    spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int, gpus: int | None = None
+) -> RunMemory:
+    """Plan the memory of a run.
+
+    Args:
+        spec: The run.
+        config: Shape of its model.
+        gpu_bytes: Memory of one GPU.
+        gpus: GPUs of the machine: with fewer than the run's workers take, some of them share one. None for
+            enough.
+
+    Raises:
+        ValueError: If an engine argument cannot be planned.
+    """
+    found = _planned(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
+    if not found.why_not:
+        return found
+    change = _smallest_change(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
+    first, newline, rest = found.why_not.partition("\n")
+    told = f"{first}. {change}{newline}{rest}"
+    return RunMemory(found.trainer, found.trainer_gpus, found.rollout, found.chosen, told)
+
+
+def _planned(
+    spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int, gpus: int | None
+) -> RunMemory:
+    beside_trainer, beside_rollout = _neighbours(
+        spec, gpus=total_gpus(spec) if gpus is None else gpus
+    )
+    engines = 0 if spec.topology.takes_turns else beside_trainer.count("rollout")
+    trainer = trainer_memory(spec, config, gpu_bytes=gpu_bytes, engines=engines)
+    chosen = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
+    rollout = plan_of(spec, config, gpu_bytes=gpu_bytes, roles=beside_rollout, checks=False)
+    why = ""
+    try:
+        trainer.check(spec.trainer.world_size)
+        if spec.has_engine:
+            plan_of(spec, config, gpu_bytes=gpu_bytes, roles=beside_rollout)
+    except ValueError as error:
+        why = str(error)
+    return RunMemory(trainer, spec.trainer.world_size, rollout, chosen, why)
+
+
+def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
+    """Roles of those that have GPUs of the trainer, and of the first rollout, on a machine with so many."""
+    roles = {worker: role for role, worker in worker_names(spec)}
+    host = HostGpus([str(number) for number in range(gpus)])
+    host.assign(spec.name, gpu_needs(spec), hosts=gpu_hosts(spec))
+    names = [
+        next((w for w, role in roles.items() if role == one), "") for one in ("trainer", "rollout")
+    ]
+    found = [
+        [roles[worker] for worker in host.neighbours(spec.name, name)] if name else []
+        for name in names
+    ]
+    return found[0], found[1]
+
+
+def _smallest_change(
+    spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int, gpus: int | None
+) -> str:
+    """Say what to set so that a run fits: one change, or two."""
+    changes = list(_changes(spec))
+    for count in (1, 2):
+        for some in combinations(changes, count):
+            merged = {key: value for change in some for key, value in change.items()}
+            if len(merged) < sum(map(len, some)):
+                continue  # two values of one key
+            changed = _with(spec, merged)
+            if next(placement(changed), ""):
+                continue
+            try:
+                found = _planned(changed, config, gpu_bytes=gpu_bytes, gpus=gpus)
+            except ValueError:
+                continue
+            if not found.why_not and SPARE * found.trainer.used <= gpu_bytes:
+                told = " and ".join(f"{key}: {_shown(value)}" for key, value in merged.items())
+                return f"It fits with {told}"
+    return "No change of one or two settings makes it fit: take more GPUs, larger ones, or a smaller model"
+
+
+def _changes(spec: RunSpec) -> Iterator[_Changes]:
+    """Settings that lower memory, those that cost least first."""
+    trainer = spec.trainer
+    kept = trainer.activation_checkpointing
+    if kept not in ("auto", True):
+        yield {"trainer.activation_checkpointing": "auto"}
+    if trainer.lora is not None and not spec.sends_adapters and trainer.lora.sync == "merged":
+        yield {"trainer.lora": trainer.lora.model_copy(update={"sync": "auto"})}
+    longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+    tokens = trainer.tokens_per_micro_batch
+    while (tokens := tokens // 2) >= max(_LEAST_TOKENS, longest // trainer.context_parallel):
+        yield {"trainer.tokens_per_micro_batch": tokens}
+    if trainer.dtype == "float32":
+        yield {"trainer.dtype": "bfloat16"}
+    if trainer.cpu_offload is False:
+        yield {"trainer.cpu_offload": "optimizer"}
+    if not trainer.activation_offloading:
+        yield {"trainer.activation_offloading": True}
+    if not (spec.topology.takes_turns or spec.topology.task_groups):
+        yield {"topology.placement": "colocated"}
+    if trainer.zero_stage == 3 and trainer.cpu_offload is not True:
+        yield {"trainer.cpu_offload": True}
+    if trainer.lora is None:
+        yield {"trainer.lora": LoraSpec()}
+
+
+def _with(spec: RunSpec, changes: _Changes) -> RunSpec:
+    own = {
+        key.removeprefix("trainer."): v for key, v in changes.items() if key.startswith("trainer.")
+    }
+    spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=own)})
+    if "topology.placement" not in changes:
+        return spec
+    replicas = max(1, spec.trainer.world_size // spec.engine_gpus)
+    parts = {
+        "topology": TopologySpec(placement=changes["topology.placement"]),
+        "rollout": spec.rollout.model_copy(update={"replicas": replicas}),
+    }
+    return spec.model_copy(update=parts)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, LoraSpec):
+        return f"{{rank: {value.rank}, sync: {value.sync}}}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
