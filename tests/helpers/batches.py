@@ -149,6 +149,7 @@ def rank_of(
     root: Path | None = None,
     profiler: StepProfiler = NO_PROFILES,
     reference: Policy | None = None,
+    saves_frozen: bool = True,
 ) -> Rank:
     ranks = ranks or Ranks()
     critic = None
@@ -163,6 +164,7 @@ def rank_of(
         root=root or Path("no-checkpoints"),
         keep=2,
         topology=Topology(device=CPU, data=ranks),
+        saves_frozen=saves_frozen,
     )
     return Rank(
         runner,

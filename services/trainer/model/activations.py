@@ -67,8 +67,7 @@ def arrange(
         is_seen: Whether the compiler sees all of a layer. Then it chooses what ``selective`` keeps; else that
             is attention, between compiled parts.
     """
-    recomputed = spec.activation_checkpointing
-    assert recomputed != "auto", "it is chosen before a model is made"
+    recomputed = spec.activation_checkpointing if spec.activation_checkpointing != "auto" else False
     host = _HostMemory(device) if spec.activation_offloading else None
     for number, layer in enumerate(layers):
         forward: _Forward = layer.forward

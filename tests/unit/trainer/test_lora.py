@@ -2,18 +2,29 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.errors import DataLossError
+from services.common.models.loading import load_config, load_model, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
+from services.common.models.training_memory import trainer_memory
 from services.common.spec.model import ModelSpec
+from services.common.spec.run import RunSpec
 from services.common.spec.trainer import LoraSpec
 from services.rollout.frozen_weights import FrozenWeights
 from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.model.lora import add_adapters, begin_adapters
+from services.trainer.model.policy import Policy
+from services.trainer.ranks.build import build_rank, fitted_to_gpu
+from services.trainer.settings import TrainerSettings
 from services.trainer.weights import WeightExport
 from services.weightsync.adapters import frozen_digest
 from services.weightsync.group import Channel, Work
@@ -207,3 +218,87 @@ async def test_a_flipped_bit_of_an_adapter_is_found(
 def test_unknown_target_modules_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"trainer\.lora\.target_modules has nothing"):
         add_adapters(policy_of(SPEC).model, LoraSpec(target_modules=("nothing",)))
+
+
+def test_a_rank_holds_frozen_weights_in_the_dtype_that_it_computes_in_and_nothing_twice(
+    tmp_path: Path,
+) -> None:
+    spec = spec_of(
+        model={"path": str(_folder(tmp_path)), "tokenizer": None},
+        trainer={"lora": {"rank": 4}, "dtype": "bfloat16"},
+    )
+    settings = TrainerSettings(
+        controller_address="127.0.0.1:1",
+        run_id="r",
+        worker_id="trainer-0",
+        state_directory=tmp_path,
+    )
+    nothing: Any = SimpleNamespace(fetch=None, tell=None)
+    built = build_rank(spec, settings, transfers=nothing, progress=lambda *_: None)
+    try:
+        modules = [module for module, _ in built.rank.checkpointer._parts.values()]
+        parameters = [each for module in modules for each in module.parameters()]
+        assert {p.dtype for p in parameters if p.requires_grad} == {torch.float32}
+        assert {p.dtype for p in parameters if not p.requires_grad} == {torch.bfloat16}
+        # FSDP2 would gather what it manages into memory of its own.
+        assert all(isinstance(p, DTensor) == p.requires_grad for p in parameters)
+        config = load_config(spec.model, load_tokenizer(spec.model))
+        parts = trainer_memory(fitted_to_gpu(spec, settings, device=CPU), config, gpu_bytes=10**12)
+        trained = [p for p in parameters if p.requires_grad]
+        frozen = [p for p in parameters if not p.requires_grad]
+        assert parts.parts["weights, float32"] == 4 * sum(p.numel() for p in trained)
+        assert parts.parts["weights, frozen"] == sum(p.nbytes for p in frozen)
+        sent = sum(value.nbytes for _, value in built.weights.weight_tensors())
+        assert parts.parts["weights on their way"] == sent - 32
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_checkpoint_holds_what_is_trained_alone_and_goes_on_and_is_exported(
+    tmp_path: Path,
+) -> None:
+    folder = _folder(tmp_path)
+    lora = {"rank": 4, "alpha": 5.0}
+    spec = spec_of(
+        model={"path": str(folder), "tokenizer": None},
+        trainer={"lora": lora, "optimizer": {"learning_rate": 0.01}},
+    )
+    policy = _adapted(spec)
+    queue = random_queue(policy)
+    rank = rank_of(spec, policy, queue, root=tmp_path / "checkpoints", saves_frozen=False)
+    rank.train(1, queue.meta)
+    saved = rank.checkpointer.write(rank.snapshot(1))
+    names = set(HuggingFaceStorageReader(str(saved)).read_metadata().state_dict_metadata)
+    assert names
+    assert all("lora_" in name for name in names)
+
+    again = _adapted(spec)
+    resumed = rank_of(spec, again, queue, root=tmp_path / "checkpoints", saves_frozen=False)
+    assert resumed.restore() == 1
+    rank.train(2, queue.meta)
+    resumed.train(2, queue.meta)
+    pairs = zip(policy.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+    saved = rank.checkpointer.write(rank.snapshot(2))
+    export_checkpoint(saved, spec, tmp_path / "hf")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    merged = dict(WeightExport(policy, dtype=torch.float32).weight_tensors())
+    held = stored_tensors(exported)
+    assert all(torch.equal(held[name], value) for name, value in merged.items())
+
+
+def _folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    policy_of(SPEC).model.save_pretrained(folder)
+    load_tokenizer(SPEC.model).save(folder)
+    return folder
+
+
+def _adapted(spec: RunSpec) -> Policy:
+    model = load_model(spec.model, load_tokenizer(spec.model), dtype=torch.float32, device=CPU)
+    policy = Policy(model, temperature=1.0)
+    assert spec.trainer.lora is not None
+    add_adapters(model, spec.trainer.lora)
+    begin_adapters(policy, seed=0)
+    return policy
