@@ -7,6 +7,9 @@ Bar: ten steps, and peaks within 5 % of the plan.
 
 With ``--set topology.placement=colocated`` they take turns, and where the time of a switch goes is told part
 by part, in ``bench/results/one-gpu-colocated.json``. Bar: a switch of 1.3 billion parameters within 1.0 s.
+
+With ``--lora 32`` it is Qwen2.5-7B's shape with adapters of that rank on all linear modules, in
+``bench/results/one-gpu-lora.json``.
 """
 
 import argparse
@@ -25,7 +28,7 @@ import psutil
 import torch
 from transformers import AutoConfig
 
-from bench.e2e.shapes import SHAPES, smoke
+from bench.e2e.shapes import LINEAR, QWEN_7B, SHAPES, smoke
 from bench.e2e.timeline import facts, time_line
 from bench.switches import switches
 from bench.whole_run import REPOSITORY, run_for
@@ -51,11 +54,17 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny model, without a GPU")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--set", action="append", default=[], help="further settings of the run")
+    parser.add_argument("--lora", type=int, help="rank of adapters, of a model of 7B")
     parser.add_argument("--folder", type=Path, help="where run and logs stay; default: nowhere")
     arguments = parser.parse_args()
-    shape = smoke(_SHAPE) if arguments.smoke else _SHAPE
+    shape = _SHAPE if arguments.lora is None else QWEN_7B
+    shape = smoke(shape) if arguments.smoke else shape
+    if arguments.lora is not None:
+        lora = {"rank": arguments.lora, "target_modules": LINEAR}
+        shape = replace(shape, trainer={**shape.trainer, "lora": lora})
     is_in_turns = "topology.placement=colocated" in arguments.set
-    name = "one-gpu-colocated.json" if is_in_turns else "one-gpu.json"
+    parts = ["one-gpu", *(["lora"] * bool(arguments.lora)), *(["colocated"] * is_in_turns)]
+    name = f"{'-'.join(parts)}.json"
     with tempfile.TemporaryDirectory() as temporary, _watched() as peaks:
         folder = (arguments.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +99,8 @@ def _planned(spec: RunSpec, model: Path) -> dict[str, float]:
     """GB of the trainer and of the engine with its weight plane."""
     config = AutoConfig.from_pretrained(model)
     total = int(_query("memory.total")[0]) << 20
-    parts = trainer_memory(spec, config, gpu_bytes=total).parts
+    engines = 0 if spec.topology.takes_turns else 1
+    parts = trainer_memory(spec, config, gpu_bytes=total, engines=engines).parts
     planned = {
         "trainer": sum(size for name, size in parts.items() if name != SLEEPING),
         "rollout": plan_of(spec, config, gpu_bytes=total, roles=["trainer"]).used,

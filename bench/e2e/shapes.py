@@ -38,6 +38,9 @@ class Shape:
     workflow_arguments: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=lambda: {"compile": True})
     engine: str = "vllm"
+    has_own_head: bool = False
+    """Whether the output layer is not the embedding."""
+    learning_rate: float = 1e-9
 
     def config(self) -> Qwen2Config:
         """The model's."""
@@ -49,7 +52,7 @@ class Shape:
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             max_position_embeddings=8192,
-            tie_word_embeddings=True,
+            tie_word_embeddings=not self.has_own_head,
             eos_token_id=1,
             pad_token_id=0,
             architectures=["Qwen2ForCausalLM"],
@@ -84,7 +87,7 @@ class Shape:
                 "steps": steps,
                 "prompts_per_step": self.prompts_per_step,
                 "dtype": self.dtype,
-                "optimizer": {"learning_rate": 1e-9},
+                "optimizer": {"learning_rate": self.learning_rate},
                 **self.trainer,
             },
             "validation": {"every": 0},
@@ -107,6 +110,24 @@ _GEOMETRIC = Shape(
     max_response_tokens=1024,
     mean_response_tokens=280,
 )
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+QWEN_7B = Shape(
+    layers=28,
+    hidden=3584,
+    intermediate=18_944,
+    heads=28,
+    kv_heads=4,
+    vocabulary=152_064,
+    has_own_head=True,
+    max_response_tokens=1024,
+    mean_response_tokens=280,
+    prompts_per_step=16,
+    learning_rate=1e-5,
+    workflow=f"{_TASKS}:Lognormal",
+    workflow_arguments={"least": 16, "most": 1024, "median": 220.0, "sigma": 0.7},
+)
+"""Qwen2.5-7B's, with adapters: nothing that is said of memory."""
 
 SHAPES = {
     # 1.31 B parameters; lengths are geometric.

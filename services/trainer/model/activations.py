@@ -67,7 +67,10 @@ def arrange(
         is_seen: Whether the compiler sees all of a layer. Then it chooses what ``selective`` keeps; else that
             is attention, between compiled parts.
     """
-    recomputed = spec.activation_checkpointing if spec.activation_checkpointing != "auto" else False
+    # What nobody chose for the size of a GPU keeps everything.
+    recomputed = spec.activation_checkpointing
+    if recomputed == "auto":
+        recomputed = False
     host = _HostMemory(device) if spec.activation_offloading else None
     for number, layer in enumerate(layers):
         forward: _Forward = layer.forward

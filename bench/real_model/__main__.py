@@ -1,0 +1,142 @@
+"""A real model learns three-digit addition: ``python -m bench.real_model [VARIANT...] [--smoke]``.
+
+SmolLM2-135M-Instruct through ``slipstream run`` on one GPU that trainer and vLLM share: synchronous, one step
+off and four steps off. Each run's held-out curve (256 questions, greedy) stands against the samples that were
+trained and the seconds since the command, in ``bench/results/real-model.json``.
+``python -m bench.real_model.peer`` adds TRL's colocated trainer on the same task, batch and learning rate.
+"""
+
+import argparse
+import json
+import re
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.e2e.timeline import facts
+from bench.real_model.processors import watched
+from bench.real_model.setting import Setting, smoke
+from bench.real_model.smollm2 import make_folder
+from bench.whole_run import REPOSITORY, WholeRun, output_of, running, steps_in
+
+RESULTS = REPOSITORY / "bench" / "results" / "real-model.json"
+VARIANTS = {
+    "lag 0": ("algorithm.max_staleness=0",),
+    "lag 1": ("algorithm.max_staleness=1",),
+    "lag 4": ("algorithm.max_staleness=4",),
+    "in turns, lag 0": ("algorithm.max_staleness=0", "topology.placement=colocated"),
+    "in turns, lag 1": ("algorithm.max_staleness=1", "topology.placement=colocated"),
+}
+_STEADY = 5
+_POLL_S = 0.2
+_SCORES = re.compile(r"held-out, version (\d+): greedy ([.\d]+)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("variants", nargs="*", help=f"some of: {'; '.join(VARIANTS)}")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
+    parser.add_argument("--together", action="store_true", help="all at once: curves, no times")
+    parser.add_argument("--smoke", action="store_true", help="two steps on a CPU")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--model", type=Path, help="where the model is, or is made")
+    parser.add_argument("--wheel", type=Path, help="the package with the model, or its parts")
+    parser.add_argument("--set", action="append", default=[], help="further settings")
+    parser.add_argument("--folder", type=Path, help="where runs and logs stay")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    setting = smoke(Setting()) if arguments.smoke else Setting()
+    extra = [*arguments.set, *([f"trainer.steps={arguments.steps}"] if arguments.steps else [])]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        model = (arguments.model or folder / "model").resolve()
+        make_folder(model, arguments.wheel)
+        spec = folder / "spec.json"
+        spec.write_text(json.dumps(setting.spec(model)))
+        jobs = [
+            (name, seed, [*VARIANTS[name], f"seed={seed}", *extra])
+            for name in arguments.variants or VARIANTS
+            for seed in arguments.seeds
+        ]
+
+        def measured(job: tuple[str, int, list[str]]) -> dict[str, Any]:
+            name, seed, settings = job
+            own = folder / f"{name}-{seed}".replace(" ", "").replace(",", "-")
+            entry = train(own, settings, spec, setting)
+            print(json.dumps({"variant": name, "seed": seed, **entry}), flush=True)
+            return {"variant": name, "seed": seed, "settings": settings, **entry}
+
+        with ThreadPoolExecutor(len(jobs) if arguments.together else 1) as pool:
+            entries = list(pool.map(measured, jobs))
+    for entry in entries:
+        if arguments.together and len(jobs) > 1:
+            entry["times"] = "not of use: runs shared the GPU"
+    if not arguments.smoke:
+        keep(entries, arguments.out)
+
+
+def train(folder: Path, settings: list[str], spec: Path, setting: Setting) -> dict[str, Any]:
+    """Train once; returns the held-out curve, and rates of the steady steps.
+
+    Raises:
+        SystemExit: If the run fails, with what it said.
+    """
+    began = time.time()
+    with watched() as processors, running(folder, settings, spec=spec) as process:
+        while process.poll() is None:
+            time.sleep(_POLL_S)
+    ended = time.time()
+    steps = steps_in(folder)
+    if process.returncode != 0 or not steps:
+        raise SystemExit(f"{' '.join(settings)} failed:\n{output_of(folder)}{_logs(folder)}")
+    run = WholeRun({}, steps, began=began)
+    seconds = dict(enumerate(run.committed(), start=1))
+    greedy = {int(version): float(value) for version, value in _SCORES.findall(output_of(folder))}
+    times = facts(run, first=_STEADY) if len(steps) > _STEADY else {}
+    return {
+        "steps": len(steps),
+        "curve": [
+            {
+                "samples": sum(int(step["samples"]) for step in steps[:version]),
+                "seconds": round(seconds.get(version, 0.0), 1),
+                "greedy": value,
+            }
+            for version, value in sorted(greedy.items())
+        ],
+        "reward_mean": [round(step["reward_mean"], 4) for step in steps],
+        "seconds_to_first_step": round(seconds[1], 1),
+        "seconds_after_last_step": round(ended - began - seconds[len(steps)], 1),
+        "facts": times,
+        "processors": processors.medians(last_s=round(seconds[len(steps)] - seconds[1])),
+    }
+
+
+def keep(entries: list[dict[str, Any]], results: Path) -> None:
+    """Write entries in the place of former ones of their variant and seed."""
+    found: dict[str, Any] = {}
+    if results.exists():
+        found = json.loads(results.read_text(encoding="utf-8"))
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    runs = found.setdefault("runs", {})
+    for entry in entries:
+        runs[f"{entry.pop('variant')}, seed {entry.pop('seed')}"] = {"device": device, **entry}
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _logs(folder: Path) -> str:
+    """The ends of the workers' logs."""
+    ends = []
+    for log in sorted(folder.glob("run_*/logs/*.log")):
+        text = log.read_text(encoding="utf-8", errors="replace")
+        ends.append(f"\n--- {log.name}\n{text[-3000:]}")
+    return "".join(ends)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Seconds of processors that each kind of process of a run uses."""
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+
+_KIND = re.compile(r"services\.([a-z_.]+)|(VLLM::\S+)")
+_POLL_S = 1.0
+
+
+class Processors:
+    """Looks at all processes of this host once a second.
+
+    Attributes:
+        shares: By kind, the part of a processor that the busiest process of the kind used in each second.
+    """
+
+    def __init__(self) -> None:
+        self.shares: dict[str, list[float]] = {}
+        self._seen: dict[int, float] = {}
+        self._done = threading.Event()
+
+    def medians(self, *, last_s: int) -> dict[str, float]:
+        """The median of each kind over the newest seconds."""
+        return {
+            kind: round(sorted(values[-last_s:])[len(values[-last_s:]) // 2], 2)
+            for kind, values in sorted(self.shares.items())
+            if values
+        }
+
+    def watch(self) -> None:
+        """Look until :meth:`stop`."""
+        while not self._done.wait(_POLL_S):
+            busiest: dict[str, float] = {}
+            for process in psutil.process_iter():
+                with suppress(psutil.Error):
+                    if (kind := _kind(process)) is None:
+                        continue
+                    times = process.cpu_times()
+                    used = times.user + times.system
+                    spent = used - self._seen.get(process.pid, used)
+                    self._seen[process.pid] = used
+                    busiest[kind] = max(busiest.get(kind, 0.0), spent / _POLL_S)
+            for kind, share in busiest.items():
+                self.shares.setdefault(kind, []).append(share)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._done.set()
+
+
+@contextmanager
+def watched() -> Iterator[Processors]:
+    """Watch while the block runs."""
+    found = Processors()
+    thread = threading.Thread(target=found.watch, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        found.stop()
+        thread.join()
+
+
+def _kind(process: psutil.Process) -> str | None:
+    told = _KIND.search(" ".join(process.cmdline()) or process.name())
+    return None if told is None else told[1] or told[2]

@@ -1,0 +1,139 @@
+"""Processor time that a rollout process spends on each short response: ``python -m bench.rollout.short``.
+
+Real: sampler, group, workflow, tokenizer and the pool of reward processes. The engine has no model and takes
+no time. What is left is the cost of a request, whatever its length: at 512 responses of 29 tokens a step it
+bounds the samples per second.
+"""
+
+import argparse
+import asyncio
+import cProfile
+import pstats
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.rollout.parts import NoCache, tokenizer
+from bench.rollout.report import report_to
+from services.common.spec.data import DataSpec
+from services.common.spec.rollout import RolloutSpec
+from services.rollout.calls.pool import CallPool
+from services.rollout.calls.reach import Reach
+from services.rollout.client import GroupAssignment
+from services.rollout.engines.fake import FakeEngine
+from services.rollout.group import Tools
+from services.rollout.prompts import Prompt, PromptBook
+from services.rollout.rewards.scorer import Scorer
+from services.rollout.samples import Sample
+from services.rollout.sampling import Failure, GroupSampler
+from services.rollout.workflows.single_turn import SingleTurn
+
+GROUP_SIZE = 16
+
+
+class _Length:
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def length(self, seed: int) -> int:
+        return self._tokens
+
+
+class _Outcome:
+    def __init__(self) -> None:
+        self.count = 0
+        self.changed = asyncio.Event()
+
+    async def publish(
+        self, assignment: GroupAssignment, prompt: Prompt, samples: list[Sample]
+    ) -> None:
+        self.count += len(samples)
+        self.changed.set()
+
+    async def report(self, failures: Sequence[Failure]) -> None:
+        raise RuntimeError(failures[0][1].message)
+
+
+async def measure(groups: int, tokens: int, profile: cProfile.Profile | None) -> dict[str, float]:
+    """Seconds of this process, and of the clock, per response."""
+    spec = RolloutSpec(
+        group_size=GROUP_SIZE,
+        max_response_tokens=tokens,
+        max_running_samples=4096,
+        rewards=[{"name": "bench.real_model.tasks:reward"}],  # type: ignore[list-item]
+    )
+    data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column="answer")  # type: ignore[arg-type]
+    rows = [{"prompt": f"{i:03}=", "answer": "7"} for i in range(1000)]
+    prompts = PromptBook(data, {"train": rows}, tokenizer())
+    engine = FakeEngine(
+        max_running=4096,
+        step_seconds=lambda _: 1e-4,
+        lengths=_Length(tokens),
+        vocab_size=258,
+    )
+    outcome = _Outcome()
+    async with (
+        CallPool(spec.reward_concurrency) as pool,
+        Scorer.open(spec.rewards, pool, Reach(), concurrency=spec.reward_concurrency) as scorer,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await asyncio.gather(*[scorer.check() for _ in range(spec.reward_concurrency)])
+        tools = Tools(
+            engine=engine, tokenizer=tokenizer(), workflow=SingleTurn(), reward=scorer, calls=pool
+        )
+        decoding = tasks.create_task(engine.run())
+        async with GroupSampler(
+            prompts, tools, spec, publisher=outcome, cache=NoCache(), report_failures=outcome.report
+        ) as sampler:
+            wall, cpu = time.perf_counter(), time.process_time()
+            if profile is not None:
+                profile.enable()
+            sampler.start([_assignment(index) for index in range(groups)])
+            while outcome.count < groups * GROUP_SIZE:
+                await outcome.changed.wait()
+                outcome.changed.clear()
+            if profile is not None:
+                profile.disable()
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        decoding.cancel()
+    count = groups * GROUP_SIZE
+    return {
+        "responses": count,
+        "cpu_us_per_response": round(1e6 * cpu / count, 1),
+        "wall_us_per_response": round(1e6 * wall / count, 1),
+    }
+
+
+def _assignment(index: int) -> GroupAssignment:
+    return GroupAssignment(
+        group_id=f"g{index:08}",
+        attempt=1,
+        split="train",
+        row=index % 1000,
+        partition_id="run/train",
+        members=tuple(range(GROUP_SIZE)),
+        seeds=tuple(index * GROUP_SIZE + member for member in range(GROUP_SIZE)),
+        temperatures=(1.0,) * GROUP_SIZE,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--groups", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=29)
+    parser.add_argument("--profile", action="store_true", help="also print where the time goes")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/rollout-short.json"))
+    arguments = parser.parse_args()
+    profile = cProfile.Profile() if arguments.profile else None
+    found: dict[str, Any] = asyncio.run(measure(arguments.groups, arguments.tokens, profile))
+    if profile is not None:
+        stats = pstats.Stats(profile)
+        stats.sort_stats("tottime").print_stats(45)
+        stats.sort_stats("cumtime").print_stats(60)
+        return
+    report_to(arguments.out, found)
+
+
+if __name__ == "__main__":
+    main()
