@@ -81,6 +81,7 @@ class CallPool:
         name = request["name"]
         async with self._places:
             worker = await self._take()
+            is_well = False
             try:
                 answer: dict[str, Any] = {}
                 if name not in worker.loaded:
@@ -88,10 +89,12 @@ class CallPool:
                 if "error" not in answer:
                     worker.loaded.add(name)
                     answer = await _ask(worker.process, request, timeout_s=timeout_s)
-                self._idle.append(worker)
+                is_well = True
             finally:
                 self._busy.discard(worker)
-                if worker not in self._idle:
+                if is_well:
+                    self._idle.append(worker)
+                else:
                     await _kill(worker.process)
         if "error" in answer:
             raise CallError(answer["kind"], f"{name!r} raised {answer['error']}")
