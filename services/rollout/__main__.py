@@ -19,7 +19,7 @@ from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.models.loading import load_config
 from services.common.models.routing_shape import routing_shape
-from services.common.models.tokenizer import Tokenizer, load_tokenizer
+from services.common.models.tokenizer import load_tokenizer
 from services.common.secrets import with_secrets
 from services.common.spec.engines import engine_kind
 from services.common.spec.run import RunSpec
@@ -89,8 +89,11 @@ async def run(settings: RolloutSettings) -> None:
             WorkerSession(settings, role="rollout", port=port)
         )
         session.report(state="loading", activity="loading model and data")
-        engine, sampler, publisher, frozen = await _load(stack, session, settings, device)
+        engine, sampler, publisher = await _load(stack, session, settings, device)
         tasks = await stack.enter_async_context(TaskGroup())
+        # Beside the engine's start, and after its model was described: both make models, whose dtype is that
+        # of the whole process.
+        reading = tasks.create_task(asyncio.to_thread(_frozen, session.spec, device))
         background = [
             tasks.create_task(engine.run()),
             tasks.create_task(
@@ -103,6 +106,7 @@ async def run(settings: RolloutSettings) -> None:
             ),
         ]
         await engine.wait_ready()
+        frozen = await reading
         spare_what_stays()
         servicer.attach(sampler)
         receiver.attach(
@@ -120,7 +124,7 @@ async def run(settings: RolloutSettings) -> None:
 
 async def _load(
     stack: AsyncExitStack, session: WorkerSession, settings: RolloutSettings, device: torch.device
-) -> tuple[Engine, GroupSampler, GroupPublisher, FrozenWeights | None]:
+) -> tuple[Engine, GroupSampler, GroupPublisher]:
     """Load model, data and rewards as the run's specification says."""
     spec: RunSpec = with_secrets(session.spec, settings.secrets_directory)
     tokenizer = await asyncio.to_thread(
@@ -147,7 +151,6 @@ async def _load(
                     sleeps=spec.is_in_turns(settings.worker_id),
                 )
             )
-            reading = loading.create_task(asyncio.to_thread(_frozen, spec, tokenizer, device))
             scorer = await stack.enter_async_context(ScorerOfSets.open(spec, pool, reach))
     engine = building.result()
     address, put_timeout_s = session.transferqueue_address, spec.transferqueue.put_timeout_s
@@ -192,15 +195,15 @@ async def _load(
         ),
         report_failures=partial(_report_failures, session),
     )
-    return engine, await stack.enter_async_context(sampler), publisher, reading.result()
+    return engine, await stack.enter_async_context(sampler), publisher
 
 
-def _frozen(spec: RunSpec, tokenizer: Tokenizer, device: torch.device) -> FrozenWeights | None:
-    """The weights that adapters are merged into, if these come alone."""
+def _frozen(spec: RunSpec, device: torch.device) -> FrozenWeights | None:
+    """Read the weights that adapters are merged into, if these come alone."""
     if not spec.sends_adapters or not engine_kind(spec.rollout.engine).has_model:
         return None
     dtype = getattr(torch, spec.trainer.dtype)
-    return FrozenWeights(spec.model, tokenizer, dtype=dtype, device=device)
+    return FrozenWeights(spec.model, load_tokenizer(spec.model), dtype=dtype, device=device)
 
 
 async def _open_workflow(

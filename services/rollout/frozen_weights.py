@@ -68,15 +68,19 @@ class FrozenWeights:
             ValueError: If the model does not load.
         """
         config = load_config(model, tokenizer)
-        shape = build_model(config, dtype=dtype, device="meta")
+        shape = build_model(config, dtype=torch.float32, device="meta")
+        buffers = stored_buffers(shape).keys()
         specs = [
-            TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            TensorSpec(
+                name,
+                tuple(value.shape),
+                str(value.dtype if name in buffers else dtype).removeprefix("torch."),
+            )
             for name, value in stored_of(shape).items()
         ]
         self.plan = make_plan(specs, bucket_bytes)
         self._bytes, self._tensors = whole_buffers(self.plan, [_HOST])
         read_weights(self._tensors, find_folder(model), config.to_dict())
-        buffers = stored_buffers(shape).keys()
         self._digest = frozen_digest(
             (name, value) for name, value in self._tensors.items() if name not in buffers
         )
