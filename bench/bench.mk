@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-joins bench-trainer bench-trainer-peer bench-rollout bench-episodes bench-weightsync bench-recovery
+.PHONY: bench-abuse bench-abuse-memory bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-joins bench-trainer bench-trainer-peer bench-rollout bench-episodes bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -59,6 +59,9 @@ bench-silence: $(READY) ## How long a run that starts says nothing, and how long
 
 bench-pace: $(READY) ## How fast a run can be, with a real controller and fakes that take a GPU's time, minutes
 	$(BIN)/python -m bench.pace $(OPTIONS)
+
+bench-abuse-memory: $(READY) ## What a stranger's 1,000 connections to each port cost, ten minutes (OPTIONS=--smoke for one)
+	$(BIN)/python -m bench.abuse.memory $(OPTIONS)
 
 bench-abuse: $(READY) ## Two honest projects while a third identity abuses every port, ten minutes (OPTIONS=--smoke for half of one)
 	$(BIN)/python -m bench.abuse $(OPTIONS)

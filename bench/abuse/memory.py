@@ -1,10 +1,11 @@
 """What a stranger's connections cost: ``python -m bench.abuse.memory [NAME ...] [--smoke]``, ten minutes.
 
-A stranger, who has no token, opens 1,000 connections to a port of the controller or the transferqueue and sends on
-each as much as the server takes: headers, bodies, slow pieces, gRPC messages and metadata, ZeroMQ frames. Measured
-are how far the memory of both services rises above what they had before all attacks, and how long the honest wait
-meanwhile. Bars: less than 64 MiB, and a 99th percentile of at most 250 ms. An attack that takes 1 GiB is stopped.
-Results go to ``bench/results/abuse-memory.json``; ``--smoke`` keeps none.
+A stranger, who has no token, opens 1,000 connections to a port of the controller or the transferqueue and
+sends on each as much as the server takes: headers, bodies, slow pieces, gRPC messages and metadata, ZeroMQ
+frames. Measured are how far the memory of both services rises above what they had before all attacks, and
+how long the honest wait meanwhile. Bars: less than 64 MiB, and a 99th percentile of at most 250 ms. An
+attack that takes 1 GiB is stopped. Results go to ``bench/results/abuse-memory.json``; ``--smoke`` keeps
+none.
 """
 
 import argparse
@@ -84,7 +85,7 @@ async def attacked(
         stdout=asyncio.subprocess.PIPE,
         cwd=REPOSITORY,
     )
-    ending = asyncio.create_task(process.communicate(json.dumps(order).encode() + b"\n"))
+    ending = asyncio.create_task(process.communicate(json.dumps(order).encode() + b"\n"))  # noqa: TID251 -- awaited or cancelled below
     before = {name: own_mib(each) for name, each in processes.items()}
     is_stopped = False
     while not ending.done():
@@ -122,7 +123,7 @@ async def measured(
             "data": int(queue["data"].rpartition(":")[2]),
         }
         quiet_s: list[float] = []
-        watching = asyncio.create_task(ask(client, quiet_s))
+        watching = asyncio.create_task(ask(client, quiet_s))  # noqa: TID251 -- awaited or cancelled below
         await asyncio.sleep(_QUIET_S)
         watching.cancel()
         before = {name: own_mib(each) for name, each in processes.items()}
@@ -133,7 +134,7 @@ async def measured(
                 continue
             waits_s: list[float] = []
             most: dict[str, float] = {}
-            watching = asyncio.create_task(ask(client, waits_s))
+            watching = asyncio.create_task(ask(client, waits_s))  # noqa: TID251 -- awaited or cancelled below
             answered = await attacked(
                 {**order, "connections": connections, "seconds": seconds}, processes, most
             )

@@ -1,8 +1,10 @@
-"""One attack of a stranger's many connections: ``python -m bench.abuse.strangers``, its order on standard input.
+"""One attack of a stranger's many connections: ``python -m bench.abuse.strangers``, its order on standard
+input.
 
-The order is JSON: ``attack`` (a key of :data:`ATTACKS`), ``port``, ``connections``, ``seconds``, and ``token`` for
-the attack that has one. The process opens all connections, sends on each as much as the server takes, holds them
-until the time is over, and prints how many connections the server left open and how many bytes it took.
+The order is JSON: ``attack`` (a key of :data:`ATTACKS`), ``port``, ``connections``, ``seconds``, and
+``token`` for the attack that has one. The process opens all connections, sends on each as much as the
+server takes, holds them until the time is over, and prints how many connections the server left open and
+how many bytes it took.
 """
 
 import asyncio
@@ -190,7 +192,7 @@ async def grpc_messages(connection: Connection, order: Order) -> None:
     await connection.send(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
     message = b"\x00" + struct.pack(">I", order["message_bytes"])
     windows = _Windows()
-    reading = asyncio.create_task(windows.read(connection))
+    reading = asyncio.create_task(windows.read(connection))  # noqa: TID251 -- awaited or cancelled below
     try:
         stream = 1
         while connection.num_bytes < _MAX_BYTES and not reading.done():
@@ -337,7 +339,7 @@ async def main() -> None:
                 await attack(connection, order)
                 await connection.hold()
 
-    tasks = [asyncio.create_task(one(number)) for number in range(order["connections"])]
+    tasks = [asyncio.create_task(one(number)) for number in range(order["connections"])]  # noqa: TID251 -- awaited or cancelled below
     with suppress(TimeoutError):
         async with asyncio.timeout(order["seconds"]):
             await is_over.wait()

@@ -39,9 +39,11 @@ async def serve_metrics(
     if port == 0:
         yield 0
         return
-    token = token_file.read_bytes().strip() if token_file else b""
+    token = await asyncio.to_thread(token_file.read_bytes) if token_file else b""
     host = bind.rpartition(":")[0]
-    serving = serve_http(f"{host}:{port}", _app(token), connections_per_peer=_CONNECTIONS_PER_PEER)
+    serving = serve_http(
+        f"{host}:{port}", _app(token.strip()), connections_per_peer=_CONNECTIONS_PER_PEER
+    )
     async with serving as served:
         yield served
 
