@@ -55,10 +55,11 @@ class TransferQueueCache:
             stored = await self._metadata.get_batch(self._partition_id)
             if stored.num_keys == 0:
                 return {}
-            for who, serial in zip(_members(stored), stored.tag("serial"), strict=True):
-                if who[0] in first_attempts:
-                    known = self._serials[who[0]]
-                    known[who[1]] = max(int(serial), known.get(who[1], 0))
+            serials = stored.tag("serial")
+            for place, (group_id, member) in enumerate(_members(stored)):
+                if group_id in first_attempts:
+                    known = self._serials[group_id]
+                    known[member] = max(int(serials[place]), known.get(member, 0))
             newest = _newest(stored, first_attempts)
             if newest.num_keys == 0:
                 return {}
