@@ -32,7 +32,7 @@ from services.trainer.algorithm.own import OwnFunctionError
 from services.trainer.critic import serve_critic
 from services.trainer.model.parallel import join_processes
 from services.trainer.ranks.build import build_critic, build_rank, device_of, gpu_names
-from services.trainer.ranks.crew import Crew
+from services.trainer.ranks.crew import Crew, RankFailedError
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.start import Build, connect_data, load, until_stopped
@@ -55,6 +55,7 @@ async def lead(settings: TrainerSettings) -> None:
     leader, crew = Leader(), Crew(settings.world_size)
     # Who calls while this ends is told that nobody is here, before what would have answered is closed.
     async with AsyncExitStack() as stack, AsyncExitStack() as serving:
+        stack.enter_context(crew.listening())
         member = WeightMember(
             source=leader,
             device=device_of(settings),
@@ -90,12 +91,17 @@ async def lead(settings: TrainerSettings) -> None:
         announce(settings.ready_file, {"role": "trainer", "gpus": ",".join(gpu_names())})
         session.report(state="ready", activity="", weight_version=built.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
-        await until_stopped(session)
+        await until_stopped(session, crew)
 
 
 async def run_follower(settings: TrainerSettings) -> None:
     """Follow rank 0."""
     crew = Crew(settings.world_size)
+    with crew.listening():
+        await _follow(settings, crew)
+
+
+async def _follow(settings: TrainerSettings, crew: Crew) -> None:
     loop = asyncio.get_running_loop()
     order = await asyncio.to_thread(crew.hear)
     start = json.loads(order.payload)
@@ -166,9 +172,9 @@ def main() -> None:
     failures: list[BaseException] = []
     try:
         _work(settings)
-    except* OwnFunctionError as group:
+    except* (OwnFunctionError, RankFailedError) as group:
         failures = leaves(group)
-    if failures:  # of the user's: a traceback of ours would only hide what is wrong
+    if failures:  # they say what is wrong: a traceback of ours would only hide it
         sys.exit(str(failures[0]))
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -53,6 +53,7 @@ async def serve_critic(settings: TrainerSettings) -> None:
     leader, crew = Leader(may_miss_steps=True), Crew(settings.world_size)
 
     async with AsyncExitStack() as stack:
+        stack.enter_context(crew.listening())
 
         def on_saving(activity: str, gauges: Mapping[str, float]) -> None:
             session.report(activity=activity, gauges=gauges)
@@ -71,7 +72,7 @@ async def serve_critic(settings: TrainerSettings) -> None:
         announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="ready", activity="", weight_version=built.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
-        await until_stopped(session)
+        await until_stopped(session, crew)
 
 
 def _reporter(run_id: str, report: Callable[[int], None]) -> Callable[[int, StepResult], None]:

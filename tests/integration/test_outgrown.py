@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-import os
 import sqlite3
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,17 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
-from services.common.errors import UnavailableError
 from services.common.jagged import Jagged
 from services.common.spec.run import RunSpec
 from services.trainer.batch.plan import Bounds
 from services.trainer.model.parallel import build_topology, distribute
-from services.trainer.ranks.crew import Crew
+from services.trainer.ranks.crew import Crew, RankFailedError
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
-from services.trainer.steps.outgrown import OutgrownError
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of
 from tests.helpers.cli import train
 from tests.helpers.ledger_check import check_run
+from tests.helpers.ports import free_port
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shortage import limited
 from tests.integration.test_trainer_ranks import Recorder, spec_for
@@ -61,27 +61,64 @@ def _train(rank: int, folder: str, spec_json: str) -> None:
     torch.save(found, f"{folder}/found.pt")
 
 
-def _short_of_memory(rank: int, folder: str, spec_json: str) -> None:
-    """Rank 1 alone runs out of memory; rank 0 waits for it in the same pass."""
+CAUSE = r"a rank is gone.*: rank 1: a micro-batch of .* tokens in \d+ sequence.* 2\.00 GiB"
+
+
+def _short_of_memory(rank: int, ranks: int, folder: str, spec_json: str) -> None:
+    """Rank 1 alone runs out of memory; the others wait for it in the same pass."""
     torch.set_num_threads(1)
     spec = RunSpec.model_validate_json(spec_json)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
     policy = policy_of(spec)
     queue = random_queue(policy_of(spec))
-    topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=2)
+    topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=ranks)
     distribute(policy, spec.trainer, topology)
     trained = rank_of(spec, policy, queue, ranks=topology.data)
+    crew = Crew(ranks)
     if rank == 1:
         limited(policy, 1, in_backward=False)
-        with pytest.raises(OutgrownError, match=r"tokens in \d+ sequence.* 2\.00 GiB"):
-            Follower(Crew(2), trained).follow()
-        os._exit(0)
-    leader = Leader()
-    leader.attach(trained, Crew(2))
-    with pytest.raises(UnavailableError, match="a rank is gone"):
-        asyncio.run(leader.train_step(1, queue.meta))
+    if rank > 0:
+        with pytest.raises(RankFailedError, match=CAUSE):
+            Follower(crew, trained).follow()
+    else:
+        leader = Leader()
+        leader.attach(trained, crew)
+        with pytest.raises(RankFailedError, match=CAUSE):
+            asyncio.run(leader.train_step(1, queue.meta))
+        leader.stop()
+
+
+def _idle_rank(rank: int, folder: str, port: int) -> None:
+    """Rank 1 fails while rank 0 waits for nothing; then both end as ranks do."""
+    distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+    )
+    crew = Crew(2)
+    with crew.listening():
+        if rank == 1:
+            with pytest.raises(RankFailedError, match="rank 1: no room"), crew.together(ends=True):
+                raise ValueError("no room")
+        else:
+            with pytest.raises(RankFailedError, match="rank 1: no room"):
+                asyncio.run(crew.failed())
+        with pytest.raises(RankFailedError, match="rank 1: no room"), crew.together():
+            """Whatever was computed meanwhile counts for nothing."""
+    assert not distributed.is_initialized()
+
+
+def _end_well(rank: int, folder: str, port: int) -> None:
+    """Both ranks end, and neither takes the other's end for a failure."""
+    distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+    )
+    crew = Crew(2)
+    with crew.listening(), crew.together():
+        crew.gather(str(rank))
+    assert not crew.has_failed
+    assert [thread for thread in threading.enumerate() if thread.name == "crew"] == []
+    distributed.destroy_process_group()
 
 
 def _leave_out(rank: int, folder: str, spec_json: str) -> None:
@@ -139,9 +176,16 @@ def test_a_pass_that_broke_leaves_nothing_behind(tmp_path: Path, options: dict[s
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_that_outgrows_memory_leaves_nobody_waiting(tmp_path: Path) -> None:
-    spec = spec_for(world_size=2)
-    run_ranks(_short_of_memory, str(tmp_path), spec.model_dump_json(), count=2)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_outgrows_memory_leaves_nobody_waiting(tmp_path: Path, ranks: int) -> None:
+    spec = spec_for(world_size=ranks)
+    run_ranks(_short_of_memory, ranks, str(tmp_path), spec.model_dump_json(), count=ranks)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("work", [_idle_rank, _end_well])
+def test_a_rank_hears_how_the_others_end(tmp_path: Path, work: Callable[..., None]) -> None:
+    run_ranks(work, str(tmp_path), free_port(), count=2)
 
 
 @pytest.mark.timeout(300)

@@ -15,7 +15,7 @@ from typing import Protocol
 from services.common.process_identity import identity_of, is_alive
 from services.common.task_group import TaskGroup
 
-# When one process of a worker ended well, the others have this long to do the same.
+# When one process of a worker ended by itself, the others have this long to do the same.
 _ENDING_TOGETHER_S = 5.0
 
 
@@ -103,7 +103,9 @@ class ProcessGroup:
             waits = [tasks.create_task(process.wait()) for process in self._processes]
             ended, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             first = next(wait for wait in waits if wait in ended)
-            if others and first.result() == 0:
+            code = first.result()
+            # A process that was killed said nothing, and the others may wait for it.
+            if others and code is not None and code >= 0:
                 await asyncio.wait(others, timeout=_ENDING_TOGETHER_S)
             self.send_signal(signal.SIGKILL)
         return first.result()

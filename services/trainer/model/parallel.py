@@ -95,6 +95,16 @@ def join_processes(*, device: torch.device, rank: int, world_size: int) -> None:
     )
 
 
+def abort_processes() -> None:
+    """Abort all process groups of this process: what its other threads do in them over NCCL fails at once.
+
+    Gloo has no abort: its connections close, and fail on the other ranks, when this process ends. Safe to
+    repeat.
+    """
+    if distributed.is_initialized():
+        distributed.distributed_c10d._abort_process_group()  # noqa: SLF001 -- there is no public name
+
+
 def build_topology(
     spec: TrainerSpec, *, device: torch.device, rank: int, world_size: int
 ) -> Topology:

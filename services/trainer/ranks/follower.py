@@ -51,8 +51,15 @@ class Follower:
         self._turn = threading.Lock()
 
     def follow(self) -> None:
-        """Obey until the end. Blocks; runs in a thread."""
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint") as writer:
+        """Obey until the end. Blocks; runs in a thread.
+
+        Raises:
+            RankFailedError: If this rank or another one fails; the other ranks know it by then.
+        """
+        with (
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint") as writer,
+            self._crew.together(ends=True),
+        ):
             writing: Future[Path] | None = None
             while (order := self._crew.hear()).kind is not Kind.STOP:
                 with self._turn:
@@ -82,10 +89,9 @@ class Follower:
     def _take_part(self, order: Order) -> None:
         try:
             self._obey(order)
-        except OutgrownError:
-            # Met by this rank alone. The others wait for it in a pass: they are told by its end.
-            raise
         except (ServiceError, ValueError) as error:
+            if isinstance(error, OutgrownError) or self._crew.has_failed:
+                raise  # others wait for this rank
             # Rank 0 met the same and reports it; the next order may be a good one.
             logger.warning("order failed", extra={"order": order.kind.name, "error": str(error)})
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from services.trainer.steps.step import StepResult
 from services.trainer.weights import WeightExport
 from services.weightsync.canary import Canary
 from services.weightsync.plan import TensorSpec
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +118,7 @@ class Leader:
                     step,
                     self._begin(step, meta, weight_version, num_steps, waits or {}),
                 )
-            return await asyncio.shield(asyncio.wrap_future(self._begun[1]))
+            return await _shielded(self._begun[1])
 
     async def accumulate(self, step: int, meta: KVBatchMeta, *, weight_version: int) -> None:
         """Begin with some groups of the next step, while its others are generated. Safe to repeat.
@@ -126,10 +129,8 @@ class Leader:
         """
         self._attached()
         self._check_next(step)
-        await asyncio.shield(
-            asyncio.wrap_future(
-                self._thread.submit(copy_context().run, self._accumulate, meta, weight_version)
-            )
+        await _shielded(
+            self._thread.submit(copy_context().run, self._accumulate, meta, weight_version)
         )
 
     def _accumulate(self, meta: KVBatchMeta, weight_version: int) -> None:
@@ -316,6 +317,14 @@ class Leader:
         self._attached()
         assert self._weights is not None, "a critic is in no weight group"
         return self._weights
+
+
+async def _shielded(work: "Future[_T]") -> _T:
+    """The result of work that goes on if nobody waits for it any more."""
+    waiting = asyncio.wrap_future(work)
+    # The caller may be gone before it fails, and asyncio logs what nobody has seen.
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(waiting)
 
 
 def _saved(folder: Path, seconds: Mapping[str, float]) -> SavedCheckpoint:

@@ -187,7 +187,7 @@ class Rank:
         try:
             result = self._trained(step, left, version)
         except OutgrownError:
-            if left is meta:
+            if left is meta or self._spec.trainer.world_size > 1:
                 raise
             # What was accumulated early is forgotten, so all of the step begins anew.
             result = self._trained(step, meta, version)

@@ -83,6 +83,10 @@ async def load(
     )
 
 
-async def until_stopped(session: WorkerSession) -> None:
-    """Wait for the controller's order or a signal."""
-    await until_first(session.stopped(), until_told_to_stop())
+async def until_stopped(session: WorkerSession, crew: Crew) -> None:
+    """Wait for the controller's order or a signal.
+
+    Raises:
+        ExceptionGroup: With a RankFailedError, if a rank fails.
+    """
+    await until_first(session.stopped(), until_told_to_stop(), crew.failed())

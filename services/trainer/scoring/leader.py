@@ -12,6 +12,7 @@ from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, ServiceError
 from services.trainer.ranks.crew import Crew, Kind, Order
 from services.trainer.steps.fields import FieldScoring, lacking
+from services.trainer.steps.outgrown import OutgrownError
 from services.trainer.steps.scorer import Scorer
 
 logger = logging.getLogger(__name__)
@@ -122,15 +123,23 @@ class ScoringLeader:
 
 
 def follow(crew: Crew, scorer: Scorer, fields: FieldScoring) -> None:
-    """Take part in whatever rank 0 orders, until the end. Blocks; runs in a thread."""
-    while (order := crew.hear()).kind is not Kind.STOP:
-        try:
-            if order.kind is Kind.ADD_FIELD:
-                fields.add(KVBatchMeta.from_bytes(order.payload), version=order.weight_version)
-            elif order.kind is Kind.SCORE:
-                scorer.score_text(json.loads(order.payload))
-            elif order.kind is Kind.ADOPT:
-                scorer.adopt(None)
-        except (ServiceError, ValueError) as error:
-            # Rank 0 met the same and reports it; the next order may be a good one.
-            logger.warning("order failed", extra={"order": order.kind.name, "error": str(error)})
+    """Take part in whatever rank 0 orders, until the end. Blocks; runs in a thread.
+
+    Raises:
+        RankFailedError: If this rank or another one fails; the other ranks know it by then.
+    """
+    with crew.together(ends=True):
+        while (order := crew.hear()).kind is not Kind.STOP:
+            try:
+                if order.kind is Kind.ADD_FIELD:
+                    fields.add(KVBatchMeta.from_bytes(order.payload), version=order.weight_version)
+                elif order.kind is Kind.SCORE:
+                    scorer.score_text(json.loads(order.payload))
+                elif order.kind is Kind.ADOPT:
+                    scorer.adopt(None)
+            except (ServiceError, ValueError) as error:
+                if isinstance(error, OutgrownError) or crew.has_failed:
+                    raise  # others wait for this rank
+                # Rank 0 met the same and reports it; the next order may be a good one.
+                told = {"order": order.kind.name, "error": str(error)}
+                logger.warning("order failed", extra=told)

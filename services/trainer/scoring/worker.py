@@ -34,6 +34,7 @@ async def serve_logp(settings: TrainerSettings) -> None:
     """Serve one run in the role logp."""
     crew = Crew(settings.world_size)
     async with AsyncExitStack() as stack:
+        stack.enter_context(crew.listening())
         servicer = ScoringServicer(
             settings.run_id,
             on_refused=lambda reason: session.report(state="loaded", activity=reason),
@@ -61,13 +62,14 @@ async def serve_logp(settings: TrainerSettings) -> None:
         announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="loaded", activity="")
         stack.push_async_callback(asyncio.to_thread, leader.stop)
-        await until_stopped(session)
+        await until_stopped(session, crew)
 
 
 async def serve_ref_logp(settings: TrainerSettings) -> None:
     """Serve one run in the role ref_logp."""
     crew = Crew(settings.world_size)
     async with AsyncExitStack() as stack:
+        stack.enter_context(crew.listening())
         port = await stack.enter_async_context(serve(settings.bind, lambda server: None))
         session = await stack.enter_async_context(
             WorkerSession(settings, role="ref_logp", port=port)
@@ -86,5 +88,5 @@ async def serve_ref_logp(settings: TrainerSettings) -> None:
         stack.push_async_callback(asyncio.to_thread, leader.stop)
         async with TaskGroup() as tasks:
             work = tasks.create_task(scoring.run())
-            await until_stopped(session)
+            await until_stopped(session, crew)
             work.cancel()

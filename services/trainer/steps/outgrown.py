@@ -1,13 +1,12 @@
 """Sizes that are known not to fit into memory, over the restarts of a worker of several processes.
 
-Where one of these runs out of memory the others wait for it in the middle of an exchange, and nothing can be
-told to them. It notes the size and ends, and so all of them start again, as after any loss; then they divide
-what is as large, or leave it out, before they begin.
+Where one of these runs out of memory the others wait for it in the middle of an exchange, which cannot begin
+anew. It notes the size and fails, and so all of them start again, as after any loss; then they divide what is
+as large, or leave it out, before they begin.
 """
 
 import json
 import logging
-import os
 from pathlib import Path
 
 import torch
@@ -21,9 +20,8 @@ from services.trainer.settings import TrainerSettings
 logger = logging.getLogger(__name__)
 
 _REMEDY = (
-    "what it is a part of cannot go on without it; lower trainer.tokens_per_micro_batch or "
-    "rollout.max_response_tokens, or set trainer.activation_checkpointing, trainer.activation_offloading or "
-    "trainer.context_parallel"
+    "lower trainer.tokens_per_micro_batch or rollout.max_response_tokens, or set "
+    "trainer.activation_checkpointing, trainer.activation_offloading or trainer.context_parallel"
 )
 
 
@@ -33,12 +31,17 @@ class OutgrownError(InternalError):
     Args:
         told: The micro-batch.
         why: What the device says.
+        then: What follows.
     """
 
     reason = "OUT_OF_MEMORY"
 
-    def __init__(self, told: str, why: str) -> None:
-        super().__init__(f"a micro-batch of {told} does not fit into memory: {why}; {_REMEDY}")
+    def __init__(
+        self, told: str, why: str, *, then: str = "what it is a part of cannot go on without it"
+    ) -> None:
+        super().__init__(
+            f"a micro-batch of {told} does not fit into memory: {why}; {then}; {_REMEDY}"
+        )
 
 
 class Outgrown:
@@ -77,12 +80,15 @@ class Outgrown:
         self.bounds = self.bounds.within(bounds)
 
     def give_up(self, bounds: Bounds, told: str, why: str) -> None:
-        """Note what did not fit and end this process; returns only if there is nowhere to note it.
+        """Note what did not fit, for the next start of all ranks; returns if there is nowhere to note it.
 
         Args:
             bounds: Of what did not fit.
             told: What that was.
             why: What the device says.
+
+        Raises:
+            OutgrownError: Once it is noted.
         """
         if self._note is None:
             return
@@ -99,12 +105,7 @@ class Outgrown:
         then = (
             "leave out what is as long" if whole else f"take at most {bounds.max_tokens:,} tokens"
         )
-        logger.error(
-            "a micro-batch of %s does not fit into memory: %s; all ranks start again, and %s",
-            *(told, why, then),
-        )
-        # Whatever else would be done on the way out may wait for ranks that wait for this one.
-        os._exit(1)  # noqa: TID251
+        raise OutgrownError(told, why, then=f"all ranks start again, and {then}")
 
 
 def recall(settings: TrainerSettings, trainer: TrainerSpec, *, ranks: Ranks) -> Outgrown:
