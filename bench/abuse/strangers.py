@@ -1,5 +1,4 @@
-"""One attack of a stranger's many connections: ``python -m bench.abuse.strangers``, its order on standard
-input.
+"""One attack with many connections: ``python -m bench.abuse.strangers``, its order on standard input.
 
 The order is JSON: ``attack`` (a key of :data:`ATTACKS`), ``port``, ``connections``, ``seconds``, and
 ``token`` for the attack that has one. The process opens all connections, sends on each as much as the

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from services.common.models.tokenizer import Tokenizer
@@ -177,7 +178,7 @@ async def _try_reward(
         async def call(one: RewardInput) -> None:
             await comparison.score([one, one])
 
-    await _judge(trial, [lambda one=one: call(one) for one in given], key=key, what=reward.name)
+    await _judge(trial, [partial(call, one) for one in given], key=key, what=reward.name)
 
 
 async def _try_curriculum(

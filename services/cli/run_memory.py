@@ -102,7 +102,7 @@ def _planned(
 
 def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
     """Roles of those that have GPUs of the trainer, and of the first rollout, on a machine with so many."""
-    roles = {worker: role for role, worker in worker_names(spec)}
+    roles: dict[str, str] = {worker: role for role, worker in worker_names(spec)}
     host = HostGpus([str(number) for number in range(gpus)])
     host.assign(spec.name, gpu_needs(spec), hosts=gpu_hosts(spec))
     names = [

@@ -19,7 +19,7 @@ from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.models.loading import load_config
 from services.common.models.routing_shape import routing_shape
-from services.common.models.tokenizer import load_tokenizer
+from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.secrets import with_secrets
 from services.common.spec.engines import engine_kind
 from services.common.spec.run import RunSpec

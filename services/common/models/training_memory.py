@@ -154,7 +154,7 @@ def _least_engine(
     gpu_bytes: int,
 ) -> float:
     """Bytes that an engine is left on a GPU which it shares with a trainer at work."""
-    dtype = getattr(torch, spec.trainer.dtype)
+    dtype: torch.dtype = getattr(torch, spec.trainer.dtype)
     weights = dtype.itemsize * _num_weights(shapes) / spec.engine_gpus
     cache = min(kv_bytes(spec, config, dtype), _KV_SHARE * gpu_bytes)
     return weight_copies(spec) * weights + cache + ENGINE
@@ -229,7 +229,7 @@ def weight_bytes(config: PretrainedConfig, dtype: torch.dtype) -> float:
 
 def shapes_of(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's weights by name."""
-    return _shapes_of(type(config), config.to_json_string(use_diff=False))
+    return _shapes_of(type(config), config.to_json_string(use_diff=False))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=8)
@@ -308,6 +308,7 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
     whole += eager * _EAGER_NORMS * _FLOAT32 * shape.hidden_size
     layers = int(shape.num_hidden_layers)
     recomputed = trainer.activation_checkpointing
+    assert recomputed != "auto", "the caller chooses"
     if recomputed == "selective":
         kept = [_SELECTED_HIDDENS * hidden + attended + _SELECTED_FEED_FORWARD * inner] * layers
     else:

@@ -142,8 +142,8 @@ class AlgorithmSpec(SpecPart):
     """Groups with fewer finished members are replaced, not trained."""
 
     max_staleness: int = Field(1, ge=0, le=64)
-    """Max weight versions that a trained token may lag behind; older tokens are masked. 0 is synchronous, 1 one
-    step off. ``generate_ahead_steps`` is accepted as another name, under ``trainer`` too."""
+    """Max weight versions that a trained token may lag behind; older tokens are masked. 0 is synchronous,
+    1 is one step off. ``generate_ahead_steps`` is accepted as another name, under ``trainer`` too."""
     on_stale: Literal["wait", "mask", "restart", "drop"] = "wait"
     """What happens to a group that grew too stale before it was trained."""
     mask_older_tokens: bool = False

@@ -69,7 +69,9 @@ def _rewards_of(
                 f"reward service ({', '.join(SERVICES)}), or 'module:function' or 'file.py:function'."
                 + did_you_mean(reward.name, known)
             )
-        if is_url and (unknown := sorted(reward.arguments.keys() - {"token"})):
+        if reward.name.startswith(SERVICES) and (
+            unknown := sorted(reward.arguments.keys() - {"token"})
+        ):
             yield (
                 f"{key}.arguments has {', '.join(unknown)}, but a reward service is given its token alone; "
                 "remove them"

@@ -1,7 +1,7 @@
 """The run API over REST: one route for each operation."""
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -40,7 +40,7 @@ def add_routes(app: FastAPI, api: RunApi) -> None:
     class KnownFirst(APIRoute):
         """Reads the body of a request once its caller is known."""
 
-        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             answer = super().get_route_handler()
 
             async def answer_known(request: Request) -> Response:

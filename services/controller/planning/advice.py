@@ -165,7 +165,9 @@ def advise(
     changes = sorted(found_changes, key=lambda change: -change.gain)
     helpful = [change for change in changes if change.gain >= _LEAST_GAIN]
     # Processes that share GPUs, or have none, would share them in another placement, too.
-    gains = {each.placement: _gain(rates, each, now) for each in others if spare >= 0}
+    gains: dict[str, float] = {
+        each.placement: _gain(rates, each, now) for each in others if spare >= 0
+    }
     return replace(found, changes=tuple(helpful[:_MOST_CHANGES]), others=gains)
 
 

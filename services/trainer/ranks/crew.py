@@ -122,7 +122,7 @@ class Crew:
                 _meeting().compare_set(_END, "", _WELL)
             listener.join(_JOIN_S)
 
-    def _listen(self, store: distributed.Store) -> None:
+    def _listen(self, store: distributed.Store) -> None:  # type: ignore[name-defined]
         # The store of a process that is gone tells nothing: its launcher ends the others.
         with suppress(RuntimeError):
             store.wait([_END], _LISTEN)
@@ -225,7 +225,7 @@ def _is_of_a_collective(error: Exception) -> bool:
     )
 
 
-def _meeting() -> distributed.Store:
+def _meeting() -> distributed.Store:  # type: ignore[name-defined]
     """The store in which the ranks met."""
     return distributed.distributed_c10d._get_default_store()  # noqa: SLF001 -- there is no public name
 
