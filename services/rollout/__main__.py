@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from itertools import chain
 
@@ -130,6 +130,11 @@ async def _load(
     tokenizer = await asyncio.to_thread(
         load_tokenizer, spec.model, spec.data.chat_template_arguments
     )
+    if spec.data.chat_template:
+        # What renders chats starts now, in a thread; what is wrong is reported with each prompt.
+        with suppress(ValueError):
+            hello = {"role": "user", "content": "Hello"}
+            await asyncio.to_thread(tokenizer.render_chat, [hello])
     sources = await asyncio.to_thread(open_sources, spec.data)
     pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))

@@ -1,13 +1,24 @@
 """The ``config.json`` of a model, read without torch."""
 
+import functools
 import json
+import re
+from pathlib import Path
 from typing import Any
 
+from services.common.models.evaluator import Evaluator
 from services.common.models.files import find_file
 from services.common.models.made_tokenizers import Vocabulary
 from services.common.models.presets import preset_config, preset_names
 from services.common.spec.model import ModelSpec
 
+# More than any model has: layers, heads and the like, of which families make lists, and all other numbers.
+_COUNT = re.compile(
+    r"(^|_)(layers?|heads|experts|blocks|groups|labels|stages)($|_)|^n_(layer|head)$|depth"
+)
+_MAX_COUNT = 1 << 16
+_MAX_NUMBER = 1 << 40
+_MAX_CONFIG_BYTES = 4 << 20
 _SIZES = ("vocab_size", "max_position_embeddings", "num_attention_heads", "sliding_window")
 
 
@@ -33,9 +44,9 @@ def read_config(model: ModelSpec, tokenizer: Vocabulary | None) -> dict[str, Any
         path = find_file(model, "config.json")
         if path is None:
             raise FileNotFoundError("it has no config.json")
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config: dict[str, Any] = _read(path)
         _check(config)
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(load_problem(model, error)) from error
     return config
 
@@ -44,16 +55,49 @@ def full_config(model: ModelSpec) -> Any:
     """The Hugging Face configuration of a folder or an id, its own rules checked: needs transformers.
 
     Raises:
-        ValueError: If ``model.path`` names none, or what it says contradicts itself.
+        ValueError: If ``model.path`` names none, what it says contradicts itself, or is too large to be made.
     """
     from transformers import AutoConfig
 
     try:
+        check_evaluates(model)
         return AutoConfig.from_pretrained(
             model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except Exception as error:
         raise ValueError(load_problem(model, error)) from error
+
+
+def check_evaluates(model: ModelSpec) -> None:
+    """See that a ``config.json``, if there is one, can be evaluated: in a process that has limits.
+
+    Code that comes with a model may run only if an admin has read it, so then there is no such process.
+
+    Raises:
+        ValueError: If it cannot.
+        OSError: If it is to be fetched and cannot be.
+    """
+    path = None if model.trust_remote_code else find_file(model, "config.json")
+    if path is not None:
+        _check(_read(path))
+        _try_text(path.read_text(encoding="utf-8"))
+
+
+@functools.lru_cache(16)
+def _try_text(text: str) -> None:
+    evaluator = Evaluator("config")
+    try:
+        evaluator.evaluate(text)
+    except ValueError as error:
+        raise ValueError(f"its config.json cannot be evaluated: {error}") from error
+    finally:
+        evaluator.close()
+
+
+def _read(path: Path) -> Any:
+    if (size := path.stat().st_size) > _MAX_CONFIG_BYTES:
+        raise ValueError(f"its config.json has {size} bytes; at most {_MAX_CONFIG_BYTES} are read")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _check(config: Any) -> None:
@@ -63,6 +107,22 @@ def _check(config: Any) -> None:
     for key in _SIZES:
         if not isinstance(value := config.get(key), int | None):
             raise TypeError(f"{key} of its config.json is {value!r}, not a whole number")
+    _check_numbers(config, "")
+
+
+def _check_numbers(value: Any, key: str) -> None:
+    """Raises ValueError for a number that no model has."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        leaf = key.rpartition(".")[2]
+        most = _MAX_COUNT if _COUNT.search(leaf) else _MAX_NUMBER
+        if abs(value) > most:
+            raise ValueError(f"{key} of its config.json is {value}; no model has more than {most}")
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            _check_numbers(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            _check_numbers(inner, key)
 
 
 def load_problem(model: ModelSpec, error: Exception) -> str:

@@ -3,11 +3,12 @@
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
+from services.common.models.configs import check_evaluates
+from services.common.models.evaluator import CHATS, render
 from services.common.models.files import find_file
 from services.common.models.made_tokenizers import (
     CHARS_PREFIX,
@@ -171,8 +172,8 @@ class Tokenizer:
         Raises:
             ValueError: If the tokenizer has no chat template, or the template refuses the messages.
         """
-        options = {"tokenize": False, "add_generation_prompt": opens_answer}
-        return str(self._templated(messages, tools, options))
+        text, _ = self._rendered(messages, tools, add_generation_prompt=opens_answer)
+        return text
 
     def marked_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -186,32 +187,52 @@ class Tokenizer:
         """
         if _GENERATION.search(str(self._inner.chat_template or "")) is None:
             return None
-        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        marked = self._templated(messages, tools, options)
-        return list(marked["input_ids"]), [bool(one) for one in marked["assistant_masks"]]
+        text, places = self._rendered(messages, tools, return_assistant_tokens_mask=True)
+        encoded = self._inner(text, add_special_tokens=False)
+        marks = [False] * len(encoded["input_ids"])
+        for begin, end in places:
+            first = encoded.char_to_token(0, begin)
+            last = encoded.char_to_token(0, end - 1)
+            if first is not None:  # else it is out of bounds
+                past = len(marks) if last is None else last + 1
+                marks[first:past] = [True] * (past - first)
+        return list(encoded["input_ids"]), marks
 
-    def _templated(
+    def _rendered(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
-        options: Mapping[str, bool],
-    ) -> Any:
+        **options: bool,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Text of a chat, and where the template marks what is generated, in characters."""
         if self._inner.chat_template is None:
             raise ValueError(
                 f"tokenizer {self._name!r} has no chat template; set data.chat_template to false, "
                 "or use the tokenizer of a chat model"
             )
+        offered = [dict(tool) for tool in tools] or None
+        arguments = {
+            # As transformers has it: many templates write None where a key has that value.
+            "conversations": [
+                [{key: each for key, each in one.items() if each is not None} for one in messages]
+            ],
+            "tools": offered,
+            **options,
+            **self._inner.special_tokens_map,
+            **self._template_arguments,
+        }
         try:
-            return self._inner.apply_chat_template(
-                list(messages),
-                tools=[dict(tool) for tool in tools] or None,
-                **options,
-                **self._template_arguments,
+            template = self._inner.get_chat_template(None, offered)
+            is_ours = template == _CHAT_TEMPLATE
+            evaluated = (
+                render(template, **arguments) if is_ours else CHATS.evaluate(template, arguments)
             )
-        except TemplateError as error:
+        except ValueError as error:
             raise ValueError(
                 f"the chat template of tokenizer {self._name!r} refuses the messages: {error}"
             ) from error
+        text, places = evaluated
+        return text, places
 
     def save(self, folder: Path) -> None:
         """Write the files from which Hugging Face's ``AutoTokenizer`` loads it."""
@@ -281,6 +302,9 @@ def _pretrained(name: str, model: ModelSpec) -> Any:
 
     key = "model.tokenizer" if model.tokenizer else "model.path"
     try:
+        # Its class may follow from the model's configuration.
+        with suppress(OSError):
+            check_evaluates(model.model_copy(update={"path": name}))
         inner = AutoTokenizer.from_pretrained(
             name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )

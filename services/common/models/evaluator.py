@@ -1,0 +1,252 @@
+"""Evaluates what came with a model in a process of its own, with a deadline and a limit of its memory.
+
+A chat template is a program, and a ``config.json`` has numbers that its family loops over: either may take
+for ever, or all memory, of whoever evaluates it. Requests and answers are JSON, with eight bytes of length
+before them.
+"""
+
+import atexit
+import io
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+_Kind = Literal["template", "config"]
+_START_TIMEOUT_S: Final = 300.0
+_TIMEOUT_S: Final[Mapping[_Kind, float]] = {"template": 5.0, "config": 60.0}
+_MEMORY_BYTES: Final = 1 << 30
+_MAX_ANSWER_BYTES: Final = 16 << 20
+# A template that was stopped so often is not tried again in this process.
+_MAX_STOPS: Final = 3
+_LENGTH_BYTES: Final = 8
+
+
+class Evaluator:
+    """A process that evaluates one kind of thing; started when it is needed, and again when it was stopped.
+
+    Threads may share it; they take turns.
+
+    Args:
+        kind: ``template``: renders chats. ``config``: makes a family's configuration.
+        timeout_s: Deadline of one evaluation.
+    """
+
+    def __init__(self, kind: _Kind, *, timeout_s: float | None = None) -> None:
+        self._kind = kind
+        self._timeout_s = _TIMEOUT_S[kind] if timeout_s is None else timeout_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._stops: Counter[str] = Counter()
+
+    def evaluate(self, source: str, arguments: Mapping[str, Any] | None = None) -> Any:
+        """What comes of it, as JSON has it.
+
+        Args:
+            source: The template, or the text of ``config.json``.
+            arguments: Of transformers' ``render_jinja_template``.
+
+        Raises:
+            ValueError: If it fails, is not done in time, or takes too much memory; says which.
+        """
+        with self._lock:
+            if self._stops[source] >= _MAX_STOPS:
+                raise ValueError(f"it was stopped {_MAX_STOPS} times and is not tried again")
+            try:
+                answer = self._ask(source, dict(arguments or {}))
+            except (TimeoutError, EOFError, OSError) as error:
+                self._stops[source] += 1
+                self._stop()
+                raise ValueError(str(error)) from error
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["value"]
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._stop()
+
+    def _ask(self, source: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        process = self._started()
+        request = json.dumps([source, arguments, self._timeout_s], default=str).encode()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(len(request).to_bytes(_LENGTH_BYTES, "big") + request)
+            process.stdin.flush()
+            return self._answer(process, self._timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"it took longer than {self._timeout_s:g} s") from error
+        except (EOFError, OSError) as error:
+            raise EOFError(
+                f"it ended the process that evaluated it, which may take {self._timeout_s:g} s and "
+                f"{_MEMORY_BYTES >> 20} MiB"
+            ) from error
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        # A fork of this process has another one's pipes.
+        if (
+            self._process is not None
+            and self._owner == os.getpid()
+            and self._process.poll() is None
+        ):
+            return self._process
+        self._process, self._owner = _spawn(self._kind), os.getpid()
+        try:
+            self._answer(self._process, _START_TIMEOUT_S)
+        except (TimeoutError, EOFError) as error:
+            self._stop()
+            raise EOFError(
+                f"the process that evaluates a model's {self._kind} does not start"
+            ) from error
+        return self._process
+
+    def _answer(self, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        length = int.from_bytes(_read(process, _LENGTH_BYTES, deadline), "big")
+        if length > _MAX_ANSWER_BYTES + 1024:
+            raise EOFError("its answer is too long")
+        answer: dict[str, Any] = json.loads(_read(process, length, deadline))
+        return answer
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except OSError:  # what was not written yet is of no use
+                continue
+
+
+def _spawn(kind: _Kind) -> subprocess.Popen[bytes]:
+    environment = {
+        name: value
+        for name, value in os.environ.items()  # noqa: TID251 -- all of it but what is secret, no setting
+        if not name.startswith("SLIPSTREAM_")
+    }
+    return subprocess.Popen(  # noqa: S603 -- this module
+        [sys.executable, "-m", __spec__.name, kind],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+
+def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
+    """So many bytes of what a process writes. Raises TimeoutError, or EOFError if it ends before."""
+    assert process.stdout is not None
+    pipe = process.stdout.fileno()
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    content = bytearray()
+    while len(content) < size:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not poll.poll(left_s * 1000):
+            raise TimeoutError
+        part = os.read(pipe, size - len(content))
+        if not part:
+            raise EOFError
+        content += part
+    return bytes(content)
+
+
+def render(template: str, **arguments: Any) -> tuple[str, list[tuple[int, int]]]:
+    """Render a chat here, by a template that is known to end.
+
+    Args:
+        template: The template.
+        arguments: Of transformers' ``render_jinja_template``; one conversation.
+
+    Returns:
+        The text, and where the template marks what is generated, in characters.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    (text,), places = render_jinja_template(chat_template=template, **arguments)
+    return text, places[0] if places else []
+
+
+CHATS: Final = Evaluator("template")
+"""Renders the chats of this process."""
+atexit.register(CHATS.close)
+
+
+def main() -> None:
+    """Entry point of the process: ``python -m services.common.models.evaluator KIND``."""
+    requests: io.BufferedIOBase = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    evaluate = render if sys.argv[1] == "template" else _config()
+    if evaluate is render:
+        render("", conversations=[[]])  # it imports what it needs
+    _write(answers, {"value": None})
+    _limit_memory()
+    while length := requests.read(_LENGTH_BYTES):
+        request = requests.read(int.from_bytes(length, "big"))
+        source, arguments, timeout_s = json.loads(request)
+        # Whoever asked may have been killed, and nobody else would end this.
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + 1.0)
+        _write(answers, _result(evaluate, source, arguments))
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _result(evaluate: Callable[..., Any], source: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    try:
+        value = evaluate(source, **arguments)
+        if len(json.dumps(value)) > _MAX_ANSWER_BYTES:
+            return {"error": f"it makes more than {_MAX_ANSWER_BYTES >> 20} MiB of text"}
+    except MemoryError:
+        return {"error": f"it took more than {_MEMORY_BYTES >> 20} MiB of memory"}
+    except Exception as error:  # noqa: BLE001 -- the edge to a stranger's program
+        text = str(error).strip().partition("\n")[0]
+        return {"error": (text or type(error).__name__)[:2000]}
+    return {"value": value}
+
+
+def _write(answers: io.BufferedIOBase, answer: dict[str, Any]) -> None:
+    content = json.dumps(answer).encode()
+    answers.write(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
+    answers.flush()
+
+
+def _config() -> Callable[..., Any]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    # It imports what all families need, which takes seconds.
+    CONFIG_MAPPING["qwen2"]()
+
+    def make(text: str) -> None:
+        config = json.loads(text)
+        kind = config.get("model_type")
+        if kind in CONFIG_MAPPING:
+            CONFIG_MAPPING[kind].from_dict(config)
+
+    return make
+
+
+def _limit_memory() -> None:
+    used = (
+        int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        * resource.getpagesize()
+    )
+    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What came with a model is evaluated with a deadline and a limit of memory, and this process goes on."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.models.configs import full_config, read_config
+from services.common.models.evaluator import Evaluator
+from services.common.models.tokenizer import load_tokenizer
+from services.common.spec.model import ModelSpec
+
+FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def chat(text: str = "hi", **options: Any) -> dict[str, Any]:
+    return {"conversations": [[{"role": "user", "content": text}]], "tools": None, **options}
+
+
+@pytest.fixture(scope="module")
+def chats() -> Iterator[Evaluator]:
+    evaluator = Evaluator("template", timeout_s=4.0)
+    yield evaluator
+    evaluator.close()
+
+
+def test_a_chat_is_rendered_with_what_is_marked(chats: Evaluator) -> None:
+    marked = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    template = "{{ bos }}" + marked
+    arguments = chat("hé", bos="<s>", return_assistant_tokens_mask=True)
+    assert chats.evaluate(template, arguments) == ["<s>hé", [[3, 5]]]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (FOREVER, "longer than 4 s"),
+        ("{{ 'a' * 4000000000 }}", "MiB of memory"),
+        ("{{ 'a' * 17000000 }}", "MiB of text"),
+        ("{{ raise_exception('no such role') }}", "no such role"),
+        ("{{ messages[0].content + 1 }}", "concatenate"),
+        ("{% for %}", "(?i)expected"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_a_template_that_does_not_end_well_says_so(
+    chats: Evaluator, template: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        chats.evaluate(template, chat())
+    assert chats.evaluate("{{ messages[0].content }}", chat())[0] == "hi"
+
+
+def test_a_template_that_was_stopped_often_is_not_tried_again(chats: Evaluator) -> None:
+    evaluator = Evaluator("template", timeout_s=0.2)
+    try:
+        for _ in range(3):
+            with pytest.raises(ValueError, match="longer than"):
+                evaluator.evaluate(FOREVER, chat())
+        with pytest.raises(ValueError, match="not tried again"):
+            evaluator.evaluate(FOREVER, chat())
+    finally:
+        evaluator.close()
+
+
+def test_the_process_does_not_have_the_secrets_of_this_one(
+    chats: Evaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_ROLLOUT_RUN_TOKEN", "secret")
+    chats.close()
+    chats.evaluate("", chat())
+    assert chats._process is not None
+    environment = Path(f"/proc/{chats._process.pid}/environ").read_bytes()
+    assert b"PATH=" in environment
+    assert b"SLIPSTREAM" not in environment
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 10**9},
+        {"num_labels": 10**9},
+        {"text_config": {"num_hidden_layers": 10**9}},
+        {"vocab_size": 10**18},
+        {"layer_types": [10**20]},
+    ],
+)
+def test_absurd_sizes_of_a_model_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **changes}))
+    model = ModelSpec(path=str(tmp_path))
+    readers: tuple[Callable[[], Any], ...] = (
+        lambda: read_config(model, None),
+        lambda: full_config(model),
+        lambda: load_tokenizer(model),
+    )
+    for read in readers:
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            read()
+
+
+def test_what_a_config_takes_is_limited_whatever_its_keys_are() -> None:
+    evaluator = Evaluator("config", timeout_s=30.0)
+    try:
+        large = {"model_type": "qwen2", "num_hidden_layers": 10**9}
+        with pytest.raises(ValueError, match=r"memory|longer|ended"):
+            evaluator.evaluate(json.dumps(large))
+        assert evaluator.evaluate(json.dumps({"model_type": "qwen2"})) is None
+    finally:
+        evaluator.close()
