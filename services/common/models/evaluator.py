@@ -177,7 +177,9 @@ def render(template: str, **arguments: Any) -> tuple[str, list[tuple[int, int]]]
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    (text,), places = render_jinja_template(chat_template=template, **arguments)
+    # Its annotation says that it returns a text alone.
+    rendered: Any = render_jinja_template(chat_template=template, **arguments)
+    (text,), places = rendered
     return text, places[0] if places else []
 
 
