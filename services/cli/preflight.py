@@ -122,8 +122,8 @@ def _examined_here(spec: RunSpec, *, tries_functions: bool = True) -> Trial:
         lacks,
     ):
         _collect(problems, step, spec)
-    if not problems and not spec.model.is_tiny:
-        _collect(problems, _memory, spec)
+    if not problems:
+        _collect(problems, _built, spec)
     notes: list[str] = []
     if is_tokenizer_right:
         notes = _try(problems, spec, sources, tries_functions=tries_functions)
@@ -223,8 +223,6 @@ def _model(spec: RunSpec) -> Iterator[str]:
     yield from problems
     yield from quantization_problems(config)
     yield from adapter_problems(spec, config)
-    if is_full and spec.trainer.lora is not None and tokenizer is not None:
-        yield from _adapter_names(spec)
     yield from mixture_problems(spec, config)
     yield from engine_problems(spec, config)
     yield from length_problems(spec, config)
@@ -235,6 +233,22 @@ def _model(spec: RunSpec) -> Iterator[str]:
         yield from batch_problems(spec, config, capacity_bytes=capacity)
     if tokenizer is not None:
         yield from token_problems(spec, config, tokenizer)
+
+
+def _built(spec: RunSpec) -> Iterator[str]:
+    """Yield what is wrong with a model that nothing else is wrong with, by its modules and their sizes."""
+    if spec.trainer.lora is None and spec.model.is_tiny:
+        return  # it loads torch
+    try:
+        if spec.trainer.lora is not None:
+            yield from _adapter_names(spec)
+        if not spec.model.is_tiny:
+            yield from memory_problems(spec, full_config(spec.model))
+    except Exception as error:  # noqa: BLE001 -- a family's own code builds the model of a user's numbers
+        yield (
+            f"model.path {spec.model.path!r}: no model can be built of its config.json "
+            f"({type(error).__name__}: {error}); correct it, or name another model"
+        )
 
 
 def _adapter_names(spec: RunSpec) -> Iterator[str]:
@@ -254,10 +268,6 @@ def _adapter_names(spec: RunSpec) -> Iterator[str]:
                 f"trainer.lora.target_modules has {target!r}, but linear modules of model.path are "
                 f"{', '.join(known)}; name some of these.{did_you_mean(target, known)}"
             )
-
-
-def _memory(spec: RunSpec) -> Iterator[str]:
-    yield from memory_problems(spec, full_config(spec.model))
 
 
 def _vocabulary(spec: RunSpec) -> Vocabulary:
