@@ -19,7 +19,8 @@ class SamplingSpec(SpecPart):
     top_k: int = Field(0, ge=0)
     """Keeps this many tokens; 0 keeps all. Training needs 0."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, besides the end-of-sequence tokens of the model."""
+    """Texts that end a response, besides the end-of-sequence tokens of the model. A special token of the
+    tokenizer ends it as a token; a text that has one and something else is refused."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Tokens that end a response, besides the end-of-sequence tokens of the model."""
 

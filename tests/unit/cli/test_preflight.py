@@ -51,6 +51,10 @@ def test_built_in_rewards_and_services_pass(tmp_path, name):
             ["rollout.workflow_arguments.agent", "no_module_y"],
         ),
         (
+            {"rollout": {"rewards": [{"name": "exact_match"}], "workflow": "multi_turn"}},
+            ["rollout.workflow_arguments", "data.chat_template", "result_template"],
+        ),
+        (
             {"rollout": {"rewards": [{"name": "no_module_x:f"}]}},
             ["rollout.rewards.0.name", "no_module_x"],
         ),
@@ -137,6 +141,25 @@ def test_tokens_and_chats_are_tried_before_workers_start(tmp_path):
     assert "rollout.sampling.stop_token_ids has 400" in stops
     assert chats.startswith("data.chat_template is true, but no chat is rendered")
     assert "no user" in chats
+
+
+def test_stop_texts_and_tool_results_are_tried_with_the_tokenizer(tmp_path):
+    folder = tmp_path / "tokenizer"
+    load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m")).save(folder)
+    template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    rollout = {"rewards": [{"name": "exact_match"}], "sampling": {"stop": ["<pad>", "a<eos>"]}}
+    spec = spec_with(
+        tmp_path,
+        model={"tokenizer": str(folder)},
+        data={"chat_template": True},
+        rollout={**rollout, "workflow": "multi_turn"},
+    )
+    with pytest.raises(SpecError) as caught:
+        check(spec)
+    stops, results = caught.value.problems
+    assert "rollout.sampling.stop" in stops
+    assert "rollout.workflow_arguments" in results
 
 
 def test_a_folder_without_a_tokenizer_has_none(tmp_path):
