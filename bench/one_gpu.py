@@ -33,7 +33,7 @@ from bench.e2e.timeline import facts, time_line
 from bench.switches import switches
 from bench.whole_run import REPOSITORY, run_for
 from services.common.models.training_memory import SLEEPING, trainer_memory
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.rollout.engines.memory import plan_of
 
 RESULTS = REPOSITORY / "bench" / "results"

@@ -30,18 +30,18 @@ from bench.controller.stage import Stage, stage
 from bench.dataplane.sides import service
 from services.common.fields import ROLLOUT_FIELDS
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.loader import parse_spec
-from services.common.spec.model import ModelSpec
+from services.common.runspec.loader import parse_spec
+from services.common.runspec.run import ModelSpec
 from services.rollout.client import GroupAssignment
-from services.rollout.kept import SampleTeller
-from services.rollout.prompts import Prompt
-from services.rollout.publish import GroupPublisher
+from services.rollout.data.prompts import Prompt
+from services.rollout.publish.publisher import GroupPublisher
+from services.rollout.publish.sample_recorder import SampleTeller
 from services.rollout.rewards.base import Score
-from services.rollout.samples import Sample
+from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.turns import Turn
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
-from services.transferqueue.facts import KeptSampleQuery
+from services.transferqueue.types import KeptSampleQuery
 
 RESULTS = Path(__file__).parent / "results"
 BAR = 0.02

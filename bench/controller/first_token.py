@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.local import local_services
-from services.common.spec.loader import load_spec
+from services.common.runspec.loader import load_spec
 from slipstream_client import AsyncClient
 
 _SPEC = """

@@ -14,8 +14,7 @@ from typing import Any
 
 import grpc
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import BlobRef, FieldColumn
+from services.common.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.common.fields import ROLLOUT_FIELDS
 from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan
 from slipstream.rollout.v1 import rollout_pb2, rollout_pb2_grpc

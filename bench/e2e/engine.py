@@ -18,7 +18,7 @@ from bench.rollout.driven import alone, order, serving
 from services.common.models.loading import build_model
 from services.common.task_group import TaskGroup
 from services.rollout.engines.base import GenerationRequest
-from services.rollout.engines.torch import TorchEngine
+from services.rollout.engines.torch.engine import TorchEngine
 
 _PROMPT_TOKENS = 100
 _WARM_S, _MEASURED_S = 6.0, 8.0

@@ -31,7 +31,7 @@ from bench.e2e.shapes import SHAPES, Shape
 from bench.e2e.timeline import FIRST_STEP
 from bench.whole_run import REPOSITORY
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 
 _PORT = 8123
 _GROUPS_PER_MICRO_BATCH = 4

@@ -17,9 +17,9 @@ from services.common.batch import KVBatchMeta
 from services.controller.client import GroupFailure
 from services.controller.planning.lengths import Geometric, Lengths, Lognormal
 from services.controller.planning.rates import DecodeTime, Rates
-from services.rollout.decode_times import DecodeTimes
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.fake import FakeEngine
+from services.rollout.monitor import DecodeTimes
 from services.trainer.phases import IdleClock
 from slipstream.rollout.v1 import rollout_pb2
 from slipstream.trainer.v1 import trainer_pb2

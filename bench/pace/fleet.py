@@ -11,7 +11,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from bench.controller.fleet import OPTIONS, beat, serve
 from bench.controller.peers import FakeQueue
 from bench.pace.fakes import Pace, PacedRollouts, PacedSink, PacedSource, PacedTrainer, Part
-from services.common.wire import to_message
+from services.common.messages import to_message
 from services.controller.client import GroupFailure
 from slipstream.controller.v1 import membership_pb2, membership_pb2_grpc
 from slipstream.rollout.v1 import rollout_pb2_grpc

@@ -18,8 +18,8 @@ from bench.pace.__main__ import GROUP_SIZE, GROUPS, STEPS, measure
 from bench.pace.fakes import Pace
 from bench.whole_run import REPOSITORY
 from services.controller.planning.measured import rates_of
-from services.controller.planning.prediction import predict
 from services.controller.planning.rates import Rates, Setting, together
+from services.controller.planning.simulation import predict
 
 RESULTS = REPOSITORY / "bench" / "results" / "plan.json"
 _STEPS = 12

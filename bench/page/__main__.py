@@ -19,7 +19,7 @@ from typing import Any
 from playwright.async_api import Page, async_playwright
 
 from bench.controller.stage import TOKEN, stage
-from services.common.spec.loader import canonical_json, parse_spec, spec_digest
+from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
 from services.controller.rules.run_state import RunEvent
 from services.controller.settings import DATABASE_FILE
 from services.controller.store.database import Database

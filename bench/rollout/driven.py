@@ -10,7 +10,7 @@ import torch
 
 from services.rollout.engines.base import Engine, GenerationRequest
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.order import EngineOrder
+from services.rollout.engines.engine_order import EngineOrder
 
 Directly = Callable[[str, Sequence[int], int], Any]
 """Generates: name, prompt, number of tokens."""

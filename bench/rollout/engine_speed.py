@@ -29,7 +29,7 @@ from bench.rollout.driven import alone, opened, order, requests
 from bench.rollout.report import GrowingReport
 from services.common.task_group import TaskGroup
 from services.rollout.engines.base import Engine
-from services.rollout.engines.order import EngineOrder
+from services.rollout.engines.engine_order import EngineOrder
 
 _VOCABULARY = 258
 

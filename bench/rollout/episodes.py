@@ -30,9 +30,9 @@ from typing import Any
 from bench.rollout.episodes_hour import hour
 from bench.rollout.report import GrowingReport
 from bench.rollout.served_episodes import Asked, Episodes, Load, milliseconds
-from services.common.http_limits import raise_descriptor_limit
+from services.common.http.limits import raise_descriptor_limit
 from services.rollout.calls.reach import Reach
-from services.rollout.garbage import spare_what_stays
+from services.rollout.gc_tuning import spare_what_stays
 from services.rollout.openai.agent import Agent
 
 

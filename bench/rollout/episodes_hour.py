@@ -13,7 +13,7 @@ import psutil
 from bench.rollout.served_episodes import Episodes, Load, milliseconds
 from bench.rollout.tool_agent import converse
 from services.rollout.engines.virtual_time import VirtualTimeLoop
-from services.rollout.garbage import spare_what_stays
+from services.rollout.gc_tuning import spare_what_stays
 from services.rollout.openai.agent import Agent
 from services.rollout.openai.endpoint import Endpoint
 

@@ -22,15 +22,15 @@ import torch
 
 from bench.rollout.parts import CountedEngine, no_reward, queue_process, tiny_engine, tokenizer
 from bench.rollout.report import report_to
-from services.common.spec.data import DataSpec
-from services.common.spec.rollout import RolloutSpec
+from services.common.runspec.data import DataSpec
+from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
-from services.rollout.group import Tools
-from services.rollout.progress_cache import TransferQueueCache
-from services.rollout.prompts import Prompt, PromptBook
-from services.rollout.samples import Sample
-from services.rollout.sampling import Failure, GroupSampler
+from services.rollout.data.prompts import Prompt, PromptBook
+from services.rollout.sampling.group import Tools
+from services.rollout.sampling.progress_cache import TransferQueueCache
+from services.rollout.sampling.sampler import Failure, GroupSampler
+from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.single_turn import SingleTurn
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
@@ -39,7 +39,7 @@ GROUP_SIZE = 8
 MAX_TOKENS = 400
 PARTIAL = "run/partial"
 ABORTED = 3
-"""Finish code of a cut turn; see ``services.rollout.partial``."""
+"""Finish code of a cut turn; see ``services.rollout.sampling.progress_cache``."""
 
 
 class Outcome:

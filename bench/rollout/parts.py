@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 from services.rollout.engines.base import GenerationRequest, GenerationResult
-from services.rollout.engines.torch import TorchEngine
-from services.rollout.partial import GroupProgress
+from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.rewards.base import Reward, RewardInput, Score
+from services.rollout.sampling.progress_cache import GroupProgress
 
 MODEL = ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")
 _START_S = 30.0

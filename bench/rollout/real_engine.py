@@ -50,7 +50,7 @@ from bench.rollout.report import GrowingReport
 from services.common.jagged import Jagged
 from services.common.models.loading import build_model, load_folder
 from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
-from services.rollout.engines.torch import TorchEngine
+from services.rollout.engines.torch.engine import TorchEngine
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
 

@@ -22,9 +22,8 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from bench.rollout.report import report_to
 from services.common.models.loading import build_model
-from services.rollout.engines import decode_step
 from services.rollout.engines.base import GenerationRequest, GenerationResult
-from services.rollout.engines.torch import TorchEngine
+from services.rollout.engines.torch.engine import TorchEngine
 
 SHAPES = {
     "tiny": (128, 336, 2, 4, 2, 512),
@@ -117,7 +116,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         updated, loaded = await generate(engine, todo), await generate(fresh, todo)
         again = await generate(engine, todo)
         scores = [await engine.score(todo[0].context_ids) for _ in range(2)]
-        decode_step._CAPTURE_AFTER = sys.maxsize  # noqa: SLF001 -- no more graphs
+        decoding._CAPTURE_AFTER = sys.maxsize  # noqa: SLF001 -- no more graphs
         plain = TorchEngine(last, max_running=256)
         decoding.append(tasks.create_task(plain.run()))
         without_graphs = [await generate(plain, todo) for _ in range(2)]

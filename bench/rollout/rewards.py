@@ -20,16 +20,16 @@ import torch
 from bench.rollout.faulty import earned
 from bench.rollout.parts import NoCache, tiny_engine, tokenizer
 from bench.rollout.report import report_to
-from services.common.spec.data import DataSpec
-from services.common.spec.rollout import RolloutSpec
+from services.common.runspec.data import DataSpec
+from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.calls.reach import Reach
 from services.rollout.client import GroupAssignment
-from services.rollout.group import Tools
-from services.rollout.prompts import Prompt, PromptBook
+from services.rollout.data.prompts import Prompt, PromptBook
 from services.rollout.rewards.scorer import Scorer
-from services.rollout.samples import Sample
-from services.rollout.sampling import Failure, GroupSampler
+from services.rollout.sampling.group import Tools
+from services.rollout.sampling.sampler import Failure, GroupSampler
+from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.single_turn import SingleTurn
 
 GROUP_SIZE = 8

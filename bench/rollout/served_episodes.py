@@ -13,22 +13,22 @@ from bench.rollout.driven import order
 from bench.rollout.parts import MODEL, random_weights, tokenizer
 from services.common.batch import KVBatchMeta
 from services.common.models.loading import load_config
-from services.common.spec.data import DataSpec
-from services.common.spec.limits import LimitsSpec
-from services.common.spec.rollout import RolloutSpec
+from services.common.runspec.data import DataSpec
+from services.common.runspec.rollout import RolloutSpec
+from services.common.runspec.run import LimitsSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
+from services.rollout.data.prompts import Prompt, PromptBook
 from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.fake import FakeEngine, LongTail
-from services.rollout.group import Tools
 from services.rollout.monitor import monitor
 from services.rollout.openai.agent import Agent
-from services.rollout.progress_cache import TransferQueueCache
-from services.rollout.prompts import Prompt, PromptBook
 from services.rollout.rewards.base import RewardInput, Score
-from services.rollout.samples import Sample, prompt_fields, sample_fields, sample_tags
-from services.rollout.sampling import Failure, GroupSampler
+from services.rollout.sampling.group import Tools
+from services.rollout.sampling.progress_cache import TransferQueueCache
+from services.rollout.sampling.sampler import Failure, GroupSampler
+from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields, sample_tags
 
 TOKEN_S = 0.002
 _CONTEXT_TOKENS = 16_384

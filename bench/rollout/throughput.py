@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from bench.rollout.report import report_to
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.fake import LongTail
-from services.rollout.engines.torch import TorchEngine
+from services.rollout.engines.torch.engine import TorchEngine
 
 MAX_TOKENS = 512
 PROMPT = tuple(range(2, 34))

@@ -21,7 +21,7 @@ from transformers import Qwen2Config
 from bench.rollout.report import report_to
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.order import EngineOrder
+from services.rollout.engines.engine_order import EngineOrder
 
 _INTERVAL = 16
 
@@ -30,7 +30,7 @@ class Core:
     """In place of vLLM's client of its engine process: every request gets a token a step."""
 
     def __init__(self, num_tokens: int) -> None:
-        from services.rollout.engines.vllm_scheduler import Gatherer
+        from services.rollout.engines.vllm.scheduler import Gatherer
 
         self._num_tokens = num_tokens
         self._gatherer = Gatherer(_INTERVAL)

@@ -11,11 +11,11 @@ from services.controller.client import GroupFailure
 from services.controller.membership.registry import Worker
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
-from services.rollout.group import Tools
-from services.rollout.liveness import EpisodeWatch
-from services.rollout.prompts import PromptBook
+from services.rollout.data.prompts import PromptBook
 from services.rollout.rewards.base import RewardInput, Score
-from services.rollout.sampling import Failure, GroupSampler, ProgressCache, Publisher
+from services.rollout.sampling.group import Tools
+from services.rollout.sampling.liveness import EpisodeWatch
+from services.rollout.sampling.sampler import Failure, GroupSampler, ProgressCache, Publisher
 from services.rollout.weights import WeightReceiver
 from services.rollout.workflows.single_turn import SingleTurn
 

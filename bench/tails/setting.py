@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from services.common.spec.loader import parse_spec
-from services.common.spec.run import RunSpec
+from services.common.runspec.loader import parse_spec
+from services.common.runspec.run import RunSpec
 from services.rollout.engines.fake import Lengths, LongTail
 
 RUN = "run_tails"

@@ -22,19 +22,18 @@ from services.common.task_group import TaskGroup
 from services.controller.client import GroupFailure
 from services.controller.rules.groups import TERMINAL, GroupState, LedgerState
 from services.controller.rules.ledger import Ledger
-from services.controller.rules.mixture import Mixture
-from services.controller.rules.prompts import PromptOrder
-from services.controller.run.batching import take_batch
-from services.controller.run.generation import Generation
-from services.controller.run.handout import Handout
-from services.controller.run.replicas import Replicas
-from services.controller.run.requests import CurrentSpec
-from services.controller.run.stored import StoredGroups
-from services.controller.run.waits import Waits
+from services.controller.rules.prompts import Mixture, PromptOrder
+from services.controller.run.dispatch.dispatcher import Handout
+from services.controller.run.dispatch.rollout_pool import Replicas
+from services.controller.run.dispatch.sample_index import StoredGroups
+from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.observe.waits import Waits
+from services.controller.run.state.requests import CurrentSpec
+from services.controller.run.train.batcher import take_batch
 from services.rollout.client import GroupAssignment
+from services.rollout.data.prompts import Prompt, PromptBook
 from services.rollout.engines.virtual_time import VirtualTimeLoop
-from services.rollout.prompts import Prompt, PromptBook
-from services.rollout.samples import Sample
+from services.rollout.sampling.samples import Sample
 
 _ROWS = 1_000_000
 _Made = tuple[int, Sample]

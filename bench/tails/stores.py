@@ -8,9 +8,9 @@ from typing import Any
 from services.common.batch import KVBatchMeta
 from services.common.fields import sample_key
 from services.rollout.client import GroupAssignment
-from services.rollout.partial import GroupProgress, MemberProgress
-from services.rollout.prompts import Prompt
-from services.rollout.samples import Sample, sample_tags
+from services.rollout.data.prompts import Prompt
+from services.rollout.sampling.progress_cache import GroupProgress, MemberProgress
+from services.rollout.sampling.samples import Sample, sample_tags
 
 
 class MemoryQueue:

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from services.common.models.loading import build_model
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 from services.rollout.workflows.base import Episode
 
 CONTEXT_TOKENS = 131_072

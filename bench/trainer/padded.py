@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bench.trainer.workload import Scale
-from services.common.spec.trainer import OptimizerSpec
+from services.common.runspec.trainer import OptimizerSpec
 from services.trainer.batch.samples import Samples
 from services.trainer.model import optim
 

@@ -27,8 +27,8 @@ from bench.trainer.timing import peak_gib, reset_peak, timed
 from bench.trainer.trl_tree import TrlStep, begin_trl, trl_version
 from bench.trainer.workload import Scale, full_scale, smoke_scale, spec_of
 from services.common.models.loading import build_model
+from services.common.runspec.run import RunSpec
 from services.common.settings import set_defaults
-from services.common.spec.run import RunSpec
 from services.trainer.batch import flash
 from services.trainer.batch.packing import Work
 from services.trainer.batch.plan import StepPlan, plan_step, share_of

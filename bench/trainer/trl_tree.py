@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import PreTrainedModel
 
-from services.common.spec.trainer import OptimizerSpec
+from services.common.runspec.trainer import OptimizerSpec
 from services.trainer.batch import flash
 from services.trainer.batch.samples import Samples
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from services.common.jagged import Jagged
 from services.common.models.loading import build_model
 from services.common.models.presets import preset_config
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.model.flops import active_weights, training_flops
 

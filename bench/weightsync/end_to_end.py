@@ -23,13 +23,12 @@ import torch.multiprocessing as mp
 
 from bench.weightsync.members import run_rollout, run_trainer_rank
 from bench.weightsync.shapes import SHAPES
-from services.common.grpc_server import serve
-from services.common.spec.weight_sync import WeightSyncSpec
-from services.controller.api.rendezvous import RendezvousServicer
+from services.common.rpc.server import serve
+from services.common.runspec.run import WeightSyncSpec
+from services.controller.api.membership import RendezvousServicer
 from services.controller.membership.registry import Worker
 from services.controller.membership.rendezvous import RendezvousStore
-from services.controller.run.sync_report import SyncReport
-from services.controller.run.weight_sync import WeightSession
+from services.controller.run.weights.session import SyncReport, WeightSession
 from slipstream.controller.v1 import membership_pb2_grpc
 
 RESULTS = Path(__file__).parents[1] / "results" / "weightsync.json"

@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from bench.weightsync.shapes import SHAPES
-from services.common.grpc_server import serve
-from services.common.spec.trainer import TrainerSpec
+from services.common.rpc.server import serve
+from services.common.runspec.trainer import TrainerSpec
 from services.controller.client import open_rendezvous
 from services.rollout.engines.base import GenerationRequest
-from services.rollout.engines.torch import TorchEngine
+from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.weights import WeightReceiver
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy
-from services.trainer.ranks.crew import Crew, Kind, Order
+from services.trainer.ranks.command_group import Crew, Kind, Order
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.weights import WeightExport

@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 
 from bench.weightsync.rows import Bench
 from bench.weightsync.shapes import SHAPES
-from services.common.spec.weight_modes import BUCKET_BYTES, MODES
+from services.common.runspec.weight_modes import BUCKET_BYTES, MODES
 
 RESULTS = Path(__file__).parents[1] / "results" / "weights-shared.json"
 WAYS = {

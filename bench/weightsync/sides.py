@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.weightsync.shapes import fused_name
+from services.weightsync.arena import copy_all
 from services.weightsync.canary import Canary
-from services.weightsync.copying import copy_all
 from services.weightsync.endpoints import Place
 from services.weightsync.group import Channel
 from services.weightsync.modes.placing import live_placer

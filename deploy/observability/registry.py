@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from services.controller.manager.run_collector import RunCollector
 
 _MODULES = {
-    "all": ("services.common.grpc_metrics", "services.common.access"),
+    "all": ("services.common.rpc.headers", "services.common.security.access"),
     "controller": ("services.controller.metrics",),
     "transferqueue": ("services.transferqueue.metrics",),
     "rollout": ("services.rollout.metrics",),

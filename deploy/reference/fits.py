@@ -6,7 +6,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from services.common.models.training_memory import TrainerMemory, shapes_of, trainer_memory
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 
 _HEAD = """# What fits where
 

@@ -24,13 +24,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from services.common.grpc_server import serve
-from services.common.http_server import serve_http
+from services.common.http.server import serve_http
 from services.common.lifetime import until_told_to_stop
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
-from services.common.spec.model import ModelSpec, WarmStartSpec
+from services.common.rpc.server import serve
+from services.common.runspec.run import ModelSpec, WarmStartSpec
 from services.rollout.engines.base import Engine, GenerationRequest
-from services.rollout.engines.torch import TorchEngine
+from services.rollout.engines.torch.engine import TorchEngine
 from services.trainer.model.warm_start import load_base_model
 from slipstream.reward.v1 import reward_pb2 as pb
 from slipstream.reward.v1 import reward_pb2_grpc

@@ -16,13 +16,15 @@ from typing import Any, Self
 import httpx
 from pydantic import TypeAdapter
 
-from services.controller.api.operation import Answer, Operation, Place
 from services.controller.api.operations import (
+    Answer,
     CreateRun,
     ExportSamples,
     FollowLogs,
     GetRun,
     ListEvents,
+    Operation,
+    Place,
     ReadLogs,
     WatchRuns,
 )

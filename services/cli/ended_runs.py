@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from services.cli.api import ApiError
-from services.common.confinement import Allowance
+from services.common.security.confinement import Allowance
 from services.common.task_group import TaskGroup
 from services.controller.api.app import build_app
 from services.controller.api.principals import DEFAULT_PROJECT, Principal

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from services.common.process_identity import is_gone, own_identity
+from services.common.host import is_gone, own_identity
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from pathlib import Path
 import psutil
 
 from services.cli import known_tokens
-from services.cli.owned_folder import owned_folder
-from services.cli.state_lock import sole_use
+from services.cli.state_directory import owned_folder, sole_use
 from services.common.task_group import TaskGroup
 from services.controller.launch.log_files import last_lines
 

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 import psutil
 
 from services.cli.settings import MachineSettings
-from services.common.compiler import missing_compiler, missing_cxx_compiler
+from services.common.host import missing_compiler, missing_cxx_compiler, usable_processors
 from services.common.models.made_tokenizers import is_made, tokenizer_name
-from services.common.processors import usable_processors
-from services.common.spec.engines import engine_kind
-from services.common.spec.run import RunSpec
-from services.common.spec.task_groups import TaskGroupError
-from services.common.spec.trackers import TRACKERS
+from services.common.runspec.engines import engine_kind
+from services.common.runspec.run import RunSpec
+from services.common.runspec.task_groups import TaskGroupError
+from services.common.runspec.trackers import TRACKERS
 from services.controller.launch.gpus import host_gpus
 from services.controller.launch.launcher import gpu_needs, total_gpus, worker_names
 

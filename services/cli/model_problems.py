@@ -5,14 +5,14 @@ from typing import Any
 
 from services.common.models.families import FAMILIES, Family, attention_modules, exact_tokens
 from services.common.models.made_tokenizers import Vocabulary
-from services.common.models.routing_shape import routing_shape
+from services.common.models.routers import routing_shape
 from services.common.models.tokenizer import Tokenizer
-from services.common.spec.engines import engine_kind
-from services.common.spec.quota_rules import batch_bytes, quota
-from services.common.spec.run import RunSpec
-from services.common.spec.trainer import OF_EXPERTS
+from services.common.runspec.engines import engine_kind
+from services.common.runspec.rules import batch_bytes, quota
+from services.common.runspec.run import RunSpec
+from services.common.runspec.trainer import OF_EXPERTS
 from services.rollout.engines.stop_texts import split_stop_texts
-from services.rollout.workflows.load import load_workflow
+from services.rollout.workflows.base import load_workflow
 from services.rollout.workflows.multi_turn import MultiTurn
 
 

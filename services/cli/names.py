@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 
 from services.cli.api import Api, ApiError
-from services.common.spec.similar import did_you_mean
+from services.common.runspec.suggestions import did_you_mean
 from services.controller.api.operations import ListRuns
 
 _ID = re.compile("run_[0-9a-f]{32}")

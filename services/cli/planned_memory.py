@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import Any
 
 from services.cli.preflight import model_config
-from services.common.spec.loader import SpecError
-from services.common.spec.run import RunSpec
-from services.common.spec.topology import TopologySpec
+from services.common.runspec.loader import SpecError
+from services.common.runspec.run import RunSpec
+from services.common.runspec.topology import TopologySpec
 
 _UNITS = {"": 1e9, "GB": 1e9, "G": 1e9, "GIB": 2.0**30, "MB": 1e6, "TB": 1e12}
 _H200 = 141e9

@@ -35,18 +35,17 @@ from services.common.models.configs import full_config, read_config
 from services.common.models.families import check_trainer
 from services.common.models.made_tokenizers import Vocabulary, made_vocabulary, tokenizer_name
 from services.common.models.weight_files import file_problems
-from services.common.secrets import plain_secrets
-from services.common.spec.built_in import AGENTS, EARNED, REWARDS, WORKFLOWS
-from services.common.spec.data import kind_of
-from services.common.spec.formulas import ADVANTAGES, LOSSES
-from services.common.spec.loader import Draft, SpecError, read_draft
-from services.common.spec.model import ModelSpec
-from services.common.spec.run import RunSpec
-from services.common.spec.similar import did_you_mean
-from services.common.spec.trainer import OF_EXPERTS
-from services.rollout.data import PromptSource, open_source
-from services.rollout.prompts import check_prompt
-from services.rollout.workflows.load import load_workflow
+from services.common.runspec.built_in import AGENTS, EARNED, REWARDS, WORKFLOWS
+from services.common.runspec.data import kind_of
+from services.common.runspec.formulas import ADVANTAGES, LOSSES
+from services.common.runspec.loader import Draft, SpecError, read_draft
+from services.common.runspec.run import ModelSpec, RunSpec
+from services.common.runspec.suggestions import did_you_mean
+from services.common.runspec.trainer import OF_EXPERTS
+from services.common.security.secrets import plain_secrets
+from services.rollout.data.prompts import check_prompt
+from services.rollout.data.sources import PromptSource, open_source
+from services.rollout.workflows.base import load_workflow
 from services.trainer.checkpoint import manifest
 
 _OFFLINE = (

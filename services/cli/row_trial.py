@@ -7,16 +7,16 @@ from functools import partial
 from typing import Any
 
 from services.common.models.tokenizer import Tokenizer
-from services.common.spec.built_in import EARNED, SERVICES
-from services.common.spec.data import kind_of
-from services.common.spec.rollout import RewardSpec
-from services.common.spec.run import RunSpec
+from services.common.runspec.built_in import EARNED, SERVICES
+from services.common.runspec.data import kind_of
+from services.common.runspec.rollout import RewardSpec
+from services.common.runspec.run import RunSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import TriedPrompt
-from services.rollout.curriculum import Curriculum
-from services.rollout.data import PromptSource
+from services.rollout.data.curriculum import Curriculum
+from services.rollout.data.prompts import Prompt, PromptBook
+from services.rollout.data.sources import PromptSource
 from services.rollout.failures import CallError, GroupError
-from services.rollout.prompts import Prompt, PromptBook
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.comparison import Comparison
 from services.rollout.rewards.scorer import Scorer
@@ -78,7 +78,7 @@ def try_rows(
 
 
 def _check_demonstrations(prompt: Prompt, spec: RunSpec, place: str) -> None:
-    """Refuse an answer that the run would not train, as ``rollout/demonstrated.py`` does."""
+    """Refuse an answer that the run would not train, as ``rollout/sampling/demonstrated.py`` does."""
     max_tokens = spec.rollout.max_response_tokens
     longest = max((shown.num_tokens for shown in prompt.demonstrations), default=0)
     if longest > max_tokens and not prompt.may_be_cut:

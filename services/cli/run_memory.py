@@ -11,10 +11,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from services.common.models.training_memory import SPARE, TrainerMemory, fitted, trainer_memory
-from services.common.spec.placement_rules import placement
-from services.common.spec.run import RunSpec
-from services.common.spec.topology import TopologySpec
-from services.common.spec.trainer import LoraSpec
+from services.common.runspec.placement_rules import placement
+from services.common.runspec.run import RunSpec
+from services.common.runspec.topology import TopologySpec
+from services.common.runspec.trainer import LoraSpec
 from services.controller.launch.gpus import HostGpus
 from services.controller.launch.launcher import gpu_hosts, gpu_needs, total_gpus, worker_names
 from services.rollout.engines.memory import MemoryPlan, plan_of

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.common.http_server import serve_http
+from services.common.http.server import serve_http
 
 _KNOWN_FOR_S = 1.0
 _CONNECTIONS_PER_PEER = 16

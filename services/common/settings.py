@@ -10,11 +10,11 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from services.common.confinement import Allowance
-from services.common.credentials import Identity, read_key
 from services.common.errors import InvalidArgumentError
 from services.common.metrics_server import serve_metrics
-from services.common.tls import Peer, TlsFiles, peer_name
+from services.common.security.confinement import Allowance
+from services.common.security.credentials import Identity, read_key
+from services.common.security.tls import Peer, TlsFiles, peer_name
 
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 
@@ -96,7 +96,7 @@ class ServiceSettings(BaseSettings):
             yield
             return
         try:
-            export = import_module("services.common.trace_export")
+            export = import_module("services.common.telemetry.trace_export")
         except ModuleNotFoundError as error:
             raise InvalidArgumentError(
                 f"trace_endpoint needs {error.name}; pip install 'slipstream[tracing]'"
@@ -153,7 +153,7 @@ class KeySettings(ServiceSettings):
         if self.tls_issuer is None:
             return Identity(tls=self.tls, key=key)
         # Only services need what signs.
-        from services.common.issuer import IssuedTls, Issuer
+        from services.common.security.issuer import IssuedTls, Issuer
 
         issuer = Issuer(self.tls_issuer)
         own = IssuedTls(issuer, peer_name(self.peer))

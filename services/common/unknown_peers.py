@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from services.common.rare_log import RareLog
+from services.common.telemetry.logging import RareLog
 
 logger = logging.getLogger(__name__)
 

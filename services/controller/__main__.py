@@ -11,18 +11,17 @@ from typing import Any
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import REGISTRY
 
-from services.common.credentials import acting_as
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
-from services.common.grpc_client import open_channel
-from services.common.grpc_server import serve
-from services.common.http_limits import raise_descriptor_limit
-from services.common.http_server import serve_http
+from services.common.http.limits import raise_descriptor_limit
+from services.common.http.server import serve_http
 from services.common.lifetime import announce, until_told_to_stop
-from services.common.logging import configure
+from services.common.rpc.client import open_channel
+from services.common.rpc.server import serve
+from services.common.security.credentials import acting_as
 from services.common.task_group import TaskGroup
-from services.controller.api.app import build_app
-from services.controller.api.measured import Measured
-from services.controller.api.membership import MembershipServicer
+from services.common.telemetry.logging import configure
+from services.controller.api.app import Measured, build_app
+from services.controller.api.membership import MembershipServicer, RendezvousServicer
 from services.controller.api.oidc import OidcProvider
 from services.controller.api.principals import (
     DEFAULT_PROJECT,
@@ -30,7 +29,6 @@ from services.controller.api.principals import (
     Authenticators,
     TokenStore,
 )
-from services.controller.api.rendezvous import RendezvousServicer
 from services.controller.api.request_limits import RequestLimits
 from services.controller.api.rpc import RUN_SERVICE, run_servicer, run_users
 from services.controller.api.run_api import RunApi
@@ -41,7 +39,7 @@ from services.controller.manager.logs import RunLogs
 from services.controller.manager.run_collector import RunCollector
 from services.controller.manager.runs import RunManager
 from services.controller.membership.registry import Membership
-from services.controller.run.loop import Services
+from services.controller.run.lifecycle.loop import Services
 from services.controller.settings import DATABASE_FILE, ControllerSettings
 from services.controller.store.copies import in_use
 from services.controller.store.database import Database

@@ -18,14 +18,14 @@ from services.common.errors import (
     FailedPreconditionError,
     UnavailableError,
 )
-from services.common.grpc_client import call, open_channel
 from services.common.host import host_id
 from services.common.ids import new_id
+from services.common.messages import to_message
+from services.common.rpc.client import call, open_channel
+from services.common.runspec.loader import parse_spec, spec_digest
+from services.common.runspec.run import RunSpec
 from services.common.settings import WorkerSettings
-from services.common.spec.loader import parse_spec, spec_digest
-from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
-from services.common.wire import to_message
 from slipstream.controller.v1 import membership_pb2 as pb
 from slipstream.controller.v1 import membership_pb2_grpc
 from slipstream.type.v1 import worker_pb2

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.common.metrics import RPC, SYNC
+from services.common.telemetry.metrics import RPC, SYNC
 
 RUN_STEP = Gauge("slipstream_run_step", "Finished trainer steps.", ["run"])
 PROMPTS = Gauge("slipstream_prompts", "Groups by ledger state.", ["run", "state"])

@@ -13,7 +13,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from services.common.spec.bounds import shape_problem
+from services.common.runspec.loader import shape_problem
 from services.controller.rules.conditions import ConditionStatus, ConditionType
 from services.controller.rules.run_state import Desired
 

@@ -10,8 +10,8 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from services.common.errors import InvalidArgumentError
+from services.common.security.tls import Peer
 from services.common.settings import KeySettings, SpecSettings, is_loopback
-from services.common.tls import Peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,46 +10,45 @@ from itertools import chain
 import grpc
 import torch
 
-from services.common.credentials import acting_as
 from services.common.errors import ServiceError
 from services.common.fields import partition_id
-from services.common.grpc_server import serve
-from services.common.http_limits import raise_descriptor_limit
+from services.common.http.limits import raise_descriptor_limit
 from services.common.lifetime import announce, until_told_to_stop
-from services.common.logging import configure
 from services.common.models.loading import load_config
-from services.common.models.routing_shape import routing_shape
+from services.common.models.routers import routing_shape
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
-from services.common.secrets import with_secrets
-from services.common.spec.engines import engine_kind
-from services.common.spec.run import RunSpec
-from services.common.spec.weight_modes import weight_mode
+from services.common.rpc.server import serve
+from services.common.runspec.engines import engine_kind
+from services.common.runspec.run import RunSpec
+from services.common.runspec.weight_modes import weight_mode
+from services.common.security.credentials import acting_as
+from services.common.security.secrets import with_secrets
 from services.common.task_group import TaskGroup, until_first, unwrapped
+from services.common.telemetry.logging import configure
 from services.controller.client import GroupFailure, WorkerSession
 from services.rollout.calls.pool import CallPool
 from services.rollout.calls.reach import Reach
-from services.rollout.curriculum import Curriculum
-from services.rollout.data import open_sources
+from services.rollout.data.curriculum import Curriculum
+from services.rollout.data.prompts import PromptBook
+from services.rollout.data.sources import open_sources
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import build_engine
 from services.rollout.engines.memory import plan_of
 from services.rollout.environments.workflow import Environments
 from services.rollout.frozen_weights import FrozenWeights
-from services.rollout.garbage import spare_what_stays
-from services.rollout.group import Tools
-from services.rollout.kept import SampleTeller
+from services.rollout.gc_tuning import spare_what_stays
 from services.rollout.monitor import monitor
 from services.rollout.openai.agent import Agent
-from services.rollout.progress_cache import TransferQueueCache
-from services.rollout.prompts import PromptBook
-from services.rollout.publish import GroupPublisher
+from services.rollout.publish.publisher import GroupPublisher
+from services.rollout.publish.sample_recorder import SampleTeller
 from services.rollout.rewards.scorer import ScorerOfSets
-from services.rollout.sampling import Failure, GroupSampler
+from services.rollout.sampling.group import Tools
+from services.rollout.sampling.progress_cache import TransferQueueCache
+from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.server import RolloutServicer
 from services.rollout.settings import RolloutSettings
 from services.rollout.weights import WeightReceiver
-from services.rollout.workflows.base import Workflow
-from services.rollout.workflows.load import load_workflow
+from services.rollout.workflows.base import Workflow, load_workflow
 from services.rollout.workflows.multi_turn import MultiTurn
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient

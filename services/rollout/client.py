@@ -6,8 +6,8 @@ from typing import Final
 
 import grpc
 
-from services.common.grpc_client import call
-from services.common.wire import to_message
+from services.common.messages import to_message
+from services.common.rpc.client import call
 from slipstream.rollout.v1 import rollout_pb2 as pb
 from slipstream.rollout.v1 import rollout_pb2_grpc
 

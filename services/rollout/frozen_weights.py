@@ -20,7 +20,7 @@ from services.common.models.loading import build_model, find_folder, load_config
 from services.common.models.loading import stored_tensors as stored_of
 from services.common.models.reading import read_weights
 from services.common.models.tokenizer import Tokenizer
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 from services.weightsync.adapters import (
     FROZEN_DIGEST,
     adapters_by_weight,

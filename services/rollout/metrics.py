@@ -2,7 +2,7 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.common.metrics import RPC, SPANS, TOKENS, USER_CODE
+from services.common.telemetry.metrics import RPC, SPANS, TOKENS, USER_CODE
 
 GROUPS = Counter(
     "slipstream_rollout_groups_total",

@@ -1,15 +1,71 @@
 """Once a second: gauges to the controller and to Prometheus, admission, liveness."""
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 from services.controller.client import WorkerSession
 from services.rollout import metrics
 from services.rollout.client import rows_gauge
-from services.rollout.decode_times import DecodeTimes
-from services.rollout.engines.base import Engine
-from services.rollout.liveness import EngineStalledError, EpisodeWatch, ProgressWatch
-from services.rollout.sampling import GroupSampler
+from services.rollout.engines.base import Engine, EngineStats
+from services.rollout.sampling.liveness import EngineStalledError, EpisodeWatch, ProgressWatch
+from services.rollout.sampling.sampler import GroupSampler
+
+# Seconds after which what was seen counts a third.
+_REMEMBERED_S = 600.0
+# By how much the concurrency may change between two looks: what it was meanwhile is not known otherwise.
+_STEADY = 0.2
+# Where the concurrency hardly varies no slope can be seen: half of a step is then taken to be for its
+# samples. That assumption weighs as much as a spread of a tenth of the concurrency.
+_ASSUMED_SHARE = 0.5
+_ASSUMED_SPREAD = 0.1
+
+
+class DecodeTimes:
+    """Learns from an engine's gauges."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[float, EngineStats] | None = None
+        self._sums = [0.0] * 5
+        self._most = 0.0
+
+    def observe(self, stats: EngineStats, *, now: float) -> None:
+        """Take in the gauges at a moment, in seconds; time in which nothing was decoded says nothing."""
+        seen, self._seen = self._seen, (now, stats)
+        if seen is None:
+            return
+        then, before = seen
+        passed = now - then - (stats.idle_seconds - before.idle_seconds)
+        tokens = stats.tokens_total - before.tokens_total
+        if passed <= 0 or tokens <= 0 or not (stats.num_running and before.num_running):
+            return
+        if abs(stats.num_running - before.num_running) > _STEADY * before.num_running:
+            return
+        samples = (stats.num_running + before.num_running) / 2
+        step_s = samples * passed / tokens
+        kept = math.exp(-passed / _REMEMBERED_S)
+        new = (1.0, samples, step_s, samples * samples, samples * step_s)
+        # By tokens, not by time: the mean of ratios whose denominators vary would be too large.
+        self._sums = [kept * old + tokens * one for old, one in zip(self._sums, new, strict=True)]
+        self._most = max(self._most, samples)
+
+    def gauges(self) -> Mapping[str, float]:
+        """Seconds of a step, whatever it decodes and for each sample in it, and up to how many were seen."""
+        weight, samples, step_s, squares, products = self._sums
+        if not weight:
+            return {}
+        mean, mean_s = samples / weight, step_s / weight
+        assumed = _ASSUMED_SHARE * mean_s / mean
+        prior = (_ASSUMED_SPREAD * mean) ** 2
+        variance = max(0.0, squares / weight - mean * mean)
+        slope = (products / weight - mean * mean_s + prior * assumed) / (variance + prior)
+        slope = min(max(slope, 0.0), mean_s / mean)
+        return {
+            "decode_fixed_s": mean_s - slope * mean,
+            "decode_sample_s": slope,
+            "decode_most_samples": self._most,
+        }
+
 
 _EVERY_S = 1.0
 # Of those a second, so that what is decoded at once hardly changes between two of them.

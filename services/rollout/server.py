@@ -5,9 +5,9 @@ from typing import Any
 import grpc
 
 from services.common.errors import InvalidArgumentError, UnavailableError
-from services.common.wire import from_message
+from services.common.messages import from_message
 from services.rollout.client import GroupAssignment, TriedPrompt
-from services.rollout.sampling import GroupSampler
+from services.rollout.sampling.sampler import GroupSampler
 from slipstream.rollout.v1 import rollout_pb2 as pb
 from slipstream.rollout.v1 import rollout_pb2_grpc
 

@@ -11,7 +11,7 @@ from services.common.errors import InvalidArgumentError, UnavailableError
 from services.rollout import metrics
 from services.rollout.engines.base import Engine, OpenEngine
 from services.rollout.frozen_weights import FrozenWeights
-from services.rollout.sampling import GroupSampler
+from services.rollout.sampling.sampler import GroupSampler
 from services.weightsync.endpoints import Place
 from services.weightsync.plan import WeightPlan
 

@@ -18,21 +18,21 @@ import torch
 from torch import distributed
 from transformers.utils import logging as transformers_logging
 
-from services.common.credentials import acting_as
-from services.common.grpc_server import serve
+from services.common.host import usable_processors
 from services.common.lifetime import announce
-from services.common.logging import configure
-from services.common.processors import usable_processors
+from services.common.rpc.server import serve
+from services.common.runspec.loader import parse_spec
+from services.common.security.credentials import acting_as
 from services.common.settings import set_defaults
-from services.common.spec.loader import parse_spec
 from services.common.task_group import leaves
+from services.common.telemetry.logging import configure
 from services.controller.client import WorkerSession, open_rendezvous
 from services.trainer import metrics
 from services.trainer.algorithm.own import OwnFunctionError
 from services.trainer.critic import serve_critic
 from services.trainer.model.parallel import join_processes
 from services.trainer.ranks.build import build_critic, build_rank, device_of, gpu_names
-from services.trainer.ranks.crew import Crew, RankFailedError
+from services.trainer.ranks.command_group import Crew, RankFailedError
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.start import Build, connect_data, load, until_stopped

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from services.common.batch import KVBatchMeta
-from services.common.grpc_client import call
+from services.common.rpc.client import call
 from slipstream.trainer.v1 import scoring_pb2, scoring_pb2_grpc, trainer_pb2_grpc
 from slipstream.trainer.v1 import trainer_pb2 as pb
 

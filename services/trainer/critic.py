@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 
 from services.common.batch import KVBatchMeta
-from services.common.grpc_server import serve
 from services.common.lifetime import announce
+from services.common.rpc.server import serve
 from services.controller.client import WorkerSession
 from services.trainer import metrics
 from services.trainer.ranks.build import build_critic
-from services.trainer.ranks.crew import Crew
+from services.trainer.ranks.command_group import Crew
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.start import load, until_stopped
 from services.trainer.server import TrainerServicer

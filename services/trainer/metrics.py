@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.common.metrics import STEP
+from services.common.telemetry.metrics import STEP
 
 if TYPE_CHECKING:
     from services.trainer.ranks.leader import SavedCheckpoint

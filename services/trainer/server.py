@@ -7,11 +7,11 @@ from typing import Any
 
 import grpc
 
-from services.common import tracing
 from services.common.batch import KVBatchMeta
 from services.common.errors import InvalidArgumentError
 from services.common.fields import group_of
 from services.common.task_group import TaskGroup, unwrapped
+from services.common.telemetry import tracing
 from services.trainer import metrics
 from services.trainer.ranks.leader import Leader
 from services.trainer.steps.step import StepResult

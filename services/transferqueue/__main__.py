@@ -9,18 +9,17 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from services.common.credentials import acting_as
-from services.common.grpc_client import open_channel
-from services.common.grpc_server import serve
 from services.common.ids import new_id
 from services.common.lifetime import announce, until_told_to_stop
-from services.common.logging import configure
+from services.common.rpc.client import open_channel
+from services.common.rpc.server import serve
+from services.common.security.credentials import acting_as
+from services.common.telemetry.logging import configure
 from services.transferqueue import metrics
-from services.transferqueue.channels.allocator import keep_freed_memory
-from services.transferqueue.facts import Shard
+from services.transferqueue.channels.sockets import keep_freed_memory
 from services.transferqueue.index.index import Index
-from services.transferqueue.kept.keeper import Keeper
 from services.transferqueue.registry_client import ShardRegistryClient
+from services.transferqueue.samples.keeper import Keeper
 from services.transferqueue.server import KeptSampleServicer, TransferQueueServicer
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.shards.membership import RemoteIndex
@@ -28,6 +27,7 @@ from services.transferqueue.shards.registry_server import ShardRegistryServicer
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.snapshots import Snapshots
 from services.transferqueue.storage.shard import storage_shard
+from services.transferqueue.types import Shard
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,10 @@ import grpc
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import from_rpc_error
-from services.common.grpc_client import call, open_channel
-from services.common.wire import from_message, to_message
-from services.transferqueue.facts import (
+from services.common.messages import from_message, to_message
+from services.common.rpc.client import call, open_channel
+from services.transferqueue.registry_client import shard_from_proto
+from services.transferqueue.types import (
     AcquireRequest,
     KeptSampleQuery,
     Loss,
@@ -19,7 +20,6 @@ from services.transferqueue.facts import (
     ShardStats,
     Stats,
 )
-from services.transferqueue.registry_client import shard_from_proto
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 

@@ -12,8 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import BlobRef, as_tag
+from services.common.batch import BlobRef, KVBatchMeta, as_tag
 from services.common.errors import InternalError, InvalidArgumentError
 from services.common.fields import group_of
 from services.common.ids import new_id
@@ -31,12 +30,12 @@ from services.transferqueue.encoding.packing import (
     unpack,
 )
 from services.transferqueue.encoding.readplan import Extent, plan_read
-from services.transferqueue.facts import Shard
-from services.transferqueue.placement import place
+from services.transferqueue.registry_client import place
 from services.transferqueue.transport.buffers import BufferPool
 from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.links import Links
 from services.transferqueue.transport.socket_transport import TIMEOUT_S
+from services.transferqueue.types import Shard
 
 _KEEP_BYTES = 512 << 20
 _COMMIT_TIMEOUT_S = 60.0

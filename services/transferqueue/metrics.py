@@ -2,7 +2,7 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.common.metrics import RPC
+from services.common.telemetry.metrics import RPC
 
 OPS = Counter("slipstream_tq_ops", "Operations on the data sockets.", ["op", "code"])
 OP_DURATION = Histogram(

@@ -1,13 +1,34 @@
 """Typed client of the shard registry: what a shard in another process asks of the index."""
 
+from collections.abc import Sequence
+
 import grpc
+import xxhash
 
 from services.common.batch import KVBatchMeta
-from services.common.grpc_client import call
-from services.common.wire import from_message, to_message
-from services.transferqueue.facts import ObjectStoreAddress, Shard
+from services.common.messages import from_message, to_message
+from services.common.rpc.client import call
+from services.transferqueue.types import ObjectStoreAddress, Shard
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
+
+
+def place(group: str, shards: Sequence[Shard]) -> str:
+    """The shard of a group, by rendezvous hashing.
+
+    Each client comes to the same answer without asking, and a shard that comes or goes moves only its
+    own share of the groups.
+
+    Raises:
+        ValueError: If there is no shard.
+    """
+    if not shards:
+        raise ValueError("there is no shard; add one or wait for one to start")
+    return max(
+        [shard.shard_id for shard in shards],
+        key=lambda shard_id: xxhash.xxh3_64_intdigest(f"{shard_id}/{group}".encode()),
+    )
+
 
 _TIMEOUT_S = 30.0
 

@@ -5,17 +5,17 @@ from typing import Any
 
 import grpc
 
-from services.common.access import caller_run
 from services.common.errors import FailedPreconditionError
 from services.common.fields import partition_id, run_of
-from services.common.wire import from_message, to_message
-from services.transferqueue.facts import AcquireRequest, KeptSampleQuery
+from services.common.messages import from_message, to_message
+from services.common.security.access import caller_run
 from services.transferqueue.index.index import Index
-from services.transferqueue.kept.keeper import Keeper
 from services.transferqueue.registry_client import shard_to_proto
+from services.transferqueue.samples.keeper import Keeper
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.snapshots import Snapshots
 from services.transferqueue.storage.admission import ALL_RUNS
+from services.transferqueue.types import AcquireRequest, KeptSampleQuery
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 

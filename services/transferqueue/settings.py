@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.common.security.tls import Peer
 from services.common.settings import KeySettings, is_loopback
-from services.common.tls import Peer
 
 
 class TransferQueueSettings(KeySettings):

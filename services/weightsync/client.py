@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.grpc_client import call
-from services.common.wire import from_message, to_message
+from services.common.messages import from_message, to_message
+from services.common.rpc.client import call
 from services.weightsync.canary import Canary
 from services.weightsync.plan import TensorSpec
 from slipstream.weightsync.v1 import weightsync_pb2 as pb

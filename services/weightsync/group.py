@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.common.callables import load_callable
-from services.common.spec.weight_modes import TRANSPORTS
+from services.common.runspec.weight_modes import TRANSPORTS
 from services.weightsync.plan import WeightPlan
 
 # Deadlines are ours: we wait and abort ourselves. This one only keeps torch's own watchdog out of the way.

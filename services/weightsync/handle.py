@@ -32,7 +32,7 @@ from torch import Tensor
 from services.common.errors import FailedPreconditionError
 from services.common.host import short_path
 from services.weightsync.group import Seat, Work
-from services.weightsync.rooms import Room, RoomError, lend, open_room
+from services.weightsync.shared_buffers import Room, RoomError, lend, open_room
 
 _CHUNK_BYTES = 128 << 20
 _HALVES = 2

@@ -23,16 +23,16 @@ from services.common.errors import (
     UnavailableError,
 )
 from services.common.phases import Phases
-from services.common.spec.weight_modes import weight_mode
+from services.common.runspec.weight_modes import weight_mode
 from services.weightsync import metrics
 from services.weightsync.canary import Canary, difference
 from services.weightsync.endpoints import WeightSink, WeightSource, on_device
-from services.weightsync.epochs import Epochs
 from services.weightsync.group import KeyValueStore, Seat, WeightGroup
+from services.weightsync.group_epochs import Epochs
+from services.weightsync.metrics import TransferReport, explained
 from services.weightsync.modes.base import Lender, Receiver, Sender
-from services.weightsync.outcomes import TransferReport, explained
 from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan, version_digest
-from services.weightsync.rooms import gpu_of
+from services.weightsync.shared_buffers import gpu_of
 from services.weightsync.transfer import TransferOrder, Transferred
 
 logger = logging.getLogger(__name__)

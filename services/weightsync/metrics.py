@@ -1,8 +1,12 @@
 """What a member of a weight group measures; the controller measures the phases of a session."""
 
+from dataclasses import dataclass
+
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.common.metrics import SYNC
+from services.common.errors import DataLossError, DeadlineExceededError, UnavailableError
+from services.common.telemetry.metrics import SYNC
+from services.weightsync.transfer import TransferError, TransferOrder
 
 MEMBER_SECONDS = Histogram(
     "slipstream_weight_sync_member_duration_seconds",
@@ -26,3 +30,33 @@ CANARY_DIFFERENCE = Gauge(
     "slipstream_weight_sync_canary_difference_nats",
     "Mean absolute difference of the canary's logprobs between trainer and rollout.",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferReport:
+    """One member's view of a transfer."""
+
+    digests: tuple[str, ...]
+    """Of each source that took part, in order: one for a sender, all for a receiver."""
+    num_bytes: int
+    """Bytes sent or received."""
+    seconds: float
+    """From the order to the verified end."""
+
+
+def explained(error: BaseException, order: TransferOrder) -> BaseException:
+    """What a failed transfer means to the controller."""
+    match error:
+        case TransferError():
+            REFUSED.labels("checksum").inc()
+            return DataLossError(str(error), version=order.version)
+        case TimeoutError():
+            return DeadlineExceededError(
+                f"transfer of version {order.version} took longer than {order.timeout_s} s",
+                version=order.version,
+            )
+        case RuntimeError():
+            return UnavailableError(
+                f"transfer of version {order.version} lost a member: {error}", version=order.version
+            )
+    return error

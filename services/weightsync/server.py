@@ -4,9 +4,9 @@ from typing import Any
 
 import grpc
 
-from services.common import tracing
 from services.common.errors import InvalidArgumentError
-from services.common.wire import from_message, to_message
+from services.common.messages import from_message, to_message
+from services.common.telemetry import tracing
 from services.weightsync.canary import Canary
 from services.weightsync.member import WeightMember
 from services.weightsync.plan import TensorSpec

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.http_server import serve_http
-from services.common.spec.loader import canonical_json, parse_spec, spec_digest
+from services.common.http.server import serve_http
+from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
 from services.controller.api.app import build_app
 from services.controller.api.principals import Principal, TokenStore
 from services.controller.api.run_page import PageLinks, add_page_links, with_run_page

@@ -16,8 +16,8 @@ import pytest
 from kubernetes.client import ApiClient, Configuration, CoreV1Api, NodeV1Api
 
 from services.common.errors import FailedPreconditionError
-from services.common.spec.loader import parse_spec
-from services.common.spec.run import RunSpec
+from services.common.runspec.loader import parse_spec
+from services.common.runspec.run import RunSpec
 from services.controller.launch.follow import follow
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit

@@ -275,7 +275,7 @@ def test_the_certificate_of_a_run_is_renewed_while_it_goes_on(installed: Install
 # Asks, as a worker of one run, for the samples of another.
 _PRY = """
 import asyncio, sys
-from services.common.credentials import acting_as
+from services.common.security.credentials import acting_as
 from services.common.errors import ServiceError
 from services.rollout.settings import RolloutSettings
 from services.transferqueue.client import TransferQueueClient

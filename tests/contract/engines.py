@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from services.common.spec.engines import ENGINES
+from services.common.runspec.engines import ENGINES
 from services.rollout.engines.base import Engine, GenerationRequest
 from services.rollout.engines.build import make_engine
+from services.rollout.engines.engine_order import EngineOrder
 from services.rollout.engines.fake import FakeEngine, LongTail
-from services.rollout.engines.order import EngineOrder
-from services.rollout.engines.torch import TorchEngine
+from services.rollout.engines.torch.engine import TorchEngine
 from tests.helpers.engines import running
 
 VOCAB_SIZE = 256

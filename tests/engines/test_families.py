@@ -19,11 +19,11 @@ from services.common.jagged import Jagged
 from services.common.models.families import COMPARED, TELLS_NOT, exact_tokens, is_mixture
 from services.common.models.loading import build_model, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.model import ModelSpec
-from services.common.spec.rollout import RewardSpec, RolloutSpec
+from services.common.runspec.rollout import RewardSpec, RolloutSpec
+from services.common.runspec.run import ModelSpec
 from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
 from services.rollout.engines.build import build_engine, make_engine
-from services.rollout.engines.order import EngineOrder
+from services.rollout.engines.engine_order import EngineOrder
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
 from tests.helpers.engines import running

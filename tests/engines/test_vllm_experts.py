@@ -11,7 +11,7 @@ from services.common.models.loading import build_model, stored_tensors
 from services.common.models.routers import RouterWatch
 from services.rollout.engines.base import GenerationResult
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.order import EngineOrder
+from services.rollout.engines.engine_order import EngineOrder
 from services.rollout.workflows.turns import NOTHING_SAMPLED, routed_experts
 from tests.helpers.engines import request, running, until
 from tests.helpers.mixtures import mixture_shape

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from services.common.models.expert_names import checkpoint_names
-from services.common.spec.engines import ENGINES
+from services.common.runspec.engines import ENGINES
 from services.rollout.engines.build import prepare_environment
 from services.rollout.engines.layout import copy_weights
 

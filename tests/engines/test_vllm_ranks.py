@@ -7,8 +7,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.order import EngineOrder
-from services.rollout.engines.parted import PartedEngine
+from services.rollout.engines.engine_order import EngineOrder
+from services.rollout.engines.external import PartedEngine
 from tests.helpers.engines import running
 from tests.helpers.placing import place_all
 

@@ -8,7 +8,7 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from services.rollout.engines.vllm_scheduler import Gatherer
+from services.rollout.engines.vllm.scheduler import Gatherer
 
 
 def sampled(name: str, token: int, *, reason: FinishReason | None = None) -> EngineCoreOutput:

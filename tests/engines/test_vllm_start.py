@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from services.common.spec.engines import ENGINES
+from services.common.runspec.engines import ENGINES
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.order import EngineOrder
+from services.rollout.engines.engine_order import EngineOrder
 
 pytest.importorskip("vllm")
 
@@ -30,7 +30,7 @@ def work():
 
 if __name__ == "__main__":
     import torch
-    from services.common.spec.engines import ENGINES
+    from services.common.runspec.engines import ENGINES
     from services.common.settings import set_defaults
     os.register_at_fork(after_in_child=refuse)
     if "prepared" in sys.argv:

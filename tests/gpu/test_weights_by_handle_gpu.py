@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.weightsync import rooms
-from services.weightsync.cuda_memory import CudaMemoryError, open_handle
+from services.weightsync import shared_buffers
+from services.weightsync.shared_buffers import CudaMemoryError, open_handle
 from tests.helpers.cli import run_module
 from tests.helpers.gpu_runs import train_on_gpus
 from tests.helpers.ranks import PROCESSES
@@ -22,7 +22,7 @@ pytestmark = [
 
 def test_a_room_on_a_gpu_is_the_same_memory_in_another_process() -> None:
     device = torch.device("cuda", 0)
-    room = rooms.lend(1 << 24, device)
+    room = shared_buffers.lend(1 << 24, device)
     room.memory.fill_(7)
     torch.cuda.synchronize()
     process = PROCESSES.Process(target=_write, args=(room.handle,))
@@ -33,7 +33,7 @@ def test_a_room_on_a_gpu_is_the_same_memory_in_another_process() -> None:
 
 
 def _write(handle: str) -> None:
-    memory = rooms.open_room(handle, torch.device("cuda", 0))
+    memory = shared_buffers.open_room(handle, torch.device("cuda", 0))
     assert memory.eq(7).all()
     memory.fill_(8)
     torch.cuda.synchronize()

@@ -6,19 +6,17 @@ from typing import Any
 
 import torch
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import BlobRef, FieldColumn
+from services.common.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.common.jagged import Jagged
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import pack
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
 from services.trainer.model.parallel import Topology
 from services.trainer.model.policy import Critic, Policy
-from services.trainer.ranks.profiling import NO_PROFILES, StepProfiler
-from services.trainer.ranks.rank import Rank
+from services.trainer.ranks.rank import NO_PROFILES, Rank, StepProfiler
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.step import StepRunner
 

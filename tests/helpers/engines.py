@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from services.rollout.engines.base import Engine, GenerationRequest
-from services.rollout.engines.torch import TorchEngine
+from services.rollout.engines.torch.engine import TorchEngine
 
 VOCAB_SIZE = 24
 

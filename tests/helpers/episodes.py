@@ -7,7 +7,7 @@ from torch import Tensor
 
 from services.common.jagged import Jagged
 from services.rollout.rewards.base import Score
-from services.rollout.samples import Sample, prompt_fields, sample_fields
+from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields
 from services.rollout.workflows.conversations import Conversation, flattened, trained_once
 from services.rollout.workflows.turns import Turn, observed, token_ids
 from services.trainer.batch.packing import PackedTokens, pack

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from services.common.confinement import Allowance
+from services.common.security.confinement import Allowance
 from services.controller.api.app import build_app
 from services.controller.api.principals import Principal
 from services.controller.api.request_limits import RequestLimits
@@ -17,11 +17,11 @@ from services.controller.manager.audit import RunAudit
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.runs import RunManager
 from services.controller.membership.registry import Membership
-from services.controller.run.checkpoints import Checkpoint
-from services.controller.run.loop import Services
+from services.controller.run.lifecycle.loop import Services
+from services.controller.run.train.checkpoints import Checkpoint
 from services.controller.settings import Limits
 from services.controller.store.tables import CHECKPOINTS
-from services.transferqueue.facts import Stats
+from services.transferqueue.types import Stats
 from tests.helpers.specs import changed
 
 SPEC = changed(name="one", rollout={"max_response_tokens": 8}, trainer={"steps": 3})

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.spec.loader import parse_spec
-from services.common.spec.run import RunSpec
+from services.common.runspec.loader import parse_spec
+from services.common.runspec.run import RunSpec
 
 SMALLEST: Mapping[str, Any] = {
     "name": "smallest",

@@ -15,7 +15,7 @@ import pytest
 
 from services.cli.trackers.tracker import COLUMNS, Moment
 from services.common.callables import load_callable
-from services.common.spec.trackers import TRACKERS, TrackerSpec
+from services.common.runspec.trackers import TRACKERS, TrackerSpec
 from services.controller.models import RunView
 
 Point = tuple[str, int, float]

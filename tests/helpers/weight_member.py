@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from services.common.grpc_client import open_channel
-from services.common.grpc_server import serve
-from services.common.logging import configure
+from services.common.rpc.client import open_channel
+from services.common.rpc.server import serve
+from services.common.telemetry.logging import configure
 from services.controller.client import Rendezvous
-from services.weightsync import group, rooms
+from services.weightsync import group, shared_buffers
 from services.weightsync.canary import Canary
 from services.weightsync.endpoints import Place
 from services.weightsync.member import WeightMember
@@ -154,7 +154,7 @@ def run(options: Options, told: Connection) -> None:
     if options.patience_s is not None:
         group._GLOO_TIMEOUT_S = options.patience_s
     if options.is_walled:
-        rooms._open_file = wall
+        shared_buffers._open_file = wall
     if options.fall is not None and options.fall.bucket > 0:
         fall_in_transfer(options.fall)
     asyncio.run(main(options, told))

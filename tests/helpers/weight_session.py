@@ -4,12 +4,12 @@ import asyncio
 import os
 from contextlib import asynccontextmanager
 
-from services.common.grpc_server import serve
-from services.common.spec.weight_sync import WeightSyncSpec
-from services.controller.api.rendezvous import RendezvousServicer
+from services.common.rpc.server import serve
+from services.common.runspec.run import WeightSyncSpec
+from services.controller.api.membership import RendezvousServicer
 from services.controller.membership.registry import Worker
 from services.controller.membership.rendezvous import RendezvousStore
-from services.controller.run.weight_sync import WeightSession
+from services.controller.run.weights.session import WeightSession
 from slipstream.controller.v1 import membership_pb2_grpc
 from tests.helpers.ranks import PROCESSES
 from tests.helpers.weight_member import Options, run

@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 
 from services.common.jagged import Jagged
 from services.common.models.loading import build_model
-from services.common.spec.trainer import TrainerSpec
+from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.collectives import Ranks
 from services.trainer.model.compiling import compile_ahead

@@ -9,7 +9,7 @@ from torch import distributed
 
 from services.common.jagged import Jagged
 from services.common.models.loading import build_model, stored_tensors
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import pack
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy

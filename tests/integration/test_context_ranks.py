@@ -15,8 +15,8 @@ from services.common.errors import UnavailableError
 from services.common.jagged import Jagged
 from services.common.models.families import FAMILIES
 from services.common.models.loading import build_model
-from services.common.spec.run import RunSpec
-from services.common.spec.trainer import TrainerSpec
+from services.common.runspec.run import RunSpec
+from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.model.policy import Critic, Policy

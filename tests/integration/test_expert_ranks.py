@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from services.common.jagged import Jagged
 from services.common.models.expert_names import is_fused
 from services.common.models.loading import build_model, load_folder, stored_tensors
-from services.common.spec.trainer import LoraSpec, TrainerSpec
+from services.common.runspec.trainer import LoraSpec, TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.checkpoint import manifest
 from services.trainer.checkpoint.checkpointer import Checkpointer

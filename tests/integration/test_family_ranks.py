@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from services.common.jagged import Jagged
 from services.common.models.families import FAMILIES
 from services.common.models.loading import build_model
-from services.common.spec.trainer import TrainerSpec
+from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import pack
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy

@@ -14,10 +14,10 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from services.common.jagged import Jagged
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import Bounds
 from services.trainer.model.parallel import build_topology, distribute
-from services.trainer.ranks.crew import Crew, RankFailedError
+from services.trainer.ranks.command_group import Crew, RankFailedError
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of

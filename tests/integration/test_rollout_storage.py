@@ -11,23 +11,26 @@ import torch
 
 from services.common.fields import ROLLOUT_FIELDS, TAGS
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.loader import parse_spec
-from services.common.spec.model import ModelSpec
+from services.common.runspec.loader import parse_spec
+from services.common.runspec.run import ModelSpec
 from services.rollout.client import GroupAssignment
+from services.rollout.data.prompts import Prompt
 from services.rollout.failures import GroupError
-from services.rollout.kept import SampleTeller
-from services.rollout.partial import GroupProgress, MemberProgress
-from services.rollout.progress_cache import TransferQueueCache
-from services.rollout.prompts import Prompt
-from services.rollout.publish import GroupPublisher
+from services.rollout.publish.publisher import GroupPublisher
+from services.rollout.publish.sample_recorder import SampleTeller
 from services.rollout.rewards.base import Score
-from services.rollout.samples import Sample
+from services.rollout.sampling.progress_cache import (
+    GroupProgress,
+    MemberProgress,
+    TransferQueueCache,
+)
+from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.turns import Turn
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
-from services.transferqueue.facts import KeptSampleQuery
 from services.transferqueue.settings import TransferQueueSettings
+from services.transferqueue.types import KeptSampleQuery
 from tests.helpers.controllers import SPEC
 
 TRAIN, PARTIAL = "run/train", "run/partial"

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from services.common.spec.algorithm import AlgorithmSpec
+from services.common.runspec.algorithm import AlgorithmSpec
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from services.common.spec.loader import load_spec
+from services.common.runspec.loader import load_spec
 from slipstream_client import AsyncClient
 from tests.helpers.cli import slipstream, started
 from tests.helpers.ledger_check import check_run

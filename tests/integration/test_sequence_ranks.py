@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import distributed
 
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.model.parallel import build_topology, distribute
 from tests.helpers.batches import CPU, policy_of, rank_of, spec_of
 from tests.helpers.episodes import branched_episodes, gradients_by_hand

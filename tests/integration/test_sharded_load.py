@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from services.common.models.loading import build_model, load_folder
 from services.common.models.presets import preset_config
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.model.parallel import build_topology
 from services.trainer.model.policy import Critic, Policy
 from services.trainer.ranks.build import Loader, load_policy

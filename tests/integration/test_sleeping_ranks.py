@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import distributed
 
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.model.host_copy import HostCopy
 from services.trainer.model.parallel import build_topology, distribute
-from services.trainer.ranks.crew import Crew
+from services.trainer.ranks.command_group import Crew
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.weights import WeightExport

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from services.common import tracing
+from services.common.telemetry import tracing
 from tests.helpers.cli import slipstream
 
 pytestmark = pytest.mark.timeout(300)

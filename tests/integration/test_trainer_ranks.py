@@ -12,12 +12,11 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from services.common.errors import UnavailableError
-from services.common.spec.run import RunSpec
-from services.common.spec.weight_sync import WeightSyncSpec
+from services.common.runspec.run import RunSpec, WeightSyncSpec
 from services.trainer.batch.samples import IncompleteBatchError
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.model.parallel import build_topology, distribute
-from services.trainer.ranks.crew import Crew
+from services.trainer.ranks.command_group import Crew
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank

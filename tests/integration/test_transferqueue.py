@@ -19,8 +19,8 @@ from services.common.jagged import Jagged
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
-from services.transferqueue.facts import AcquireRequest
 from services.transferqueue.settings import TransferQueueSettings
+from services.transferqueue.types import AcquireRequest
 
 TRAIN = "run_1/train"
 MIB = 1 << 20

@@ -28,10 +28,10 @@ from services.transferqueue.channels.arena_socket import open_arena
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
 from services.transferqueue.encoding import codec
-from services.transferqueue.facts import AcquireRequest
 from services.transferqueue.index.index import Index
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.storage.dataplane import DataPlane
+from services.transferqueue.types import AcquireRequest
 
 TRAIN = "run_1/train"
 

@@ -9,26 +9,25 @@ import pytest
 import torch
 import zmq
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import BlobRef
+from services.common.batch import BlobRef, KVBatchMeta
 from services.common.errors import (
     AlreadyExistsError,
     DataLossError,
     DeadlineExceededError,
     NotFoundError,
 )
-from services.common.grpc_client import open_channel
+from services.common.rpc.client import open_channel
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
 from services.transferqueue.encoding import codec
 from services.transferqueue.encoding.packing import pack
-from services.transferqueue.facts import AcquireRequest, Shard
 from services.transferqueue.registry_client import ShardRegistryClient
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.shards import shards as shards_module
 from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.links import Links
+from services.transferqueue.types import AcquireRequest, Shard
 
 TRAIN = "run_1/train"
 MIB = 1 << 20

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common import access
 from services.common.batch import KVBatchMeta
-from services.common.credentials import Identity, acting_as
 from services.common.errors import (
     FailedPreconditionError,
     PermissionDeniedError,
     ServiceError,
     UnauthenticatedError,
 )
-from services.common.rare_log import RareLog
-from services.common.run_tokens import issue_token
+from services.common.security import access
+from services.common.security.credentials import Identity, acting_as
+from services.common.security.run_tokens import issue_token
+from services.common.telemetry.logging import RareLog
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient

@@ -7,7 +7,7 @@ import sys
 import pytest
 from safetensors import safe_open
 
-from services.common.spec.loader import load_spec
+from services.common.runspec.loader import load_spec
 from tests.helpers.cli import slipstream
 from tests.helpers.pages import example
 

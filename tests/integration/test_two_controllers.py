@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from services.common.spec.loader import load_spec
+from services.common.runspec.loader import load_spec
 from slipstream_client import AsyncClient
 from tests.helpers.cli import environment
 from tests.helpers.databases import postgres_cluster

@@ -8,7 +8,7 @@ from torch import distributed
 
 from services.common.models.loading import load_folder
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 from services.trainer.model.warm_start import base_folder
 from tests.helpers.ranks import run_ranks
 

@@ -11,7 +11,7 @@ import typer
 import yaml
 
 from services.cli.main import _COMMANDS, load
-from services.common.spec.loader import parse_spec
+from services.common.runspec.loader import parse_spec
 from tests.helpers.commands import Command, blocks, commands
 from tests.helpers.pages import ROOT
 from tests.unit.test_repository import DOCUMENTS, named

@@ -1,7 +1,7 @@
 """Specifications of docs/recipes.md, as a reader would copy them."""
 
 from services.cli.preflight import check
-from services.common.spec.loader import load_spec
+from services.common.runspec.loader import load_spec
 from tests.helpers.pages import recipes
 
 

@@ -17,12 +17,11 @@ from typing import Any
 
 from services.cli.api import Api, ApiError
 from services.cli.settings import CliSettings
-from services.cli.trackers.cursor import Cursor, cursor_path
-from services.cli.trackers.order import GONE, Order
+from services.cli.trackers.cursor import GONE, Cursor, Order, cursor_path
 from services.cli.trackers.tracker import Moment, OpenTracker, Split, Tracker, row_of
 from services.common.callables import load_callable
 from services.common.lifetime import until_told_to_stop
-from services.common.spec.trackers import TRACKERS, TrackerSpec
+from services.common.runspec.trackers import TRACKERS, TrackerSpec
 from services.common.task_group import until_first
 from services.controller.api.operations import ListSamples, ReportTracker
 from services.controller.models import RunView

@@ -11,7 +11,7 @@ from rich.console import Console
 from services.cli.local import LocalServices
 from services.cli.output import say
 from services.cli.trackers.child import run_to_end
-from services.common.spec.trackers import TRACKERS
+from services.common.runspec.trackers import TRACKERS
 from services.common.task_group import TaskGroup
 from services.controller.launch.log_files import last_lines
 

@@ -8,8 +8,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 
 from services.cli.trackers.tracker import COLUMNS, Moment, Newest, Split
-from services.common.spec.keys import flat
-from services.common.spec.trackers import TrackerSpec
+from services.common.runspec.keys import flat
+from services.common.runspec.trackers import TrackerSpec
 from services.controller.models import RunView
 
 _TAG = "slipstream.run"

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from services.cli.api import Api, ApiError
 from services.cli.trackers.child import run_to_end
-from services.cli.trackers.cursor import CURSORS, Cursor, cursor_path
-from services.cli.trackers.order import GONE, Order
+from services.cli.trackers.cursor import CURSORS, GONE, Cursor, Order, cursor_path
 from services.common.task_group import TaskGroup
 from services.controller.api.operations import ListRuns, ReportTracker
 from services.controller.launch.log_files import last_lines

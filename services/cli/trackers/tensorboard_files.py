@@ -13,7 +13,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from services.cli.trackers.tracker import Moment, Newest, Split, as_markdown
-from services.common.spec.trackers import TrackerSpec
+from services.common.runspec.trackers import TrackerSpec
 from services.controller.models import RunView
 
 

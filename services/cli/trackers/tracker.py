@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from services.common.spec.trackers import TrackerSpec
+from services.common.runspec.trackers import TrackerSpec
 from services.controller.models import RunView
 from services.controller.samples import SampleView
 

@@ -9,7 +9,7 @@ from trackio.sqlite_storage import SQLiteStorage
 from trackio.utils import resolve_space_id_and_server_url
 
 from services.cli.trackers.tracker import Moment, Newest, Split, as_markdown
-from services.common.spec.trackers import TrackerSpec
+from services.common.runspec.trackers import TrackerSpec
 from services.controller.models import RunView
 
 _REREADS = 500

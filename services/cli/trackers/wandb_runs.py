@@ -11,7 +11,7 @@ import wandb
 
 from services.cli.trackers.tracker import COLUMNS, Moment, Split
 from services.cli.trackers.wandb_files import rows_of
-from services.common.spec.trackers import TrackerSpec
+from services.common.runspec.trackers import TrackerSpec
 from services.controller.models import RunView
 
 

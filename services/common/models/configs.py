@@ -7,10 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from services.common.models.evaluator import Evaluator
-from services.common.models.files import find_file
 from services.common.models.made_tokenizers import Vocabulary
 from services.common.models.presets import preset_config, preset_names
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
+
+
+def find_file(model: ModelSpec, name: str) -> Path | None:
+    """Where a file of ``model.path`` lies; None if the model has none of that name.
+
+    Raises:
+        OSError: If it is to be fetched and cannot be.
+    """
+    if Path(model.path).is_dir():
+        path = Path(model.path) / name
+        return path if path.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model.path, name, revision=model.revision))
+    except LocalEntryNotFoundError:
+        raise  # nobody could be asked, so nothing is known
+    except EntryNotFoundError:
+        return None
+
 
 # More than any model has: layers, heads and the like, of which families make lists, and all other numbers.
 _COUNT = re.compile(

@@ -5,8 +5,8 @@ from typing import Final
 import torch
 from transformers import PretrainedConfig
 
-from services.common.spec.engines import engine_kind
-from services.common.spec.run import RunSpec
+from services.common.runspec.engines import engine_kind
+from services.common.runspec.run import RunSpec
 
 _BLOCK_TOKENS: Final = 16
 _BLOCKS_SPARE: Final = 1.05

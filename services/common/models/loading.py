@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from services.common.models.configs import full_config, load_problem, read_config
 from services.common.models.tokenizer import Tokenizer
 from services.common.models.weight_files import named
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 
 
 def load_config(model: ModelSpec, tokenizer: Tokenizer) -> PretrainedConfig:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 
 CHARS_PREFIX = "chars:"
 PAD, EOS = "<pad>", "<eos>"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from services.common.spec.model import TINY_PREFIX
+from services.common.runspec.run import TINY_PREFIX
 
 # name: (architecture, hidden size, layers, heads, key-value heads, intermediate size)
 _SHAPES = {

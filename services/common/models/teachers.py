@@ -1,7 +1,7 @@
 """Whether a teacher can say how likely a policy's tokens are: both must mean the same by them."""
 
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 
 
 def check_teacher(spec: RunSpec) -> None:

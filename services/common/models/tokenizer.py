@@ -7,9 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from services.common.models.configs import check_evaluates
+from services.common.models.configs import check_evaluates, find_file
 from services.common.models.evaluator import CHATS, render
-from services.common.models.files import find_file
 from services.common.models.made_tokenizers import (
     CHARS_PREFIX,
     EOS,
@@ -17,7 +16,7 @@ from services.common.models.made_tokenizers import (
     make_tokenizer,
     tokenizer_name,
 )
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 
 # How a template marks what the assistant says.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

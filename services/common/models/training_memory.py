@@ -19,9 +19,9 @@ from transformers import PretrainedConfig
 from services.common.models.families import num_experts
 from services.common.models.kv_memory import kv_bytes
 from services.common.models.loading import build_model, stored_tensors
-from services.common.spec.run import RunSpec
-from services.common.spec.trainer import LoraSpec, TrainerSpec
-from services.common.spec.weight_modes import MODES
+from services.common.runspec.run import RunSpec
+from services.common.runspec.trainer import LoraSpec, TrainerSpec
+from services.common.runspec.weight_modes import MODES
 
 _GB: Final = 1e9
 STATE: Final = ("weights, float32", "weights, frozen", "optimizer", "gradients", "reference")

@@ -20,7 +20,7 @@ from services.common.models.training_memory import (
     weight_bytes,
     weight_copies,
 )
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 
 Stays = Literal["all", "state", "nothing"]
 """Of a trainer: whatever it holds, its state between two steps, or what is on its way to rollouts alone."""

@@ -14,11 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common import tracing
 from services.common.errors import ResourceExhaustedError, ServiceError
-from services.common.rare_log import RareLog
-from services.common.spec.bounds import MAX_DOCUMENT_BYTES
-from services.common.spec.loader import SpecError
+from services.common.runspec.loader import MAX_DOCUMENT_BYTES, SpecError
+from services.common.telemetry import tracing
+from services.common.telemetry.logging import RareLog
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from services.common.errors import FailedPreconditionError
-from services.common.spec.loader import canonical_json, parse_spec, spec_digest
+from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
 from services.controller.api import operations as ops
 from services.controller.api.page_tokens import PageTokens
 from services.controller.api.principals import Principal

@@ -6,7 +6,7 @@ import grpc
 
 from services.common.clock import Clock
 from services.common.errors import InvalidArgumentError
-from services.common.wire import from_message
+from services.common.messages import from_message
 from services.controller.client import (
     GroupFailure,
     WorkerRole,
@@ -16,6 +16,7 @@ from services.controller.client import (
 )
 from services.controller.manager.runs import RunManager
 from services.controller.membership.registry import Membership, Worker
+from services.controller.membership.rendezvous import RendezvousStore
 from services.controller.settings import ControllerSettings
 from slipstream.controller.v1 import membership_pb2, membership_pb2_grpc
 
@@ -111,3 +112,31 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
         settings = self._settings
         fair_s = self._membership.num_workers / settings.max_heartbeats_per_s
         return max(settings.heartbeat_interval_s, min(fair_s, settings.heartbeat_timeout_s / 4))
+
+
+class RendezvousServicer(membership_pb2_grpc.RendezvousServiceServicer):
+    """Key-value scopes for weight groups."""
+
+    def __init__(self, store: RendezvousStore) -> None:
+        self._store = store
+
+    async def SetValue(
+        self, request: membership_pb2.SetValueRequest, context: _Context
+    ) -> membership_pb2.SetValueResponse:
+        """Store a value."""
+        await self._store.set(request.scope, request.key, request.value)
+        return membership_pb2.SetValueResponse()
+
+    async def GetValue(
+        self, request: membership_pb2.GetValueRequest, context: _Context
+    ) -> membership_pb2.GetValueResponse:
+        """Return a value, waiting for it."""
+        value = await self._store.get(request.scope, request.key, request.wait_timeout_s)
+        return membership_pb2.GetValueResponse(value=value)
+
+    async def AddValue(
+        self, request: membership_pb2.AddValueRequest, context: _Context
+    ) -> membership_pb2.AddValueResponse:
+        """Add to a counter."""
+        value = await self._store.add(request.scope, request.key, request.amount)
+        return membership_pb2.AddValueResponse(value=value)

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import sqlalchemy as sa
 
-from services.common.access import AUTH_FAILURES
 from services.common.errors import NotFoundError, PermissionDeniedError, UnauthenticatedError
+from services.common.security.access import AUTH_FAILURES
 from services.controller.models import Role, covers
 from services.controller.store.database import Database
 from services.controller.store.records import Run

@@ -1,6 +1,8 @@
 """The run API over REST: one route for each operation."""
 
 import inspect
+import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -12,17 +14,58 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from services.common.errors import InvalidArgumentError
+from services.common.errors import InvalidArgumentError, ResourceExhaustedError
+from services.controller.api.auth_rate_limit import peer_of
 from services.controller.api.errors import BodyError
 from services.controller.api.handlers import Items
-from services.controller.api.operation import Operation, Place
-from services.controller.api.operations import OPERATIONS
+from services.controller.api.operations import OPERATIONS, Operation, Place
 from services.controller.api.principals import Principal
 from services.controller.api.run_api import RunApi, handler_name
-from services.controller.api.sse import DESCRIPTION, event_stream, frame_of
-from services.controller.api.strangers import peer_of
 from services.controller.models import EventView, LogLine, RunView
 from services.controller.store.records import Event
+
+# Proxies end a connection that is silent for a minute.
+_PING_S = 10.0
+_PING = b": nothing new\n\n"
+
+_TEXTS = {name: {"type": "string"} for name in ("data", "event", "id")}
+DESCRIPTION: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {"text/event-stream": {"itemSchema": {"type": "object", "properties": _TEXTS}}}
+    }
+}
+"""What the schema says of a route that answers with a stream."""
+
+
+def event_stream(frames: AsyncIterator[bytes]) -> StreamingResponse:
+    """An answer of events, with a comment now and then while there are none.
+
+    It ends with event ``overflow`` if the reader is too slow.
+
+    Args:
+        frames: What :func:`frame_of` makes, one or several at once; empty if there is nothing to say now.
+    """
+    # Proxies such as nginx would hold events back.
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_with_pings(frames), media_type="text/event-stream", headers=headers)
+
+
+def frame_of(type_: str, data: str, id_: str = "") -> bytes:
+    """An event as it is sent; ``data`` is JSON in one line."""
+    head = f"id: {id_}\n" if id_ else ""
+    return f"{head}event: {type_}\ndata: {data}\n\n".encode()
+
+
+async def _with_pings(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    sent = time.monotonic()
+    try:
+        async for frame in frames:
+            if frame or time.monotonic() - sent > _PING_S:
+                yield frame or _PING
+                sent = time.monotonic()
+    except ResourceExhaustedError as error:
+        yield frame_of("overflow", json.dumps({"detail": error.message}))
+
 
 LINES = "application/x-ndjson"
 _KEPT_FRAMES = 2000

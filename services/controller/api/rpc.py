@@ -15,11 +15,9 @@ from google.protobuf.message_factory import GetMessageClass
 from pydantic import BaseModel, ValidationError
 
 from services.common.errors import InvalidArgumentError, NotFoundError
-from services.common.grpc_server import Know
-from services.common.spec.bounds import MAX_DOCUMENT_BYTES
-from services.common.spec.loader import SpecError
-from services.controller.api.operation import Operation
-from services.controller.api.operations import OPERATIONS
+from services.common.rpc.server import Know
+from services.common.runspec.loader import MAX_DOCUMENT_BYTES, SpecError
+from services.controller.api.operations import OPERATIONS, Operation
 from services.controller.api.principals import Principal
 from services.controller.api.run_api import RunApi
 from services.controller.models import (

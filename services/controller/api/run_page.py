@@ -15,9 +15,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Scope
 
 from services.common.errors import UnauthenticatedError
+from services.controller.api.auth_rate_limit import peer_of
 from services.controller.api.principals import Principal, TokenStore
 from services.controller.api.run_api import RunApi
-from services.controller.api.strangers import peer_of
 from services.controller.models import Role
 
 _FILES = Path(__file__).parent / "page"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
-from services.common import tracing
+from services.common.telemetry import tracing
 from services.controller.manager.quotas import Quota
 from services.controller.models import ListedRun, QuotaView, RunError, RunView
 from services.controller.rules.run_state import RunState, desired_state

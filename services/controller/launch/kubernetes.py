@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ServiceError
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller.launch import job_set, kueue, pod_state
 from services.controller.launch.follow import Seen
-from services.controller.launch.known_pod import KnownPod, check_growth
 from services.controller.launch.launcher import ExitHandler, WorkerExit
 from services.controller.launch.pod_api import PodApi
+from services.controller.launch.pod_state import KnownPod, check_growth
 from services.controller.launch.run_secrets import RunSecrets
 from services.controller.launch.scale import RolloutScales
 from services.controller.launch.worker_pods import (

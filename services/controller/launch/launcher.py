@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.controller.client import WorkerRole
 
 

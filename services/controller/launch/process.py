@@ -14,12 +14,12 @@ from pathlib import Path
 
 import psutil
 
-from services.common.confinement import Allowance
-from services.common.credentials import current_identity
 from services.common.errors import FailedPreconditionError
-from services.common.processors import usable_processors
-from services.common.spec.engines import engine_kind
-from services.common.spec.run import RunSpec
+from services.common.host import usable_processors
+from services.common.runspec.engines import engine_kind
+from services.common.runspec.run import RunSpec
+from services.common.security.confinement import Allowance
+from services.common.security.credentials import current_identity
 from services.common.task_group import TaskGroup
 from services.controller.client import WorkerRole
 from services.controller.launch.fork_client import ForkServer, open_fork_server

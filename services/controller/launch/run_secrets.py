@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.common.clock import Clock
-from services.common.credentials import current_identity
 from services.common.errors import ServiceError
-from services.common.tls import Certificate
+from services.common.security.credentials import current_identity
+from services.common.security.tls import Certificate
 from services.controller.launch.pod_api import PodApi
 from services.controller.launch.worker_pods import (
     TLS_FILES,

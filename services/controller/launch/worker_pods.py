@@ -14,9 +14,9 @@ from typing import Any, Literal, cast
 import yaml
 
 from services.common.errors import FailedPreconditionError
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.controller.client import WorkerRole
-from services.controller.launch import in_turns, job_set, kueue
+from services.controller.launch import colocated_pods, job_set, kueue
 from services.controller.launch.launcher import num_gpus, num_ranks, program_of, worker_names
 
 RUN_LABEL = "slipstream.dev/run"
@@ -155,7 +155,9 @@ def build_pods(
         _add_certificate(pod, run_id)
         _add_ports(container, place)
         if spec.is_in_turns(place.worker_id):
-            in_turns.join(container, place.worker_id, spec, ready_file=_ready_file("trainer-0"))
+            colocated_pods.join(
+                container, place.worker_id, spec, ready_file=_ready_file("trainer-0")
+            )
         else:
             _ask_for_gpus(pod, num_gpus(place.role, spec) // place.nodes)
         first, rank = place.first_name(run_id), str(place.node)

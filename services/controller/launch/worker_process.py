@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from services.common.process_identity import identity_of, is_alive
+from services.common.host import identity_of, is_alive
 from services.common.task_group import TaskGroup
 
 # When one process of a worker ended by itself, the others have this long to do the same.

@@ -9,7 +9,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from services.common.errors import FailedPreconditionError
-from services.controller.run.checkpoints import Checkpoint, CheckpointStore
+from services.controller.run.train.checkpoints import Checkpoint, CheckpointStore
 from services.controller.store.database import Database
 from services.controller.store.records import Event, Note
 from services.controller.store.rows import append_event, get_run

@@ -7,15 +7,15 @@ from contextlib import suppress
 from typing import Protocol
 
 from services.common.errors import FailedPreconditionError, UnavailableError
-from services.common.spec.loader import SpecError, parse_spec
+from services.common.runspec.loader import SpecError, parse_spec
 from services.common.task_group import TaskGroup
 from services.controller.client import GroupFailure
 from services.controller.launch.launcher import WorkerExit
 from services.controller.rules.run_state import RunEvent, RunState
-from services.controller.run.driver import RunDriver
-from services.controller.run.journal import Journal
-from services.controller.run.loop import Services
-from services.controller.run.requests import Mailbox
+from services.controller.run.lifecycle.driver import RunDriver
+from services.controller.run.lifecycle.loop import Services
+from services.controller.run.state.journal import Journal
+from services.controller.run.state.requests import Mailbox
 from services.controller.store.records import RELEASE, Event, Note, Run
 from services.controller.store.runs import InvalidTransitionError, RunStore
 

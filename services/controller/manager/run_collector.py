@@ -10,8 +10,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.spec.loader import SpecError, parse_spec
-from services.common.spec.run import RunSpec
+from services.common.runspec.loader import SpecError, parse_spec
+from services.common.runspec.run import RunSpec
 from services.controller.membership.registry import Worker
 from services.controller.rules.run_state import RunState
 from services.controller.store.records import Run

@@ -5,26 +5,25 @@ import time
 
 import sqlalchemy as sa
 
-from services.common.confinement import Allowance
 from services.common.ids import new_run_id
-from services.common.spec.loader import canonical_json, parse_spec, spec_digest
-from services.common.spec.run import RunSpec
+from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
+from services.common.runspec.run import RunSpec
+from services.common.security.confinement import Allowance
 from services.common.task_group import TaskGroup
 from services.controller.manager import quotas
 from services.controller.manager.admission import admit
 from services.controller.manager.archive import CheckpointArchive
+from services.controller.manager.changes import columns_of, fork_of, patched_spec
 from services.controller.manager.drivers import Drivers
 from services.controller.manager.event_feed import EventFeed
-from services.controller.manager.forks import fork_of
-from services.controller.manager.kept import KeptSamples
-from services.controller.manager.patches import columns_of, patched_spec
 from services.controller.manager.quotas import Quota
+from services.controller.manager.sample_reader import KeptSamples
 from services.controller.manager.spec_policy import SpecPolicy
 from services.controller.membership.registry import Membership, Worker
 from services.controller.models import CancelOptions, ForkRequest, PauseOptions, Role, RunPatch
 from services.controller.rules.run_state import RunEvent, RunState
-from services.controller.run.assembly import forget_samples
-from services.controller.run.requests import needs_of
+from services.controller.run.connections import forget_samples
+from services.controller.run.state.requests import needs_of
 from services.controller.settings import Limits
 from services.controller.store.database import Database
 from services.controller.store.records import (

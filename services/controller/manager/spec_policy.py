@@ -4,13 +4,13 @@ import logging
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
-from services.common.confinement import Allowance, paths_named, runs_named
 from services.common.errors import NotFoundError, PermissionDeniedError
-from services.common.rare_log import RareLog
-from services.common.secrets import plain_secrets
-from services.common.spec.engines import engine_kind
-from services.common.spec.loader import SpecError
-from services.common.spec.run import RunSpec
+from services.common.runspec.engines import engine_kind
+from services.common.runspec.loader import SpecError
+from services.common.runspec.run import RunSpec
+from services.common.security.confinement import Allowance, paths_named, runs_named
+from services.common.security.secrets import plain_secrets
+from services.common.telemetry.logging import RareLog
 from services.controller.models import Role, covers
 from services.controller.store.records import Run
 

@@ -14,9 +14,8 @@ from services.controller.planning.measured import (
     settled,
     waited,
 )
-from services.controller.planning.outcome import Prediction
-from services.controller.planning.prediction import predict
 from services.controller.planning.rates import Rates, Setting
+from services.controller.planning.simulation import Prediction, predict
 
 LARGEST_ERROR = 0.15
 """By how much a prediction may be off for the run as it is."""

@@ -9,7 +9,7 @@ from random import Random
 from statistics import NormalDist
 from typing import Protocol
 
-from services.controller.rules.histograms import least_of
+from services.controller.rules.statistics import least_of
 
 _MOST_SIGMA = 5.0
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.controller.planning.lengths import Measured
 from services.controller.planning.rates import DecodeTime, Rates, Setting, together
 
@@ -14,7 +14,7 @@ _FIRST = 3
 LEAST_STEPS = 5
 """With fewer a run says nothing of its rates."""
 DECODE_TIMES = ("decode_fixed_s", "decode_sample_s", "decode_most_samples")
-"""What rollouts say of their decode steps, and steps after them: see ``services/rollout/decode_times.py``."""
+"""What rollouts say of their decode steps, and steps after them: see ``services/rollout/monitor.py``."""
 
 
 class TooFewStepsError(ValueError):

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import lcm
 
-from services.common.spec.placement_rules import placement
-from services.common.spec.run import RunSpec
-from services.common.spec.topology import TopologySpec
+from services.common.runspec.placement_rules import placement
+from services.common.runspec.run import RunSpec
+from services.common.runspec.topology import TopologySpec
 from services.controller.planning.measured import setting_of
 from services.controller.planning.rates import Setting
 

@@ -11,20 +11,63 @@ the trainer is free -> it takes a batch, or waits for one, and that is counted w
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 from random import Random
 from statistics import fmean
 
-from services.controller.planning.engine import SimulatedEngine
-from services.controller.planning.made import Aside, Made, put_aside
-from services.controller.planning.outcome import Prediction, least_step_s, work_s
-from services.controller.planning.rates import Rates, Setting
+from services.controller.planning.rates import DecodeTime, Rates, Setting, together
+from services.controller.planning.simulated_engine import Aside, Made, SimulatedEngine, put_aside
 from services.controller.rules.groups import Group
-from services.controller.rules.place_use import PlaceUse
-from services.controller.rules.replay import choose_batch
-from services.controller.rules.staleness import StalenessGate
+from services.controller.rules.placement import PlaceUse
+from services.controller.rules.staleness import StalenessGate, choose_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a run would be like."""
+
+    step_s: float
+    samples_per_s: float
+    limit_s: float
+    """What a step takes at least: the trainer's work or the engines' at their best, whichever is longer."""
+    train_s: float
+    """The trainer's work in a step."""
+    waits: dict[str, float]
+    """Seconds of a step in which the trainer waits, by reason, as a run names them."""
+    rollout_idle: float
+    """Part of the time in which an engine decodes nothing."""
+    places_used: float
+    """Part of the engines' places that is taken, on average."""
+    staleness_mean: float
+    staleness_p95: int
+
+    @property
+    def trainer_idle(self) -> float:
+        """Part of the time in which the trainer waits."""
+        return sum(self.waits.values()) / self.step_s
+
+    @property
+    def share_of_limit(self) -> float:
+        """What a step would take at least, of what it takes; 1 is the best."""
+        return min(1.0, self.limit_s / self.step_s)
+
+
+def least_step_s(rates: Rates, setting: Setting) -> float:
+    """What a step takes at least: ``max(T_train, tokens / R)``; of rollouts in turns ``T_train`` is lost."""
+    tokens = setting.samples_per_step * rates.lengths.mean()
+    made_s = tokens * rates.decode(setting.places) / setting.places / setting.rollouts
+    trained_s = work_s(rates, setting, tokens) + rates.step_s
+    if setting.takes_turns:
+        trained_s += rates.handover_s
+    return max(trained_s, made_s + trained_s * setting.in_turns / setting.rollouts)
+
+
+def work_s(rates: Rates, setting: Setting, tokens: float) -> float:
+    """Seconds of the trainer for so many response tokens."""
+    return tokens / (rates.train_tokens_per_s * together(setting.trainer_gpus))
+
 
 _MOST_EVENTS = 3_000_000
 _FILLING = 4
@@ -181,7 +224,7 @@ class Simulation:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Start what may start: the rules of ``run/handout.py``."""
+        """Start what may start: the rules of ``controller/run/dispatch/dispatcher.py``."""
         present = self._present
         ahead = max(0, len(self._ready) - self._setting.groups_per_step)
         running = len(self._running) - len({one.made.group.sequence for one in self._aside})
@@ -223,7 +266,7 @@ class Simulation:
     # The trainer
 
     def _next_work(self) -> None:
-        """Have the trainer train what there is; the rules of ``run/batching.py``."""
+        """Have the trainer train what there is; the rules of ``controller/run/train/batcher.py``."""
         trainer = self._trainer
         if trainer.is_busy:
             return
@@ -357,3 +400,49 @@ class Simulation:
         if self._offered > version and not self._trainer.is_busy:
             self._note_wait(self._trainer.why)
             self._publish()
+
+
+_LEAST_STEPS, _MOST_STEPS = 8, 40
+_SAMPLES = 10_000
+"""That are simulated at least, if that takes no more steps than allowed."""
+_MOST_GROUPS = 64
+
+
+def predict(rates: Rates, setting: Setting, *, num_steps: int | None = None) -> Prediction:
+    """What a run's steps are like once it has filled up; the same for the same arguments.
+
+    Args:
+        rates: Of its parts.
+        setting: How it is set up.
+        num_steps: Steps that are reckoned, behind those in which it fills up; None takes as many as are
+            needed for means that hold.
+    """
+    few = math.ceil(_SAMPLES / setting.samples_per_step)
+    found = Simulation(*_smaller(rates, setting)).run(
+        num_steps or max(_LEAST_STEPS, min(few, _MOST_STEPS))
+    )
+    return replace(found, samples_per_s=setting.samples_per_step / found.step_s)
+
+
+def _smaller(rates: Rates, setting: Setting) -> tuple[Rates, Setting]:
+    """The same with fewer and slower parts, where single groups of a step do not matter any more."""
+    parts = min(setting.groups_per_step // _MOST_GROUPS, setting.places)
+    if parts < 2:
+        return rates, setting
+    decode = rates.decode
+    slower = replace(
+        rates,
+        train_tokens_per_s=rates.train_tokens_per_s / parts,
+        prompt_s=rates.prompt_s * parts,
+        decode=DecodeTime(
+            fixed_s=decode.fixed_s,
+            sample_s=decode.sample_s * parts,
+            most_samples=decode.most_samples / parts,
+        ),
+    )
+    smaller = replace(
+        setting,
+        groups_per_step=setting.groups_per_step // parts,
+        places=setting.places // parts,
+    )
+    return slower, smaller

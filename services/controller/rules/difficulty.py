@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from services.common.spec.data import CurriculumSpec
+from services.common.runspec.data import CurriculumSpec
 
 SOLVED: Final = "solved"
 HOPELESS: Final = "hopeless"

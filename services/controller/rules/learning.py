@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 
 PATIENCE = 3
 """Steps in a row that train nothing before it is reported."""

@@ -1,11 +1,83 @@
 """The order in which prompts are issued: a pure function of seed, sets of prompts and position."""
 
 import math
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from services.controller.rules.difficulty import Difficulty
-from services.controller.rules.mixture import Mixture
+
+
+class Mixture:
+    """Sets of prompts whose rows are numbered one set after the other.
+
+    Args:
+        rows: Rows of each set, by split.
+        weights: Weight of each set; the number of its rows where there is none, for which an epoch has every
+            row once.
+
+    Raises:
+        ValueError: If a set has no rows.
+    """
+
+    def __init__(self, rows: Mapping[str, int], weights: Mapping[str, float] | None = None) -> None:
+        if not rows or min(rows.values()) < 1:
+            empty = [f"data.{split}" for split, count in rows.items() if count < 1]
+            raise ValueError(
+                f"{', '.join(empty) or 'data.train'} has no rows; name a source with at least one prompt"
+            )
+        self.splits = tuple(rows)
+        """Names of the sets."""
+        self.sizes: Sequence[int] = tuple(rows.values())
+        """Rows of each."""
+        given = weights or {}
+        self._weights = [float(given.get(split, size)) for split, size in rows.items()]
+        self._begins = list(accumulate(self.sizes, initial=0))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sets, which make an epoch."""
+        return self._begins[-1]
+
+    def set_of(self, row: int) -> int:
+        """Number of the set that a row is of."""
+        return bisect_right(self._begins, row) - 1
+
+    def place(self, row: int) -> tuple[str, int]:
+        """The split of a row, and its number there."""
+        number = self.set_of(row)
+        return self.splits[number], row - self._begins[number]
+
+    def name(self, row: int) -> str:
+        """A row, for people."""
+        split, index = self.place(row)
+        return f"row {index} of data.{split}"
+
+    def row(self, number: int, index: int) -> int:
+        """The row that is row ``index`` of a set."""
+        return self._begins[number] + index
+
+    def next_set(self, taken: Sequence[int]) -> int:
+        """Number of the set that the next place is of.
+
+        Args:
+            taken: Places of each set so far.
+        """
+        keys = [
+            (2 * count + 1) / weight for count, weight in zip(taken, self._weights, strict=True)
+        ]
+        return keys.index(min(keys))
+
+    def taken(self, position: int) -> list[int]:
+        """Places of each set among the first ``position``, in time that does not grow with it."""
+        total, num_sets = sum(self._weights), len(self._weights)
+        # None has fewer: shares of the divisor method are as near as that.
+        taken = [max(0, int(position * weight / total) - num_sets - 1) for weight in self._weights]
+        for _ in range(position - sum(taken)):
+            taken[self.next_set(taken)] += 1
+        return taken
+
 
 _MASK = (1 << 64) - 1
 _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Self
 
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.controller.rules.conditions import Condition
 from services.controller.rules.run_state import TERMINAL, RunState
 

@@ -2,17 +2,26 @@
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 import sqlalchemy as sa
 
-from services.common.errors import AlreadyExistsError, NotFoundError
+from services.common.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
 from services.controller.rules.conditions import Condition, conditions_after
 from services.controller.rules.run_state import TERMINAL, RunState
-from services.controller.store.records import Event, Needs, NewRun, Note, RequestKey, Run
-from services.controller.store.tables import CHECKPOINTS, EVENTS, IDEMPOTENCY_KEYS, RUNS
+from services.controller.store.records import (
+    ALL_EVENTS,
+    Event,
+    EventFilter,
+    Needs,
+    NewRun,
+    Note,
+    RequestKey,
+    Run,
+)
+from services.controller.store.tables import CHECKPOINTS, EVENTS, IDEMPOTENCY_KEYS, REQUESTS, RUNS
 
 IS_UNFINISHED = RUNS.c.state.not_in([state.value for state in TERMINAL])
 """Condition on runs that have not ended."""
@@ -277,3 +286,100 @@ def has_forgotten(connection: sa.Connection, project: str, moment: float, *, kep
         if row.seq > 1 and row.time > moment:
             return True
     return False
+
+
+# Used many times a second, so they are put together once.
+_EVENTS = (
+    sa.select(EVENTS)
+    .where(EVENTS.c.run_id == sa.bindparam("run"), EVENTS.c.seq > sa.bindparam("after"))
+    .limit(sa.bindparam("most"))
+)
+_EVENTS_IN_ORDER = _EVENTS.order_by(EVENTS.c.seq)
+_OLDEST_SEQ = sa.select(sa.func.min(EVENTS.c.seq)).where(EVENTS.c.run_id == sa.bindparam("run"))
+
+
+class CursorExpiredError(FailedPreconditionError):
+    """Events behind the cursor are not kept any more."""
+
+    reason = "CURSOR_EXPIRED"
+
+
+def read_events(
+    connection: sa.Connection, run_id: str, *, after_seq: int, limit: int, only: EventFilter
+) -> list[Event]:
+    """Events of a run behind ``after_seq``; 0 begins with the oldest that is kept.
+
+    Raises:
+        CursorExpiredError: If events behind ``after_seq`` are not kept any more.
+    """
+    query = _filtered(only)
+    oldest = connection.execute(_OLDEST_SEQ, {"run": run_id}).scalar() if after_seq else 0
+    if after_seq < (oldest or 0) - 1:
+        raise CursorExpiredError(
+            f"events of run {run_id} behind {after_seq} are not kept any more; read the run, and "
+            "go on without a cursor",
+            run_id=run_id,
+        )
+    values = {"run": run_id, "after": after_seq, "most": limit}
+    return [to_event(row) for row in connection.execute(query, values)]
+
+
+def _filtered(only: EventFilter) -> sa.Select[Any]:
+    if only == ALL_EVENTS:
+        return _EVENTS_IN_ORDER
+    query = _EVENTS.order_by(EVENTS.c.seq.desc() if only.is_newest_first else EVENTS.c.seq)
+    if only.types:
+        query = query.where(EVENTS.c.type.in_(only.types))
+    if only.not_types:
+        query = query.where(EVENTS.c.type.not_in(only.not_types))
+    if only.before_seq is not None:
+        query = query.where(EVENTS.c.seq < only.before_seq)
+    return query
+
+
+RequestKind = Literal["pause", "save", "evaluate", "resize"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Something that a run is asked for."""
+
+    kind: RequestKind
+    request_id: str
+    """Differs each time that the same is asked for."""
+    options: Mapping[str, int]
+    """Numbers and truths by name."""
+
+
+def read_requests(connection: sa.Connection, run_id: str) -> list[Request]:
+    """What a run has not done yet: one of a kind at most."""
+    rows = connection.execute(sa.select(REQUESTS).where(REQUESTS.c.run_id == run_id))
+    return [
+        Request(kind=row.kind, request_id=row.request_id, options=json.loads(row.options_json))
+        for row in rows
+    ]
+
+
+def write_request(connection: sa.Connection, run_id: str, request: Request) -> None:
+    """Store a request in place of an earlier one of its kind."""
+    forget_requests(connection, run_id, request.kind)
+    connection.execute(
+        REQUESTS.insert().values(
+            run_id=run_id,
+            kind=request.kind,
+            request_id=request.request_id,
+            options_json=json.dumps(dict(request.options)),
+        )
+    )
+
+
+def forget_requests(
+    connection: sa.Connection, run_id: str, kind: RequestKind | None = None, request_id: str = ""
+) -> None:
+    """Delete the requests of a run: all, those of a kind, or one unless it was replaced meanwhile."""
+    query = REQUESTS.delete().where(REQUESTS.c.run_id == run_id)
+    if kind is not None:
+        query = query.where(REQUESTS.c.kind == kind)
+    if request_id:
+        query = query.where(REQUESTS.c.request_id == request_id)
+    connection.execute(query)

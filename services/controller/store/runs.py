@@ -13,7 +13,6 @@ import sqlalchemy as sa
 from services.common.errors import AbortedError, FailedPreconditionError
 from services.controller.rules.run_state import TERMINAL, RunEvent, RunState, next_state
 from services.controller.store.database import Database
-from services.controller.store.event_pages import CursorExpiredError, read_events
 from services.controller.store.records import (
     ALL_EVENTS,
     Event,
@@ -24,17 +23,19 @@ from services.controller.store.records import (
     Run,
     RunFilter,
 )
-from services.controller.store.requests import forget_requests
 from services.controller.store.rows import (
     IS_UNFINISHED,
     NEWEST_SEQ,
+    CursorExpiredError,
     append_event,
     check_name,
     forget_events,
+    forget_requests,
     get_run,
     has_forgotten,
     insert_run,
     queue_deadline,
+    read_events,
     remember_request,
     seen_request,
     tell,

@@ -11,8 +11,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.credentials import read_key
-from services.common.http_server import serve_http
+from services.common.http.server import serve_http
+from services.common.security.credentials import read_key
 
 MAX_BODY_BYTES: Final = 8 << 20
 """Of a request."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from services.common import tracing
+from services.common.telemetry import tracing
 from services.rollout.calls.reach import Reach
 from services.rollout.failures import CallError
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from services.rollout.engines.base import EngineCapabilities
-from services.rollout.engines.request_parts import Chunk, Part
+from services.rollout.engines.request_segments import Chunk, Part
 
 
 class EngineDiedError(RuntimeError):

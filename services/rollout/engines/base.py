@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "aborted"]
 RoutedExperts = NDArray[np.integer[Any]]
-"""``[tokens, layers, K]`` uint8 or int16; see :class:`~services.common.models.routing_shape.RoutingShape`."""
+"""``[tokens, layers, K]`` uint8 or int16; see :class:`~services.common.models.routers.RoutingShape`."""
 VersionRun = tuple[int, int]
 """``(weight_version, num_tokens)``: that many tokens in a row, sampled by that version."""
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]

@@ -9,16 +9,16 @@ import torch
 from transformers import PretrainedConfig
 
 from services.common.callables import load_callable
-from services.common.compiler import missing_compiler
+from services.common.host import missing_compiler
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import Tokenizer
+from services.common.runspec.engines import EngineKind, engine_kind
+from services.common.runspec.rollout import RolloutSpec
+from services.common.runspec.run import ModelSpec
 from services.common.settings import set_defaults
-from services.common.spec.engines import EngineKind, engine_kind
-from services.common.spec.model import ModelSpec
-from services.common.spec.rollout import RolloutSpec
 from services.rollout.engines.base import Engine
+from services.rollout.engines.engine_order import EngineOrder
 from services.rollout.engines.memory import MemoryPlan, engine_share
-from services.rollout.engines.order import EngineOrder
 from services.rollout.engines.stop_texts import split_stop_texts
 
 logger = logging.getLogger(__name__)

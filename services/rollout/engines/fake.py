@@ -23,7 +23,7 @@ from services.rollout.engines.base import (
     check_scorable,
     check_supported,
 )
-from services.rollout.engines.order import EngineOrder
+from services.rollout.engines.engine_order import EngineOrder
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from services.rollout.engines.layout import Piece, Shape, UnknownLayoutError, plan_pieces
 from services.rollout.engines.shared_tensors import open_shared, shared_room
-from services.weightsync.copying import copy_all
+from services.weightsync.arena import copy_all
 from services.weightsync.endpoints import Place
 from services.weightsync.modes.placing import bucket_parts
 from services.weightsync.plan import WeightPlan

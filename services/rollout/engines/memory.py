@@ -22,10 +22,10 @@ from services.common.models.training_memory import (
     weight_copies,
 )
 from services.common.models.turns_memory import kept_memory, what_stays
-from services.common.spec.engines import EngineKind, engine_kind
-from services.common.spec.run import RunSpec
-from services.common.spec.trainer import LoraSpec
-from services.common.spec.weight_modes import HOST_MODE, MODES
+from services.common.runspec.engines import EngineKind, engine_kind
+from services.common.runspec.run import RunSpec
+from services.common.runspec.trainer import LoraSpec
+from services.common.runspec.weight_modes import HOST_MODE, MODES
 from services.rollout.frozen_weights import BUCKET_BYTES
 
 _GB: Final = 1e9

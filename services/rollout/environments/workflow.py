@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from services.common import tracing
+from services.common.telemetry import tracing
 from services.rollout import metrics
 from services.rollout.calls.outside import OutsideService
 from services.rollout.calls.reach import Reach
@@ -19,9 +19,8 @@ from services.rollout.environments.openenv import SCHEMES, OpenEnv
 from services.rollout.environments.protocol import Message, Observation
 from services.rollout.failures import CallError
 from services.rollout.openai.endpoint import MODEL_NAME
-from services.rollout.openai.errors import ApiError
 from services.rollout.openai.record import Record
-from services.rollout.openai.requests import ChatRequest
+from services.rollout.openai.requests import ApiError, ChatRequest
 from services.rollout.openai.requests import Message as ChatMessage
 from services.rollout.workflows.base import Episode
 from services.rollout.workflows.training import TrainedConversations

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.common.models.tokenizer import Tokenizer
-from services.rollout.openai.errors import invalid
-from services.rollout.openai.requests import FunctionCall, Message, ToolCall
+from services.rollout.openai.requests import FunctionCall, Message, ToolCall, invalid
 from services.rollout.workflows.chat_turns import following_ids
 from services.rollout.workflows.tool_calls import call_texts
 from services.rollout.workflows.turns import Turn

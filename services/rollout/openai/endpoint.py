@@ -19,15 +19,16 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.common.http_server import serve_http
+from services.common.http.server import serve_http
 from services.common.task_group import TaskGroup, leaves
-from services.rollout.openai.errors import ApiError, invalid
 from services.rollout.openai.record import Listen, Record, Replies
 from services.rollout.openai.replies import Formatter
 from services.rollout.openai.requests import (
+    ApiError,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
+    invalid,
     parse_chat,
     parse_completion,
 )

@@ -17,10 +17,14 @@ from services.common.task_group import together
 from services.rollout.engines.stop_texts import split_stop_texts
 from services.rollout.failures import GroupError
 from services.rollout.openai.chat import first_tokens, following_tokens, reply, visible_text
-from services.rollout.openai.errors import invalid, too_long
-from services.rollout.openai.requests import ChatRequest, CompletionRequest, Message
-from services.rollout.workflows.base import Episode, Interrupted
-from services.rollout.workflows.limits import Draw
+from services.rollout.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    invalid,
+    too_long,
+)
+from services.rollout.workflows.base import Draw, Episode, Interrupted
 from services.rollout.workflows.turns import Turn, num_tokens, observed, token_ids
 
 if TYPE_CHECKING:

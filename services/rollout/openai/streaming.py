@@ -5,10 +5,9 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from services.common.models.tokenizer import Tokenizer
-from services.rollout.openai.errors import ApiError
 from services.rollout.openai.record import Choice, Replies
 from services.rollout.openai.replies import Formatter
-from services.rollout.openai.requests import ChatRequest, CompletionRequest
+from services.rollout.openai.requests import ApiError, ChatRequest, CompletionRequest
 from services.rollout.workflows.tool_calls import TOOL_CALL_BEGIN
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from services.common.spec.rollout import RewardSpec
+from services.common.runspec.rollout import RewardSpec
 from services.common.task_group import TaskGroup, unwrapped
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError

@@ -1,13 +1,23 @@
 """A reward that another service computes: a reward model, a judge, a farm of test machines."""
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
 
+import grpc
+import httpx
+
+from services.common.rpc.client import CHANNEL_OPTIONS
+from services.common.telemetry import tracing
+from services.rollout.calls.outside import OutsideService
+from services.rollout.calls.reach import Reach
 from services.rollout.failures import BusyError, CallError
 from services.rollout.rewards.base import RewardInput
+from slipstream.reward.v1 import reward_pb2 as pb
+from slipstream.reward.v1 import reward_pb2_grpc
 
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 5.0
@@ -136,3 +146,136 @@ class RemoteReward:
             except BusyError:
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 -- jitter
                 delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+
+
+class HttpRewardService:
+    """Posts ``{"prompt", "response", "answer", "row"}`` and expects ``{"score": number}``.
+
+    The score may be terms by name. With ``sees_episode``, ``episode`` is posted too. Answers 429
+    and 5xx and broken connections are worth another try.
+
+    Args:
+        url: ``http://`` or ``https://``.
+        reach: Where it may be.
+        token: Is shown to the service.
+        transport: Replaces the network in tests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        reach: Reach,
+        token: str = "",
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._url = url
+        self._service = OutsideService(url, reach=reach, token=token, transport=transport)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._service.close()
+
+    async def ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
+        """Return what the service gives as score."""
+        body = {
+            "prompt": given.prompt,
+            "response": given.response,
+            "answer": given.answer,
+            "row": dict(given.row),
+        }
+        if episode is not None:
+            body["episode"] = dict(episode)
+        try:
+            response = await self._service.post(body)
+        except httpx.TransportError as error:
+            raise BusyError from error
+        if response.status_code == 429 or response.status_code >= 500:
+            raise BusyError
+        if not response.is_success:
+            raise CallError(
+                "exception", f"{self._url} answered {response.status_code}: {response.text[:200]}"
+            )
+        try:
+            return response.json()["score"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CallError(
+                "invalid_value",
+                f'{self._url} must answer {{"score": number or terms}}, but answered {response.text[:200]}',
+            ) from error
+
+
+_MAX_ANSWER_BYTES = 1 << 20
+# Nothing is decompressed: the limit is on what came.
+_OPTIONS = dict(CHANNEL_OPTIONS) | {
+    "grpc.max_receive_message_length": _MAX_ANSWER_BYTES,
+    "grpc.compression_enabled_algorithms_bitset": 1,
+}
+_BUSY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+
+
+class GrpcRewardService:
+    """Calls ``ScoreResponse``. UNAVAILABLE and RESOURCE_EXHAUSTED are worth another try.
+
+    This process's identity is not shown: the service may be anybody's.
+
+    Args:
+        url: ``grpc://host:port``, or ``grpcs://host:port`` for TLS with the system's authorities.
+        reach: Where it may be.
+        token: Is shown to the service with each call.
+    """
+
+    def __init__(self, url: str, *, reach: Reach, token: str = "") -> None:
+        self._url = httpx.URL(url)
+        self._reach = reach
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._channel: grpc.aio.Channel | None = None
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
+        """Return what the service gives as score."""
+        request = pb.ScoreResponseRequest(
+            prompt=given.prompt,
+            response=given.response,
+            answer_json=json.dumps(given.answer, default=str),
+            row_json=json.dumps(dict(given.row), default=str),
+            episode_json="" if episode is None else json.dumps(episode),
+        )
+        stub = reward_pb2_grpc.RewardServiceStub(await self._connected())
+        try:
+            # RemoteReward holds the deadline; cancelling this cancels the call.
+            headers = {**self._headers, **tracing.headers()}
+            answer = await stub.ScoreResponse(request, metadata=tuple(headers.items()))
+        except grpc.aio.AioRpcError as error:
+            # gRPC has one code for a busy service and for an answer that is over the limit of this side.
+            is_too_large = "larger than max" in (error.details() or "")
+            if error.code() in _BUSY and not is_too_large:
+                raise BusyError from error
+            raise CallError(
+                "exception", f"{self._url} answered {error.code().name}: {error.details()}"
+            ) from error
+        return dict(answer.terms) or answer.score
+
+    async def _connected(self) -> grpc.aio.Channel:
+        """A channel to the address that was checked, as to the host of the URL."""
+        if self._channel is not None:
+            return self._channel
+        if not self._url.host or self._url.port is None:
+            raise CallError("exception", f"{self._url} needs a host and a port: grpc://host:port")
+        address = await self._reach.resolve(self._url.host, self._url.port)
+        family = "ipv6" if ":" in address else "ipv4"
+        target = f"{family}:{f'[{address}]' if family == 'ipv6' else address}:{self._url.port}"
+        options = (*_OPTIONS.items(), ("grpc.default_authority", self._url.netloc.decode()))
+        if self._url.scheme == "grpcs":
+            self._channel = grpc.aio.secure_channel(
+                target,
+                grpc.ssl_channel_credentials(),
+                options=(*options, ("grpc.ssl_target_name_override", self._url.host)),
+            )
+        else:
+            self._channel = grpc.aio.insecure_channel(target, options=options)
+        return self._channel

@@ -4,18 +4,21 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
-from services.common.spec.built_in import EARNED, REWARDS, SERVICES
-from services.common.spec.rollout import RewardSpec
-from services.common.spec.run import RunSpec
+from services.common.runspec.built_in import EARNED, REWARDS, SERVICES
+from services.common.runspec.rollout import RewardSpec
+from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup, unwrapped
 from services.rollout.calls.pool import CallPool
 from services.rollout.calls.reach import Reach
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.rewards.comparison import Comparison
-from services.rollout.rewards.grpc_client import GrpcRewardService
-from services.rollout.rewards.http_service import HttpRewardService
-from services.rollout.rewards.remote import RemoteReward, RewardService
+from services.rollout.rewards.remote import (
+    GrpcRewardService,
+    HttpRewardService,
+    RemoteReward,
+    RewardService,
+)
 from services.rollout.rewards.terms import add_up, earned_terms, token_values
 
 _GRPC = ("grpc://", "grpcs://")

@@ -7,7 +7,7 @@ from typing import Final
 
 import httpx
 
-from services.common.spec.rollout import RewardSpec, TermSpec
+from services.common.runspec.rollout import RewardSpec, TermSpec
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import Score
 

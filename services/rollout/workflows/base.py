@@ -9,11 +9,15 @@ was cut.
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from services.common.callables import load_callable
 from services.common.models.tokenizer import Tokenizer
+from services.common.runspec.built_in import WORKFLOWS
+from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
+from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import (
     Engine,
     FinishReason,
@@ -22,7 +26,6 @@ from services.rollout.engines.base import (
     OnTokens,
 )
 from services.rollout.failures import GroupError
-from services.rollout.prompts import Prompt
 from services.rollout.workflows.conversations import (
     Conversation,
     divided,
@@ -30,7 +33,6 @@ from services.rollout.workflows.conversations import (
     merged,
     with_turn,
 )
-from services.rollout.workflows.limits import Draw, EpisodeLimits
 from services.rollout.workflows.turns import (
     NOTHING_SAMPLED,
     Turn,
@@ -41,6 +43,46 @@ from services.rollout.workflows.turns import (
     sampled_versions,
     token_ids,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """How the tokens of an episode are drawn and when it ends."""
+
+    seed: int
+    """Seed of this sample."""
+    temperature: float
+    """Sampling temperature; 0 is greedy."""
+    max_response_tokens: int
+    """Most tokens of the response, observed ones included, after any prompt."""
+    max_tokens: int
+    """Most tokens of a prompt with its response: what the engine holds."""
+    stop_texts: tuple[str, ...]
+    """Texts that end a turn."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a turn, besides those of the tokenizer."""
+    segment_tokens: int | None = None
+    """Tokens after which the episode is interrupted, wherever it is; None never is."""
+
+    def response_tokens(self, *, prompt_tokens: int) -> int:
+        """Most tokens of the response to a prompt."""
+        return min(self.max_response_tokens, self.max_tokens - prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """How one turn is drawn."""
+
+    seed: int
+    """Seed of the turn's random stream."""
+    offset: int
+    """Tokens drawn from the stream before the turn."""
+    max_tokens: int
+    """Most tokens of the turn."""
+    stop_texts: tuple[str, ...]
+    """Texts that end it."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end it, besides those of the episode."""
 
 
 class Interrupted(Exception):  # noqa: N818 -- an order, not an error
@@ -338,3 +380,20 @@ class Workflow(Protocol):
     async def run(self, episode: Episode) -> None:
         """Ask the episode for turns until the response is complete."""
         ...
+
+
+def load_workflow(spec: RolloutSpec) -> Workflow:
+    """Make the workflow with its arguments.
+
+    Raises:
+        ValueError: If there is no such workflow or it does not take the arguments.
+    """
+    make = load_callable(WORKFLOWS.get(spec.workflow, spec.workflow))
+    try:
+        workflow: Workflow = make(**spec.workflow_arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"rollout.workflow {spec.workflow!r} cannot be made with "
+            f"{sorted(spec.workflow_arguments)} ({error}); check rollout.workflow_arguments"
+        ) from error
+    return workflow

@@ -3,13 +3,36 @@
 A policy loss maps the tokens of a micro-batch to a loss for each of them; ``spec/formulas.py`` names them.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from services.common.runspec.algorithm import KlSpec
 from services.trainer.batch.segments import Segments
+
+_MOST_ERROR = 0.2
+_LEAST_FACTOR = 0.5
+
+
+def adapted_kl(coefficient: float, kl: KlSpec, *, divergence: float, num_samples: int) -> float:
+    """The coefficient, moved towards its target (Ziegler et al., arXiv:1909.08593).
+
+    Args:
+        coefficient: As it was.
+        kl: The penalty.
+        divergence: From the reference in a step; no number leaves the coefficient as it is.
+        num_samples: Samples of the step.
+    """
+    # After a skipped step the divergence may be no number, and then the coefficient never was one again.
+    if kl.target is None or not math.isfinite(divergence):
+        return coefficient
+    error = min(max(divergence / kl.target - 1.0, -_MOST_ERROR), _MOST_ERROR)
+    # Over a horizon of few samples the formula would turn the sign, and reward leaving the reference.
+    return coefficient * max(1.0 + error * num_samples / kl.horizon, _LEAST_FACTOR)
+
 
 MAX_LOG_RATIO = 20.0
 _GSPO_MAX_LOG_RATIO = 10.0
@@ -277,7 +300,7 @@ def aggregate(
         token_loss: ``[T]``.
         mask: ``[T]`` bool, trained tokens.
         segments: Sequences of the tokens; a sequence is never split over parts.
-        mode: An aggregation of :class:`~services.common.spec.algorithm.AlgorithmSpec`.
+        mode: An aggregation of :class:`~services.common.runspec.algorithm.AlgorithmSpec`.
         denominators: Counts of the whole update.
 
     Returns:

@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import MISSING
+from services.common.batch import MISSING, KVBatchMeta
 from services.common.errors import InvalidArgumentError
 from services.common.fields import ROUTED_EXPERTS, TOKEN_REWARDS
 from services.common.jagged import Jagged
-from services.common.spec.algorithm import AlgorithmSpec
-from services.common.spec.run import RunSpec
+from services.common.runspec.algorithm import AlgorithmSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.segments import Segments, on_device
 from services.trainer.batch.sequences import sequences_of

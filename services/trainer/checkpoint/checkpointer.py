@@ -5,25 +5,96 @@ write      every rank writes its shards; then rank 0 publishes the folder with i
 load       the newest whole checkpoint, resharded to however many ranks there are now
 """
 
+import json
+import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from services.common.errors import FailedPreconditionError
 from services.common.models.loading import stored_tensors
 from services.trainer.checkpoint import manifest
-from services.trainer.checkpoint.writer import ShardWriter
 from services.trainer.model.local_parts import local_part, spread_like
 from services.trainer.model.parallel import Topology
+
+FILE_BYTES = 512 << 20
+"""Of a file, as near as whole tensors come to it."""
+THREADS: Final = 4
+
+
+class ShardWriter(HuggingFaceStorageWriter):
+    """Writes what torch's reader of safetensors puts together again.
+
+    Args:
+        folder: Where the files go, those of all ranks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self._folder = folder
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items; nobody asks where which of them went."""
+        rank = plan.storage_data["shard_index"]
+
+        def write(numbered: tuple[int, dict[str, tuple[WriteItem, Tensor]]]) -> None:
+            number, items = numbered
+            _write(self._folder / f"shard-{rank:05d}-{number:05d}.safetensors", items)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            for _ in pool.map(write, enumerate(_files(plan, planner), start=1)):
+                """Raise what went wrong."""
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+
+def _files(plan: SavePlan, planner: SavePlanner) -> Iterator[dict[str, tuple[WriteItem, Tensor]]]:
+    """Items in their order, by file."""
+    items: dict[str, tuple[WriteItem, Tensor]] = {}
+    num_bytes = 0
+    for item in plan.items:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, Tensor), (
+            "a checkpoint holds tensors; plain numbers are in its manifest"
+        )
+        if items and num_bytes + tensor.nbytes > FILE_BYTES:
+            yield items
+            items, num_bytes = {}, 0
+        items[item.index.fqn] = item, tensor.detach().contiguous()
+        num_bytes += tensor.nbytes
+    if items:
+        yield items
+
+
+def _write(file: Path, items: dict[str, tuple[WriteItem, Tensor]]) -> None:
+    """Write one file, with the place of each shard in its whole tensor."""
+    places = {}
+    for name, (item, _) in items.items():
+        assert item.tensor_data is not None, "a tensor has its place"
+        places[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+    about = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+    save_file({name: tensor for name, (_, tensor) in items.items()}, file, metadata=about)
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
+
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 MODEL_PREFIX = "model."

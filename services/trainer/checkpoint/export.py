@@ -17,8 +17,8 @@ from services.common.models.loading import (
     stored_tensors,
 )
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.loader import load_spec
-from services.common.spec.run import RunSpec
+from services.common.runspec.loader import load_spec
+from services.common.runspec.run import RunSpec
 from services.trainer.checkpoint import manifest
 from services.trainer.checkpoint.checkpointer import MODEL_PREFIX
 from services.trainer.model.lora import add_adapters, merged_parameters

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from services.common.spec.trainer import TrainerSpec
+from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch import flash
 from services.trainer.model.local_parts import local_part
 

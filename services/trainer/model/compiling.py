@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from services.common.jagged import Jagged
-from services.common.spec.trainer import TrainerSpec
+from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.parallel import begin_micro_batch, free_gathered
 from services.trainer.model.policy import Critic, Policy

@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from services.common.models.loading import stored_tensors
-from services.common.spec.trainer import OF_EXPERTS, LoraSpec
+from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
 from services.trainer.model.experts import expert_adapter
 from services.trainer.model.local_parts import local_part
 from services.weightsync.adapters import merged_weight

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from services.common.spec.trainer import OptimizerSpec
+from services.common.runspec.trainer import OptimizerSpec
 from services.trainer.model.host_optimizer import HostAdamW
 from services.trainer.model.local_parts import local_part
 

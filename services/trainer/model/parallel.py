@@ -32,9 +32,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from services.common.compiler import missing_compiler
+from services.common.host import missing_compiler
 from services.common.models.families import check_trainer, is_mixture
-from services.common.spec.trainer import TrainerSpec
+from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.context import ContextRanks
 from services.trainer.collectives import Ranks
 from services.trainer.model.activations import arrange

@@ -32,7 +32,7 @@ from services.common.models.loading import (
 )
 from services.common.models.reading import as_stored
 from services.common.models.tokenizer import Tokenizer
-from services.common.spec.model import ModelSpec, WarmStartSpec
+from services.common.runspec.run import ModelSpec, WarmStartSpec
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
 

@@ -15,7 +15,7 @@ from services.common.models.teachers import check_teacher
 from services.common.models.tokenizer import load_tokenizer
 from services.common.models.training_memory import fitted, trainer_memory
 from services.common.models.turns_memory import Stays, what_stays
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.manifest import STEP_PREFIX
 from services.trainer.model.compiling import compile_ahead
@@ -31,14 +31,13 @@ from services.trainer.model.parallel import (
 from services.trainer.model.policy import Critic, Policy, freeze
 from services.trainer.model.sharded import fill, materialize
 from services.trainer.model.warm_start import Progress, base_folder, load_base_model
-from services.trainer.ranks.profiling import StepProfiler
-from services.trainer.ranks.rank import Rank, Runner
-from services.trainer.ranks.teller import TrainingTeller
+from services.trainer.ranks.rank import Rank, Runner, StepProfiler
+from services.trainer.ranks.training_recorder import TrainingTeller
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.critic_step import CriticStepRunner
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.outgrown import recall
+from services.trainer.steps.oom import recall
 from services.trainer.steps.step import StepRunner
 from services.trainer.transfers import Transfers, of_vocabulary
 from services.trainer.weights import WeightExport

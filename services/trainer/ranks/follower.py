@@ -11,10 +11,10 @@ from torch import Tensor
 from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, ServiceError
 from services.trainer.model.host_copy import HostCopy
-from services.trainer.ranks.crew import Crew, Kind, Order
+from services.trainer.ranks.command_group import Crew, Kind, Order
 from services.trainer.ranks.rank import Rank
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.outgrown import OutgrownError
+from services.trainer.steps.oom import OutgrownError
 from services.trainer.weights import WeightExport
 from services.weightsync.canary import Canary
 from services.weightsync.plan import TensorSpec

@@ -18,7 +18,7 @@ from services.common.errors import FailedPreconditionError, UnavailableError
 from services.trainer.checkpoint.checkpointer import Snapshot
 from services.trainer.model.host_copy import HostCopy
 from services.trainer.phases import IdleClock, PhaseTimer
-from services.trainer.ranks.crew import Crew, Kind, Order
+from services.trainer.ranks.command_group import Crew, Kind, Order
 from services.trainer.ranks.rank import Rank
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.steps.step import StepResult

@@ -1,17 +1,19 @@
 """What one trainer process does with a batch: its share of the plan, fetched and trained."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from services.common.batch import KVBatchMeta
 from services.common.jagged import Jagged
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.batch.guard import NonFiniteGuard, nonfinite_inputs
 from services.trainer.batch.plan import StepPlan, plan_step, share_of
 from services.trainer.batch.samples import (
@@ -24,13 +26,43 @@ from services.trainer.batch.samples import (
 from services.trainer.checkpoint.checkpointer import Checkpointer, Snapshot
 from services.trainer.collectives import Ranks
 from services.trainer.phases import PhaseTimer
-from services.trainer.ranks.profiling import NO_PROFILES, StepProfiler
-from services.trainer.ranks.teller import TrainingTeller
-from services.trainer.steps.outgrown import Outgrown, OutgrownError
+from services.trainer.ranks.training_recorder import TrainingTeller
+from services.trainer.steps.oom import Outgrown, OutgrownError
 from services.trainer.steps.step import StepResult, StepRunner
 from services.trainer.transfers import Fetch
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfiler:
+    """Writes what a process does in some of the steps."""
+
+    folder: Path
+    """Where profiles go; made when there is one."""
+    rank: int = 0
+    """This process among all of the worker."""
+    steps: frozenset[int] = frozenset()
+    """Steps that are profiled."""
+
+    @contextmanager
+    def __call__(self, step: int) -> Iterator[None]:
+        """Around a step: its operations and, on a GPU, its kernels become ``step-S-rank-R.json.gz``."""
+        if step not in self.steps:
+            yield
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities) as profiler:
+            yield
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f"step-{step}-rank-{self.rank}.json.gz"
+        profiler.export_chrome_trace(str(file))
+        logger.info("profile written", extra={"step": step, "file": str(file)})
+
+
+NO_PROFILES = StepProfiler(Path("profiles"))
 
 
 class Runner(Protocol):

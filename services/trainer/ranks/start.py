@@ -6,12 +6,12 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Protocol, TypeVar
 
 from services.common.lifetime import until_told_to_stop
-from services.common.spec.loader import canonical_json
-from services.common.spec.run import RunSpec
+from services.common.runspec.loader import canonical_json
+from services.common.runspec.run import RunSpec
 from services.common.task_group import until_first
 from services.controller.client import WorkerSession
 from services.trainer.model.warm_start import Progress
-from services.trainer.ranks.crew import Crew, Kind, Order
+from services.trainer.ranks.command_group import Crew, Kind, Order
 from services.trainer.settings import TrainerSettings
 from services.trainer.transfers import Transfers
 from services.transferqueue.dataclient import DataClient

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from services.common.models.teachers import check_teacher
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.collectives import Ranks
 from services.trainer.model.parallel import Topology, build_topology
 from services.trainer.model.policy import Policy, freeze
@@ -13,7 +13,7 @@ from services.trainer.model.warm_start import Progress
 from services.trainer.ranks.build import Loader, device_of, sequence_cost
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.outgrown import recall
+from services.trainer.steps.oom import recall
 from services.trainer.steps.scorer import Scorer
 from services.trainer.transfers import Transfers, of_vocabulary
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, ServiceError
-from services.trainer.ranks.crew import Crew, Kind, Order
+from services.trainer.ranks.command_group import Crew, Kind, Order
 from services.trainer.steps.fields import FieldScoring, lacking
-from services.trainer.steps.outgrown import OutgrownError
+from services.trainer.steps.oom import OutgrownError
 from services.trainer.steps.scorer import Scorer
 
 logger = logging.getLogger(__name__)

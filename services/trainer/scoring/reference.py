@@ -16,11 +16,11 @@ from services.common.errors import (
     UnavailableError,
 )
 from services.common.fields import partition_id
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer import metrics
 from services.trainer.scoring.leader import ScoringLeader
 from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.facts import AcquireRequest
+from services.transferqueue.types import AcquireRequest
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from contextlib import AsyncExitStack
 import grpc
 import torch
 
-from services.common.grpc_server import serve
 from services.common.lifetime import announce
+from services.common.rpc.server import serve
 from services.common.task_group import TaskGroup
 from services.controller.client import WorkerSession
 from services.trainer.ranks.build import device_of
-from services.trainer.ranks.crew import Crew
+from services.trainer.ranks.command_group import Crew
 from services.trainer.ranks.start import load, until_stopped
 from services.trainer.scoring.build import build_scorer
 from services.trainer.scoring.leader import ScoringLeader

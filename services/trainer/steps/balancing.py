@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.batch.samples import Samples
 from services.trainer.collectives import Ranks, Tally
 from services.trainer.model.policy import Policy

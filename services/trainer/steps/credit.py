@@ -8,7 +8,7 @@ from torch import Tensor
 
 from services.common.callables import bind_callable
 from services.common.fields import TOKEN_REWARDS
-from services.common.spec.algorithm import AlgorithmSpec
+from services.common.runspec.algorithm import AlgorithmSpec
 from services.trainer.algorithm.advantages import overlong_penalty
 from services.trainer.algorithm.estimators import ScoredBatch
 from services.trainer.algorithm.loss import kl_penalty

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.algorithm import loss
 from services.trainer.batch.packing import pack
 from services.trainer.batch.plan import StepPlan
@@ -14,10 +14,9 @@ from services.trainer.collectives import Ranks, Tally
 from services.trainer.model import optim
 from services.trainer.model.parallel import begin_micro_batch
 from services.trainer.model.policy import Critic, trainable
-from services.trainer.steps.fitting import Fitting, Micros, fitting
 from services.trainer.steps.gradients import num_counted
-from services.trainer.steps.outgrown import Outgrown, outgrown_in
-from services.trainer.steps.scores import score_tokens
+from services.trainer.steps.oom import Fitting, Micros, Outgrown, fitting, outgrown_in
+from services.trainer.steps.scorer import score_tokens
 
 
 class CriticRunner:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.collectives import Ranks, Tally
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.critic import CriticRunner
-from services.trainer.steps.scores import without_unscored
+from services.trainer.steps.scorer import without_unscored
 from services.trainer.steps.step import StepResult
 
 

@@ -5,15 +5,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import MISSING
+from services.common.batch import MISSING, KVBatchMeta
 from services.common.fields import ROUTED_EXPERTS
 from services.common.jagged import Jagged
 from services.trainer.batch.plan import StepPlan, plan_step, share_of
 from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.batch.sequences import sequences_of
 from services.trainer.collectives import Ranks
-from services.trainer.steps.outgrown import Outgrown
+from services.trainer.steps.oom import Outgrown
 from services.trainer.transfers import Add, Fetch
 
 Score = Callable[[Samples, StepPlan], Tensor]

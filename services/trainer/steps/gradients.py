@@ -2,19 +2,282 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from services.common.spec.run import RunSpec
+from services.common.callables import bind_callable
+from services.common.runspec.algorithm import AlgorithmSpec
+from services.common.runspec.run import RunSpec
+from services.trainer.algorithm import correction, diagnostics, loss
+from services.trainer.algorithm.own import OwnFunction
 from services.trainer.batch.packing import Work
-from services.trainer.batch.samples import Samples, idle_samples, pack_samples
+from services.trainer.batch.samples import Cohort, Samples, idle_samples, pack_samples
+from services.trainer.batch.segments import Segments, on_device
 from services.trainer.collectives import Ranks, Tally
+from services.trainer.model.compiling import num_compiled
 from services.trainer.model.parallel import begin_micro_batch
 from services.trainer.model.policy import Policy
+from services.trainer.phases import PhaseTimer
 from services.trainer.steps.balancing import Balancer
-from services.trainer.steps.fitting import Micros, fitting
-from services.trainer.steps.objective import Objective
+from services.trainer.steps.oom import LeftOut, Micros, fitting
+
+Correction = Literal["bypass", "decoupled", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Logprobs and weights that the loss is built from, all ``[R]`` and without gradient."""
+
+    old: Tensor
+    proximal: Tensor
+    rollout: Tensor
+    weights: Tensor | None
+    accepted: Tensor
+
+
+class Objective:
+    """The loss of a micro-batch.
+
+    Args:
+        spec: The algorithm.
+        correction: Off-policy correction, resolved.
+        horizon: Longest possible response.
+
+    Raises:
+        ValueError: If the loss is a function that does not load or does not take its arguments.
+    """
+
+    def __init__(self, spec: AlgorithmSpec, *, correction: Correction, horizon: int) -> None:
+        self._spec = spec
+        self._correction = correction
+        self._horizon = horizon
+        self._mean_weight = 1.0
+        bind = OwnFunction if spec.loss_kind.is_own else bind_callable
+        self._loss = bind(spec.loss_kind.function, spec.arguments_of_loss, key="algorithm.loss")
+        weighted = {
+            "decoupled": {"decoupled"},
+            "corrected": {"decoupled", "bypass"},
+            "never": set(),
+        }
+        self._is_weighted = correction in weighted[spec.loss_kind.weighted]
+        if spec.loss_kind.is_own:
+            self._try()
+
+    def denominators(self, tokens: Tensor, sequences: Tensor) -> loss.Denominators:
+        """Denominators of an update from its counts over all ranks."""
+        return loss.Denominators(tokens=tokens, sequences=sequences, horizon=self._horizon)
+
+    def look_ahead(self, samples: Samples, ranks: Ranks) -> Samples:
+        """Find what the losses of a batch's tokens have in common, if that is asked for. All ranks call it.
+
+        Args:
+            samples: This rank's of the whole batch, with proximal logprobs and advantages.
+            ranks: Those that share the batch.
+
+        Returns:
+            The samples, with another :attr:`~Samples.counted` if masks change it.
+        """
+        if not self._spec.looks_ahead:
+            return samples
+        self._mean_weight = 1.0
+        mask, segments = samples.tokens["loss_mask"], samples.segments
+        compared = self._compare(samples.tokens["proximal_logprobs"], samples, segments)
+        if self._spec.correction_normalize and compared.weights is not None:
+            level = self._spec.correction_level
+            terms = correction.mean_terms(compared.weights, mask, segments, level=level)
+            total, count = ranks.sum(terms.double()).tolist()
+            self._mean_weight = total / count if total > 0 else 1.0
+        if self._spec.rejection_denominator == "original":
+            return samples
+        return samples.with_tokens(counted=compared.accepted)
+
+    def rescaling(self, unit: Tensor, counts: Tensor) -> Tensor:
+        """Scalar by which to multiply what was divided by some counts, ``[2]``, instead of by others."""
+        before, now = (
+            loss.divisor(self._spec.aggregation, self.denominators(*each.unbind()))
+            for each in (unit, counts)
+        )
+        return before / now
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        entropy: Tensor,
+        samples: Samples,
+        *,
+        denominators: loss.Denominators,
+        kl_coefficient: float,
+        tally: Tally,
+    ) -> Tensor:
+        """This micro-batch's share of the update's loss.
+
+        Args:
+            logprobs: ``[R]`` float32, current policy.
+            entropy: ``[R]`` float32.
+            samples: The micro-batch, with ``advantages`` and ``loss_mask``, on the same device.
+            denominators: Counts of the whole update.
+            kl_coefficient: Present weight of the KL penalty in the loss.
+            tally: Receives the reported terms.
+
+        Returns:
+            Scalar with gradient.
+        """
+        spec, mask = self._spec, samples.tokens["loss_mask"]
+        # Elsewhere anything may stand, and 0 times a gradient that is not finite is not finite either.
+        logprobs, entropy = torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
+        segments = samples.segments.to(mask.device)
+        compared = self._compare(logprobs.detach(), samples, segments)
+        policy = self._policy_loss(logprobs, compared, samples, segments)
+        values = policy.values
+        if self._is_weighted and compared.weights is not None:
+            values = values * compared.weights
+        values = torch.where(compared.accepted, values, 0.0)
+        if kl_coefficient > 0:
+            penalty = self._penalty(logprobs, samples, compared)
+            values = values + kl_coefficient * penalty
+            tally.mean("kl_ref", penalty, mask)
+        if spec.entropy_coefficient > 0:
+            values = values - spec.entropy_coefficient * entropy
+        for name, indicator in policy.indicators.items():
+            tally.mean(name, indicator, mask)
+        for name, fact in policy.of_sequences.items():
+            tally.mean(name, fact, segments.count(mask) > 0)
+        self._report(logprobs, entropy, compared, mask, segments, tally)
+        return loss.aggregate(
+            values, samples.counted, segments, mode=spec.aggregation, denominators=denominators
+        )
+
+    def _try(self) -> None:
+        """See what the loss says of one token, and of one that does not train, as ranks without work have.
+
+        Raises:
+            ValueError: If that is no loss.
+        """
+        idle, one = idle_samples(), torch.ones(1)
+        for mask in (torch.tensor([True]), torch.tensor([False])):
+            logprobs = torch.tensor([-0.5], requires_grad=True)
+            value = self(
+                logprobs,
+                one,
+                idle.with_tokens(loss_mask=mask, advantages=one),
+                denominators=self.denominators(one, one),
+                kl_coefficient=0.0,
+                tally=Tally(),
+            )
+            if not value.isfinite():
+                raise ValueError(
+                    f"algorithm.loss {self._spec.loss!r} is {value.item()} for one token with a logprob of "
+                    f"-0.5, an old one of 0 and an advantage of 1{'' if mask else ' that does not train'}"
+                )
+            if mask and not value.requires_grad:
+                raise ValueError(
+                    f"algorithm.loss {self._spec.loss!r} has no gradient, so nothing would train: its values "
+                    "must follow from tokens.logprobs, without detach() and no_grad()"
+                )
+
+    def _compare(self, current: Tensor, samples: Samples, segments: Segments) -> _Comparison:
+        spec, tokens = self._spec, samples.tokens
+        mask = tokens["loss_mask"]
+        if "age" in tokens:
+            rollout = tokens["rollout_logprobs"]
+            proximal = correction.interpolated_proximal(current, rollout, tokens["age"])
+        else:
+            proximal = tokens.get("proximal_logprobs", current)
+            rollout = tokens.get("rollout_logprobs", proximal)
+        log_ratio = proximal - rollout
+        weights = None
+        if self._correction != "none":
+            weights = correction.importance_weights(
+                # Under bypass there are two policies only: the current one and that of the rollouts.
+                current - rollout if self._correction == "bypass" else log_ratio,
+                mask,
+                segments,
+                level=spec.correction_level,
+                cap=spec.correction_cap,
+                floor=spec.correction_floor if spec.correction_cap_mode == "mask" else 0.0,
+                cap_mode=spec.correction_cap_mode,
+            )
+            weights = weights / self._mean_weight
+        accepted = mask
+        for rule in spec.rejection:
+            kept = correction.rejection_mask(
+                log_ratio,
+                mask,
+                segments,
+                level=rule.level,
+                statistic=rule.statistic,
+                lower=rule.lower,
+                upper=rule.upper,
+            )
+            if rule.negative_only:
+                kept = kept | (mask & (tokens["advantages"] >= 0))
+            accepted = accepted & kept
+        old = rollout if self._correction == "bypass" else proximal
+        return _Comparison(old, proximal, rollout, weights, accepted)
+
+    def _policy_loss(
+        self, logprobs: Tensor, compared: _Comparison, samples: Samples, segments: Segments
+    ) -> loss.TokenLoss:
+        result = self._loss(
+            loss.LossTokens(
+                logprobs=logprobs,
+                old_logprobs=compared.old,
+                rollout_logprobs=compared.rollout,
+                advantages=samples.tokens["advantages"],
+                mask=samples.tokens["loss_mask"],
+                segments=segments,
+                ref_logprobs=samples.tokens.get("ref_logprobs"),
+                groups=None
+                if samples.groups is None
+                else on_device(samples.groups, logprobs.device),
+            )
+        )
+        if not isinstance(result, loss.TokenLoss) or result.values.shape != logprobs.shape:
+            raise ValueError(
+                f"algorithm.loss {self._spec.loss!r} must return a TokenLoss with one value for each of "
+                f"{len(logprobs)} tokens, but returned {result!r}"
+            )
+        return result
+
+    def _penalty(self, logprobs: Tensor, samples: Samples, compared: _Comparison) -> Tensor:
+        """KL to the reference, weighted towards the policy it is meant for (stale tokens)."""
+        penalty = loss.kl_penalty(
+            logprobs, samples.tokens["ref_logprobs"], estimator=self._spec.kl.estimator
+        )
+        return penalty if compared.weights is None else penalty * compared.weights
+
+    def _report(
+        self,
+        logprobs: Tensor,
+        entropy: Tensor,
+        compared: _Comparison,
+        mask: Tensor,
+        segments: Segments,
+        tally: Tally,
+    ) -> None:
+        tally.mean("entropy", entropy, mask)
+        tally.mean("ppo_kl", -loss.log_ratio_of(logprobs.detach(), compared.old), mask)
+        tally.mean("ratio_mean", loss.ratio_of(logprobs.detach(), compared.old), mask)
+        tally.mean("rejected_fraction", (mask & ~compared.accepted).float(), mask)
+        terms = diagnostics.token_terms(compared.proximal, compared.rollout)
+        for name, values in terms.items():
+            tally.mean(name, values, mask)
+        tally.max("prob_diff_max", terms["prob_diff"], mask)
+        tally.max("rollout_logprob_abs_diff_max", terms["rollout_logprob_abs_diff"], mask)
+        has_tokens = segments.count(mask) > 0
+        per_sequence = diagnostics.sequence_terms(
+            compared.proximal, compared.rollout, mask, segments
+        )
+        for name, values in per_sequence.items():
+            tally.mean(name, values, has_tokens)
+        raw = loss.ratio_of(compared.proximal, compared.rollout)
+        tally.mean("is_weight_mean", raw, mask)
+        tally.mean("is_weight_square", raw.square(), mask)
+        tally.max("is_weight_max", raw, mask)
+        tally.mean("is_clipped_fraction", (raw > self._spec.correction_cap).float(), mask)
+
 
 OnTrained = Callable[[Samples, Tensor], None]
 """Hears of each micro-batch with its logprobs ``[R]``, before they are updated."""
@@ -122,3 +385,44 @@ def num_counted(mask: Tensor, samples: Samples, work: Micros, ranks: Ranks) -> T
     own = [position for micro in work for position in micro]
     counts = samples.segments.count(mask)[own]
     return ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
+
+
+@dataclass(slots=True)
+class Early:
+    """Of the groups so far: what is reported, and what their gradients were divided by."""
+
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    tally: Tally = field(default_factory=Tally)
+    unit: Tensor | None = None
+    """``[2]`` tokens and sequences that the gradients were divided by; None before the first group. Those of
+    the whole update are known at its end only."""
+    counts: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
+    """``[2]`` tokens and sequences that train, over all ranks."""
+    loss: Tensor | float = 0.0
+    """This rank's share of the loss."""
+    sizes: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.int64))
+    """``[4]`` samples, tokens, response tokens and trained tokens of this rank."""
+    num_samples: int = 0
+    """Samples of all ranks."""
+    work: Work = field(default_factory=Work)
+    """What this rank's forward and backward passes took."""
+    left_out: LeftOut = field(default_factory=LeftOut)
+    """What did not fit into memory, on all ranks."""
+    seconds: float = 0.0
+    """Time that they took."""
+    compiled_before: int = field(default_factory=num_compiled)
+
+    def add(self, samples: Samples, cohort: Cohort, *, seconds: float) -> None:
+        """Count samples of this rank, and of ``cohort`` over all ranks."""
+        prompts, responses = samples.prompts.values, samples.responses.values
+        trained = int(samples.tokens["loss_mask"].sum())
+        self.sizes += torch.tensor(
+            [
+                int(samples.is_first.sum()),
+                len(prompts) + len(responses),
+                len(responses),
+                trained,
+            ]
+        )
+        self.num_samples += len(cohort.lengths)
+        self.seconds += seconds

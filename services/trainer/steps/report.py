@@ -7,13 +7,13 @@ from dataclasses import astuple, dataclass
 import torch
 from transformers import PretrainedConfig
 
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.algorithm import diagnostics
 from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.collectives import Ranks, Tally
 from services.trainer.model.compiling import num_compiled
 from services.trainer.model.flops import peak_flops, training_flops
-from services.trainer.steps.early import Early
+from services.trainer.steps.gradients import Early
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,118 @@
 """One rank's part of a policy that scores, and whose weights may be replaced between two scores."""
 
-from collections.abc import Mapping, Sequence
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.common.jagged import Jagged
 from services.common.models.loading import stored_tensors
-from services.trainer.batch.packing import pack
-from services.trainer.batch.plan import StepPlan
-from services.trainer.batch.samples import Samples
+from services.trainer.batch.packing import PackedTokens, pack
+from services.trainer.batch.plan import StepPlan, bounds_of, num_tokens
+from services.trainer.batch.samples import Samples, idle_samples, pack_samples
 from services.trainer.model.parallel import free_gathered
 from services.trainer.model.policy import Policy
-from services.trainer.steps.outgrown import Outgrown
-from services.trainer.steps.scores import score_tokens
+from services.trainer.steps.oom import Outgrown, OutgrownError
+
+logger = logging.getLogger(__name__)
+
+UNSCORED: Final = torch.finfo(torch.float32).max
+"""Stands for each token of a sequence that did not fit into memory."""
+_SCORED = ("proximal_logprobs", "ref_logprobs", "values")
+
+
+@torch.no_grad()
+def score_tokens(
+    module: nn.Module,
+    forward: Callable[[PackedTokens], Tensor],
+    samples: Samples,
+    plan: StepPlan,
+    *,
+    device: torch.device,
+    shares_prefixes: bool,
+    outgrown: Outgrown,
+) -> Tensor:
+    """``[R]`` float32 on the CPU, :data:`UNSCORED` where a sequence does not fit into memory.
+
+    Every rank calls it, also one without samples.
+
+    Args:
+        module: A policy or critic, sharded or not.
+        forward: Its pass over a micro-batch, ``[R]``.
+        samples: This rank's.
+        plan: Their micro-batches.
+        device: Of the module.
+        shares_prefixes: Whether tokens that samples have in common are computed once.
+        outgrown: What did not fit before.
+
+    Raises:
+        OutgrownError: If a micro-batch does not fit, and its ranks cannot begin anew.
+    """
+    result = torch.full((len(samples.responses.values),), UNSCORED)
+    pending = [micro for work in plan.updates for micro in work]
+    while pending:
+        micro = pending.pop(0)
+        part = samples.select(micro) if micro else idle_samples()
+        try:
+            scores = forward(pack_samples(part, device, shares_prefixes=shares_prefixes))
+            if micro:
+                result[samples.places(micro)] = scores.cpu()
+            continue
+        except torch.OutOfMemoryError as error:
+            why = str(error).partition("\n")[0]
+        # The error is forgotten by now, and with it all that its frames held.
+        _forget_pass(module, device)
+        told = f"{num_tokens(part):,} tokens in {len(micro)} sequence(s), which are scored,"
+        bounds = bounds_of(part, shares=shares_prefixes)
+        if micro:
+            outgrown.give_up(bounds, told, why)
+        if not outgrown.is_alone or not micro:
+            raise OutgrownError(told, why)
+        logger.warning("micro-batch outgrew memory", extra={"holds": told, "why": why})
+        if len(micro) > 1:
+            outgrown.learn(bounds)
+            pending[:0] = micro[: len(micro) // 2], micro[len(micro) // 2 :]
+    free_gathered(module)
+    return result
+
+
+def without_unscored(samples: Samples, plan: StepPlan) -> tuple[Samples, StepPlan]:
+    """Leave out of a step what it does not train, and what anybody could not score."""
+    columns = [samples.tokens[name] for name in _SCORED if name in samples.tokens]
+    left_out = torch.zeros(len(samples.rows), dtype=torch.bool)
+    left_out[list(plan.left_out)] = True
+    for column in columns:
+        left_out |= samples.segments.count(column == UNSCORED) > 0
+    if not left_out.any():
+        return samples, plan
+    if samples.groups is not None:
+        # Of members that are compared none is trained without the others.
+        left_out = torch.isin(samples.groups, samples.groups[left_out])
+    gone = samples.segments.spread(left_out)
+    # Numbers by which nobody differs from anybody: no penalty is taken, and their reward counts all the same.
+    wiped = {
+        name: torch.where(gone, 0.0, samples.tokens[name])
+        for name in _SCORED
+        if name in samples.tokens
+    }
+    samples = samples.with_tokens(**wiped, loss_mask=samples.tokens["loss_mask"] & ~gone)
+    return samples, plan.without(left_out.nonzero().flatten().tolist())
+
+
+def _forget_pass(module: nn.Module, device: torch.device) -> None:
+    """Free what a pass that broke has left."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):
+        root: Any = module
+        root.reset_iter_state()
+        free_gathered(module)
 
 
 class Scorer:

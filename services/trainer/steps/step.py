@@ -16,9 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from services.common.spec.run import RunSpec
-from services.trainer.algorithm.kl import adapted_kl
-from services.trainer.algorithm.loss import kl_penalty
+from services.common.runspec.run import RunSpec
+from services.trainer.algorithm.loss import adapted_kl, kl_penalty
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.collectives import Ranks, Tally
@@ -29,11 +28,8 @@ from services.trainer.phases import PhaseTimer
 from services.trainer.steps.balancing import Balancer
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.critic import CriticRunner
-from services.trainer.steps.early import Early
-from services.trainer.steps.fitting import Fitting, Micros
-from services.trainer.steps.gradients import Added, Gradients, OnTrained
-from services.trainer.steps.objective import Objective
-from services.trainer.steps.outgrown import Outgrown, outgrown_in
+from services.trainer.steps.gradients import Added, Early, Gradients, Objective, OnTrained
+from services.trainer.steps.oom import Fitting, Micros, Outgrown, outgrown_in
 from services.trainer.steps.report import (
     Update,
     derive,
@@ -41,7 +37,7 @@ from services.trainer.steps.report import (
     describe_updates,
     utilization,
 )
-from services.trainer.steps.scores import score_tokens, without_unscored
+from services.trainer.steps.scorer import score_tokens, without_unscored
 
 
 @dataclass(frozen=True, slots=True)

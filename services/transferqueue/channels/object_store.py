@@ -18,7 +18,7 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from services.common.errors import InternalError, NotFoundError, ResourceExhaustedError
 from services.transferqueue.encoding.codec import ALIGNMENT, aligned
-from services.transferqueue.facts import ObjectStoreAddress
+from services.transferqueue.types import ObjectStoreAddress
 
 T = TypeVar("T")
 Range = tuple[str, int, int]

@@ -1,11 +1,29 @@
 """A ZeroMQ socket on an event loop, without a task or thread per message."""
 
 import asyncio
+import ctypes
 from collections.abc import Callable, Sequence
 
 import zmq
 
 from services.transferqueue.encoding.codec import FRAME_BYTES, MAX_HEADER_BYTES
+
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
+_KEEP_BYTES = 256 << 20
+_GROW_BYTES = 16 << 20
+_LARGEST_POOLED_BYTES = 32 << 20
+
+
+def keep_freed_memory() -> None:
+    """Keep up to 256 MiB of freed memory in this process; does nothing where there is no glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_POOLED_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+        mallopt(_M_TOP_PAD, _GROW_BYTES)
+
 
 _SEND_BUFFER_BYTES = 128 << 10
 """The kernel would let its queue outgrow the cache, in which the receiver should still find the bytes."""

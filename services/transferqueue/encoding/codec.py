@@ -13,12 +13,31 @@ msgpack array ``[op, request_id, *fields]``. Nothing else is ever decoded, and n
     Unpin    -> nothing       the reader has copied what Located told it
 """
 
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, get_args, get_type_hints
 
 import msgpack
 import xxhash
+
+
+def parts_of(size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Begin and size of each part of a blob."""
+    for begin in range(0, size_bytes, FRAME_BYTES):
+        yield begin, min(FRAME_BYTES, size_bytes - begin)
+
+
+def combine(parts: Sequence[int]) -> int:
+    """Checksum of a blob whose parts have these checksums."""
+    return parts[0] if len(parts) == 1 else checksum(struct.pack(f"<{len(parts)}Q", *parts))
+
+
+def blob_checksum(data: bytes | bytearray | memoryview) -> int:
+    """Checksum of a blob: 64-bit XXH3 of its only part, or of the checksums of its parts."""
+    view = memoryview(data)
+    return combine([checksum(view[begin : begin + size]) for begin, size in parts_of(len(view))])
+
 
 VERSION: Final = 4
 FRAME_BYTES: Final = 1 << 20

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.common.columns import FieldColumn
+from services.common.batch import FieldColumn
 from services.common.errors import InvalidArgumentError
 from services.common.jagged import Jagged
-from services.transferqueue.encoding.checksums import combine, parts_of
-from services.transferqueue.encoding.codec import ITEM_BYTES, checksum
+from services.transferqueue.encoding.codec import ITEM_BYTES, checksum, combine, parts_of
 
 Values = Jagged | Tensor | Sequence[Tensor]
 """Values of one field: rows as ``Jagged``, a tensor whose first dimension counts the samples, or a list

@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import MISSING, BlobRef, FieldColumn
+from services.common.batch import MISSING, BlobRef, FieldColumn, KVBatchMeta
 from services.common.errors import DataLossError, NotFoundError
-from services.transferqueue.encoding.checksums import combine, parts_of
-from services.transferqueue.encoding.codec import ITEM_BYTES, aligned
+from services.transferqueue.encoding.codec import ITEM_BYTES, aligned, combine, parts_of
 
 
 @dataclass(slots=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
-from services.transferqueue.facts import AcquireRequest
-from services.transferqueue.index.parts import Extension, Row
+from services.transferqueue.index.columns import Extension, Row
 from services.transferqueue.index.samplers import fifo, whole_groups
+from services.transferqueue.types import AcquireRequest
 
 Sampler = Callable[[Iterable[str]], list[int] | None]
 

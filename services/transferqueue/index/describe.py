@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from services.common.columns import MISSING, BlobRef, FieldColumn, TagValues
-from services.transferqueue.index.parts import Part, Row, Values
+from services.common.batch import MISSING, BlobRef, FieldColumn, TagValues
+from services.transferqueue.index.columns import Part, Row, Values
 from services.transferqueue.index.schema import Schema
 
 

@@ -8,19 +8,18 @@ handed to ``free``.
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from services.common.batch import KVBatchMeta
+from services.common.batch import BlobRef, KVBatchMeta
 from services.common.clock import Clock
-from services.common.columns import BlobRef
 from services.common.errors import (
     FailedPreconditionError,
 )
 from services.common.fields import run_of
-from services.transferqueue.facts import Loss, PartitionImage, PartitionStats
+from services.transferqueue.concurrency import Waiters
+from services.transferqueue.index.columns import Row
 from services.transferqueue.index.leasing import Leasing
 from services.transferqueue.index.partition import Partition, find
-from services.transferqueue.index.parts import Row
 from services.transferqueue.index.quotas import Quotas
-from services.transferqueue.waiters import Waiters
+from services.transferqueue.types import Loss, PartitionImage, PartitionStats
 
 MAX_PUSH_KEYS = 4096
 """Most samples of one push to a watcher."""

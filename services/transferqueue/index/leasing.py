@@ -6,11 +6,11 @@ from services.common.batch import KVBatchMeta
 from services.common.clock import Clock
 from services.common.errors import DeadlineExceededError, FailedPreconditionError
 from services.common.ids import new_id
-from services.transferqueue.facts import AcquireRequest
+from services.transferqueue.concurrency import Waiters
+from services.transferqueue.index.columns import Extension, Row
 from services.transferqueue.index.consumers import Consumer, Lease, lease_not_found, sampler_of
 from services.transferqueue.index.partition import Partition, find
-from services.transferqueue.index.parts import Extension, Row
-from services.transferqueue.waiters import Waiters
+from services.transferqueue.types import AcquireRequest
 
 AckedKeys = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
 """By consumer: the fields that it asks for and the keys that it acknowledged."""

@@ -6,11 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import BlobRef
+from services.common.batch import BlobRef, KVBatchMeta
 from services.common.errors import NotFoundError
+from services.transferqueue.index.columns import (
+    Extension,
+    Layout,
+    Part,
+    Row,
+    first_place,
+    layout_of,
+)
 from services.transferqueue.index.describe import MetaBuilder
-from services.transferqueue.index.parts import Extension, Layout, Part, Row, first_place, layout_of
 from services.transferqueue.index.schema import Schema
 
 _MIN_LOG_ENTRIES = 1024

@@ -4,7 +4,7 @@ from collections import Counter
 
 from services.common.clock import Clock
 from services.common.errors import InvalidArgumentError, ResourceExhaustedError
-from services.transferqueue.waiters import Waiters
+from services.transferqueue.concurrency import Waiters
 
 
 class Quotas:

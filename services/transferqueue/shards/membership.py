@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from services.common.batch import KVBatchMeta
 from services.common.errors import ServiceError
 from services.common.task_group import TaskGroup, unwrapped
-from services.transferqueue.facts import Shard
 from services.transferqueue.registry_client import ShardRegistryClient
 from services.transferqueue.storage.blobs import BlobStore
+from services.transferqueue.types import Shard
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import zmq
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import BlobRef
+from services.common.batch import BlobRef, KVBatchMeta
 from services.common.errors import DataLossError, InternalError, NotFoundError
 from services.common.ids import new_id
 from services.transferqueue.encoding import codec

@@ -13,8 +13,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import BlobRef, FieldColumn
+from services.common.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.common.errors import (
     AlreadyExistsError,
     DataLossError,
@@ -23,13 +22,13 @@ from services.common.errors import (
 )
 from services.common.fields import group_of
 from services.transferqueue.encoding import codec
-from services.transferqueue.encoding.checksums import blob_checksum
-from services.transferqueue.facts import PartitionImage
+from services.transferqueue.encoding.codec import blob_checksum
 from services.transferqueue.index.index import Index
-from services.transferqueue.placement import place
+from services.transferqueue.registry_client import place
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.blobs import BlobClient
 from services.transferqueue.snapshots.records import RecordReader, RecordWriter
+from services.transferqueue.types import PartitionImage
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 

@@ -8,15 +8,14 @@ from typing import Protocol
 
 import numpy as np
 
-from services.common.columns import BlobRef
+from services.common.batch import BlobRef
 from services.common.errors import (
     DataLossError,
     InvalidArgumentError,
     NotFoundError,
 )
 from services.transferqueue.concurrency import in_thread
-from services.transferqueue.encoding.checksums import combine
-from services.transferqueue.encoding.codec import FRAME_BYTES, aligned, checksum
+from services.transferqueue.encoding.codec import FRAME_BYTES, aligned, checksum, combine
 from services.transferqueue.storage.arena import Arena
 
 _PIN_BITS = 62

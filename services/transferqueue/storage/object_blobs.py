@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, count
 
-from services.common.columns import BlobRef
+from services.common.batch import BlobRef
 from services.common.errors import InvalidArgumentError, NotFoundError
 from services.transferqueue.channels.object_store import (
     PLACE_BITS,
@@ -18,8 +18,7 @@ from services.transferqueue.channels.object_store import (
     object_place,
     object_range,
 )
-from services.transferqueue.encoding.checksums import blob_checksum
-from services.transferqueue.encoding.codec import ALIGNMENT, aligned
+from services.transferqueue.encoding.codec import ALIGNMENT, aligned, blob_checksum
 from services.transferqueue.storage.blobs import Grant, check_arrived
 
 _USABLE_SHARE = 0.9

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import zmq
 
-from services.transferqueue.facts import ObjectStoreAddress, Shard
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.storage.arena import Arena
 from services.transferqueue.storage.blobs import BlobStore, Storage
-from services.transferqueue.storage.dataplane import Admission, DataPlane
-from services.transferqueue.storage.puts import Metadata, Puts
+from services.transferqueue.storage.dataplane import Admission, DataPlane, Metadata, Puts
+from services.transferqueue.types import ObjectStoreAddress, Shard
 
 
 @asynccontextmanager

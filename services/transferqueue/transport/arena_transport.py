@@ -12,7 +12,7 @@ from torch import Tensor
 from services.common.errors import DeadlineExceededError, InternalError
 from services.transferqueue.concurrency import map_in_threads
 from services.transferqueue.encoding import codec
-from services.transferqueue.encoding.checksums import combine
+from services.transferqueue.encoding.codec import combine
 from services.transferqueue.encoding.packing import PackedColumn, Part
 from services.transferqueue.encoding.readplan import Extent, check_whole
 from services.transferqueue.transport.connection import ShardConnection

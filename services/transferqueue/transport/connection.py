@@ -19,7 +19,7 @@ from services.common.errors import (
 from services.transferqueue.channels.local_channel import LocalChannel
 from services.transferqueue.channels.sockets import Frame, MessageSocket, set_limits
 from services.transferqueue.encoding import codec
-from services.transferqueue.facts import Shard
+from services.transferqueue.types import Shard
 
 logger = logging.getLogger(__name__)
 

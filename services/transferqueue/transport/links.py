@@ -10,13 +10,13 @@ import zmq
 
 from services.common.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from services.common.task_group import TaskGroup, unwrapped
-from services.transferqueue.channels.allocator import keep_freed_memory
 from services.transferqueue.channels.arena_socket import open_arena
+from services.transferqueue.channels.sockets import keep_freed_memory
 from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.facts import Shard
 from services.transferqueue.transport.arena_transport import ArenaTransport
 from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.socket_transport import SocketTransport, Transport
+from services.transferqueue.types import Shard
 
 logger = logging.getLogger(__name__)
 

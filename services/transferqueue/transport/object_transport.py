@@ -9,11 +9,11 @@ from torch import Tensor
 
 from services.transferqueue.channels.object_store import ObjectStore, object_place, object_range
 from services.transferqueue.encoding import codec
-from services.transferqueue.encoding.checksums import combine, parts_of
+from services.transferqueue.encoding.codec import combine, parts_of
 from services.transferqueue.encoding.packing import PackedColumn
 from services.transferqueue.encoding.readplan import Extent
-from services.transferqueue.facts import Shard
 from services.transferqueue.transport.socket_transport import Writing
+from services.transferqueue.types import Shard
 
 
 class ObjectTransport:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from services.common.task_group import together
 from services.transferqueue.encoding import codec
-from services.transferqueue.encoding.checksums import combine
+from services.transferqueue.encoding.codec import combine
 from services.transferqueue.encoding.packing import PackedColumn, Part
 from services.transferqueue.encoding.readplan import Extent, check_whole
 from services.transferqueue.transport.arrival import Arrival

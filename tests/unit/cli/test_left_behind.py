@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from services.cli import known_tokens
-from services.cli.owned_folder import owned_folder
-from services.common.process_identity import own_identity
+from services.cli.state_directory import owned_folder
+from services.common.host import own_identity
 
 # Both commands hold a folder and a token, say so, and wait.
 PROGRAM = """
 import sys
 from services.cli import known_tokens
-from services.cli.owned_folder import owned_folder
+from services.cli.state_directory import owned_folder
 with owned_folder() as folder, known_tokens.known(f"http://127.0.0.1:{sys.argv[1]}", "secret"):
     print(folder, flush=True)
     sys.stdin.read()

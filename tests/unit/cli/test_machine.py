@@ -18,7 +18,7 @@ from services.cli.machine import (
     slow_settings,
 )
 from services.cli.preflight import read_checked
-from services.common.spec.run import RunSpec, default_places
+from services.common.runspec.run import RunSpec, default_places
 from tests.helpers.specs import spec_with
 
 

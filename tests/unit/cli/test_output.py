@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from services.cli import output
-from services.cli.calling import run_until_signal
+from services.cli.api_calls import run_until_signal
 from services.cli.output import patient
 
 MORE_THAN_A_PIPE_HOLDS = "x" * (1 << 20)

@@ -9,8 +9,8 @@ import pytest
 
 from services.cli.preflight import check, read_checked
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.loader import SpecError, parse_spec
-from services.common.spec.model import ModelSpec
+from services.common.runspec.loader import SpecError, parse_spec
+from services.common.runspec.run import ModelSpec
 from tests.helpers.specs import changed
 
 

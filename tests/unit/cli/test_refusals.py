@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from services.cli.api import Api, ApiError
 from services.cli.main import app
-from services.common.http_server import serve_http
+from services.common.http.server import serve_http
 from services.controller.api.operations import GetVersion
 
 

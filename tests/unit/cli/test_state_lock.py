@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from services.cli.state_lock import StateInUseError, sole_use
+from services.cli.state_directory import StateInUseError, sole_use
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from services.cli.state_lock import sole_use
+from services.cli.state_directory import sole_use
 with sole_use(Path(sys.argv[2])):
     print("has it", flush=True)
     sys.stdin.read()

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from services.cli.preflight import read_checked
-from services.common.spec.loader import SpecError
+from services.common.runspec.loader import SpecError
 from tests.helpers.specs import changed
 
 GONE = "(left out)"

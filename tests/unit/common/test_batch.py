@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import MISSING, BlobRef, FieldColumn
+from services.common.batch import MISSING, BlobRef, FieldColumn, KVBatchMeta
 from services.common.errors import InvalidArgumentError
 
 

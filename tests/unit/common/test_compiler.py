@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.compiler import missing_compiler
+from services.common.host import missing_compiler
 
 
 def test_any_of_gcc_and_clang_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.common.spec.engines import ENGINES
+from services.common.runspec.engines import ENGINES
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import grpc
 import pytest
 
 from services.common import errors
-from services.common.grpc_client import call, open_channel
-from services.common.grpc_server import serve
+from services.common.rpc.client import call, open_channel
+from services.common.rpc.server import serve
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc
 

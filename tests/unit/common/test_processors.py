@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.processors import usable_processors
+from services.common.host import usable_processors
 
 
 @pytest.mark.parametrize(

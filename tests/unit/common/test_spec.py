@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.common.spec.loader import (
+from services.common.runspec.loader import (
     SpecError,
     canonical_json,
     load_spec,

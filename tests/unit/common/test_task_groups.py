@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.spec.loader import SpecError, canonical_json, parse_spec
-from services.common.spec.task_groups import TaskGroupError, TaskGroupFault, place_groups
+from services.common.runspec.loader import SpecError, canonical_json, parse_spec
+from services.common.runspec.task_groups import TaskGroupError, TaskGroupFault, place_groups
 from tests.helpers.specs import spec_with
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "task_groups.json").read_text())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.common.spec.loader import SpecError, parse_spec
+from services.common.runspec.loader import SpecError, parse_spec
 from tests.helpers.specs import changed
 
 MIXED = {"placement": "mixed"}

@@ -7,10 +7,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common import grpc_server
-from services.common.credentials import Identity, acting_as
-from services.common.grpc_server import serve
-from services.common.run_tokens import SERVICES, issue_token
+from services.common.rpc import server
+from services.common.rpc.server import serve
+from services.common.security.credentials import Identity, acting_as
+from services.common.security.run_tokens import SERVICES, issue_token
 from services.common.unknown_peers import UnknownPeers
 from slipstream.controller.v1 import membership_pb2, membership_pb2_grpc
 
@@ -78,7 +78,7 @@ class Membership(membership_pb2_grpc.MembershipServiceServicer):
 
 @asynccontextmanager
 async def served(monkeypatch, max_bytes: int):
-    monkeypatch.setattr(grpc_server, "UnknownPeers", lambda: UnknownPeers(max_bytes=max_bytes))
+    monkeypatch.setattr(server, "UnknownPeers", lambda: UnknownPeers(max_bytes=max_bytes))
 
     def register(server):
         membership_pb2_grpc.add_MembershipServiceServicer_to_server(Membership(), server)

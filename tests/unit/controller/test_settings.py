@@ -8,7 +8,7 @@ from services.common.errors import InvalidArgumentError
 from services.controller.settings import ControllerSettings
 from services.rollout.settings import RolloutSettings
 from services.transferqueue.settings import TransferQueueSettings
-from tests.unit.common.test_issuer import make_issuer
+from tests.unit.common.security.test_issuer import make_issuer
 
 CONTROLLER = {"transferqueue_address": "127.0.0.1:1", "state_directory": "runs"}
 WORKER = {"controller_address": "127.0.0.1:1", "run_id": "run_1", "worker_id": "rollout-0"}

@@ -4,16 +4,15 @@ import asyncio
 from collections import defaultdict
 from types import SimpleNamespace
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import BlobRef, FieldColumn
+from services.common.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.common.errors import UnavailableError
 from services.common.fields import ROLLOUT_FIELDS
-from services.common.spec.loader import parse_spec
+from services.common.runspec.loader import parse_spec
 from services.controller.membership.registry import Worker
-from services.controller.run.sync_report import SyncReport
+from services.controller.run.weights.session import SyncReport
 from services.rollout.client import rows_gauge
 from services.trainer.client import TrainedStep
-from services.transferqueue.facts import Stats
+from services.transferqueue.types import Stats
 from tests.helpers.rest import SPEC
 
 

@@ -10,7 +10,7 @@ import yaml
 from cryptography import x509
 
 from deploy.values_table import table
-from services.common.issuer import Issuer
+from services.common.security.issuer import Issuer
 from services.controller.launch.scale import GROUP, PLURAL, VERSION
 from tests.helpers.chart import (
     CHART,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.model import ModelSpec
-from services.common.spec.rollout import RewardSpec, RolloutSpec
+from services.common.runspec.rollout import RewardSpec, RolloutSpec
+from services.common.runspec.run import ModelSpec
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import build_engine
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from services.rollout.decode_times import DecodeTimes
 from services.rollout.engines.base import EngineStats, GenerationRequest
 from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.engines.virtual_time import VirtualTimeLoop
+from services.rollout.monitor import DecodeTimes
 
 
 def stats(num_running, tokens_total, idle_seconds=0.0):

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from services.rollout.engines.draw import Truncation, draw_tokens, uniforms
+from services.rollout.engines.torch.decoding import Truncation, draw_tokens, uniforms
 
 
 def test_numbers_depend_on_seed_and_counter_alone() -> None:

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from services.rollout import metrics
-from services.rollout.engines.first_token import FirstToken
+from services.rollout.engines.vllm.first_token import FirstToken
 
 
 def num_told() -> float:

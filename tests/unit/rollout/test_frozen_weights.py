@@ -11,8 +11,8 @@ import torch
 from services.common.errors import InvalidArgumentError
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.model import ModelSpec
-from services.rollout.engines.torch import TorchEngine
+from services.common.runspec.run import ModelSpec
+from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.frozen_weights import FrozenWeights
 from services.rollout.weights import WeightReceiver
 from services.weightsync.adapters import FROZEN_DIGEST, frozen_digest, merged_weight

@@ -2,18 +2,18 @@
 
 import asyncio
 
-from services.common.spec.data import DataSpec
-from services.common.spec.rollout import RolloutSpec
+from services.common.runspec.data import DataSpec
+from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
+from services.rollout.data.prompts import PromptBook
 from services.rollout.engines.fake import FakeEngine
 from services.rollout.engines.virtual_time import VirtualTimeLoop
-from services.rollout.group import Tools
-from services.rollout.liveness import EpisodeWatch
-from services.rollout.prompts import PromptBook
-from services.rollout.sampling import GroupSampler
+from services.rollout.sampling.group import Tools
+from services.rollout.sampling.liveness import EpisodeWatch
+from services.rollout.sampling.sampler import GroupSampler
 from services.rollout.workflows.single_turn import SingleTurn
 from tests.helpers.engines import running
-from tests.unit.rollout.test_sampling import (
+from tests.unit.rollout.sampling.test_sampler import (
     ROWS,
     MemoryCache,
     Outcome,

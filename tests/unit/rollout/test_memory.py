@@ -9,8 +9,8 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 from services.common.models.kv_memory import most_kv_tokens
 from services.common.models.training_memory import ROOM, state_memory, trainer_memory
 from services.common.models.turns_memory import what_stays
-from services.common.spec.engines import ENGINES
-from services.common.spec.run import RunSpec
+from services.common.runspec.engines import ENGINES
+from services.common.runspec.run import RunSpec
 from services.rollout.engines.memory import (
     MemoryPlan,
     ModelSize,

@@ -9,10 +9,10 @@ from torch import nn
 
 from services.rollout.engines.backend import EngineDiedError
 from services.rollout.engines.base import EngineCapabilities, GenerationResult
+from services.rollout.engines.engine_order import ModelShape
+from services.rollout.engines.external import PartedEngine
 from services.rollout.engines.in_place import obey
-from services.rollout.engines.model_shape import ModelShape
-from services.rollout.engines.parted import PartedEngine
-from services.rollout.engines.request_parts import Chunk, Part
+from services.rollout.engines.request_segments import Chunk, Part
 from services.rollout.engines.shared_tensors import open_shared
 from services.weightsync.plan import TensorSpec
 from tests.helpers.engines import request, running, until
@@ -248,7 +248,7 @@ async def test_an_engine_that_does_not_end_a_request_is_dead(
         async def cut(self, part_ids: Collection[str]) -> None:
             """Ignore it."""
 
-    monkeypatch.setattr("services.rollout.engines.parted._CUT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("services.rollout.engines.external._CUT_TIMEOUT_S", 0.01)
     backend = Stuck()
     backend.step.clear()
     engine = make_engine(backend)

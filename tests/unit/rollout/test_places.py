@@ -3,7 +3,7 @@
 import asyncio
 
 from services.rollout.engines.gate import Gate
-from services.rollout.engines.places import Places
+from services.rollout.engines.slots import Places
 from tests.helpers.engines import request
 
 

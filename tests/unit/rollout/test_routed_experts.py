@@ -8,13 +8,16 @@ import torch
 from transformers import PreTrainedModel
 
 from services.common.models.loading import build_model, stored_tensors
-from services.common.models.routers import RouterWatch
-from services.common.models.routing_shape import RoutingShape, routing_shape
-from services.rollout.engines.request_parts import Chunk, Progress, as_told
-from services.rollout.engines.torch import TorchEngine
-from services.rollout.partial import MemberProgress, decode_progress, encode_progress
+from services.common.models.routers import RouterWatch, RoutingShape, routing_shape
+from services.rollout.engines.request_segments import Chunk, Progress, as_told
+from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.rewards.base import Score
-from services.rollout.samples import Sample, sample_fields
+from services.rollout.sampling.progress_cache import (
+    MemberProgress,
+    decode_progress,
+    encode_progress,
+)
+from services.rollout.sampling.samples import Sample, sample_fields
 from services.rollout.workflows.turns import NOTHING_SAMPLED, Turn, observed, routed_experts
 from tests.helpers.engines import make_model, request, running, until
 from tests.helpers.mixtures import tiny_config

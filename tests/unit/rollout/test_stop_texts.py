@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.stop_texts import ends_in_stop_text, split_stop_texts
 

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.common.models.families import FAMILIES
-from services.rollout.engines import decode_batch
 from services.rollout.engines.base import GenerationResult
-from services.rollout.engines.torch import TorchEngine
+from services.rollout.engines.torch import decoding
+from services.rollout.engines.torch.engine import TorchEngine
 from tests.helpers.engines import (
     VOCAB_SIZE,
     make_engine,
@@ -350,7 +350,7 @@ async def test_contexts_that_are_stored_in_parts_give_the_same_tokens(monkeypatc
     async with running(engine := make_engine()):
         whole = await generate_all(engine)
     # Two queries at a time for the longest context, fewer than that for several at once.
-    monkeypatch.setattr(decode_batch, "_MAX_MASK", 14)
+    monkeypatch.setattr(decoding, "_MAX_MASK", 14)
     async with running(engine := make_engine()):
         parts = await generate_all(engine)
     for one, other in zip(whole, parts, strict=True):

@@ -4,9 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from services.rollout.samples import Sample
+from services.rollout.sampling.samples import Sample
 from tests.helpers.engines import reference_logprobs, weights_of
-from tests.unit.rollout.test_sampling import LONG, MemoryCache, ScoreBy, assignment, sampling
+from tests.unit.rollout.sampling.test_sampler import (
+    LONG,
+    MemoryCache,
+    ScoreBy,
+    assignment,
+    sampling,
+)
 
 GROUPS = [assignment(f"g{index}", index % 2, seeds=(index, 50 + index, 9)) for index in range(3)]
 

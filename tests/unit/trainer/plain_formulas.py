@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.common.jagged import Jagged
-from services.common.spec.algorithm import AlgorithmSpec
+from services.common.runspec.algorithm import AlgorithmSpec
 from services.trainer.batch.samples import Cohort, Samples
 
 HORIZON = 12

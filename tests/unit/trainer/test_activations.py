@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from services.common.jagged import Jagged
 from services.common.models.loading import build_model
-from services.common.spec.trainer import LoraSpec, TrainerSpec
+from services.common.runspec.trainer import LoraSpec, TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.collectives import Ranks
 from services.trainer.model.activations import arrange

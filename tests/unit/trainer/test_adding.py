@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import distributed
 
-from services.common.confinement import Allowance
-from services.common.spec.loader import SpecError, parse_spec
-from services.common.spec.run import RunSpec
+from services.common.runspec.loader import SpecError, parse_spec
+from services.common.runspec.run import RunSpec
+from services.common.security.confinement import Allowance
 from services.trainer.batch.guard import NotFiniteError
 from services.trainer.collectives import Ranks
 from services.trainer.steps.credit import CreditAssigner
-from services.trainer.steps.objective import Objective
+from services.trainer.steps.gradients import Objective
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 from tests.helpers.pages import example
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.errors import FailedPreconditionError, NotFoundError
 from services.trainer.batch.guard import NotFiniteError
-from services.trainer.checkpoint import manifest, writer
+from services.trainer.checkpoint import checkpointer, manifest
 from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.rank import Rank
@@ -23,11 +23,11 @@ def _trained(root: Path, *, seed: int = 0) -> tuple[Policy, Rank, Queue]:
     return policy, rank_of(SPEC, policy, queue, root=root), queue
 
 
-@pytest.mark.parametrize("file_bytes", [writer.FILE_BYTES, 100_000])
+@pytest.mark.parametrize("file_bytes", [checkpointer.FILE_BYTES, 100_000])
 def test_training_goes_on_exactly_where_the_checkpoint_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_bytes: int
 ) -> None:
-    monkeypatch.setattr(writer, "FILE_BYTES", file_bytes)
+    monkeypatch.setattr(checkpointer, "FILE_BYTES", file_bytes)
     policy, rank, queue = _trained(tmp_path)
     for step in (1, 2):
         rank.train(step, queue.meta)
@@ -46,16 +46,16 @@ def test_a_checkpoint_under_way_tells_how_many_of_its_bytes_are_written(
 ) -> None:
     _, rank, queue = _trained(tmp_path)
     rank.train(1, queue.meta)
-    snapshot, seen, write_file = rank.snapshot(1), [], writer._write
-    monkeypatch.setattr(writer, "FILE_BYTES", 100_000)
-    monkeypatch.setattr(writer, "THREADS", 1)
+    snapshot, seen, write_file = rank.snapshot(1), [], checkpointer._write
+    monkeypatch.setattr(checkpointer, "FILE_BYTES", 100_000)
+    monkeypatch.setattr(checkpointer, "THREADS", 1)
 
     def write(*arguments) -> None:
         seen.append(rank.checkpointer.progress())
         write_file(*arguments)
         seen.append(rank.checkpointer.progress())
 
-    monkeypatch.setattr(writer, "_write", write)
+    monkeypatch.setattr(checkpointer, "_write", write)
     assert rank.checkpointer.progress() == (0, 0)
     rank.checkpointer.write(snapshot)
     written = [progress[0] for progress in seen]

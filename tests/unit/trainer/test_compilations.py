@@ -3,7 +3,7 @@
 import torch
 
 from services.trainer.model.compiling import num_compiled
-from services.trainer.steps.early import Early
+from services.trainer.steps.gradients import Early
 
 
 def test_compilations_are_those_since_the_step_began() -> None:

@@ -12,13 +12,13 @@ from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
 from services.trainer.model.parallel import Topology
 from services.trainer.model.policy import Critic
-from services.trainer.ranks.crew import Crew
+from services.trainer.ranks.command_group import Crew
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.critic_step import CriticStepRunner
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.outgrown import Outgrown
+from services.trainer.steps.oom import Outgrown
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 
 GAE = {"advantage": "gae", "gae_lambda": 0.9}

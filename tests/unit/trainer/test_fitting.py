@@ -11,14 +11,20 @@ import torch
 from torch import Tensor
 
 from services.common.jagged import Jagged
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import Bounds
 from services.trainer.collectives import Ranks
 from services.trainer.model.policy import Policy
 from services.trainer.settings import TrainerSettings
-from services.trainer.steps.fitting import Fitting, fitting
-from services.trainer.steps.outgrown import Outgrown, OutgrownError, outgrown_in, recall
-from services.trainer.steps.scores import UNSCORED, without_unscored
+from services.trainer.steps.oom import (
+    Fitting,
+    Outgrown,
+    OutgrownError,
+    fitting,
+    outgrown_in,
+    recall,
+)
+from services.trainer.steps.scorer import UNSCORED, without_unscored
 from services.trainer.steps.step import StepResult
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.shortage import limited

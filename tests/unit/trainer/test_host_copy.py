@@ -12,7 +12,7 @@ from services.trainer.collectives import Ranks
 from services.trainer.model.host_copy import HostCopy
 from services.trainer.model.parallel import Topology
 from services.trainer.model.policy import Policy
-from services.trainer.ranks.crew import Crew
+from services.trainer.ranks.command_group import Crew
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank
 from services.trainer.weights import WeightExport

@@ -16,9 +16,8 @@ from services.common.errors import DataLossError
 from services.common.models.loading import load_config, load_model, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
 from services.common.models.training_memory import trainer_memory
-from services.common.spec.model import ModelSpec
-from services.common.spec.run import RunSpec
-from services.common.spec.trainer import LoraSpec
+from services.common.runspec.run import ModelSpec, RunSpec
+from services.common.runspec.trainer import LoraSpec
 from services.rollout.frozen_weights import FrozenWeights
 from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.model.lora import add_adapters, begin_adapters

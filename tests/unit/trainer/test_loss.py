@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.spec.algorithm import KlSpec
+from services.common.runspec.algorithm import KlSpec
 from services.trainer.algorithm import correction, loss
 from services.trainer.batch.segments import Segments
 from tests.unit.trainer.vectors import assert_close, case, cases, flat, mask_of, segments_of

@@ -12,7 +12,7 @@ from services.common.jagged import Jagged
 from services.common.models.expert_names import checkpoint_names
 from services.common.models.families import FAMILIES
 from services.common.models.loading import build_model, stored_tensors
-from services.common.spec.trainer import LoraSpec
+from services.common.runspec.trainer import LoraSpec
 from services.trainer.batch.packing import pack
 from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.model.flops import active_weights

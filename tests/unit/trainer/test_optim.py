@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.common.spec.trainer import OptimizerSpec
+from services.common.runspec.trainer import OptimizerSpec
 from services.trainer.model.optim import build_optimizer
 
 

@@ -11,9 +11,9 @@ import torch
 
 from services.common.errors import NotFoundError
 from services.common.jagged import Jagged
-from services.common.spec.trainer import CriticSpec
+from services.common.runspec.trainer import CriticSpec
 from services.trainer.batch.samples import IncompleteBatchError
-from services.trainer.ranks.profiling import StepProfiler
+from services.trainer.ranks.rank import StepProfiler
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 

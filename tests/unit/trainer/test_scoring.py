@@ -10,9 +10,8 @@ from services.trainer.collectives import Ranks
 from services.trainer.model.policy import freeze
 from services.trainer.scoring.leader import ScoringLeader
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.outgrown import Outgrown
-from services.trainer.steps.scorer import Scorer
-from services.trainer.steps.scores import UNSCORED
+from services.trainer.steps.oom import Outgrown
+from services.trainer.steps.scorer import UNSCORED, Scorer
 from tests.helpers.batches import CPU, policy_of, queue_of, random_queue, rank_of, spec_of
 from tests.helpers.shortage import limited
 

@@ -9,9 +9,9 @@ import torch
 
 from services.common.fields import ROUTED_EXPERTS
 from services.common.jagged import Jagged
-from services.common.models.routing_shape import RoutingShape
+from services.common.models.routers import RoutingShape
 from services.rollout.rewards.base import Score
-from services.rollout.samples import Sample, prompt_fields, sample_fields
+from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields
 from services.rollout.workflows.conversations import flattened
 from services.rollout.workflows.turns import Turn, observed, token_ids
 from services.trainer.batch.plan import Bounds
@@ -20,7 +20,7 @@ from services.trainer.batch.sequences import sequences_of
 from services.trainer.collectives import Ranks
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.outgrown import Outgrown
+from services.trainer.steps.oom import Outgrown
 from tests.helpers.batches import policy_of, rank_of, spec_of
 from tests.helpers.episodes import branched_episodes
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.spec.trainer import TrainerSpec
+from services.common.runspec.trainer import TrainerSpec
 from services.trainer.model import parallel
 
 

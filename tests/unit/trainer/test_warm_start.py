@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.run import ModelSpec
+from services.common.runspec.run import ModelSpec
 from services.trainer.model.warm_start import base_folder
 
 TASK = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.common.columns import BlobRef
+from services.common.batch import BlobRef
 from services.common.errors import DataLossError
 from services.transferqueue.encoding import codec
 from services.transferqueue.encoding.readplan import Extent

@@ -7,8 +7,8 @@ import pytest
 
 from services.common.errors import DeadlineExceededError, UnavailableError
 from services.transferqueue.encoding import codec
-from services.transferqueue.facts import Shard
 from services.transferqueue.transport.connection import ShardConnection
+from services.transferqueue.types import Shard
 
 SHARD = Shard(shard_id="s", endpoint="tcp://127.0.0.1:1", public_key="", instance_id="i")
 

@@ -6,8 +6,8 @@ from array import array
 import pytest
 
 from services.common.errors import NotFoundError
-from services.transferqueue.facts import KeptSampleQuery
-from services.transferqueue.kept.store import SampleStore, Told
+from services.transferqueue.samples.store import SampleStore, Told
+from services.transferqueue.types import KeptSampleQuery
 
 NO_BOUND = {"max_bytes": 1 << 30, "max_steps": 0}
 

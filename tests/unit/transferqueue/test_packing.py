@@ -6,8 +6,7 @@ from torch import Tensor
 
 from services.common.errors import InvalidArgumentError
 from services.common.jagged import Jagged
-from services.transferqueue.encoding.checksums import blob_checksum
-from services.transferqueue.encoding.codec import FRAME_BYTES, ITEM_BYTES
+from services.transferqueue.encoding.codec import FRAME_BYTES, ITEM_BYTES, blob_checksum
 from services.transferqueue.encoding.packing import (
     PackedColumn,
     Values,

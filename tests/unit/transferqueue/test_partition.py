@@ -7,8 +7,7 @@ from itertools import accumulate
 
 import pytest
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import MISSING, BlobRef, FieldColumn
+from services.common.batch import MISSING, BlobRef, FieldColumn, KVBatchMeta
 from services.common.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from services.transferqueue.index.partition import Partition
 

@@ -3,8 +3,8 @@
 import pytest
 
 from services.common.fields import group_of
-from services.transferqueue.facts import Shard
-from services.transferqueue.placement import place
+from services.transferqueue.registry_client import place
+from services.transferqueue.types import Shard
 
 
 def shards(*names: str) -> list[Shard]:

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import BlobRef, FieldColumn
+from services.common.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.common.errors import (
     AbortedError,
     DataLossError,
@@ -19,7 +18,7 @@ from services.common.errors import (
 from services.transferqueue.encoding import codec
 from services.transferqueue.storage.arena import Arena
 from services.transferqueue.storage.blobs import Storage
-from services.transferqueue.storage.puts import Puts
+from services.transferqueue.storage.dataplane import Puts
 
 DATA = b"12345678"
 CHECKSUMS = (codec.checksum(DATA),)

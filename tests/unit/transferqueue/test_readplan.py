@@ -2,8 +2,7 @@
 
 import pytest
 
-from services.common.batch import KVBatchMeta
-from services.common.columns import MISSING, BlobRef, FieldColumn
+from services.common.batch import MISSING, BlobRef, FieldColumn, KVBatchMeta
 from services.common.errors import NotFoundError
 from services.transferqueue.encoding.readplan import ReadPlan, plan_read
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.columns import BlobRef
+from services.common.batch import BlobRef
 from services.common.errors import DataLossError, InvalidArgumentError, NotFoundError
 from services.transferqueue.encoding.codec import checksum
 from services.transferqueue.storage.arena import Arena

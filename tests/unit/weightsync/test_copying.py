@@ -1,6 +1,6 @@
 import torch
 
-from services.weightsync.copying import copy_all
+from services.weightsync.arena import copy_all
 
 
 def test_small_and_large_tensors_of_every_type_are_copied_into_their_places() -> None:

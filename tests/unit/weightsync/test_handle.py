@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from services.common.errors import DataLossError, FailedPreconditionError
-from services.weightsync import handle, rooms
+from services.weightsync import handle, shared_buffers
 from services.weightsync.group import Channel
 from tests.helpers.weight_members import Cluster
 
@@ -111,7 +111,7 @@ async def test_members_that_cannot_open_the_room_say_so_to_all(monkeypatch):
         opened.append(1)
         raise OSError("no such process")
 
-    monkeypatch.setattr(rooms, "_open_file", open_file)
+    monkeypatch.setattr(shared_buffers, "_open_file", open_file)
     cluster = Cluster(backend="handle")
     cluster.agree()
     seats = [(0, cluster.senders[0]), *enumerate(cluster.receivers)]
@@ -134,14 +134,14 @@ async def test_a_source_that_has_no_memory_to_lend_says_so_to_all(monkeypatch):
     def no_file(*_):
         raise OSError("no memory")
 
-    monkeypatch.setattr(rooms, "_lend_file", no_file)
+    monkeypatch.setattr(shared_buffers, "_lend_file", no_file)
     cluster = Cluster(backend="handle")
     with pytest.raises(FailedPreconditionError, match="cannot be lent: no memory"):
         await cluster.form()
 
 
 def test_a_room_is_the_same_memory_in_another_process():
-    room = rooms.lend(1 << 16, CPU)
+    room = shared_buffers.lend(1 << 16, CPU)
     room.memory[5] = 7
     context = multiprocessing.get_context("fork")
     process = context.Process(target=_write, args=(room.handle,))
@@ -152,13 +152,13 @@ def test_a_room_is_the_same_memory_in_another_process():
 
 
 def _write(handle: str) -> None:
-    memory = rooms.open_room(handle, CPU)
+    memory = shared_buffers.open_room(handle, CPU)
     assert memory[5] == 7
     memory[6] = 8
 
 
 def test_nothing_but_a_room_is_opened():
-    room = rooms.lend(1 << 12, CPU)
+    room = shared_buffers.lend(1 << 12, CPU)
     honest = json.loads(room.handle)
     other = os.memfd_create("other")
     try:
@@ -169,12 +169,12 @@ def test_nothing_but_a_room_is_opened():
             {"device": "cuda:a"},
             {"num_bytes": None},
         ):
-            with pytest.raises(rooms.RoomError, match="cannot be opened"):
-                rooms.open_room(json.dumps(honest | change), CPU)
+            with pytest.raises(shared_buffers.RoomError, match="cannot be opened"):
+                shared_buffers.open_room(json.dumps(honest | change), CPU)
     finally:
         os.close(other)
-    with pytest.raises(rooms.RoomError):
-        rooms.open_room("no JSON", CPU)
+    with pytest.raises(shared_buffers.RoomError):
+        shared_buffers.open_room("no JSON", CPU)
 
 
 async def test_silent_strangers_are_dropped_and_the_group_forms(monkeypatch, tmp_path):

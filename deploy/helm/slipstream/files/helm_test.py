@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.credentials import Identity, acting_as
-from services.common.grpc_client import open_channel
-from services.common.issuer import IssuedTls, Issuer
-from services.common.tls import Peer
+from services.common.rpc.client import open_channel
+from services.common.security.credentials import Identity, acting_as
+from services.common.security.issuer import IssuedTls, Issuer
+from services.common.security.tls import Peer
 
 TIMEOUT_S = 20.0
 TLS = Path("/etc/slipstream/tls")

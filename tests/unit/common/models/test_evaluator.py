@@ -10,7 +10,7 @@ import pytest
 from services.common.models.configs import full_config, read_config
 from services.common.models.evaluator import Evaluator
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 
 FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 

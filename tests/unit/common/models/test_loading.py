@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from services.common.models import presets
 from services.common.models.loading import build_model, load_config, load_folder, load_model
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 from tests.helpers.mixtures import tiny_config
 
 SYMBOLS = "chars:0123456789+-=abcde"

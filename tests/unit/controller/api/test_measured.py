@@ -2,7 +2,7 @@ import httpx
 from fastapi import FastAPI, HTTPException
 from prometheus_client import REGISTRY
 
-from services.controller.api.measured import Measured
+from services.controller.api.app import Measured
 
 _APP = FastAPI()
 

@@ -7,7 +7,6 @@ from typing import get_type_hints
 import grpc
 import pytest
 
-from services.common import grpc_client
 from services.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -15,7 +14,8 @@ from services.common.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-from services.common.grpc_server import serve
+from services.common.rpc import client
+from services.common.rpc.server import serve
 from services.controller.api.app import build_app
 from services.controller.api.handlers import Handlers
 from services.controller.api.operations import OPERATIONS
@@ -95,7 +95,7 @@ async def test_both_faces_have_the_same_limits(both, tmp_path):
 
 
 async def call(method, request):
-    return await grpc_client.call(method, request, timeout_s=10)
+    return await client.call(method, request, timeout_s=10)
 
 
 async def test_both_faces_show_the_same_runs(both):

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from services.common.errors import UnauthenticatedError
-from services.common.spec.loader import parse_spec
+from services.common.runspec.loader import parse_spec
 from services.controller.api import operations, principals, run_api
 from services.controller.api.principals import Principal, TokenStore
 from services.controller.api.run_page import PageLinks

@@ -6,8 +6,8 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from services.common.errors import ResourceExhaustedError
-from services.controller.api import sse
-from services.controller.api.sse import event_stream, frame_of
+from services.controller.api import rest
+from services.controller.api.rest import event_stream, frame_of
 from services.controller.manager import event_feed
 from services.controller.manager.event_feed import Subscription
 from services.controller.store.records import Event
@@ -32,7 +32,7 @@ def test_an_event_is_a_frame():
 
 
 def test_a_silent_stream_says_that_it_lives(monkeypatch):
-    monkeypatch.setattr(sse, "_PING_S", -1.0)
+    monkeypatch.setattr(rest, "_PING_S", -1.0)
     assert streamed(b"", frame_of("end", "{}")).startswith(":")
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from services.common.errors import FailedPreconditionError
-from services.common.spec.loader import parse_spec
+from services.common.runspec.loader import parse_spec
 from services.controller.launch.gpus import HostGpus, host_gpus
 from services.controller.launch.launcher import gpu_needs, total_gpus
 

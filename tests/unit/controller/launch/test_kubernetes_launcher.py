@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.credentials import Identity, acting_as
 from services.common.errors import FailedPreconditionError
-from services.common.run_tokens import bearer_of
-from services.common.spec.loader import parse_spec
+from services.common.runspec.loader import parse_spec
+from services.common.security.credentials import Identity, acting_as
+from services.common.security.run_tokens import bearer_of
 from services.controller.launch.follow import Seen
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
@@ -283,7 +283,7 @@ async def test_rollouts_that_take_turns_with_the_trainer_are_in_its_pod_and_wait
         for number, container in enumerate(in_turns):
             assert container["resources"] == {}
             assert container["command"][2:5] == [
-                *("services.rollout.beside_trainer", "/tmp/trainer-0.ready", str(number))
+                *("services.rollout.colocated", "/tmp/trainer-0.ready", str(number))
             ]
             env = {each["name"]: each.get("value") for each in container["env"]}
             assert env["SLIPSTREAM_ROLLOUT_GPU_NEIGHBOURS"] == '["trainer"]'

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import FailedPreconditionError
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller.launch import process
 from services.controller.launch.process import ProcessLauncher, open_process_launcher

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-from services.common.credentials import Identity, acting_as
 from services.common.errors import UnavailableError
-from services.common.issuer import Issuer
+from services.common.security.credentials import Identity, acting_as
+from services.common.security.issuer import Issuer
 from services.controller.launch.run_secrets import RunSecrets
-from tests.unit.common.test_issuer import DAY_S, Clock, make_issuer
+from tests.unit.common.security.test_issuer import DAY_S, Clock, make_issuer
 
 NAME = "run-01-identity"
 

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from services.common.spec.loader import canonical_json, parse_spec
+from services.common.runspec.loader import canonical_json, parse_spec
 from services.controller.manager.admission import admit
 from services.controller.rules.run_state import RunEvent, RunState
-from services.controller.run.requests import needs_of
+from services.controller.run.state.requests import needs_of
 from services.controller.settings import Limits
 from services.controller.store.records import NewRun
 from services.controller.store.runs import RunStore

@@ -1,6 +1,6 @@
 """Numbers of steps as columns."""
 
-from services.controller.manager.columns import as_columns
+from services.controller.manager.audit import as_columns
 from services.controller.store.ledgers import StepMetrics
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from services.common.errors import FailedPreconditionError
-from services.common.spec.loader import parse_spec
+from services.common.runspec.loader import parse_spec
 from services.controller.manager.drivers import SPEC_NOT_ACCEPTED
 from services.controller.manager.run_collector import RunCollector
 from services.controller.rules.run_state import RunEvent, RunState

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.common.spec.loader import SpecError, canonical_json, parse_spec
-from services.controller.manager.patches import patched_spec
+from services.common.runspec.loader import SpecError, canonical_json, parse_spec
+from services.controller.manager.changes import patched_spec
 from services.controller.models import RunPatch
-from services.controller.run.requests import needs_of
+from services.controller.run.state.requests import needs_of
 from tests.helpers.rest import named
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from services.common import tracing
+from services.common.telemetry import tracing
 from services.controller.api.principals import TokenStore
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.run_state import RunEvent

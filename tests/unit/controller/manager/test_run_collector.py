@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.common.spec.loader import canonical_json
+from services.common.runspec.loader import canonical_json
 from services.controller.manager.run_collector import RunCollector
 from services.controller.rules.run_state import RunState
 from tests.helpers.specs import spec_with

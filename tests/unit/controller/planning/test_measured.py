@@ -3,11 +3,11 @@
 import pytest
 
 from services.controller.planning.advice import advise
-from services.controller.planning.given import with_given
+from services.controller.planning.inputs import with_given
 from services.controller.planning.lengths import Geometric, Measured
 from services.controller.planning.measured import TooFewStepsError, rates_of, waited
-from services.controller.planning.prediction import predict
 from services.controller.planning.rates import Setting
+from services.controller.planning.simulation import predict
 
 SETTING = Setting(
     trainer_gpus=1, rollouts=1, places=64, max_staleness=1, groups_per_step=8, group_size=8

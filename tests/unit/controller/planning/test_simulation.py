@@ -7,9 +7,8 @@ from random import Random
 import pytest
 
 from services.controller.planning.lengths import Geometric, Lognormal, Measured
-from services.controller.planning.outcome import least_step_s
-from services.controller.planning.prediction import predict
 from services.controller.planning.rates import DecodeTime, Rates, Setting
+from services.controller.planning.simulation import least_step_s, predict
 
 RATES = Rates(
     train_tokens_per_s=5_000.0,

@@ -2,10 +2,9 @@
 
 import pytest
 
-from services.common.spec.data import CurriculumSpec
+from services.common.runspec.data import CurriculumSpec
 from services.controller.rules.difficulty import Difficulty, PromptRate
-from services.controller.rules.mixture import Mixture
-from services.controller.rules.prompts import PromptOrder
+from services.controller.rules.prompts import Mixture, PromptOrder
 
 SPEC = CurriculumSpec(retry_after_steps=10)
 

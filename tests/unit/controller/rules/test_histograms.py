@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.controller.rules.histograms import bound_of, histogram, least_of
+from services.controller.rules.statistics import bound_of, histogram, least_of
 
 
 @pytest.mark.parametrize(

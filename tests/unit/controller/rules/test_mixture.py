@@ -2,8 +2,7 @@
 
 import pytest
 
-from services.controller.rules.mixture import Mixture
-from services.controller.rules.prompts import PromptOrder
+from services.controller.rules.prompts import Mixture, PromptOrder
 
 ROWS = {"train.easy": 7, "train.hard": 40, "train.rare": 3}
 

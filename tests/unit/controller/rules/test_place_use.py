@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.controller.rules.place_use import PlaceUse
+from services.controller.rules.placement import PlaceUse
 
 
 def test_before_the_first_group_each_member_counts_as_a_place():

@@ -2,8 +2,7 @@
 
 import pytest
 
-from services.controller.rules.mixture import Mixture
-from services.controller.rules.prompts import PromptOrder, shuffled
+from services.controller.rules.prompts import Mixture, PromptOrder, shuffled
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 10, 97, 1000])

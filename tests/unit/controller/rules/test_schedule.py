@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.controller.rules.replay import resume_key
-from services.controller.rules.staleness import StalenessGate
+from services.controller.rules.staleness import StalenessGate, resume_key
 
 CASES = json.loads((Path(__file__).parents[3] / "vectors" / "apr_schedule.json").read_text())[
     "cases"

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.spec.trainer import BestSpec
-from services.controller.rules.scores import Scored, evaluate, majority, pass_at_k, score_of
+from services.common.runspec.trainer import BestSpec
+from services.controller.rules.evaluation import Scored, evaluate, majority, pass_at_k, score_of
 
 
 def sampled(prompt, *rewards, answers="", source="math"):

@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.controller.rules.groups import RUNNING, WAITING, Group, GroupState, LedgerState
 from services.controller.rules.ledger import Ledger
-from services.controller.rules.replay import choose_batch, resume_order
-from services.controller.rules.staleness import StalenessGate
+from services.controller.rules.staleness import StalenessGate, choose_batch, resume_order
 
 WORKERS = ("rollout-0", "rollout-1")
 PLACES = 8

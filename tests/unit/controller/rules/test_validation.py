@@ -1,6 +1,6 @@
 """Which weight version is evaluated next."""
 
-from services.controller.rules.validation import BegunEvaluation, Turns, is_periodic
+from services.controller.rules.evaluation import BegunEvaluation, Turns, is_periodic
 
 
 def test_periodic_versions_are_multiples():

@@ -9,7 +9,7 @@ from services.common.errors import FailedPreconditionError
 from services.controller.launch.launcher import ExternalLauncher
 from services.controller.models import PauseOptions, RunPatch
 from services.controller.store.records import Submission
-from services.controller.store.requests import read_requests
+from services.controller.store.rows import read_requests
 from services.controller.store.runs import StaleRevisionError
 from tests.helpers.rest import open_manager
 from tests.unit.controller.workers import MemoryQueue, Workers, specification
@@ -18,7 +18,7 @@ from tests.unit.controller.workers import MemoryQueue, Workers, specification
 @pytest.fixture
 def workers(monkeypatch) -> Workers:
     workers = Workers(MemoryQueue())
-    monkeypatch.setattr("services.controller.run.loop.assemble", workers.assemble)
+    monkeypatch.setattr("services.controller.run.lifecycle.loop.assemble", workers.assemble)
     return workers
 
 
@@ -99,7 +99,7 @@ async def lose_the_trainer(workers) -> None:
 
 
 async def test_what_is_asked_of_a_run_outlives_the_loss_of_a_worker(database, workers, monkeypatch):
-    monkeypatch.setattr("services.controller.run.driver._EXIT_REPORT_S", 0.0)
+    monkeypatch.setattr("services.controller.run.lifecycle.driver._EXIT_REPORT_S", 0.0)
     workers.may_train.clear()
     async with open_manager(database, queue=workers.queue) as manager:
         run_id = await submitted(manager)

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.common.grpc_server import serve
+from services.common.rpc.server import serve
 from services.controller.api.membership import MembershipServicer
 from services.controller.client import WorkerSession
 from services.controller.models import RunPatch
 from services.controller.settings import ControllerSettings
 from services.rollout.engines.base import EngineStats
-from services.rollout.liveness import EngineStalledError
 from services.rollout.monitor import monitor
+from services.rollout.sampling.liveness import EngineStalledError
 from services.trainer.settings import TrainerSettings
 from slipstream.controller.v1 import membership_pb2_grpc
 from tests.helpers.rest import open_manager
@@ -37,7 +37,7 @@ LIVE = {
 def workers(monkeypatch) -> Workers:
     workers = Workers(MemoryQueue())
     workers.may_train.clear()
-    monkeypatch.setattr("services.controller.run.loop.assemble", workers.assemble)
+    monkeypatch.setattr("services.controller.run.lifecycle.loop.assemble", workers.assemble)
     return workers
 
 

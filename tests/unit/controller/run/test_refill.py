@@ -5,9 +5,9 @@ from typing import Any
 
 from services.common.batch import KVBatchMeta
 from services.controller.rules.ledger import Ledger
-from services.controller.run.generation import Generation
-from services.controller.run.requests import CurrentSpec
-from services.controller.run.stored import GroupSamples
+from services.controller.run.dispatch.sample_index import GroupSamples
+from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.state.requests import CurrentSpec
 from tests.helpers.specs import spec_with
 
 SPEC = spec_with(

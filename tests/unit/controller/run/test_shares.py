@@ -9,15 +9,14 @@ from services.common.batch import KVBatchMeta
 from services.controller.client import GroupFailure
 from services.controller.rules.groups import GroupState
 from services.controller.rules.ledger import Ledger
-from services.controller.rules.mixture import Mixture
-from services.controller.rules.prompts import PromptOrder
-from services.controller.rules.shares import split
-from services.controller.run.generation import Generation
-from services.controller.run.handout import Handout
-from services.controller.run.replicas import Replicas
-from services.controller.run.requests import CurrentSpec
-from services.controller.run.stored import StoredGroups
-from services.transferqueue.facts import Loss
+from services.controller.rules.placement import split
+from services.controller.rules.prompts import Mixture, PromptOrder
+from services.controller.run.dispatch.dispatcher import Handout
+from services.controller.run.dispatch.rollout_pool import Replicas
+from services.controller.run.dispatch.sample_index import StoredGroups
+from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.state.requests import CurrentSpec
+from services.transferqueue.types import Loss
 from tests.helpers.specs import spec_with
 
 SPEC = spec_with(

@@ -2,16 +2,15 @@
 
 import pytest
 
-from services.common.spec.data import CurriculumSpec
+from services.common.runspec.data import CurriculumSpec
 from services.controller.rules.difficulty import Difficulty, PromptRate
 from services.controller.rules.groups import GroupState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.run_state import RunEvent, RunState
-from services.controller.run.journal import Journal
+from services.controller.run.state.journal import Journal
 from services.controller.store import ledgers as ledger_store
-from services.controller.store.event_pages import CursorExpiredError
 from services.controller.store.records import NewRun, Note, RequestKey
-from services.controller.store.rows import IdempotencyKeyReusedError
+from services.controller.store.rows import CursorExpiredError, IdempotencyKeyReusedError
 from services.controller.store.runs import (
     InvalidTransitionError,
     RunStore,

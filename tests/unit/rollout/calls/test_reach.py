@@ -9,7 +9,7 @@ import pytest
 from services.rollout.calls.reach import Reach, is_public
 from services.rollout.failures import BusyError, CallError
 from services.rollout.rewards.base import RewardInput
-from services.rollout.rewards.http_service import HttpRewardService
+from services.rollout.rewards.remote import HttpRewardService
 
 GIVEN = RewardInput(prompt="p", response="r", answer="a", row={})
 PRIVATE = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.common.http_server import serve_http
+from services.common.http.server import serve_http
 from services.rollout.calls.reach import Reach
 from services.rollout.environments.openenv import OpenEnv
 from services.rollout.environments.workflow import Environments

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.common.callables import load_callable
-from services.common.spec.loader import load_spec
+from services.common.runspec.loader import load_spec
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "search"
 

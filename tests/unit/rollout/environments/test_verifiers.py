@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.common.http_server import serve_http
-from services.common.spec.rollout import RewardSpec
+from services.common.http.server import serve_http
+from services.common.runspec.rollout import RewardSpec
 from services.rollout.openai.endpoint import Endpoint
 from services.rollout.rewards.terms import add_up, earned_terms
 from tests.unit.rollout.openai.served import Scripted, make_episode

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.common.spec.rollout import RewardSpec
+from services.common.runspec.rollout import RewardSpec
 from services.rollout.calls.reach import Reach
 from services.rollout.environments.workflow import Environments
 from services.rollout.failures import CallError

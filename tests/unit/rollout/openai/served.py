@@ -7,13 +7,12 @@ from typing import Any
 import httpx
 
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 from services.rollout.calls.pool import CallPool
+from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.openai.endpoint import Endpoint
-from services.rollout.prompts import Prompt
-from services.rollout.workflows.base import Episode
-from services.rollout.workflows.limits import EpisodeLimits
+from services.rollout.workflows.base import Episode, EpisodeLimits
 from services.rollout.workflows.turns import Turn
 
 TOKENIZER = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.common.http_server import serve_http
+from services.common.http.server import serve_http
 from services.rollout.calls.reach import Reach
 from services.rollout.failures import CallError
 from services.rollout.openai.agent import Agent

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from services.cli.preflight import check
 from services.common.callables import load_callable
-from services.common.spec.loader import load_spec
+from services.common.runspec.loader import load_spec
 from services.rollout.calls.reach import Reach
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.openai.agent import Agent

@@ -3,13 +3,12 @@
 from typing import Any
 
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 from services.rollout.calls.pool import CallPool
+from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import GenerationRequest, GenerationResult
-from services.rollout.prompts import Prompt
-from services.rollout.workflows.base import Episode
+from services.rollout.workflows.base import Episode, EpisodeLimits
 from services.rollout.workflows.conversations import Conversation, trained_once
-from services.rollout.workflows.limits import EpisodeLimits
 from services.rollout.workflows.training import TrainedConversations
 from services.rollout.workflows.turns import token_ids
 from tests.helpers.engines import make_engine, running

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from services.common.http_server import serve_http
+from services.common.http.server import serve_http
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 from services.rollout.calls.reach import Reach
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.classifier import Classifier, ClassifierService
-from services.rollout.rewards.http_service import HttpRewardService
+from services.rollout.rewards.remote import HttpRewardService
 
 TEXTS = ["a", "bcd", "a longer answer than the others", "z" * 40]
 

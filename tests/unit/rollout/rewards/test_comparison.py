@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from services.common.spec.rollout import RewardSpec
+from services.common.runspec.rollout import RewardSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.comparison import Comparison
 from services.rollout.rewards.scorer import Scorer
-from tests.unit.rollout.test_sampling import assignment, sampling
+from tests.unit.rollout.sampling.test_sampler import assignment, sampling
 
 REWARDS = """
 import time

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from services.common.spec.rollout import RewardSpec
+from services.common.runspec.rollout import RewardSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.scorer import Scorer
-from services.rollout.samples import sample_fields
-from tests.unit.rollout.test_sampling import assignment, sampling
+from services.rollout.sampling.samples import sample_fields
+from tests.unit.rollout.sampling.test_sampler import assignment, sampling
 
 REWARDS = """
 import os, random, time

@@ -5,17 +5,21 @@ from typing import Any
 
 import pytest
 
-from services.common.spec.rollout import RewardSpec
+from services.common.runspec.rollout import RewardSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
-from services.rollout.partial import MemberProgress, decode_progress, encode_progress
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.rewards.scorer import Scorer
-from services.rollout.samples import placed_rewards, sample_fields
+from services.rollout.sampling.progress_cache import (
+    MemberProgress,
+    decode_progress,
+    encode_progress,
+)
+from services.rollout.sampling.samples import placed_rewards, sample_fields
 from services.rollout.workflows.base import Episode
 from services.rollout.workflows.conversations import trained_once
 from services.rollout.workflows.turns import Turn, observed
-from tests.unit.rollout.test_sampling import assignment, sampling
+from tests.unit.rollout.sampling.test_sampler import assignment, sampling
 
 REWARDS = """
 def turns(prompt, response, answer, row): return [1.0, -2.0]

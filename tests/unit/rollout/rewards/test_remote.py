@@ -8,14 +8,17 @@ import grpc
 import httpx
 import pytest
 
-from services.common.spec.rollout import RewardSpec
+from services.common.runspec.rollout import RewardSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.calls.reach import Reach
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, Score
-from services.rollout.rewards.grpc_client import GrpcRewardService
-from services.rollout.rewards.http_service import HttpRewardService
-from services.rollout.rewards.remote import CircuitBreaker, RemoteReward
+from services.rollout.rewards.remote import (
+    CircuitBreaker,
+    GrpcRewardService,
+    HttpRewardService,
+    RemoteReward,
+)
 from services.rollout.rewards.scorer import Scorer
 from slipstream.reward.v1 import reward_pb2 as pb
 from slipstream.reward.v1 import reward_pb2_grpc

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.common.spec.rollout import RewardSpec
+from services.common.runspec.rollout import RewardSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, Score

@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.model import ModelSpec
-from services.common.spec.rollout import RolloutSpec
+from services.common.runspec.rollout import RolloutSpec
+from services.common.runspec.run import ModelSpec
 from services.rollout.calls.pool import CallPool
+from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.failures import GroupError
-from services.rollout.prompts import Prompt
-from services.rollout.workflows.base import Episode, Interrupted
-from services.rollout.workflows.limits import EpisodeLimits
-from services.rollout.workflows.load import load_workflow
+from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, load_workflow
 from services.rollout.workflows.multi_turn import MultiTurn
 from services.rollout.workflows.turns import Turn
 

@@ -1,0 +1,241 @@
+"""How commands call the controller, and what they say when that fails."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from http import HTTPStatus
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from pydantic import ValidationError
+
+from services.cli import known_tokens
+from services.cli.api import Api, ApiError
+from services.cli.local import ServiceExitedError
+from services.cli.names import find_run, is_id, may_be_run
+from services.cli.output import console, errors, fail, patient
+from services.cli.settings import CliSettings
+from services.cli.state_directory import StateInUseError
+from services.common.runspec.loader import SpecError
+from services.common.task_group import TaskGroup, leaves
+from services.controller.api.operations import Answer, Operation
+from services.controller.settings import DATABASE_FILE
+
+_T = TypeVar("_T")
+
+DEFAULT_STATE = Path("runs")
+UP_FILE = "up.json"
+
+# What a person understands; anything else is a fault of ours, with its traceback.
+_TOLD = (ApiError, ServiceExitedError, SpecError, StateInUseError, ValidationError)
+_SOME_ID = f"run_{'0' * 32}"
+
+
+def _given(run_id: str | None) -> str | None:
+    """In ``slipstream watch "$(slipstream submit FILE)"`` nothing is left of a run that was refused."""
+    if run_id is None:
+        return None
+    if not run_id:
+        raise typer.BadParameter("is empty: was the run submitted?")
+    if not may_be_run(run_id):
+        raise typer.BadParameter(
+            f"{run_id!r} is no name and no id of a run; 'slipstream list' shows those there are"
+        )
+    return run_id
+
+
+RunId = Annotated[
+    str, typer.Argument(help="Name of a run, or the beginning of its id.", callback=_given)
+]
+NewestRun = Annotated[
+    str | None,
+    typer.Argument(
+        help="Name of a run, or the beginning of its id. Default: the newest one.", callback=_given
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
+StateDirectory = Annotated[Path, typer.Option(help="Folder of runs, logs and the database.")]
+Url = Annotated[str | None, typer.Option(help="REST address of the controller.")]
+
+# What is not in a folder may be with a controller that runs elsewhere.
+_NOT_HERE = (HTTPStatus.NOT_FOUND, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def call_api(
+    url: str | None,
+    work: Callable[[Api], Awaitable[_T]],
+    *,
+    state_directory: Path = DEFAULT_STATE,
+) -> _T:
+    """Do something with the controller; a signal ends it, and a failure is explained.
+
+    Args:
+        url: Its address. Default: that of the controller that was started in the folder, or the only one.
+        work: What is done.
+        state_directory: Folder whose runs are meant if no address is given; another one than the default
+            means the runs of that folder alone.
+    """
+    result: _T = run_until_signal(_with_api(url, work, state_directory))
+    return result
+
+
+def ask(
+    url: str | None,
+    operation: type[Operation[Answer]],
+    *,
+    state_directory: Path = DEFAULT_STATE,
+    **fields: Any,
+) -> Answer:
+    """What the controller answers to an operation that answers once; ``run_id`` None is the newest run."""
+    is_of_run = "run_id" in fields
+    given = fields.get("run_id")
+    is_found = given is not None and is_id(given)
+    if is_of_run and not is_found:
+        fields["run_id"] = _SOME_ID
+    try:
+        asked = operation(**fields)
+    except ValidationError as error:
+        raise typer.BadParameter(_told(error)) from error
+
+    async def work(api: Api) -> Answer:
+        if not is_of_run or is_found:
+            return await api.call(asked)
+        return await api.call(asked.model_copy(update={"run_id": await find_run(api, given)}))
+
+    return call_api(url, work, state_directory=state_directory)
+
+
+def of_run(
+    url: str | None,
+    run_id: str | None,
+    work: Callable[[Api, str], Awaitable[_T]],
+    *,
+    state_directory: Path = DEFAULT_STATE,
+) -> _T:
+    """The same as :func:`call_api` for one run; the work gets its id."""
+
+    async def found(api: Api) -> _T:
+        return await work(api, await find_run(api, run_id))
+
+    return call_api(url, found, state_directory=state_directory)
+
+
+async def _with_api(
+    url: str | None, work: Callable[[Api], Awaitable[_T]], state_directory: Path
+) -> _T:
+    is_default = state_directory == DEFAULT_STATE
+    from_environment = CliSettings().url if is_default else ""
+    if known := url or from_environment or _started_in(state_directory):
+        return await _at(known, work)
+    elsewhere = known_tokens.running() if is_default else []
+    if (state_directory / DATABASE_FILE).exists():
+        # It loads the controller.
+        from services.cli.ended_runs import URL, ended_runs
+
+        try:
+            async with ended_runs(state_directory) as http, Api(URL, http=http) as api:
+                return await work(api)
+        except ApiError as error:
+            if error.status not in _NOT_HERE or len(elsewhere) != 1:
+                raise
+    if len(elsewhere) > 1:
+        raise ApiError(
+            f"several controllers run here: {', '.join(elsewhere)}; say which with --url"
+        )
+    if elsewhere:
+        return await _at(elsewhere[0], work)
+    if not is_default:
+        raise ApiError(f"{state_directory} holds no runs: there is no {DATABASE_FILE}")
+    raise ApiError(
+        "no controller is known: start one with 'slipstream up', or give --url or SLIPSTREAM_URL"
+    )
+
+
+async def _at(url: str, work: Callable[[Api], Awaitable[_T]]) -> _T:
+    async with Api(url, token=CliSettings().token or known_tokens.find(url)) as api:
+        return await work(api)
+
+
+def find_controller(url: str | None) -> tuple[str, str]:
+    """Address and token of the controller that a command means, which must be one that runs.
+
+    Raises:
+        ApiError: If none is known, or several are.
+    """
+    found = url or CliSettings().url or _started_in(DEFAULT_STATE)
+    running = known_tokens.running()
+    if not found and len(running) != 1:
+        raise ApiError(
+            f"{len(running)} controllers run here; say which with --url, or start one with 'slipstream up'"
+        )
+    found = found or running[0]
+    return found, CliSettings().token or known_tokens.find(found)
+
+
+def _started_in(state_directory: Path) -> str:
+    """Address of the controller that lives and was started in a folder; empty if there is none."""
+    try:
+        url = str(json.loads((state_directory / UP_FILE).read_text(encoding="utf-8"))["url"])
+    except FileNotFoundError:
+        return ""
+    return url if url in known_tokens.running() else ""
+
+
+def run_until_signal(work: Coroutine[Any, Any, Any], *, needs_reader: bool = True) -> Any:
+    """Run to the end; SIGINT, SIGTERM and SIGHUP cancel the work, which then cleans up.
+
+    Args:
+        work: What is done.
+        needs_reader: Whether the work ends once nobody reads standard output. Otherwise that counts as
+            SIGTERM, and further output goes to standard error: Ctrl-C ends the other commands of a
+            pipeline, too, often before the signal is handled here.
+    """
+
+    async def main() -> Any:
+        async with TaskGroup() as tasks:
+            task = tasks.create_task(work)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        return task.result()
+
+    try:
+        with patient(console, None if needs_reader else _terminate):
+            return asyncio.run(main())
+    except BrokenPipeError:
+        raise typer.Exit(0) from None  # whoever read has read enough, as `head` does
+    except asyncio.CancelledError:
+        errors.print("stopped", highlight=False)
+        raise typer.Exit(130) from None
+    except BaseExceptionGroup as group:
+        if group.subgroup(BrokenPipeError) is not None:
+            raise typer.Exit(0) from None
+        known, unknown = group.split(_TOLD)
+        if unknown is not None:
+            raise
+        assert known is not None
+        for error in _most_telling(leaves(known)):
+            fail(_told(error))
+        raise typer.Exit(1) from None
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _told(error: BaseException) -> str:
+    """What is wrong, for a person."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    wrong = error.errors(include_url=False)
+    return "\n".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in wrong)
+
+
+def _most_telling(found: list[BaseException]) -> list[BaseException]:
+    """A service that ended explains the calls that it broke."""
+    exited: list[BaseException] = [
+        error for error in found if isinstance(error, ServiceExitedError)
+    ]
+    return exited or found

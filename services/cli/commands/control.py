@@ -1,0 +1,178 @@
+"""Commands that act on a run."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from services.cli.api import Api, ApiError
+from services.cli.api_calls import (
+    DEFAULT_STATE,
+    RunId,
+    StateDirectory,
+    Url,
+    ask,
+    of_run,
+)
+from services.cli.display import heldout_line
+from services.cli.follow import follow
+from services.cli.output import console, write
+from services.controller.api.operations import (
+    CancelRun,
+    DeleteCheckpoint,
+    DeleteRun,
+    EvaluateRun,
+    ForkRun,
+    PauseRun,
+    ResumeRun,
+    SaveRun,
+)
+from services.controller.models import RunView
+
+
+def watch(run_id: RunId, url: Url = None, state_directory: StateDirectory = DEFAULT_STATE) -> None:
+    """Show a run's progress until it ends."""
+
+    async def work(api: Api, found: str) -> dict[str, Any]:
+        return await follow(api, found, state_directory=state_directory, console=console)
+
+    ended = of_run(url, run_id, work)
+    if ended["state"] != "SUCCEEDED":
+        raise typer.Exit(1)
+
+
+def cancel(
+    run_id: RunId,
+    grace_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Time for the run to finish its step; 0 ends it at once.", min=0, max=86_400
+        ),
+    ] = 0.0,
+    save_checkpoint: Annotated[
+        bool, typer.Option(help="Save a checkpoint behind that step.")
+    ] = False,
+    url: Url = None,
+) -> None:
+    """End a run."""
+    _say(
+        ask(
+            url,
+            CancelRun,
+            run_id=run_id,
+            grace_seconds=grace_seconds,
+            save_checkpoint=save_checkpoint,
+        )
+    )
+
+
+def pause(
+    run_id: RunId,
+    checkpoint: Annotated[
+        bool, typer.Option(help="Save a checkpoint; otherwise it goes on from the one before.")
+    ] = True,
+    url: Url = None,
+) -> None:
+    """Finish the current step, save a checkpoint and stop the run's workers."""
+    _say(ask(url, PauseRun, run_id=run_id, checkpoint=checkpoint))
+
+
+def resume(run_id: RunId, url: Url = None) -> None:
+    """Let a paused run go on from its checkpoint."""
+    _say(ask(url, ResumeRun, run_id=run_id))
+
+
+def checkpoint(run_id: RunId, url: Url = None) -> None:
+    """Save a checkpoint at the end of the current step."""
+    ask(url, SaveRun, run_id=run_id)
+    console.print(f"{run_id} saves a checkpoint at the end of its step", highlight=False)
+
+
+def evaluate(
+    run_id: RunId,
+    wait: Annotated[bool, typer.Option(help="Wait for the result.")] = True,
+    url: Url = None,
+) -> None:
+    """Evaluate the weights that are served now, and show the result."""
+
+    async def work(api: Api, found: str) -> str:
+        run = await api.get(found)
+        if run.spec["data"]["heldout"] is None:
+            raise ApiError(f"{run.name} has no data.heldout, so there is nothing to evaluate on")
+        seen = (await api.events(found))[-1].seq
+        await api.call(EvaluateRun(run_id=found))
+        if not wait:
+            return f"{found} evaluates its weights"
+        async for kind, event in api.watch(found):
+            if kind == "Validated" and event["seq"] > seen:
+                return heldout_line(event["data"])
+        return f"{found} has ended; 'slipstream get' shows its last evaluation"
+
+    console.print(of_run(url, run_id, work), highlight=False)
+
+
+def fork(
+    run_id: RunId,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Overrides, such as trainer.steps=200. May be repeated."),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the new run.")] = "",
+    checkpoint_id: Annotated[
+        str, typer.Option(help="Checkpoint to go on from. Default: the newest one.")
+    ] = "",
+    url: Url = None,
+) -> None:
+    """Start a new run that goes on from a checkpoint, and print its id."""
+    changes = _nested(overrides or [])
+    created = ask(
+        url, ForkRun, run_id=run_id, checkpoint_id=checkpoint_id, name=name, overrides=changes
+    )
+    write(created.id)
+
+
+def delete(
+    run_id: RunId,
+    checkpoints: Annotated[bool, typer.Option(help="Delete its checkpoints too.")] = False,
+    url: Url = None,
+) -> None:
+    """Forget a run that has ended."""
+
+    async def work(api: Api, found: str) -> None:
+        etag = f'"{(await api.get(found)).revision}"'
+        await api.call(DeleteRun(run_id=found, if_match=etag, delete_checkpoints=checkpoints))
+
+    of_run(url, run_id, work)
+    console.print(f"{run_id} is forgotten", highlight=False)
+
+
+def delete_checkpoint(
+    run_id: RunId,
+    checkpoint_id: Annotated[str, typer.Argument(help="Id, as `checkpoints` shows it.")],
+    url: Url = None,
+) -> None:
+    """Delete a checkpoint that no run needs."""
+    ask(url, DeleteCheckpoint, run_id=run_id, checkpoint_id=checkpoint_id)
+    console.print(f"{checkpoint_id} is deleted", highlight=False)
+
+
+def _say(run: RunView) -> None:
+    console.print(f"{run.id} is {run.state}", highlight=False)
+
+
+def _nested(assignments: list[str]) -> dict[str, object]:
+    result: dict[str, object] = {}
+    for assignment in assignments:
+        key, separator, text = assignment.partition("=")
+        if not separator:
+            raise typer.BadParameter(f"{assignment}: expected KEY=VALUE, such as trainer.steps=200")
+        *parents, leaf = key.split(".")
+        target = result
+        for part in parents:
+            inner = target.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise typer.BadParameter(f"{assignment}: {part!r} holds a value already")
+            target = inner
+        target[leaf] = json.loads(json.dumps(yaml.safe_load(text)))
+    return result

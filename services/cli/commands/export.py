@@ -1,0 +1,101 @@
+"""Writes a run's weights as a Hugging Face folder."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli.api import Api, ApiError
+from services.cli.api_calls import RunId, Url, of_run
+from services.cli.output import console, errors, fail, say
+from services.common.errors import ServiceError
+from services.common.runspec.loader import parse_spec
+from services.common.runspec.run import RunSpec
+from services.controller.api.operations import ListCheckpoints
+from services.controller.models import RunView
+
+# Whoever serves the model may be another user of the machine; runs keep their own files to themselves.
+_FILE_MODE, _FOLDER_MODE = 0o644, 0o755
+
+
+def export(
+    run_id: RunId,
+    folder: Annotated[Path, typer.Argument(help="Where to; new or empty.")],
+    checkpoint_id: Annotated[
+        str, typer.Option(help="Checkpoint to export. Default: the newest one.")
+    ] = "",
+    best: Annotated[
+        bool, typer.Option("--best", help="Export the one that trainer.checkpoint.best kept.")
+    ] = False,
+    push: Annotated[
+        str, typer.Option(help="Also upload it as this Hugging Face repository, such as me/model.")
+    ] = "",
+    url: Url = None,
+) -> None:
+    """Write a run's weights as a Hugging Face folder, adapters merged, with its tokenizer."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise typer.BadParameter(f"{folder} is there and not an empty folder; name another one")
+
+    async def work(api: Api, found: str) -> tuple[Path, RunSpec]:
+        view = await api.get(found)
+        kept = _best(view) if best else None
+        return await _checkpoint(api, found, checkpoint_id, step=kept), parse_spec(view.spec)
+
+    checkpoint, spec = of_run(url, run_id, work)
+    if not checkpoint.is_dir():
+        fail(f"{checkpoint} is not on this machine; export where the run's checkpoints are")
+        raise typer.Exit(1)
+    say(errors, f"exporting {checkpoint}")
+    try:
+        _write(checkpoint, spec, folder)
+        if push:
+            _upload(folder, push)
+    except (ServiceError, ValueError, OSError) as error:
+        fail(str(error))
+        raise typer.Exit(1) from None
+    console.print(f"{folder}", highlight=False, soft_wrap=True)
+
+
+def _best(run: RunView) -> int:
+    """Step of the checkpoint with the highest held-out score."""
+    if (best := run.summary.get("best")) is None:
+        raise ApiError(
+            f"{run.name} has no best checkpoint: trainer.checkpoint.best says how it is known, and one "
+            "version has to be evaluated and saved"
+        )
+    return int(best["step"])
+
+
+async def _checkpoint(api: Api, run_id: str, checkpoint_id: str, *, step: int | None) -> Path:
+    kept = (await api.call(ListCheckpoints(run_id=run_id))).items
+    ready = [item for item in kept if item.state == "READY"]
+    chosen = [
+        item for item in ready if checkpoint_id in ("", item.id) and step in (None, item.step)
+    ]
+    if not chosen:
+        known = ", ".join(item.id for item in ready) or "none"
+        raise ApiError(
+            f"{run_id} has no checkpoint {checkpoint_id} that is ready (there are: {known})"
+            if checkpoint_id
+            else f"{run_id} has no checkpoint; 'slipstream checkpoint' saves one of a run that goes on"
+        )
+    return Path(chosen[0].path)
+
+
+def _write(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
+    # It loads torch.
+    from services.trainer.checkpoint.export import export_checkpoint
+
+    export_checkpoint(checkpoint, spec, folder)
+    folder.chmod(_FOLDER_MODE)
+    for path in folder.rglob("*"):
+        path.chmod(_FOLDER_MODE if path.is_dir() else _FILE_MODE)
+
+
+def _upload(folder: Path, repository: str) -> None:
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    hub.create_repo(repository, exist_ok=True)
+    hub.upload_folder(repo_id=repository, folder_path=folder)
+    say(errors, f"uploaded to {repository}")

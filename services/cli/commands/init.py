@@ -1,0 +1,207 @@
+"""Writes a specification to begin with, for a model and a data set, with what each key does beside it."""
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli.machine import has_gpus
+from services.cli.output import console, fail
+from services.common.runspec.data import DataSpec, PromptSourceSpec
+from services.common.runspec.run import TINY_PREFIX
+from services.rollout.data.sources import Row, open_source
+
+_PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
+_ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "output")
+_EXAMPLE = ("sort4.yaml", "sort4.py")
+# Beside the package in the repository, within it where it is installed.
+_EXAMPLE_FOLDERS = (Path(__file__).parents[2] / "examples", Path(__file__).parents[1] / "examples")
+_PROMPTS_PER_STEP = 32
+# Rows that are looked at for the form of their answers.
+_MAX_ROWS = 16
+_KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+
+_TEMPLATE = """\
+# {name}: `slipstream validate {file}` checks it, `slipstream run {file}` trains here.
+# All keys, with types and defaults, are in docs/runspec.md.
+name: {name}
+seed: 0
+
+model:
+  path: {model}                 # a folder, a Hugging Face id, or a preset such as tiny:qwen2-0.4m
+
+data:
+  train: {{source: {source}, path: {path}}}
+  # heldout: {{source: {source}, path: ..., limit: 200}}   # prompts that are only evaluated
+  prompt_column: {prompt}
+  answer_column: {answer}       # what the reward compares with; null if it needs none
+{template}  chat_template: {chat}         # whether prompts go through the tokenizer's chat template
+  max_prompt_tokens: 1024       # a longer prompt is set aside and counted
+
+rollout:
+  engine: torch                 # vllm or sglang for real models on GPUs, once installed
+  replicas: {replicas}          # rollout processes
+  group_size: 8                 # responses per prompt
+  max_response_tokens: {response}
+  rewards:
+    - name: {reward}            # exact_match, math_verify, code_tests, a URL, or file.py:function
+      # A function of yours is called with (prompt, response, answer, row) and returns a number.
+
+algorithm:
+  advantage: grpo
+  loss: ppo
+  max_staleness: 1              # versions that a sample may lag behind; 0 trains synchronously
+
+trainer:
+  steps: 100
+  prompts_per_step: {prompts:<11} # groups that form one batch
+  dtype: {dtype:<22} # bfloat16 for GPUs; CPUs are faster in float32
+  compile: {compiled:<20} # torch.compile: less time and memory on GPUs, a longer start
+  optimizer:
+    learning_rate: {rate}
+  checkpoint: {{every: 20, keep: 2}}
+
+validation:
+  every: 10                     # versions between evaluations of data.heldout
+"""
+
+
+def init(
+    model: Annotated[str, typer.Argument(help="Folder, Hugging Face id or tiny: preset.")] = "",
+    data: Annotated[
+        str, typer.Argument(help="JSONL or Parquet file, file.py:function or Hugging Face id.")
+    ] = "",
+    file: Annotated[Path, typer.Option(help="Where the specification goes.")] = Path("run.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    example: Annotated[
+        bool, typer.Option("--example", help="Write the example sort4 instead, with its code.")
+    ] = False,
+) -> None:
+    """Write a commented specification for a model and a data set."""
+    if example:
+        _write_example(file.parent, force=force)
+        return
+    if not model or not data:
+        raise typer.BadParameter("expected MODEL and DATA, or --example, which needs neither")
+    _refuse_if_there(file, force=force)
+    source = PromptSourceSpec(source=_kind(data), path=data)
+    try:
+        rows = _first_rows(source)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+        raise typer.Exit(2) from None
+    row, is_tiny, uses_gpus = rows.first[0], model.startswith(TINY_PREFIX), has_gpus()
+    prompt, answer = _column(row, _PROMPTS), _column(row, _ANSWERS)
+    form = _answer_form([str(each.get(answer) or "") for each in rows.first])
+    text = _TEMPLATE.format(
+        file=file,
+        name=_name(file),
+        model=model,
+        source=source.source,
+        path=_path(data, source.source, file),
+        prompt=prompt or f"prompt   # TODO: one of {', '.join(row)}",
+        answer=answer or "null",
+        template=form.template,
+        prompts=min(_PROMPTS_PER_STEP, rows.count),
+        reward=form.reward if answer else "task.py:reward",
+        chat="false" if is_tiny else "true",
+        replicas=2 if is_tiny else 1,
+        response=64 if is_tiny else 1024,
+        dtype="bfloat16" if uses_gpus and not is_tiny else "float32",
+        compiled="true" if uses_gpus and not is_tiny else "false",
+        rate="3.0e-4" if is_tiny else "1.0e-6",
+    )
+    file.write_text(text, encoding="utf-8")
+    console.print(f"{file}: 'slipstream validate {file}' checks it", highlight=False)
+
+
+def _write_example(folder: Path, *, force: bool) -> None:
+    """Copy the example's files."""
+    source = next(found for found in _EXAMPLE_FOLDERS if (found / _EXAMPLE[0]).exists())
+    for name in _EXAMPLE:
+        _refuse_if_there(folder / name, force=force)
+    for name in _EXAMPLE:
+        shutil.copyfile(source / name, folder / name)
+    spec = folder / _EXAMPLE[0]
+    console.print(f"{spec}: 'slipstream run {spec}' trains it here", highlight=False)
+
+
+def _refuse_if_there(file: Path, *, force: bool) -> None:
+    if file.exists() and not force:
+        fail(f"{file} is there; name another one with --file, or say --force")
+        raise typer.Exit(2)
+
+
+def _kind(data: str) -> str:
+    path, separator, _ = data.rpartition(":")
+    if separator and path.endswith(".py"):
+        return "python"
+    return _KINDS.get(Path(data).suffix, "huggingface")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The beginning of a data set."""
+
+    first: Sequence[Row]
+    count: int
+    """Rows of the whole set."""
+
+
+def _first_rows(source: PromptSourceSpec) -> _Rows:
+    """Read the first rows; of a Hugging Face id, which is not fetched for this, return a stand-in."""
+    if source.source == "huggingface":
+        return _Rows([{"prompt": "", "answer": ""}], _PROMPTS_PER_STEP)
+    data = DataSpec(train=source, prompt_column="", answer_column=None)
+    rows = open_source(source, data, key="data.train", has_columns=False)
+    return _Rows([rows[index] for index in range(min(len(rows), _MAX_ROWS))], len(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _AnswerForm:
+    """How the expected answers are written, and what follows for the specification."""
+
+    pattern: re.Pattern[str]
+    reward: str
+    template: str
+
+
+_ASK = (
+    '  prompt_template: "{{prompt}}\\nReason step by step and put the final answer {place}.\\n"\n'
+)
+_FORMS = (
+    # GSM8K: a worked solution, then "#### 72".
+    _AnswerForm(re.compile(r"####\s*\S"), "math_verify", _ASK.format(place="after ####")),
+    # MATH and its kind: a worked solution with "\boxed{72}", which YAML's quotes escape.
+    _AnswerForm(re.compile(r"\\boxed\s*\{"), "math_verify", _ASK.format(place="in \\\\boxed{}")),
+)
+_PLAIN = _AnswerForm(re.compile(""), "exact_match", "")
+
+
+def _answer_form(answers: Sequence[str]) -> _AnswerForm:
+    """Return the form that most of the answers have."""
+    for form in _FORMS:
+        if 2 * sum(form.pattern.search(answer) is not None for answer in answers) > len(answers):
+            return form
+    return _PLAIN
+
+
+def _column(row: Row, known: Sequence[str]) -> str:
+    return next((name for name in known if name in row), "")
+
+
+def _path(data: str, source: str, file: Path) -> str:
+    """The data as the specification names it: relative to its own folder."""
+    if source == "huggingface":
+        return data
+    folder = file.resolve().parent
+    path = Path(data).resolve()
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+
+
+def _name(file: Path) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")[:63] or "run"

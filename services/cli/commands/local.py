@@ -1,0 +1,133 @@
+"""Commands that start the services on this machine: `run` for one run, `up` for those that are submitted."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from services.cli.api import Api
+from services.cli.api_calls import DEFAULT_STATE, UP_FILE, StateDirectory, run_until_signal
+from services.cli.commands.spec import Overrides, SpecPath, load_checked
+from services.cli.follow import follow
+from services.cli.local import LocalServices, local_services
+from services.cli.output import console, say, told, write
+from services.cli.resume import submit_or_go_on
+from services.cli.signals import Interrupts
+from services.cli.trackers.beside import has_any_tracker, tracking
+from services.common.runspec.run import RunSpec
+from services.common.task_group import until_first
+
+Port = Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")]
+
+_PATIENCE_S = 30.0
+# A service that ends more often than this under `slipstream up` ends it.
+_UP_RESTARTS = 20
+# What shells say of a command that Ctrl-C ended.
+_INTERRUPTED = 130
+
+
+def run(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    state_directory: StateDirectory = DEFAULT_STATE,
+    port: Port = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the path of summary.json as the last line.")
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint of a run that was cancelled or failed.",
+        ),
+    ] = False,
+) -> None:
+    """Start all services on this machine, train, show progress, and end everything.
+
+    Ctrl-C, a closed terminal, kill, and the end of a command that reads the output, such as ``tee``, pause
+    the run after its step, with a checkpoint; Ctrl-C again cancels it.
+    One that was paused or cut off goes on when its specification is run again.
+    """
+    with told(f"checking {spec}", console):
+        loaded = load_checked(spec, overrides)
+    work = _run(loaded, state_directory.resolve(), port, resume=resume)
+    ended = run_until_signal(work, needs_reader=False)
+    if ended is None:
+        raise typer.Exit(_INTERRUPTED)
+    if as_json:
+        write(ended["summary_path"])
+    if ended["state"] != "SUCCEEDED":
+        raise typer.Exit(1)
+
+
+def up(state_directory: StateDirectory = DEFAULT_STATE, port: Port = 8700) -> None:
+    """Start controller and transferqueue, and keep them running for submitted runs.
+
+    Ctrl-C, a closed terminal and kill pause the runs, with checkpoints; Ctrl-C again cancels them.
+    """
+    run_until_signal(_up(state_directory.resolve(), port), needs_reader=False)
+    raise typer.Exit(_INTERRUPTED)
+
+
+async def _run(
+    spec: RunSpec, state_directory: Path, port: int, *, resume: bool
+) -> dict[str, Any] | None:
+    """Returns the ended run, or None where a signal came first."""
+    restarts = spec.limits.max_restarts
+    async with _started(state_directory, port=port, max_restarts=restarts) as (services, api):
+        run_id = await submit_or_go_on(api, spec, console, resume=resume)
+        link = (await api.page_link()).replace("/page/", f"/runs/{run_id}")
+        say(console, f"run page, for one browser: {link}")
+        tracked = tracking(services, state_directory, console, run_id=run_id)
+        async with tracked if spec.trackers else nullcontext():
+            return await _follow_beside(services, api, run_id, state_directory)
+
+
+async def _follow_beside(
+    services: LocalServices, api: Api, run_id: str, state_directory: Path
+) -> dict[str, Any] | None:
+    """Follow a run; a dying service ends that, and a signal, for which None is returned."""
+    following, *_ = await until_first(
+        follow(api, run_id, state_directory=state_directory, console=console),
+        Interrupts().pause_runs(api, console),
+        services.keep(),
+    )
+    return None if following.cancelled() else following.result()
+
+
+async def _up(state_directory: Path, port: int) -> None:
+    async with _started(state_directory, port=port, max_restarts=_UP_RESTARTS) as (services, api):
+        say(
+            console,
+            f"controller at {services.url}, API documentation at {services.url}/docs, gRPC at "
+            f"{services.grpc_address}; Ctrl-C pauses runs and ends it\n"
+            f"run page, for one browser: {await api.page_link()}",
+        )
+        interrupts = Interrupts()
+        tracked = tracking(services, state_directory, console)
+        async with tracked if has_any_tracker() else nullcontext():
+            await until_first(interrupts.pause_runs(api, console), services.keep())
+
+
+@asynccontextmanager
+async def _started(
+    state_directory: Path, *, port: int, max_restarts: int
+) -> AsyncIterator[tuple[LocalServices, Api]]:
+    """The services, once they are up, and calls that wait for a controller that is started again.
+
+    Commands in the folder find them meanwhile.
+    """
+    async with AsyncExitStack() as stack:
+        with told("starting the controller and the transferqueue", console):
+            services = await stack.enter_async_context(
+                local_services(state_directory, port=port, max_restarts=max_restarts)
+            )
+        api = Api(services.url, token=services.token, patience_s=_PATIENCE_S)
+        await stack.enter_async_context(api)
+        up_file = state_directory / UP_FILE
+        up_file.write_text(json.dumps({"url": services.url}) + "\n", encoding="utf-8")
+        stack.callback(up_file.unlink, missing_ok=True)
+        yield services, api

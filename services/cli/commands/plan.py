@@ -1,0 +1,265 @@
+"""Predicts what splits of the GPUs, bounds on staleness and concurrency would give, and recommends one."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.table import Table
+
+from services.cli.api_calls import Url, ask
+from services.cli.commands.spec import Overrides, SpecPath, load_checked
+from services.cli.output import console, errors, fail, say, write
+from services.cli.planned_memory import Memory, gpu_bytes
+from services.common.runspec.engines import engine_kind
+from services.common.runspec.run import RunSpec, default_places
+from services.controller.api.operations import GetRun, ListMetrics
+from services.controller.models import MetricPage
+from services.controller.planning.gpu_splits import Plan, Room, Split, plan_splits
+from services.controller.planning.inputs import ASSUMPTIONS, assumed_rates, with_given
+from services.controller.planning.measured import Step, measured_step_s, rates_of, setting_of
+from services.controller.planning.placements import may_take_turns, placed, trainer_unit
+from services.controller.planning.rates import Rates, Setting
+from services.controller.planning.simulation import predict
+
+_BOUNDS = (0, 1, 2, 4)
+_NEWEST = 40
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Rates, and where they are from."""
+
+    rates: Rates
+    sources: Sequence[str]
+    is_measured: bool
+
+
+def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
+    spec: SpecPath,
+    overrides: Overrides = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs to split. Default: those of the specification.", min=1)
+    ] = None,
+    gpu_memory: Annotated[
+        str, typer.Option(help="Memory of one GPU, such as 141GB: what does not fit is left out.")
+    ] = "",
+    from_: Annotated[
+        str, typer.Option("--from", help="Run whose measured rates are taken: its name or id.")
+    ] = "",
+    rates: Annotated[
+        Path | None, typer.Option(help="YAML or JSON with rates, instead of assumed ones.")
+    ] = None,
+    max_staleness: Annotated[
+        int, typer.Option(help="Most weight versions that a sample may lag behind.", min=0, max=64)
+    ] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    url: Url = None,
+) -> None:
+    """Predict step time, idle shares, staleness and memory for splits of the GPUs, and recommend one."""
+    loaded = load_checked(spec, overrides, is_here=False)
+    if loaded.algorithm.num_demonstrations:
+        fail(
+            f"algorithm.loss {loaded.algorithm.loss!r} samples nothing, so there is nothing to split: one "
+            "rollout reads the rows, and all other GPUs are the trainer's; set trainer.world_size"
+        )
+        raise typer.Exit(2)
+    try:
+        memory = Memory(loaded, gpu_bytes(gpu_memory) if gpu_memory else None)
+        known = _known(loaded, memory, from_, rates, url=url)
+        found = _planned(loaded, memory, known.rates, gpus=gpus, most_staleness=max_staleness)
+        memory = memory.like(placed(loaded, found.best.setting))
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        fail(str(error))
+        raise typer.Exit(2) from error
+    if as_json:
+        write(json.dumps(_document(found, known, memory), indent=2))
+        return
+    _show(loaded, found, known, memory=memory)
+
+
+def _known(
+    spec: RunSpec, memory: Memory, run: str, path: Path | None, *, url: str | None
+) -> _Known:
+    """Measured rates if a run is named, else assumed ones; over both goes what a file says."""
+    if run:
+        rates, sources = _measured(run, url=url)
+    else:
+        rates = assumed_rates(
+            weights=memory.weights,
+            active_weights=memory.active_weights,
+            engine_gpus=spec.engine_gpus,
+            max_response_tokens=spec.rollout.max_response_tokens,
+            moved_bytes=memory.moved,
+        )
+        sources = [f"assumed, of an H200: {text}" for text in ASSUMPTIONS]
+    if path is not None:
+        rates = with_given(rates, yaml.safe_load(path.read_text(encoding="utf-8")))
+        sources = [f"{path}: in place of what follows, where it says so", *sources]
+    return _Known(rates, sources, is_measured=bool(run))
+
+
+def _measured(run: str, *, url: str | None) -> tuple[Rates, list[str]]:
+    view = ask(url, GetRun, run_id=run)
+    spec = RunSpec.model_validate(view.spec)
+    page = ask(url, ListMetrics, run_id=run, from_step=max(0, view.step - _NEWEST))
+    setting, steps = setting_of(spec), _steps(page)
+    rates = rates_of(steps, _lengths(page), setting=setting)
+    measured, predicted = measured_step_s(steps), predict(rates, setting).step_s
+    return rates, [
+        f"measured in run {view.name} ({view.id}), steps {page.steps[0]} to {page.steps[-1]}, model "
+        f"{spec.model.path}",
+        f"check: its own steps took {measured:.2f} s and are predicted at {predicted:.2f} "
+        f"({100 * (predicted / measured - 1):+.0f} %)",
+    ]
+
+
+def _steps(page: MetricPage) -> list[Step]:
+    return [
+        {"step": float(step), **{item.name: item.values[index] for item in page.items}}
+        for index, step in enumerate(page.steps)
+    ]
+
+
+def _lengths(page: MetricPage) -> Mapping[int, int]:
+    """Responses by upper bound of their length, over all steps."""
+    for found in page.histograms:
+        if found.name == "response_tokens":
+            sums = [sum(counts) for counts in zip(*found.counts, strict=True)]
+            return {bound: n for bound, n in zip(found.bounds, sums, strict=True) if n}
+    return {}
+
+
+def _planned(
+    spec: RunSpec, memory: Memory, rates: Rates, *, gpus: int | None, most_staleness: int
+) -> Plan:
+    base, kind = setting_of(spec), engine_kind(spec.rollout.engine)
+    most = memory.most_places(kind.most_running, mean_tokens=rates.lengths.mean())
+
+    def follows(max_staleness: int, rollouts: int) -> int:
+        return default_places(spec, max_staleness=max_staleness, replicas=rollouts)
+
+    has_own = base.places != follows(base.max_staleness, base.rollouts)
+
+    def places(max_staleness: int, rollouts: int) -> int:
+        """As the specification says, or as it follows where it does not."""
+        return max(1, min(base.places if has_own else follows(max_staleness, rollouts), most))
+
+    def refused(setting: Setting) -> str:
+        return memory.like(placed(spec, setting)).refused(setting.trainer_gpus)
+
+    count = gpus or base.gpus
+    return plan_splits(
+        rates,
+        base,
+        room=Room(
+            gpus=count,
+            engine_gpus=spec.engine_gpus,
+            trainer_unit=trainer_unit(spec),
+        ),
+        bounds={
+            bound
+            for bound in (*_BOUNDS, base.max_staleness, most_staleness)
+            if bound <= most_staleness
+        },
+        places=places,
+        most_places=most,
+        refused=refused,
+        may_take_turns=lambda way: may_take_turns(spec, way),
+    )
+
+
+def _show(spec: RunSpec, found: Plan, known: _Known, *, memory: Memory) -> None:
+    columns = (
+        "",
+        "trainer",
+        "rollouts",
+        "bound",
+        "places",
+        "step s",
+        "samples/s",
+        "trainer idle",
+    )
+    table = Table(*columns, "rollouts idle", "places used", "stale", "of limit", box=None)
+    for split in found.splits:
+        mark = "*" if split.setting == found.best.setting else ""
+        table.add_row(mark, *_cells(split))
+    if found.now is not None:
+        table.add_row("now", *_cells(found.now))
+    console.print(table, highlight=False)
+    for way, reason in found.refused.items():
+        say(console, f"\nnot with {way} for the trainer: {reason}")
+    say(console, f"\nrecommended ({_why(found)}):")
+    for key, value in _keys(found.best).items():
+        say(console, f"  {key}: {value}")
+    if text := memory.tables(found.best.setting.trainer_gpus):
+        say(console, f"\n{text}")
+    say(console, "\nrates:")
+    for source in known.sources:
+        say(console, f"  {source}")
+    if not known.is_measured:
+        say(
+            errors,
+            "note: nothing was measured here; --from RUN takes the rates of a run of yours, after ten steps",
+        )
+
+
+def _why(found: Plan) -> str:
+    best = found.best.prediction
+    text = f"{best.samples_per_s:.1f} samples/s"
+    if found.now is not None and found.now.setting != found.best.setting:
+        text += f", {best.samples_per_s / found.now.prediction.samples_per_s:.2f}x of now"
+    waits = {why: spent for why, spent in best.waits.items() if spent >= 0.02 * best.step_s}
+    if waits:
+        most = max(waits, key=lambda why: waits[why])
+        text += f"; the trainer waits {100 * best.trainer_idle:.0f} % of the time, most for {most}"
+    return text
+
+
+def _cells(split: Split) -> Iterator[str]:
+    setting, found = split.setting, split.prediction
+    together = f", {setting.in_turns} in turns" if setting.takes_turns else ""
+    yield from (str(setting.trainer_gpus), f"{setting.rollouts}{together}")
+    yield from map(str, (setting.max_staleness, setting.places))
+    yield from (f"{found.step_s:.2f}", f"{found.samples_per_s:.1f}")
+    for share in (found.trainer_idle, found.rollout_idle, found.places_used):
+        yield f"{100 * share:.0f} %"
+    yield f"{found.staleness_mean:.1f} / {found.staleness_p95}"
+    yield f"{found.share_of_limit:.2f}"
+
+
+def _keys(split: Split) -> dict[str, int | str]:
+    """What to write into the specification."""
+    return {
+        "topology.placement": split.setting.placement,
+        "trainer.world_size": split.setting.trainer_gpus,
+        "rollout.replicas": split.setting.rollouts,
+        "rollout.max_running_samples": split.setting.places,
+        "algorithm.max_staleness": split.setting.max_staleness,
+    }
+
+
+def _document(found: Plan, known: _Known, memory: Memory) -> dict[str, Any]:
+    def of(split: Split | None) -> dict[str, Any] | None:
+        if split is None:
+            return None
+        facts = asdict(split.prediction)
+        shares = {
+            "trainer_idle": split.prediction.trainer_idle,
+            "share_of_limit": split.prediction.share_of_limit,
+        }
+        return {"keys": _keys(split), **facts, **shares}
+
+    return {
+        "recommended": of(found.best),
+        "now": of(found.now),
+        "splits": [of(split) for split in found.splits],
+        "refused": found.refused,
+        "memory": memory.document(found.best.setting.trainer_gpus),
+        "is_measured": known.is_measured,
+        "sources": list(known.sources),
+        "rates": asdict(known.rates),
+    }

@@ -1,0 +1,209 @@
+"""``slipstream samples``: what a run's model wrote, for people and as JSON lines."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+from pydantic import ValidationError
+from rich.text import Text
+
+from services.cli.api import Api
+from services.cli.api_calls import DEFAULT_STATE, StateDirectory, Url, of_run
+from services.cli.local import KEPT_SAMPLES
+from services.cli.output import console, errors, printable, write
+from services.cli.settings import CliSettings
+from services.controller.api.operations import ExportSamples
+from services.transferqueue.samples.store import SampleStore, store_path
+from services.transferqueue.types import KeptSampleQuery
+
+Show = Callable[[Mapping[str, Any]], None]
+
+_ON_SCREEN = 5
+
+
+def samples(
+    run: Annotated[
+        str,
+        typer.Argument(help="Name or id of a run, or how its id begins. Default: the newest here."),
+    ] = "",
+    step: Annotated[
+        int | None,
+        typer.Option(help="Step that trained them; held out, the weight version.", min=0),
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="Highest reward first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first.")] = False,
+    heldout: Annotated[
+        bool, typer.Option("--heldout", help="Those of evaluations instead of training.")
+    ] = False,
+    group: Annotated[str, typer.Option(help="Only those of this group, to compare.")] = "",
+    row: Annotated[int | None, typer.Option(help="Row of the prompt in the data.", min=0)] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Least reward.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Highest reward.")] = None,
+    finish: Annotated[str, typer.Option(help="How they ended: stop, length or failed.")] = "",
+    text: Annotated[str, typer.Option(help="Part of the prompt or the response.")] = "",
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Most samples; 0 for all. Default: 5, or all for --export.", min=0),
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="JSON with each token's text, logprobs and version.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    export: Annotated[
+        Path | None, typer.Option(help="Write them to this file as JSON lines, tokens included.")
+    ] = None,
+    state_directory: StateDirectory = DEFAULT_STATE,
+    url: Url = None,
+) -> None:
+    """Show what a run's model wrote: prompts, responses, rewards and what came of them."""
+    if best and worst:
+        raise typer.BadParameter("--best and --worst exclude each other; give one of them")
+    only = {
+        "split": "heldout" if heldout else None if export else "train",
+        "step": step,
+        "group_id": group,
+        "row": row,
+        "min_reward": min_reward,
+        "max_reward": max_reward,
+        "finish_reason": finish,
+        "text": text,
+        "order_by": "best" if best else "worst" if worst else "newest",
+    }
+    limit = limit if limit is not None else 0 if export else _ON_SCREEN
+    with_tokens = tokens or export is not None
+    here = "" if url or CliSettings().url else _kept_here(state_directory, run)
+    with _written(export, as_json=as_json or tokens) as show:
+        if here:
+            number = _read(state_directory, here, only, limit, with_tokens, show)
+        else:
+            number = of_run(
+                url,
+                run,
+                lambda api, id_: _ask(api, _operation(id_, only, limit, with_tokens), show),
+            )
+    if export is not None:
+        errors.print(f"{number} samples are in {export}")
+    elif not number:
+        errors.print("no such sample is kept")
+
+
+def _kept_here(state_directory: Path, run: str) -> str:
+    """Id of the run whose samples are in this folder; empty if there is none."""
+    # Ids begin with their time.
+    ids = sorted(path.stem for path in (state_directory / KEPT_SAMPLES).glob("run_*.db"))
+    found = [id_ for id_ in ids if id_.removeprefix("run_").startswith(run.removeprefix("run_"))]
+    if run and len(found) > 1:
+        raise typer.BadParameter(f"{run!r} is the beginning of {len(found)} runs; give more of it")
+    found = found or [id_ for id_ in ids if _name_of(state_directory / id_) == run]
+    return found[-1] if found else ""
+
+
+def _name_of(folder: Path) -> str | None:
+    """Name of a run that ended here."""
+    with suppress(OSError, ValueError):
+        return str(json.loads((folder / "summary.json").read_text(encoding="utf-8"))["name"])
+    return None
+
+
+def _operation(run: str, only: Mapping[str, Any], limit: int, tokens: bool) -> ExportSamples:
+    try:
+        return ExportSamples(run_id=run, **only, limit=limit, tokens=tokens)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        raise typer.BadParameter(f"{wrong['loc'][0]}: {wrong['msg']}") from error
+
+
+async def _ask(api: Api, asked: ExportSamples, show: Show) -> int:
+    number = 0
+    async for sample in api.samples(asked):
+        show(sample)
+        number += 1
+    return number
+
+
+def _read(
+    state_directory: Path,
+    run_id: str,
+    only: Mapping[str, Any],
+    limit: int,
+    tokens: bool,
+    show: Show,
+) -> int:
+    """As :func:`_ask`, from the store itself, which needs no controller."""
+    query = KeptSampleQuery(
+        **{name: value for name, value in only.items() if value is not None},
+        limit=limit,
+        with_turns=True,
+        with_tokens=tokens,
+    )
+    store = SampleStore(store_path(state_directory / KEPT_SAMPLES, run_id))
+    number = 0
+    for lines in store.lines(query):
+        for line in lines:
+            show(json.loads(line))
+        number += len(lines)
+    return number
+
+
+@contextmanager
+def _written(export: Path | None, *, as_json: bool) -> Iterator[Show]:
+    """Where samples go: a file, JSON lines, or text for people."""
+    if export is not None:
+        with export.open("w", encoding="utf-8") as file:
+            yield lambda sample: _append(file, sample)
+    elif as_json:
+        yield lambda sample: write(_line(sample))
+    else:
+        yield _show
+
+
+def _append(file: TextIO, sample: Mapping[str, Any]) -> None:
+    file.write(f"{printable(_line(sample))}\n")
+
+
+def _line(sample: Mapping[str, Any]) -> str:
+    return json.dumps(sample, ensure_ascii=False)
+
+
+def _show(sample: Mapping[str, Any]) -> None:
+    """One sample as text."""
+    console.print(Text.assemble((sample["id"], "bold"), f"  {_facts(sample)}"), soft_wrap=True)
+    _block("prompt", sample["prompt"], "blue")
+    for turn in sample.get("turns") or ():
+        _block(
+            "policy" if turn["is_sampled"] else "told",
+            turn["text"],
+            "" if turn["is_sampled"] else "dim",
+        )
+    if sample.get("answer") is not None:
+        _block("answer", str(sample["answer"]), "green")
+    console.print()
+
+
+def _facts(sample: Mapping[str, Any]) -> str:
+    """What is known of a sample, in one line."""
+    reward = sample["reward"]
+    terms = {name: f"{value:.4g}" for name, value in (sample.get("terms") or {}).items()}
+    parts = [
+        "no step yet" if sample.get("step") is None else f"step {sample['step']}",
+        "no reward" if reward is None else f"reward {reward:.4g}",
+    ]
+    if len(terms) > 1:
+        parts[-1] += f" ({', '.join(f'{name} {value}' for name, value in terms.items())})"
+    for name, form in (("advantage", "+.3f"), ("ratio", ".3f"), ("staleness", "d")):
+        if sample.get(name) is not None:
+            parts.append(f"{name} {sample[name]:{form}}")
+    oldest, newest = sample.get("oldest_version"), sample.get("newest_version")
+    versions = f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
+    parts += [f"version {versions}", sample["finish_reason"], f"{sample['response_tokens']} tokens"]
+    return ", ".join([*parts, "greedy"] if sample["is_greedy"] else parts)
+
+
+def _block(name: str, text: str, style: str) -> None:
+    """A text with its name in front of each of its lines."""
+    for number, line in enumerate(text.splitlines() or [""]):
+        head = name if number == 0 else ""
+        console.print(Text(f"  {head:<7} "), Text(line, style=style), sep="", soft_wrap=True)

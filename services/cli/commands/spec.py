@@ -1,0 +1,102 @@
+"""A specification file that was checked before anything is started."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli.api_calls import Url, call_api
+from services.cli.machine import shared_gpus, slow_settings
+from services.cli.output import console, errors, fail, say, write
+from services.cli.planned_memory import memory_table
+from services.cli.preflight import read_checked
+from services.common.runspec.loader import SpecError
+from services.common.runspec.run import RunSpec
+
+SpecPath = Annotated[Path, typer.Argument(help="The run's specification: YAML or JSON.")]
+Elsewhere = Annotated[
+    bool,
+    typer.Option(
+        "--elsewhere", help="Check keys alone: files, packages and GPUs are on other machines."
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Overrides, such as algorithm.max_staleness=2. May be repeated."),
+]
+
+
+def load_checked(
+    path: Path,
+    overrides: list[str] | None,
+    *,
+    gpu_gb: float | None = None,
+    gpus: int | None = None,
+    is_here: bool = True,
+) -> RunSpec:
+    """Read a specification and check it and all that it names; problems are told, and end the command."""
+    try:
+        draft = read_checked(path, overrides or (), is_here=is_here)
+        for note in draft.notes:
+            say(errors, f"note: {note}")
+        spec = draft.examined.spec
+        assert spec is not None
+        for note in (shared_gpus(spec), slow_settings(spec)) if is_here else ():
+            if note:
+                say(errors, f"note: {note}")
+        if gpu_gb is not None:
+            table = memory_table(spec, gpu_bytes=int(gpu_gb * 1e9), gpus=gpus)
+            console.print(table, highlight=False)
+    except SpecError as error:
+        for problem in error.problems:
+            fail(problem)
+        raise typer.Exit(2) from error
+    return spec
+
+
+def validate(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    elsewhere: Elsewhere = False,
+    gpu_gb: Annotated[
+        float | None,
+        typer.Option(help="Memory of one GPU: also say what each of a rollout's will hold.", min=1),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            help="GPUs of the machine, for --gpu-gb. Default: enough for all workers.", min=1
+        ),
+    ] = None,
+) -> None:
+    """Check a specification and everything it names, without starting anything."""
+    loaded = load_checked(spec, overrides, gpu_gb=gpu_gb, gpus=gpus, is_here=not elsewhere)
+    console.print(f"{spec}: run {loaded.name!r} is valid", highlight=False)
+
+
+def submit(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    elsewhere: Elsewhere = False,
+    label: Annotated[
+        list[str] | None, typer.Option(help="Label, such as team=blue. May be repeated.")
+    ] = None,
+    priority: Annotated[
+        int, typer.Option(help="Runs with a higher one start first.", min=-1000, max=1000)
+    ] = 0,
+    url: Url = None,
+) -> None:
+    """Submit a run and print its id."""
+    labels = _labels(label or [])
+    loaded = load_checked(spec, overrides, is_here=not elsewhere)
+    created = call_api(
+        url,
+        lambda api: api.submit(loaded.model_dump(mode="json"), priority=priority, labels=labels),
+    )
+    write(created.id)
+
+
+def _labels(pairs: list[str]) -> dict[str, str]:
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise typer.BadParameter(f"--label {wrong[0]}: expected KEY=VALUE, such as team=blue")
+    return dict(pair.split("=", 1) for pair in pairs)

@@ -1,0 +1,68 @@
+"""``slipstream track``: writes runs to experiment trackers, beside the controller."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli.api import Api
+from services.cli.api_calls import Url, find_controller, run_until_signal
+from services.cli.names import find_run
+from services.cli.trackers.processes import TrackerProcesses
+from services.common.lifetime import until_told_to_stop
+from services.common.runspec.suggestions import did_you_mean
+from services.common.runspec.trackers import TRACKERS
+from services.common.task_group import until_first
+
+# A controller that is started again is found again.
+_PATIENCE_S = 600.0
+
+
+def track(
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="Only this run, until it ends or pauses; it may have ended. Default: all that name trackers."
+        ),
+    ] = "",
+    to: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Of RUN, whatever it names: {', '.join(TRACKERS)}. May be repeated."),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option(help="Folder of cursors, and of the files that trackers write.")
+    ] = Path("runs/trackers"),
+    deadline_s: Annotated[
+        float, typer.Option(help="A tracker that takes longer than this is started again.", min=1)
+    ] = 120.0,
+    url: Url = None,
+    stop_on_stdin_eof: Annotated[bool, typer.Option("--stop-on-stdin-eof", hidden=True)] = False,
+) -> None:
+    """Write runs to wandb, tensorboard, mlflow or trackio while they go on, or later."""
+    kinds = _known(to or [])
+    if kinds and not run:
+        raise typer.BadParameter("--to needs a run: slipstream track RUN --to tensorboard")
+
+    async def work() -> None:
+        address, token = find_controller(url)
+        async with Api(address, token=token, patience_s=_PATIENCE_S) as api:
+            processes = TrackerProcesses(
+                api, url=address, token=token, folder=folder, deadline_s=deadline_s
+            )
+            one = await find_run(api, run) if run else ""
+            following = processes.follow(one, kinds) if one else processes.follow_project()
+            if stop_on_stdin_eof:
+                await until_first(following, until_told_to_stop(stop_on_stdin_eof=True))
+            else:
+                await following
+
+    run_until_signal(work())
+
+
+def _known(kinds: list[str]) -> list[str]:
+    for kind in kinds:
+        if kind not in TRACKERS:
+            raise typer.BadParameter(
+                f"--to {kind}: expected one of {', '.join(TRACKERS)}.{did_you_mean(kind, tuple(TRACKERS))}"
+            )
+    return list(dict.fromkeys(kinds))

@@ -1,0 +1,78 @@
+"""One command at a time has a state directory: two would take the runs from each other."""
+
+import fcntl
+import json
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.common.host import is_gone, own_identity
+
+_FILE = "command.lock"
+
+
+class StateInUseError(RuntimeError):
+    """Another command has the state directory; the message says which, and what to do."""
+
+
+@contextmanager
+def sole_use(state_directory: Path) -> Iterator[None]:
+    """Have a state directory until the block ends or this process does.
+
+    Raises:
+        StateInUseError: If another process has it.
+    """
+    state_directory.mkdir(parents=True, exist_ok=True)
+    with (state_directory / _FILE).open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StateInUseError(
+                f"{state_directory} is in use by {_owner(state_directory / _FILE)}; end that first (Ctrl-C "
+                "pauses its runs), take another --state-directory, or where that is 'slipstream up', give it "
+                "the run with 'slipstream submit'"
+            ) from None
+        lock.truncate(0)
+        lock.write(json.dumps({"pid": os.getpid(), "command": sys.argv[1:]}))
+        lock.flush()
+        yield
+
+
+def _owner(file: Path) -> str:
+    try:
+        owner = json.loads(file.read_text(encoding="utf-8"))
+        return f"process {owner['pid']} (slipstream {' '.join(owner['command'])})"
+    except (OSError, ValueError, KeyError, TypeError):  # it is only writing it
+        return "another process"
+
+
+_PREFIX = "slipstream-"
+_OWNER = "owner"
+
+
+@contextmanager
+def owned_folder() -> Iterator[Path]:
+    """A folder for secrets, until the block ends; those of processes that were killed are removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        if _is_left_behind(left):
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:
+        folder = Path(name)
+        (folder / _OWNER).write_text(json.dumps(own_identity()), encoding="utf-8")
+        yield folder
+
+
+def _is_left_behind(folder: Path) -> bool:
+    """Whether it is a folder of this user whose process is known to have ended."""
+    try:
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return False
+        return is_gone(json.loads((folder / _OWNER).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

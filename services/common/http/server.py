@@ -1,0 +1,169 @@
+"""Serves an ASGI application with uvicorn inside this process's event loop."""
+
+import asyncio
+import logging
+import socket
+import ssl
+from asyncio import sslproto
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from services.common.errors import InvalidArgumentError
+from services.common.http.limits import (
+    HEADER_DEADLINE_S,
+    MAX_REQUEST_BYTES,
+    Connections,
+    OncePerMinute,
+    counted,
+    limited,
+)
+from services.common.task_group import TaskGroup
+
+_STOP_GRACE_S = 1
+_BACKLOG = 1024
+# A record of TLS; asyncio fills a buffer of 256 KiB for each connection.
+sslproto.SSLProtocol.max_size = 16 << 10
+_ACCEPTS = OncePerMinute()
+
+
+@asynccontextmanager
+async def serve_http(
+    bind: str,
+    app: ASGIApp,
+    *,
+    certificate: Path | None = None,
+    key: Path | None = None,
+    connections_per_peer: int = 0,
+    max_request_bytes: int = MAX_REQUEST_BYTES,
+    header_deadline_s: float = HEADER_DEADLINE_S,
+    keep_alive_s: int = 5,
+) -> AsyncIterator[int]:
+    """Serve until the block ends, within the limits of :mod:`services.common.http.limits`.
+
+    Args:
+        bind: As :func:`listen` takes it.
+        app: The application.
+        certificate: PEM file with a certificate chain, to serve HTTPS; read again when it changes.
+        key: PEM file with its key.
+        connections_per_peer: Connections of one address at once; 0 for no bound.
+        max_request_bytes: Size of all requests that are being received or answered at once.
+        header_deadline_s: Seconds in which a connection must say what it wants, and those of a handshake.
+        keep_alive_s: Seconds after an answer in which a connection may bring another request.
+
+    Yields:
+        The port that is served; 0 for a Unix socket.
+
+    Raises:
+        InvalidArgumentError: If the address cannot be bound.
+    """
+    connections = Connections(connections_per_peer, max_request_bytes)
+    listener = counted(listen(bind), connections)
+    logging.getLogger("asyncio").addFilter(_ACCEPTS)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=_STOP_GRACE_S,
+        timeout_keep_alive=keep_alive_s,
+        lifespan="off",
+        # An upgrade would lead around the limits.
+        ws="none",
+        http=limited(connections, header_deadline_s),
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )
+    if certificate is not None:
+        config.load()
+        _renew(config, certificate, key)
+    server = _Server(config, header_deadline_s)
+    async with TaskGroup() as tasks:
+        tasks.create_task(server.serve(sockets=[listener]))
+        try:
+            yield 0 if listener.family == socket.AF_UNIX else listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+
+
+def listen(bind: str) -> socket.socket:
+    """A listening socket whose connections send what is written at once.
+
+    Args:
+        bind: ``host:port``, where port 0 takes a free one, or ``unix:PATH``.
+
+    Raises:
+        InvalidArgumentError: If the address cannot be bound.
+    """
+    host, _, port = bind.rpartition(":")
+    try:
+        if host == "unix":
+            return _listen_here(port)
+        listener = socket.create_server((host, int(port)), reuse_port=False)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"cannot listen on {bind}: {error.strerror}; choose another port, or 0 for any free one",
+            bind=bind,
+        ) from error
+    # Connections inherit it. Without it a body waits for the client to acknowledge the headers, 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def _listen_here(path: str) -> socket.socket:
+    """A listening socket for processes of this machine that may open its file."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _renew(config: uvicorn.Config, certificate: Path, key: Path | None) -> None:
+    """Load the certificate again when it has changed: each handshake looks, the next one shows it."""
+    loaded_ns = certificate.stat().st_mtime_ns
+
+    def look(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        nonlocal loaded_ns
+        if certificate.stat().st_mtime_ns != loaded_ns:
+            loaded_ns = certificate.stat().st_mtime_ns
+            context.load_cert_chain(certificate, key)
+
+    assert config.ssl is not None
+    config.ssl.sni_callback = look
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process, and waits for handshakes of TLS no longer than for headers."""
+
+    def __init__(self, config: uvicorn.Config, deadline_s: float) -> None:
+        super().__init__(config)
+        self._deadline_s = deadline_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve on the sockets."""
+        await super().startup(sockets=[])
+        loop, given = asyncio.get_running_loop(), self.config.ssl
+        for listener in sockets or ():
+            server = await loop.create_server(
+                self._protocol,
+                sock=listener,
+                ssl=given,
+                ssl_handshake_timeout=self._deadline_s if given else None,
+                backlog=self.config.backlog,
+            )
+            self.servers.append(server)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+    def _protocol(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = kind(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol

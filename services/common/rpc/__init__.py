@@ -1,0 +1,1 @@
+"""gRPC: clients, servers, headers, messages."""

@@ -1,0 +1,245 @@
+"""One way to serve gRPC: limits, health, error mapping, graceful stop."""
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from services.common.errors import InternalError, InvalidArgumentError, ServiceError, to_status
+from services.common.rpc import headers
+from services.common.security.access import HEALTH, admit, certify, know
+from services.common.security.credentials import Identity, current_identity
+from services.common.security.tls import server_credentials
+from services.common.telemetry import tracing
+from services.common.unknown_peers import UnknownPeers
+
+logger = logging.getLogger(__name__)
+
+# KVBatchMeta of 100,000 samples is about 10 MiB; nothing on this plane is larger.
+MAX_MESSAGE_BYTES = 64 << 20
+STOP_GRACE_S = 1.0
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Check = Callable[[str, Any, _Context], None]
+Know = Callable[[str], Awaitable[None]]
+"""Sees who calls by the ``authorization`` header, or raises a ServiceError."""
+SERVER_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A connection that says nothing, or does not end its handshake, is ended.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    # Channels connect again when they are used again.
+    ("grpc.max_connection_idle_ms", 600_000),
+    ("grpc.so_reuseport", 0),
+    # Clients ping every 10 s, also while nothing is under way.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+@asynccontextmanager
+async def serve(
+    bind: str,
+    register: Callable[[grpc.aio.Server], None],
+    *,
+    users: Mapping[str, Know] | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> AsyncIterator[int]:
+    """Serve until the block ends, then stop gracefully.
+
+    Callers are known by this process's identity: by certificates of its authority, and by tokens. Of one that
+    is not known nothing is read.
+
+    Args:
+        bind: ``host:port``; port 0 takes a free one.
+        register: Adds the servicers to the server.
+        users: Services whose callers are known otherwise, by full name.
+        max_message_bytes: Size of a request; a larger one is RESOURCE_EXHAUSTED.
+
+    Yields:
+        The port that is served.
+
+    Raises:
+        InvalidArgumentError: If the address cannot be bound.
+    """
+    identity = current_identity()
+    peers = UnknownPeers()
+    server = grpc.aio.server(
+        interceptors=[_Edge(identity, users or {}, peers)],
+        options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)),
+    )
+    register(server)
+    health = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    try:
+        if identity.tls is None:
+            port = server.add_insecure_port(bind)
+        else:
+            port = server.add_secure_port(bind, server_credentials(identity.tls))
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            f"cannot listen on {bind}: the port is in use or the address is not of this host; "
+            "choose another port, or 0 for any free one",
+            bind=bind,
+        ) from error
+    await server.start()
+    await health.set("", health_pb2.HealthCheckResponse.SERVING)
+    try:
+        with peers.watching(port):
+            yield port
+    finally:
+        await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await server.stop(grace=STOP_GRACE_S)
+
+
+class _Edge(grpc.aio.ServerInterceptor):
+    """Admits callers; turns ServiceErrors into statuses, and what is unforeseen into INTERNAL with a log.
+
+    Args:
+        identity: By what callers are known.
+        users: Services whose callers are known otherwise.
+        peers: Hears of connections whose peer is known.
+    """
+
+    def __init__(self, identity: Identity, users: Mapping[str, Know], peers: UnknownPeers) -> None:
+        self._peers = peers
+        self._identity = identity
+        self._users = users
+        self._guarded: dict[str, Any] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        method = handler_call_details.method
+        user = self._users.get(method[1:].partition("/")[0])
+        # Made once for each method, as services may have thousands of calls a second.
+        guarded = self._guarded.get(method)
+        if guarded is None:
+            handler: Any = await continuation(handler_call_details)
+            if handler is None or handler.request_streaming:
+                return handler
+            guarded = self._guard(handler, method, is_users=user is not None)
+            self._guarded[method] = guarded
+        authorization = _header(handler_call_details.invocation_metadata, "authorization")
+        try:
+            if user is not None:
+                await user(authorization)
+            else:
+                know(self._identity, method, authorization)
+        except Exception as error:  # noqa: BLE001  the edge: an unforeseen fault must reach the caller
+            return _refusal(method, error)
+        return guarded
+
+    def _check(self, method: str, request: Any, context: _Context) -> None:
+        """See that the request is one, and that the caller may make it."""
+        _read(method, request, context)
+        if self._identity.tls is not None:
+            certify(method, context.auth_context().get("x509_subject_alternative_name", ()))
+        admit(method, request)
+
+    def _guard(self, handler: Any, method: str, *, is_users: bool) -> Any:
+        sees = _read if is_users else self._check
+        is_open = method.startswith(HEALTH)
+
+        def check(method: str, request: Any, context: _Context) -> None:
+            sees(method, request, context)
+            if not is_open:
+                self._peers.know(context.peer())
+
+        if handler.response_streaming:
+            wrapped = _guard_stream(handler.unary_stream, method, check)
+            factory: Any = grpc.unary_stream_rpc_method_handler
+        else:
+            wrapped = _guard_unary(handler.unary_unary, method, check)
+            factory = grpc.unary_unary_rpc_method_handler
+        return factory(
+            wrapped,
+            request_deserializer=_or_none(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _or_none(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """None for what is no message: gRPC would say of it that the server failed."""
+
+    def deserialized(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return None
+
+    return deserialized
+
+
+def _read(method: str, request: Any, context: _Context) -> None:
+    """See that the request is one."""
+    if request is None:
+        raise InvalidArgumentError(f"what came is no request of {method}", method=method)
+    headers.received(method, request)
+
+
+def _refusal(method: str, error: Exception) -> Any:
+    """A handler that refuses a call without reading its request."""
+
+    async def refuse(requests: Any, context: _Context) -> None:
+        await _refuse(context, method, error)
+
+    return grpc.stream_unary_rpc_method_handler(refuse)
+
+
+def _header(metadata: Any, name: str) -> str:
+    for key, value in metadata or ():
+        if key == name:
+            return value if isinstance(value, str) else value.decode("latin-1")
+    return ""
+
+
+def _guard_unary(behavior: Any, method: str, check: _Check) -> Any:
+    async def guarded(request: Any, context: _Context) -> Any:
+        with tracing.within(tracing.parse(_header(context.invocation_metadata(), "traceparent"))):
+            try:
+                check(method, request, context)
+                response = await behavior(request, context)
+                headers.sent(method, response)
+                return response
+            except Exception as error:  # noqa: BLE001  the edge: an unforeseen fault must reach the caller
+                await _refuse(context, method, error)
+
+    return guarded
+
+
+def _guard_stream(behavior: Any, method: str, check: _Check) -> Any:
+    async def guarded(request: Any, context: _Context) -> Any:
+        try:
+            check(method, request, context)
+            async for response in behavior(request, context):
+                headers.sent(method, response)
+                yield response
+        except Exception as error:  # noqa: BLE001  the edge: an unforeseen fault must reach the caller
+            await _refuse(context, method, error)
+
+    return guarded
+
+
+async def _refuse(context: _Context, method: str, error: Exception) -> None:
+    """End a call with the status of what was raised; a fault that nobody foresaw is logged."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    trace = tracing.parse(_header(context.invocation_metadata(), "traceparent")) or tracing.fresh()
+    if not isinstance(error, ServiceError):
+        with tracing.within(trace):
+            logger.error("request failed", exc_info=error, extra={"method": method})
+        error = InternalError(
+            f"{method} failed with {type(error).__name__}: {error}; this is a fault in the service, see its "
+            "log",
+            method=method,
+        )
+    error.metadata.setdefault("trace_id", trace.trace_id)
+    status = to_status(error)
+    await context.abort(status.code, status.details, status.trailing_metadata)

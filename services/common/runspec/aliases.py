@@ -1,0 +1,166 @@
+"""Replaces other names of keys by their own, and resolves what an override contradicts."""
+
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.common.runspec.engines import engine_kind
+from services.common.runspec.topology import TopologySpec
+
+_STALENESS = "algorithm.max_staleness"
+_TASK_GROUPS = "topology.task_groups"
+_RATIOS = "topology.ratios"
+
+_ALIASES = {
+    "algorithm.generate_ahead_steps": _STALENESS,
+    "trainer.generate_ahead_steps": _STALENESS,
+    # dots.rl's, its misspelt ones included.
+    **{
+        f"{part}.{spelling}_node_{what}": key
+        for part in ("topology", "trainer")
+        for spelling in ("separated", "sperated")
+        for what, key in (("tasks", _TASK_GROUPS), ("ratios", _RATIOS))
+    },
+}
+
+# How long a run is: one of these keys says it.
+_LENGTHS = ("trainer.steps", "data.epochs")
+# Numbers of processes, which follow from task groups.
+_COUNTS = ("trainer.world_size", "rollout.replicas")
+_SPLIT = ("task_groups", "ratios", "gpus")
+
+
+@dataclass(slots=True)
+class Renamed:
+    """A specification without other names."""
+
+    document: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    """One for each other name that was used."""
+    problems: list[str] = field(default_factory=list)
+    """Keys that were given twice, with different values."""
+
+
+def without_aliases(document: Mapping[str, Any]) -> Renamed:
+    """Rename the keys that have another name; the document stays as it is."""
+    result = Renamed(deepcopy(dict(document)))
+    if isinstance(loss := result.document.get("algorithm"), str):
+        result.document["algorithm"] = {"loss": loss}
+        result.notes.append(f"algorithm: {loss} is short for algorithm.loss: {loss}")
+    uses_task_groups = False
+    for alias, key in _ALIASES.items():
+        part, _, name = alias.partition(".")
+        group = result.document.get(part)
+        if isinstance(group, dict) and name in group:
+            uses_task_groups |= part == "trainer" and key != _STALENESS
+            _rename(result, alias, group.pop(name), key)
+    if uses_task_groups:
+        _count_gpus(result)
+    return result
+
+
+def own_name(key: str) -> str:
+    """The name that the specification has for a key."""
+    return _ALIASES.get(key, key)
+
+
+def make_way(document: dict[str, Any], key: str) -> None:
+    """Prepare a document for an override: remove other names of its key, expand a short form above it."""
+    own = own_name(key)
+    for name in {own, *(alias for alias, meant in _ALIASES.items() if meant == own)} - {key}:
+        _remove(document, name)
+    loss = document.get("algorithm")
+    if isinstance(loss, str) and key.startswith("algorithm."):
+        document["algorithm"] = {"loss": loss}
+
+
+def let_win(document: dict[str, Any], given: Collection[str]) -> None:
+    """Remove what contradicts keys that a user has just set, so that these win.
+
+    Args:
+        document: A specification without other names, with the keys already set; it is changed.
+        given: Dotted keys that were set, or groups of keys.
+    """
+    if any(_is_set(key, document, given) for key in _LENGTHS):
+        for key in _LENGTHS:
+            if not _is_set(key, document, given):
+                _remove(document, key)
+    topology = document.get("topology")
+    if not isinstance(topology, dict) or not topology.get("task_groups"):
+        return
+    if any(_is_set(f"topology.{name}", document, given) for name in _SPLIT):
+        for key in _COUNTS:
+            if not _is_set(key, document, given):
+                _remove(document, key)
+    elif any(_is_set(key, document, given) for key in _COUNTS):
+        _count_without_groups(document, given)
+
+
+def _count_without_groups(document: dict[str, Any], given: Collection[str]) -> None:
+    """Take back a split into two groups, of which a user has just set a number of processes.
+
+    Numbers of processes cannot express a group of ``logp``, ``ref_logp`` or ``critic``: the rules then
+    report the contradiction.
+    """
+    trainer, rollout = document.get("trainer"), document.get("rollout")
+    if not (isinstance(trainer, dict) and isinstance(rollout, dict)):
+        return
+    try:
+        topology = TopologySpec.model_validate(document["topology"])
+        placed = topology.place()
+        engine = engine_kind(rollout.get("engine", "torch"))
+        engine_gpus = engine.num_gpus(rollout.get("engine_arguments", {}))
+    except (ValueError, KeyError, AttributeError):
+        return  # it is reported with its key
+    if len(placed.groups) != len(_COUNTS):
+        return
+    for name in _SPLIT:
+        document["topology"].pop(name, None)
+    if not _is_set("trainer.world_size", document, given):
+        trainer["world_size"] = topology.gpus_of("train")
+    if not _is_set("rollout.replicas", document, given):
+        rollout["replicas"] = topology.gpus_of("generate") // engine_gpus
+
+
+def _is_set(key: str, document: Mapping[str, Any], given: Collection[str]) -> bool:
+    """Whether a key has a value that a user has just set."""
+    part, _, name = key.partition(".")
+    group = document.get(part)
+    has_value = isinstance(group, Mapping) and group.get(name) is not None
+    return has_value and any(f"{key}.".startswith(f"{each}.") for each in given)
+
+
+def _remove(document: dict[str, Any], key: str) -> None:
+    part, _, name = key.partition(".")
+    group = document.get(part)
+    if isinstance(group, dict):
+        group.pop(name, None)
+
+
+def _rename(result: Renamed, alias: str, value: Any, key: str) -> None:
+    part, _, name = key.partition(".")
+    target = result.document.setdefault(part, {})
+    result.notes.append(f"{alias} is another name of {key}")
+    if not isinstance(target, dict):
+        return  # its type is reported
+    if target.setdefault(name, value) != value:
+        result.problems.append(
+            f"{alias} is another name of {key}, but they differ ({value!r} and {target[name]!r}); keep one"
+        )
+
+
+def _count_gpus(result: Renamed) -> None:
+    """Among the options of the trainer, dots.rl's task groups are told of nodes, not of GPUs."""
+    trainer, topology = result.document["trainer"], result.document["topology"]
+    nodes, per_node = trainer.pop("nnodes", 1), trainer.pop("n_gpus_per_node", None)
+    if per_node is None or not isinstance(topology, dict):
+        return
+    if not (isinstance(nodes, int) and isinstance(per_node, int)):
+        result.problems.append(
+            "trainer.nnodes and trainer.n_gpus_per_node must be whole numbers, but are "
+            f"{nodes!r} and {per_node!r}"
+        )
+        return
+    topology.setdefault("gpus", nodes * per_node)
+    topology.setdefault("gpus_per_node", per_node)

@@ -1,0 +1,200 @@
+"""What sets of prompts must be to one another, to how long a run is, and to what is kept by their scores."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Final
+
+from services.common.runspec.algorithm import AlgorithmSpec
+from services.common.runspec.data import HeldoutSetSpec, set_name
+from services.common.runspec.run import RunSpec
+from services.common.runspec.suggestions import did_you_mean
+
+
+def data(spec: RunSpec) -> Iterator[str]:
+    """Everything that is wrong with the prompts of a run."""
+    return chain.from_iterable(
+        rule(spec) for rule in (_sets, _length, _weights, _curriculum, _best)
+    )
+
+
+def _sets(spec: RunSpec) -> Iterator[str]:
+    template = spec.data.prompt_template
+    if "{prompt}" not in template:
+        yield (
+            f"data.prompt_template must contain '{{prompt}}', but is {template!r}; add '{{prompt}}' where "
+            "the prompt belongs"
+        )
+    for split, source in spec.data.sets.items():
+        if source.source == "environment" and source.limit is None:
+            yield (
+                f"data.{split}.limit is missing: the number of tasks of an environment that make an epoch; "
+                "set it, for example to 1000"
+            )
+        if source.source == "environment" and spec.rollout.workflow in (
+            "single_turn",
+            "multi_turn",
+        ):
+            yield (
+                f"data.{split}.source is 'environment', whose rows have no prompt, but rollout.workflow is "
+                f"{spec.rollout.workflow!r}; set it to 'environment', or take another source"
+            )
+        if source.prompt_template is not None and "{prompt}" not in source.prompt_template:
+            yield (
+                f"data.{split}.prompt_template must contain '{{prompt}}', but is "
+                f"{source.prompt_template!r}; add '{{prompt}}' where the prompt belongs"
+            )
+    if spec.validation.only and spec.data.heldout is None:
+        yield "validation.only needs data.heldout; name the held-out prompts"
+
+
+def _length(spec: RunSpec) -> Iterator[str]:
+    if spec.trainer.steps is None and spec.data.epochs is None:
+        yield (
+            "trainer.steps: is required, or data.epochs in its place: one of them says how long the run is; "
+            "see docs/runspec.md for what they mean"
+        )
+    if spec.trainer.steps is not None and spec.data.epochs is not None:
+        yield (
+            f"data.epochs is {spec.data.epochs:g} and trainer.steps is {spec.trainer.steps}, but only one of "
+            "them can say how long the run is; remove one"
+        )
+
+
+def _curriculum(spec: RunSpec) -> Iterator[str]:
+    curriculum = spec.data.curriculum
+    if curriculum is None:
+        return
+    if curriculum.arguments and curriculum.function is None:
+        yield (
+            "data.curriculum.arguments are given without data.curriculum.function, which takes them; name "
+            "it, or remove them"
+        )
+    hopeless, solved = curriculum.hopeless_to, curriculum.solved_from
+    if hopeless is None and solved is None and curriculum.function is None:
+        yield (
+            "data.curriculum sets nothing aside: solved_from and hopeless_to are both null; set one, name a "
+            "function, or remove data.curriculum"
+        )
+    elif hopeless is not None and solved is not None and hopeless >= solved:
+        yield (
+            f"data.curriculum.hopeless_to ({hopeless:g}) must be below data.curriculum.solved_from "
+            f"({solved:g}): between them is what prompts are tried for"
+        )
+
+
+def _weights(spec: RunSpec) -> Iterator[str]:
+    sets = spec.data.train_sets.items()
+    weights = {f"data.{name}.weight": getattr(part, "weight", None) for name, part in sets}
+    lacking = [key for key, weight in weights.items() if weight is None]
+    if 0 < len(lacking) < len(weights):
+        yield (
+            f"{', '.join(lacking)} must be set, because other sets of data.train have a weight; set it for "
+            "all, or for none to mix by the number of rows"
+        )
+
+
+def _best(spec: RunSpec) -> Iterator[str]:
+    best, key = spec.trainer.checkpoint.best, "trainer.checkpoint.best"
+    if best is None:
+        return
+    sets = {set_name(split): part for split, part in spec.data.heldout_sets.items()}
+    if not sets:
+        yield f"{key} compares held-out scores, but there is no data.heldout; name one, or remove {key}"
+        return
+    every, saved = spec.validation.every, spec.trainer.checkpoint.every
+    if not every or not saved or every % saved:
+        yield (
+            f"{key} needs a checkpoint of each version that is evaluated, but trainer.checkpoint.every is "
+            f"{saved} and validation.every is {every}; set both, the latter to a multiple of the former"
+        )
+    if best.set is not None and best.set not in sets:
+        yield (
+            f"{key}.set is {best.set!r}, but data.heldout has {', '.join(sets)}; name one of them."
+            f"{did_you_mean(best.set, tuple(sets))}"
+        )
+        return
+    if best.set is None and len(sets) > 1:
+        if best.metric not in ("greedy", "sampled"):
+            yield (
+                f"{key}.metric {best.metric!r} is a score of one set, but data.heldout has {len(sets)}; name "
+                f"one as {key}.set: {', '.join(sets)}"
+            )
+        return
+    part = sets[best.set or next(iter(sets))]
+    own = part.samples_per_prompt if isinstance(part, HeldoutSetSpec) else None
+    count = spec.validation.samples_per_prompt if own is None else own
+    if best.metric not in (known := _scores(count)) and not best.metric.startswith("reward/"):
+        yield (
+            f"{key}.metric is {best.metric!r}, but with {count} sampled responses per prompt there are "
+            f"{', '.join(known)} and reward/TERM; take one of them, or set validation.samples_per_prompt"
+        )
+
+
+def _scores(count: int) -> list[str]:
+    """Scores of a set with so many sampled responses per prompt."""
+    if not count:
+        return ["greedy"]
+    powers = [1 << power for power in range(count.bit_length())]
+    return ["greedy", "sampled", "best", "maj", *(f"pass@{k}" for k in sorted({*powers, count}))]
+
+
+# Keys of ``algorithm`` that mean the same for both.
+_COMMON: Final = frozenset(
+    {"loss", "aggregation", "max_staleness", "stale_wait_timeout_s", "max_nonfinite_steps"}
+)
+# Those of losses of pairs, whose aggregation is the mean over these.
+_OF_PAIRS: Final = _COMMON - {"aggregation"} | {"dpo_beta"}
+
+
+def demonstrations(spec: RunSpec) -> Iterator[str]:
+    """What is wrong with a run that learns demonstrations; nothing for others."""
+    count, loss = spec.algorithm.num_demonstrations, spec.algorithm.loss
+    if spec.rollout.engine == "none" and (not count or spec.data.heldout is not None):
+        answers = "held-out answers are sampled or scored" if count else "responses are sampled"
+        yield f"rollout.engine is 'none', but {answers}; name one that generates, such as 'torch'"
+    if not count:
+        return
+    learns = f"algorithm.loss {loss!r} learns the answers of data.train"
+    yield from _algorithm(spec.algorithm, learns)
+    rollout, data = spec.rollout, spec.data
+    if rollout.group_size != count:
+        yield (
+            f"rollout.group_size is {rollout.group_size}, but {learns}, of which each has {count}; leave it "
+            "out"
+        )
+    if count > 1 and any(data.answer_column_of(part) is None for part in data.sets.values()):
+        yield f"data.answer_column is null, but {learns}; name the column with the preferred ones"
+    if rollout.sampling.temperature != 1:
+        yield (
+            f"rollout.sampling.temperature is {rollout.sampling.temperature:g}, but {learns} as they are, at "
+            "1; leave it out, and set validation.temperature for held-out answers"
+        )
+    if rollout.routing_replay != "off":
+        yield (
+            f"rollout.routing_replay is {rollout.routing_replay!r}, but {learns}, for which no engine chose "
+            "experts; leave it out"
+        )
+    if rollout.rewards and data.heldout is None:
+        yield (
+            f"rollout.rewards are given, but {learns} without any, and there are no held-out answers to "
+            "score; name data.heldout, or remove rollout.rewards"
+        )
+    for name, part in data.train_sets.items():
+        if part.source == "environment":
+            yield (
+                f"data.{name}.source is 'environment', which makes prompts without answers, but {learns}; "
+                "name rows with answers"
+            )
+
+
+def _algorithm(algorithm: AlgorithmSpec, learns: str) -> Iterator[str]:
+    plain = AlgorithmSpec(loss=algorithm.loss)
+    common = _OF_PAIRS if algorithm.loss_kind.compares_members else _COMMON
+    for name in AlgorithmSpec.model_fields:
+        value, default = getattr(algorithm, name), getattr(plain, name)
+        if name not in common and value != default:
+            shown = value if isinstance(value, str | int | float) else "given"
+            yield (
+                f"algorithm.{name} is {shown!r}, but {learns}: nothing is sampled that it could be about; "
+                "leave it out"
+            )

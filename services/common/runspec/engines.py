@@ -1,0 +1,298 @@
+"""The rollout engines: what has to be known of each before it starts. No engine is imported here.
+
+A new engine is an adapter of its own and a line in this table.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Final
+
+from services.common.runspec.suggestions import did_you_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """An engine that a run may name."""
+
+    adapter: str
+    """``module:function`` that takes an ``EngineOrder`` and returns an ``Engine``."""
+    package: str | None = None
+    """What must be installed where it runs."""
+    arguments: frozenset[str] | None = None
+    """Names of its arguments; None if only its package knows them."""
+    harmless_arguments: frozenset[str] = frozenset()
+    """Those that load and start nothing, so that everybody may set them; others need an admin."""
+    given: Mapping[str, str] = field(default_factory=dict)
+    """Arguments that follow from the run, each with the key to set instead."""
+    gpu_arguments: Sequence[str] = ()
+    """Arguments whose product is the number of GPUs of one rollout."""
+    shared_gpu_arguments: Mapping[str, str] = field(default_factory=dict)
+    """Those of ``gpu_arguments`` that take no GPUs of their own when another argument is set: which one."""
+    replica_argument: str = ""
+    """That of ``gpu_arguments`` whose parts each hold all weights."""
+    stage_argument: str = ""
+    """That of ``gpu_arguments`` whose parts hold some layers each."""
+    heads_argument: str | None = None
+    """That of ``gpu_arguments`` whose parts hold some heads of each layer."""
+    memory_argument: str | None = None
+    """Argument that says which part of a GPU's memory the engine takes."""
+    memory_excludes_working: bool = False
+    """Whether that is for weights and KV cache alone, and of what is free when the engine starts."""
+    cache_argument: str | None = None
+    """Argument that bounds the KV cache."""
+    cache_in_bytes: bool = False
+    """Whether that is in bytes of one GPU, or in tokens."""
+    unplanned: Mapping[str, str] = field(default_factory=dict)
+    """Arguments that take memory of a GPU which no plan counts, each with what to set in its place."""
+    length_argument: str | None = None
+    """Argument that bounds a prompt together with its response, in tokens."""
+    has_model: bool = True
+    """Whether it loads one, and takes memory of a GPU."""
+    most_running: int = 1024
+    """Most samples decoded at once in a replica of a run that does not say how many."""
+    is_writable: bool = False
+    """Whether weights can be received straight into the live ones (``weight_sync.mode: inplace``)."""
+    sleeps: bool = False
+    """Whether it can give its GPU memory up for a time (``topology.placement: colocated``)."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What it reads when it is imported; what is set already stays."""
+    environment_without: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """The same, where a package is not installed, by package."""
+    cpu_environment: Mapping[str, str] = field(default_factory=dict)
+    """The same, on a CPU only."""
+    cpu_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that it needs on a CPU."""
+
+    def num_gpus(self, arguments: Mapping[str, Any]) -> int:
+        """GPUs of one rollout with these arguments.
+
+        Raises:
+            ValueError: If a size is none.
+        """
+        sizes = {name: _size(name, arguments) for name in self.gpu_arguments}
+        for name, other in self.shared_gpu_arguments.items():
+            if arguments.get(other):
+                sizes[name] = 1
+        return prod(sizes.values())
+
+    def unsized(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Arguments that are missing where an engine is to take a part of a GPU's memory that it is told."""
+        names = (self.memory_argument, self.cache_argument)
+        return [name for name in names if name is not None and name not in arguments]
+
+    def check(self, arguments: Mapping[str, Any], *, most_tokens: int) -> None:
+        """Refuse arguments that the engine does not have, or that contradict the run.
+
+        Args:
+            arguments: The run's ``rollout.engine_arguments``.
+            most_tokens: Of the longest prompt with the longest response.
+
+        Raises:
+            ValueError: With the argument's name, and the key or the figure that is right.
+        """
+        unknown = sorted(set(arguments) - self.arguments) if self.arguments is not None else []
+        if unknown:
+            raise ValueError(
+                f"rollout.engine_arguments has {unknown}, but this engine knows "
+                f"{sorted(self.arguments or ())}; remove them"
+            )
+        for name in arguments:
+            if name in self.given:
+                raise ValueError(
+                    f"rollout.engine_arguments.{name} follows from the run; remove it"
+                    + (f", and set {self.given[name]}" if self.given[name] else "")
+                )
+        self.num_gpus(arguments)
+        limit = arguments.get(self.length_argument) if self.length_argument else None
+        if limit is not None and self.arguments is not None and type(limit) is not int:
+            raise ValueError(
+                f"rollout.engine_arguments.{self.length_argument} must be a number of tokens, but is "
+                f"{limit!r}"
+            )
+        if isinstance(limit, int) and limit < most_tokens:
+            raise ValueError(
+                f"rollout.engine_arguments.{self.length_argument} is {limit}, but a prompt and its response "
+                f"may have {most_tokens} tokens (data.max_prompt_tokens and rollout.max_response_tokens)"
+            )
+
+
+def _size(name: str, arguments: Mapping[str, Any]) -> int:
+    size = arguments.get(name, 1)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(
+            f"rollout.engine_arguments.{name} must be a number of GPUs from 1, but is {size!r}"
+        )
+    return size
+
+
+# The threads of an engine's processes and of torch would fight over the cores.
+_FEW_THREADS: Final = {"OMP_NUM_THREADS": "1"}
+
+ENGINES: Final[Mapping[str, EngineKind]] = {
+    "torch": EngineKind(
+        adapter="services.rollout.engines.torch.engine:build",
+        arguments=frozenset({"max_kv_tokens"}),
+        harmless_arguments=frozenset({"max_kv_tokens"}),
+        cache_argument="max_kv_tokens",
+        length_argument="max_kv_tokens",
+        most_running=256,
+        is_writable=True,
+        sleeps=True,
+    ),
+    "vllm": EngineKind(
+        adapter="services.rollout.engines.vllm.adapter:build",
+        package="vllm",
+        harmless_arguments=frozenset(
+            {
+                *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+                *("prefill_context_parallel_size", "decode_context_parallel_size"),
+                *("enable_expert_parallel", "enable_eplb", "disable_custom_all_reduce"),
+                *("max_model_len", "max_num_batched_tokens", "max_num_partial_prefills"),
+                *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"),
+                *("block_size", "cpu_offload_gb", "kv_cache_dtype", "quantization", "seed"),
+                *("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill"),
+                *(
+                    "async_scheduling",
+                    "disable_cascade_attn",
+                    "scheduling_policy",
+                    "attention_backend",
+                ),
+            }
+        ),
+        given={
+            "model": "model.path",
+            "dtype": "trainer.dtype",
+            "max_num_seqs": "rollout.max_running_samples",
+            "load_format": "",
+            "skip_tokenizer_init": "",
+            "worker_extension_cls": "",
+            "logprobs_mode": "",
+            "scheduler_cls": "",
+            "enable_sleep_mode": "topology.placement",
+        },
+        sleeps=True,
+        gpu_arguments=(
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "prefill_context_parallel_size",
+        ),
+        replica_argument="data_parallel_size",
+        stage_argument="pipeline_parallel_size",
+        heads_argument="tensor_parallel_size",
+        memory_argument="gpu_memory_utilization",
+        cache_argument="kv_cache_memory_bytes",
+        cache_in_bytes=True,
+        unplanned={"num_gpu_blocks_override": "kv_cache_memory_bytes"},
+        length_argument="max_model_len",
+        is_writable=True,
+        environment={
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            # This process has asked the driver for its GPUs, after which a forked child cannot use them.
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        },
+        environment_without={"flashinfer": {"VLLM_USE_FLASHINFER_SAMPLER": "0"}},
+        cpu_environment=_FEW_THREADS
+        | {
+            # One child process instead of two.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # Otherwise the first request for logprobs compiles a C++ kernel, for a minute.
+            "TORCH_COMPILE_DISABLE": "1",
+        },
+        cpu_arguments={
+            "distributed_executor_backend": "uni",
+            "enforce_eager": True,
+            "block_size": 32,
+            "kv_cache_memory_bytes": 256 << 20,
+        },
+    ),
+    "sglang": EngineKind(
+        adapter="services.rollout.engines.sglang.adapter:build",
+        package="sglang",
+        harmless_arguments=frozenset(
+            {
+                *("tp_size", "pp_size", "dp_size", "ep_size", "enable_dp_attention"),
+                *(
+                    "context_length",
+                    "max_total_tokens",
+                    "max_prefill_tokens",
+                    "chunked_prefill_size",
+                ),
+                *(
+                    "mem_fraction_static",
+                    "cpu_offload_gb",
+                    "kv_cache_dtype",
+                    "quantization",
+                    "page_size",
+                ),
+                *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+                *(
+                    "sampling_backend",
+                    "schedule_policy",
+                    "schedule_conservativeness",
+                    "random_seed",
+                ),
+                *("disable_cuda_graph", "cuda_graph_max_bs", "disable_radix_cache"),
+                *("disable_overlap_schedule", "enable_mixed_chunk", "disable_custom_all_reduce"),
+            }
+        ),
+        given={
+            "model_path": "model.path",
+            "dtype": "trainer.dtype",
+            "device": "",
+            "max_running_requests": "rollout.max_running_samples",
+            "load_format": "",
+            "skip_tokenizer_init": "",
+            "custom_weight_loader": "",
+            "enable_memory_saver": "topology.placement",
+        },
+        sleeps=True,
+        gpu_arguments=("tp_size", "pp_size", "dp_size"),
+        shared_gpu_arguments={"dp_size": "enable_dp_attention"},
+        replica_argument="dp_size",
+        stage_argument="pp_size",
+        heads_argument="tp_size",
+        memory_argument="mem_fraction_static",
+        memory_excludes_working=True,
+        cache_argument="max_total_tokens",
+        length_argument="context_length",
+        is_writable=True,
+        cpu_environment=_FEW_THREADS | {"SGLANG_USE_CPU_ENGINE": "1"},
+        cpu_arguments={
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,
+            "max_total_tokens": 32768,
+            # Other processes use this memory too; what is taken is bounded by max_total_tokens.
+            "mem_fraction_static": 0.3,
+        },
+    ),
+    "fake": EngineKind(
+        adapter="services.rollout.engines.fake:build",
+        arguments=frozenset({"token_seconds", "median_tokens", "sigma"}),
+        harmless_arguments=frozenset({"token_seconds", "median_tokens", "sigma"}),
+        has_model=False,
+        sleeps=True,
+    ),
+    "none": EngineKind(
+        adapter="services.rollout.engines.fake:build_none", arguments=frozenset(), has_model=False
+    ),
+}
+"""By the value of ``rollout.engine``."""
+
+
+def engine_kind(name: str) -> EngineKind:
+    """The engine of a name.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if name not in ENGINES:
+        raise ValueError(
+            f"rollout.engine must be one of {', '.join(map(repr, ENGINES))}, but is {name!r}."
+            + did_you_mean(name, tuple(ENGINES))
+        )
+    return ENGINES[name]

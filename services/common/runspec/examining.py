@@ -1,0 +1,236 @@
+"""All that is wrong with a specification, at once.
+
+Wrong keys are told, then stand-ins take their places, so that rules across keys and what the other keys name
+can be checked too.
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from services.common.runspec.data import FORMS
+from services.common.runspec.keys import did_you_mean_key, is_required
+from services.common.runspec.rules import problems as broken_rules
+from services.common.runspec.run import RunSpec
+from services.common.runspec.suggestions import did_you_mean
+
+# For required keys; others go back to their defaults.
+_STAND_INS: Mapping[str, Any] = {
+    "name": "run",
+    "model": {"path": "tiny:qwen2-0.4m"},
+    "model.path": "tiny:qwen2-0.4m",
+    "data": {"train": {"source": "jsonl", "path": ""}},
+    "data.train": {"source": "jsonl", "path": ""},
+    "data.train.source": "jsonl",
+    "data.train.path": "",
+    "rollout": {"rewards": [{"name": "exact_match"}]},
+    "rollout.rewards": [{"name": "exact_match"}],
+    "rollout.rewards.N.name": "exact_match",
+    "trainer": {"steps": 2**30, "prompts_per_step": 2**20},
+    "trainer.steps": 2**30,
+    "trainer.prompts_per_step": 2**20,
+    "algorithm.rejection.N.level": "token",
+    "model.warm_start.examples": "examples.py:examples",
+    "trackers.N.kind": "tensorboard",
+}
+# A key that takes values of several types has an error of each of them, placed below it.
+_TYPE = re.compile(r"bool|int|float|str|literal\[.*\]|constrained-\w+")
+_OF_TYPES = ("bool", "int", "float", "string", "literal", "greater", "less")
+_TYPES = {
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a group of keys",
+    "model_type": "a group of keys",
+    "model_attributes_type": "a group of keys",
+    "string_type": "text",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+}
+"""What pydantic's types of errors ask for."""
+_SPELLINGS = {
+    "name": "1 to 63 lower-case letters, digits and hyphens, with no hyphen at an end",
+    "project": "letters, digits, '.', '_' and '-', with at most one '/'",
+    "metric": "greedy, sampled, best, maj, pass@K or reward/TERM",
+}
+_SET_NAME = "named by 1 to 40 lower-case letters, digits, '-' and '_', the first no sign"
+"""What keys that have a pattern are written in; others are names of sets."""
+_SHORT_FORMS = {
+    "model": "path",
+    "teacher": "path",
+    "rollout.rewards.N": "name",
+    "trackers.N": "kind",
+}
+"""The key of a group that somebody means who gives a text in its place."""
+# Each round mends what the one before uncovered.
+_MAX_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A specification and what is wrong with it."""
+
+    spec: RunSpec | None
+    """With stand-ins for wrong keys; None if nothing of it can be read."""
+    problems: tuple[str, ...]
+    """One line each: the key, what was expected, what came."""
+    wrong_keys: frozenset[str] = frozenset()
+    """Keys that have stand-ins."""
+
+    def is_about_stand_ins(self, problem: str) -> bool:
+        """Whether a problem follows from one that was told already."""
+        return any(_names(problem, key) for key in self.wrong_keys)
+
+
+def examine(document: Mapping[str, Any]) -> Examined:
+    """Validate a mapping, whose keys have no other names."""
+    mended, problems, wrong = deepcopy(dict(document)), list[str](), set[str]()
+    for _ in range(_MAX_ROUNDS):
+        try:
+            spec = RunSpec.model_validate(mended)
+        except ValidationError as error:
+            new = [item for item in error.errors() if _key(_place(item)) not in wrong]
+            by_place: dict[tuple[int | str, ...], list[Any]] = {}
+            for item in new:
+                by_place.setdefault(_place(item), []).append(item)
+            problems += map(_problem, by_place.values())
+            wrong |= {*map(_key, by_place)}
+            num_mended = sum(_mend(mended, place) for place in by_place)
+            if num_mended < max(len(by_place), 1):
+                break
+        else:
+            found = Examined(spec, (), frozenset(wrong))
+            across = [*_too_large(spec.model_dump(mode="json")), *broken_rules(spec)]
+            problems += [each for each in across if not found.is_about_stand_ins(each)]
+            return Examined(spec, tuple(problems), frozenset(wrong))
+    return Examined(None, tuple(problems), frozenset(wrong))
+
+
+def _place(error: Any) -> tuple[int | str, ...]:
+    """Where an error is, without the names of forms."""
+    place = tuple(step for step in error["loc"] if step not in FORMS and step != "[key]")
+    is_of_type = error["type"].startswith(_OF_TYPES) and _TYPE.fullmatch(str(place[-1])) is not None
+    return place[:-1] if is_of_type else place
+
+
+def _key(place: tuple[int | str, ...]) -> str:
+    return ".".join(map(str, place))
+
+
+def _names(problem: str, key: str) -> bool:
+    """Whether a message is about a key or one below it; single words are also words of English."""
+    ending = r"(?=\.\w|: )" if "." not in key else r"\b"
+    return re.search(rf"(?<![\w.]){re.escape(key)}{ending}", problem) is not None
+
+
+def _mend(document: dict[str, Any], place: tuple[int | str, ...]) -> bool:
+    """Take a wrong key out, or put a stand-in in; returns whether that was possible."""
+    while place and isinstance(place[-1], int):
+        place = place[:-1]  # all of a list, if one of its items is wrong
+    if not place:
+        return False
+    target: Any = document
+    for step in place[:-1]:
+        try:
+            target = target[step]
+        except (KeyError, IndexError, TypeError):
+            return False
+    if not isinstance(target, dict):
+        return False
+    name = ".".join("N" if isinstance(step, int) else step for step in place)
+    if place[0] == "data" and place[-1] in ("source", "path"):
+        name = f"data.train.{place[-1]}"  # of whichever set
+    if name in _STAND_INS:
+        target[place[-1]] = deepcopy(_STAND_INS[name])
+    else:
+        target.pop(place[-1], None)
+    return True
+
+
+def _too_large(value: Any, key: str = "") -> Iterator[str]:
+    """Keys of whole numbers that neither a database nor another language holds."""
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        yield f"{key}: must be a number below 2**63, but is larger"
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield from _too_large(inner, f"{key}.{name}" if key else str(name))
+
+
+def _problem(errors: Sequence[Any]) -> str:
+    """A line about the errors of one place."""
+    error, key = errors[0], _key(_place(errors[0]))
+    if error["type"] == "missing":
+        return f"{key}: is required, but missing; see docs/runspec.md for what it means"
+    if error["type"] == "extra_forbidden":
+        meant = did_you_mean_key(key) or " docs/runspec.md has those there are"
+        return f"{key}: is not a known key.{meant}"
+    if error["type"] == "value_error":
+        text = str(error["ctx"]["error"])
+        return text if key in text else f"{key}: {text}"
+    return (
+        f"{key}: must be {_expected(errors, key)}, got {_shown(error['input'])}{_hint(errors, key)}"
+    )
+
+
+def _expected(errors: Sequence[Any], key: str) -> str:
+    """What a value must be, in one of several ways."""
+    ways = []
+    for error in errors:
+        known = _TYPES.get(error["type"])
+        if error["type"] == "string_pattern_mismatch":
+            known = _SPELLINGS.get(key.rpartition(".")[2], _SET_NAME)
+        said = error["msg"].removeprefix("Input should be ").removeprefix("Value should be ")
+        # Of several ways each is said in short.
+        ways.append(known or (said.partition(",")[0] if len(errors) > 1 else said))
+    return " or ".join(dict.fromkeys(ways))
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML has it, in at most 80 characters."""
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _hint(errors: Sequence[Any], key: str) -> str:
+    """What somebody may have meant who gave a value of another kind; empty if nobody knows."""
+    value, types = errors[0]["input"], {error["type"] for error in errors}
+    name = re.sub(r"\.\d+", ".N", key)
+    hint = ""
+    if value is None:
+        hint = "it is required" if is_required(name) else "leave it out"
+    elif "string_type" in types and isinstance(value, bool):
+        hint = "YAML reads yes, no, on and off as true or false: put it in quotes"
+    elif "string_type" in types and isinstance(value, int | float):
+        hint = f'put it in quotes: "{value}"'
+    elif name in _SHORT_FORMS and isinstance(value, str):
+        hint = f"did you mean {{{_SHORT_FORMS[name]}: {value}}}?"
+    elif types & {"tuple_type", "list_type"} and isinstance(value, str | Mapping):
+        hint = "put it in a list: [...]"
+    elif "string_pattern_mismatch" in types and key == "name" and (label := _label(value)):
+        hint = f"did you mean {label!r}?"
+    elif isinstance(value, str):
+        expected = [
+            error["ctx"]["expected"] for error in errors if error["type"] == "literal_error"
+        ]
+        known = re.findall(r"'([^']+)'", " ".join(expected))
+        hint = did_you_mean(value, known).strip().replace("Did", "did")
+    return f"; {hint}" if hint else ""
+
+
+def _label(text: str) -> str:
+    """The DNS label that is most like a text; empty if nothing of it remains."""
+    plain = (
+        unicodedata.normalize("NFKD", text.replace("ß", "ss")).encode("ascii", "ignore").decode()
+    )
+    return re.sub(r"[^a-z0-9]+", "-", plain.lower())[:63].strip("-")

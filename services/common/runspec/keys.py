@@ -1,0 +1,106 @@
+"""Which keys there are, which a document has, and what somebody meant who wrote another."""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from services.common.runspec.run import RunSpec
+
+_ELSEWHERE = {
+    "lr": "trainer.optimizer.learning_rate",
+    "batch_size": "trainer.prompts_per_step",
+    "train_batch_size": "trainer.prompts_per_step",
+    "max_steps": "trainer.steps",
+    "total_training_steps": "trainer.steps",
+    "ppo_epochs": "trainer.updates_per_step",
+    "num_generations": "rollout.group_size",
+    "n_samples": "rollout.group_size",
+    "n": "rollout.group_size",
+    "max_tokens": "rollout.max_response_tokens",
+    "max_new_tokens": "rollout.max_response_tokens",
+    "max_completion_length": "rollout.max_response_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "reward": "rollout.rewards",
+    "beta": "algorithm.kl.coefficient",
+    "kl_coef": "algorithm.kl.coefficient",
+    "entropy_coef": "algorithm.entropy_coefficient",
+    "adv_estimator": "algorithm.advantage",
+    "model_name": "model.path",
+    "num_gpus": "trainer.world_size",
+    "save_freq": "trainer.checkpoint.every",
+    "test_freq": "validation.every",
+    "report_to": "trackers",
+    "logger": "trackers",
+    "wandb": "trackers",
+    "project_name": "trackers.N.project",
+}
+"""What others call a key."""
+
+
+def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key below a part of the specification, dotted, a group before its own; ``N`` is an index."""
+    for name, info in model.model_fields.items():
+        yield f"{prefix}{name}", info
+        for below, part in parts_of(info):
+            yield from fields_of(part, f"{prefix}{name}.{below}")
+
+
+def parts_of(info: FieldInfo) -> list[tuple[str, type[BaseModel]]]:
+    """The parts that a field holds, in each of its forms; none if it holds a value.
+
+    Returns:
+        What stands between the field's key and those of the part, and the part: nothing, ``N.`` in a list,
+        ``NAME.`` in a mapping.
+    """
+    return list(_parts_of(info.annotation, ""))
+
+
+def _parts_of(annotation: Any, below: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield below, annotation
+        return
+    inner = {tuple: "N.", dict: "NAME."}.get(get_origin(annotation), below)
+    for argument in get_args(annotation):
+        yield from _parts_of(argument, inner)
+
+
+def flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys of a specification, dotted, with their values."""
+    for key, value in document.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def did_you_mean_key(key: str) -> str:
+    """The same for an unknown key: one beside it, or of its name elsewhere."""
+    known = _keys()
+    parent, _, leaf = key.rpartition(".")
+    top = key.partition(".")[0]
+    # Of several with one name, that of the same part of the specification.
+    ordered = sorted(known, key=lambda name: name.partition(".")[0] == top)
+    by_leaf = {name.rpartition(".")[2]: name for name in ordered}
+    # What is beside it may be below a name that the user chose.
+    parents = {parent, f"{parent.rpartition('.')[0]}.NAME"}
+    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] in parents}
+    if meant := _ELSEWHERE.get(leaf) or by_leaf.get(leaf):
+        return f" Did you mean {meant!r}?"
+    for names, cutoff in ((beside, 0.6), (by_leaf, 0.75)):
+        if found := get_close_matches(leaf, names, n=1, cutoff=cutoff):
+            return f" Did you mean {names[found[0]]!r}?"
+    return ""
+
+
+def is_required(key: str) -> bool:
+    """Whether a key has no default; ``N`` is an index."""
+    return any(name == key and info.is_required() for name, info in fields_of(RunSpec))
+
+
+@cache
+def _keys() -> tuple[str, ...]:
+    return tuple(key for key, _ in fields_of(RunSpec))

@@ -1,0 +1,291 @@
+"""From YAML or JSON to a RunSpec: overrides, canonical JSON, digest, readable errors."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from services.common.callables import is_reference, parse_reference
+from services.common.runspec.aliases import let_win, make_way, own_name, without_aliases
+from services.common.runspec.data import set_documents
+from services.common.runspec.examining import Examined, examine
+from services.common.runspec.run import TINY_PREFIX, RunSpec
+
+MAX_DOCUMENT_BYTES = 256 << 10
+"""Of a request to the run API, over REST and over gRPC."""
+MAX_DEPTH = 20
+MAX_ITEMS = 10_000
+
+
+def shape_problem(document: Any) -> str:
+    """What makes a document too deep or too long to be looked into; empty if nothing does.
+
+    Works level by level, so that depth cannot exhaust the stack.
+    """
+    level, depth = [document], 0
+    while level:
+        if depth > MAX_DEPTH:
+            return f"is nested more than {MAX_DEPTH} levels deep"
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, (dict, list)):
+                if len(value) > MAX_ITEMS:
+                    return f"has a list or an object of more than {MAX_ITEMS} items"
+                below += value.values() if isinstance(value, dict) else value
+        level, depth = below, depth + 1
+    return ""
+
+
+_MERGE = "tag:yaml.org,2002:merge"
+MACHINE_KEYS = ("rollout.replicas", "trainer.dtype")
+"""Keys whose defaults depend on the machine that runs the specification."""
+_SCALARS = (str, int, float, bool, type(None))
+
+
+class SpecError(ValueError):
+    """A run specification that cannot be used; the message names every key and its fix."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(problems))
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A specification file that was read, whatever is wrong with it."""
+
+    examined: Examined
+    notes: tuple[str, ...] = ()
+    """Other names of keys that it uses."""
+    left_out: frozenset[str] = frozenset()
+    """Keys of :data:`MACHINE_KEYS` that neither the file nor the topology gives."""
+
+
+def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
+    """Read a specification file and find all that is wrong with its keys.
+
+    Paths inside it (model, data, Python files) are relative to the file, and absolute in the result.
+
+    Args:
+        path: A YAML or JSON file.
+        overrides: Assignments such as ``algorithm.max_staleness=2``, applied in order. They win over
+            the file, whichever of its names a key has there.
+
+    Raises:
+        SpecError: If the file is missing or is not a mapping, or an assignment is none.
+    """
+    document = _read(path)
+    refused: list[str] = []
+    given: list[str] = []
+    for assignment in overrides:
+        try:
+            given.append(_apply_override(document, assignment))
+        except SpecError as error:
+            refused += error.problems
+    if refused:
+        raise SpecError(refused)
+    renamed = without_aliases(document)
+    let_win(renamed.document, given)
+    found = examine(renamed.document)
+    spec = None if found.spec is None else resolve_paths(found.spec, path.resolve().parent)
+    problems = (*renamed.problems, *found.problems)
+    return Draft(
+        replace(found, spec=spec, problems=problems),
+        tuple(renamed.notes),
+        left_out=frozenset() if found.spec is None else _left_out(found.spec),
+    )
+
+
+def _left_out(spec: RunSpec) -> frozenset[str]:
+    parts = (key.split(".") for key in MACHINE_KEYS)
+    return frozenset(
+        f"{part}.{name}" for part, name in parts if name not in getattr(spec, part).model_fields_set
+    )
+
+
+def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
+    """Read a specification file, as :func:`read_draft`.
+
+    Raises:
+        SpecError: If the file is missing, is not a mapping, or breaks a rule.
+    """
+    return _right(read_draft(path, overrides).examined)
+
+
+def parse_spec(document: Mapping[str, Any] | str) -> RunSpec:
+    """Validate a mapping or its JSON.
+
+    Raises:
+        SpecError: With one line per problem: the key, what was expected, what came.
+    """
+    if isinstance(document, str):
+        document = _parse_json(document)
+    if problem := shape_problem(document):
+        raise SpecError([f"the specification {problem}"])
+    renamed = without_aliases(document)
+    found = examine(renamed.document)
+    return _right(replace(found, problems=(*renamed.problems, *found.problems)))
+
+
+def _right(found: Examined) -> RunSpec:
+    if found.problems:
+        raise SpecError(found.problems)
+    assert found.spec is not None
+    return found.spec
+
+
+def _parse_json(text: str) -> Mapping[str, Any]:
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise SpecError([f"the specification is not JSON: {error}"]) from error
+    if not isinstance(document, dict):
+        raise SpecError([f"the specification must be an object, got {type(document).__name__}"])
+    return document
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise SpecError(
+            [f"{path}: cannot be read ({reason}); name a file such as examples/sort4.yaml"]
+        ) from error
+    try:
+        document = yaml.load(text, Loader=_Loader)  # noqa: S506 -- it is a SafeLoader
+    except yaml.YAMLError as error:
+        raise SpecError([f"{path}: is not valid YAML: {error}"]) from error
+    if not isinstance(document, dict):
+        raise SpecError([f"{path}: expected a mapping of keys, got {type(document).__name__}"])
+    if problem := shape_problem(document):
+        raise SpecError([f"{path}: {problem}"])
+    return document
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses keys that are given twice, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is given twice; keep one", key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def canonical_json(spec: RunSpec) -> str:
+    """The specification with every default written out; equal specifications give equal text."""
+    return json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+
+def spec_digest(spec: RunSpec) -> str:
+    """SHA-256 of :func:`canonical_json`, in hex."""
+    return hashlib.sha256(canonical_json(spec).encode()).hexdigest()
+
+
+def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
+    """Make the file paths of a specification absolute, taking them as relative to ``folder``.
+
+    Hugging Face ids, presets and import paths are left as they are.
+    """
+    document = spec.model_dump(mode="json")
+    _resolve_model(document["model"], folder)
+    if document["teacher"] is not None:
+        _resolve_model(document["teacher"], folder)
+    checkpoint = document["trainer"]["checkpoint"]
+    for key in {"directory", "start_from"} & {key for key, value in checkpoint.items() if value}:
+        checkpoint[key] = str((folder / checkpoint[key]).resolve())
+    _resolve_sources(document["data"], folder)
+    if curriculum := document["data"]["curriculum"]:
+        _resolve_functions(curriculum, ("function",), folder)
+    _resolve_functions(document["algorithm"], ("advantage", "loss"), folder)
+    _resolve_rewards(document["rollout"]["rewards"], folder)
+    rollout = document["rollout"]
+    rollout["workflow"] = _absolute_callable(rollout["workflow"], folder)
+    _resolve_arguments(rollout["workflow_arguments"], folder)
+    return RunSpec.model_validate(document)
+
+
+def _resolve_model(model: dict[str, Any], folder: Path) -> None:
+    if not model["path"].startswith(TINY_PREFIX) and (folder / model["path"]).is_dir():
+        model["path"] = str((folder / model["path"]).resolve())
+    if (warm_start := model["warm_start"]) is not None:
+        warm_start["examples"] = _absolute_callable(warm_start["examples"], folder)
+
+
+def _resolve_arguments(arguments: dict[str, Any], folder: Path) -> None:
+    """Make what a workflow is given to call absolute."""
+    for key in ("agent", "environment", "train"):
+        if isinstance(arguments.get(key), str):
+            arguments[key] = _absolute_callable(arguments[key], folder)
+    if isinstance(tools := arguments.get("tools"), list):
+        arguments["tools"] = [_absolute_callable(str(tool), folder) for tool in tools]
+
+
+def _resolve_rewards(rewards: Sequence[dict[str, Any]], folder: Path) -> None:
+    for reward in rewards:
+        reward["name"] = _absolute_callable(reward["name"], folder)
+
+
+def _resolve_sources(data: dict[str, Any], folder: Path) -> None:
+    for _, source in set_documents(data):
+        _resolve_rewards(source["rewards"] or (), folder)
+        for each in source["filters"]:
+            _resolve_functions(each, ("function",), folder)
+        if source["source"] in ("jsonl", "parquet"):
+            source["path"] = str((folder / source["path"]).resolve())
+        elif source["source"] == "python":
+            source["path"] = _absolute_callable(source["path"], folder)
+
+
+def _resolve_functions(part: dict[str, Any], keys: Sequence[str], folder: Path) -> None:
+    for key in keys:
+        part[key] = part[key] and _absolute_callable(part[key], folder)
+
+
+def _absolute_callable(reference: str, folder: Path) -> str:
+    if is_reference(reference) and (parsed := parse_reference(reference)).is_file:
+        return f"{(folder / parsed.location).resolve()}:{parsed.name}"
+    return reference
+
+
+def _apply_override(document: dict[str, Any], assignment: str) -> str:
+    """Set a key, and forget what the document has under its other names; returns the key's own name."""
+    key, separator, text = assignment.partition("=")
+    if not separator or not key:
+        raise SpecError(
+            [f"--set {assignment}: expected KEY=VALUE, for example algorithm.max_staleness=2"]
+        )
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecError([f"--set {assignment}: the value is not valid YAML: {error}"]) from error
+    *parents, leaf = key.split(".")
+    make_way(document, key)
+    target: Any = document
+    for part in parents:
+        if isinstance(target, list):
+            target = target[_index(key, part, target)]
+        elif isinstance(target, dict):
+            target = target.setdefault(part, {})
+            if target is None or isinstance(target, _SCALARS):
+                raise SpecError([f"--set {key}: {part!r} holds a value, not a group of keys"])
+    if isinstance(target, list):
+        target[_index(key, leaf, target)] = value
+    elif isinstance(target, dict):
+        target[leaf] = value
+    return own_name(key)
+
+
+def _index(key: str, part: str, items: list[Any]) -> int:
+    if not part.isdigit() or int(part) >= len(items):
+        raise SpecError([f"--set {key}: {part!r} is no index of a list of {len(items)} items"])
+    return int(part)

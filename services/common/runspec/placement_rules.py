@@ -1,0 +1,226 @@
+"""How the tasks of a run may share its GPUs."""
+
+from collections.abc import Iterator
+
+from services.common.runspec.engines import ENGINES
+from services.common.runspec.run import RunSpec
+from services.common.runspec.weight_modes import HOST_MODE, MODES
+
+
+def placement(spec: RunSpec) -> Iterator[str]:
+    """What is wrong with the task groups, or with turns on the same GPUs."""
+    topology = spec.topology
+    if topology.takes_turns:
+        yield from _turns(spec)
+        return
+    if not topology.task_groups:
+        if topology.ratios or topology.gpus:
+            yield (
+                "topology.ratios and topology.gpus are for task groups, but topology.task_groups is "
+                "empty; name the groups, or set trainer.world_size and rollout.replicas instead"
+            )
+        if topology.scoring_ranks > 1:
+            yield _NOBODY_SHARDED.format(topology.scoring_ranks)
+        return
+    if topology.gpus == 0:
+        yield "topology.task_groups needs topology.gpus: the number that is split"
+        return
+    try:
+        topology.place()
+        engine_gpus = spec.engine_gpus
+    except ValueError as error:
+        yield f"topology.task_groups: {error}"
+        return
+    if topology.scoring_ranks > 1 and not (
+        topology.own_gpus("logp") or topology.own_gpus("ref_logp")
+    ):
+        yield _NOBODY_SHARDED.format(topology.scoring_ranks)
+    yield from _counts(spec, engine_gpus)
+    yield from _roles(spec)
+
+
+_NOBODY_SHARDED = (
+    "topology.scoring_ranks is {}, but neither logp nor ref_logp has GPUs of its own; give one a group in "
+    "topology.task_groups, or leave scoring_ranks out"
+)
+
+
+def _counts(spec: RunSpec, engine_gpus: int) -> Iterator[str]:
+    """Processes must be those that the task groups give."""
+    scoring = [task for task in ("logp", "ref_logp") if spec.topology.own_gpus(task)]
+    parallelism = {
+        "train": spec.trainer.tensor_parallel * spec.trainer.context_parallel,
+        "generate": engine_gpus,
+        **dict.fromkeys(scoring, spec.topology.scoring_ranks),
+    }
+    try:
+        placed = spec.topology.place(parallelism)
+    except ValueError as error:
+        yield f"topology.ratios: {error}"
+        return
+    given = {
+        "trainer.world_size": (spec.trainer.world_size, spec.topology.gpus_of("train")),
+        "rollout.replicas": (
+            spec.rollout.replicas,
+            spec.topology.gpus_of("generate") // engine_gpus,
+        ),
+    }
+    for key, (stated, follows) in given.items():
+        if stated != follows:
+            yield (
+                f"{key} is {stated}, but topology gives {follows}; leave it out, or change "
+                "topology.ratios"
+            )
+    for group in placed.groups:
+        if "generate" in group.tasks and set(group.tasks) - {"generate", "reward"}:
+            yield (
+                f"topology.task_groups puts {', '.join(group.tasks)} on the same GPUs, but an engine "
+                "needs its GPUs for itself; give generate a group of its own"
+            )
+
+
+def _roles(spec: RunSpec) -> Iterator[str]:
+    """Tasks with GPUs of their own must have something to do, and get what they need."""
+    topology = spec.topology
+    if topology.own_gpus("ref_logp") and not spec.needs_reference:
+        yield (
+            "topology.task_groups gives ref_logp GPUs of its own, but algorithm.kl.coefficient is 0, "
+            "so nothing is compared with the reference; set it above 0, or leave ref_logp out"
+        )
+    if topology.own_gpus("logp") and not spec.needs_proximal:
+        yield (
+            "topology.task_groups gives logp GPUs of its own, but with trainer.updates_per_step "
+            f"{spec.trainer.updates_per_step} and algorithm.correction {spec.algorithm.correction!r} "
+            "nothing needs proximal logprobs; let it share the group of train"
+        )
+    if topology.own_gpus("logp") and spec.weight_sync.publish_every > 1:
+        yield (
+            "topology.task_groups gives logp GPUs of its own, which must get the weights of every step, but "
+            f"weight_sync.publish_every is {spec.weight_sync.publish_every}; set it to 1, or let logp share "
+            "the group of train"
+        )
+    if topology.own_gpus("logp") and spec.trainer.accumulate_early:
+        yield (
+            "topology.task_groups gives logp GPUs of its own, which scores whole batches, but "
+            "trainer.accumulate_early is true; set it to false, or let logp share the group of train"
+        )
+    if topology.scoring_ranks > 1 and topology.own_gpus("logp"):
+        yield from _sharded_logp(spec)
+    if topology.own_gpus("critic"):
+        yield from _critic(spec)
+    group = next((group for group in topology.task_groups if "reward" in group), ())
+    if group and "generate" not in group:
+        yield (
+            "topology.task_groups gives reward GPUs of its own, but it runs inside the processes of "
+            "generate; put it into the group of generate, or leave it out"
+        )
+
+
+def _sharded_logp(spec: RunSpec) -> Iterator[str]:
+    """A sharded policy has no GPU that could take the weights whole."""
+    if not MODES[spec.weight_sync.mode].through_host:
+        yield (
+            f"topology.scoring_ranks is {spec.topology.scoring_ranks}, so logp is sharded and gets its "
+            f"weights through host memory, but weight_sync.mode is {spec.weight_sync.mode!r}; set it to "
+            f"{HOST_MODE!r}, or let logp share the group of train"
+        )
+
+
+def _critic(spec: RunSpec) -> Iterator[str]:
+    """A critic with GPUs of its own computes returns by itself, from what is stored."""
+    if not spec.algorithm.advantage_kind.needs_critic:
+        yield (
+            "topology.task_groups gives critic GPUs of its own, but algorithm.advantage "
+            f"{spec.algorithm.advantage!r} has no critic; set it to 'gae', or leave critic out"
+        )
+    if spec.needs_reference and spec.algorithm.kl.placement == "reward":
+        yield (
+            "topology.task_groups gives critic GPUs of its own, but algorithm.kl.placement 'reward' changes "
+            "rewards inside the trainer, where the critic does not see them; set it to 'loss', or let critic "
+            "share the group of train"
+        )
+    group = spec.topology.place().group_of("critic")
+    if group is not None and len(group.tasks) > 1:
+        yield (
+            f"topology.task_groups puts {', '.join(group.tasks)} on the same GPUs, but a critic outside of "
+            "train needs its GPUs for itself; give it a group of its own"
+        )
+
+
+def _turns(spec: RunSpec) -> Iterator[str]:
+    """Trainer and rollouts have GPUs one after the other, and nobody but rollouts has any besides."""
+    apart = "or set topology.placement to 'disaggregated'"
+    for problem in (*_unequal(spec), *_at_once(spec)):
+        yield f"topology.placement is {spec.topology.placement!r}, but {problem}, {apart}"
+
+
+def _unequal(spec: RunSpec) -> Iterator[str]:
+    """Every GPU of the trainer has equally many rollouts, and there are no others; one, if it is mixed."""
+    topology, ranks, replicas = spec.topology, spec.trainer.world_size, spec.rollout.replicas
+    if topology.task_groups or topology.ratios or topology.gpus or topology.scoring_ranks > 1:
+        yield (
+            "topology.task_groups, ratios, gpus or scoring_ranks split GPUs, which all tasks share; leave "
+            "them out"
+        )
+    engine_gpus = spec.engine_gpus
+    if topology.placement == "mixed":
+        least = ranks // engine_gpus + 1
+        if ranks % engine_gpus:
+            yield (
+                f"engines of {engine_gpus} GPUs do not fill trainer.world_size ({ranks}); set it to a "
+                f"multiple of {engine_gpus}"
+            )
+        elif replicas < least:
+            yield (
+                f"rollout.replicas ({replicas}) leaves none with GPUs of its own: {least - 1} of "
+                f"{engine_gpus} GPU(s) each are on the trainer's, trainer.world_size ({ranks}); set "
+                f"rollout.replicas to {least} or more, set topology.placement to 'colocated'"
+            )
+    elif ranks % engine_gpus or replicas * engine_gpus % ranks:
+        yield (
+            f"rollout.replicas ({replicas}) of {engine_gpus} GPU(s) each do not fill the trainer's GPUs, "
+            f"trainer.world_size ({ranks}), equally; set rollout.replicas to {max(1, ranks // engine_gpus)}, "
+            f"and trainer.world_size to a multiple of {engine_gpus}"
+        )
+
+
+def _at_once(spec: RunSpec) -> Iterator[str]:
+    """What needs GPUs while others have them."""
+    able = ", ".join(name for name, kind in ENGINES.items() if kind.sleeps)
+    if not ENGINES[spec.rollout.engine].sleeps:
+        yield (
+            f"engine {spec.rollout.engine!r} does not give up its GPU memory while the trainer works; choose "
+            f"one of {able}"
+        )
+    num_others = max(0, spec.rollout.replicas - spec.rollouts_in_turns)
+    if spec.algorithm.max_staleness > 1 and not num_others:
+        yield (
+            "rollouts cannot run ahead of training by algorithm.max_staleness "
+            f"{spec.algorithm.max_staleness} versions; set it to 0 or 1"
+        )
+    if spec.algorithm.num_demonstrations:
+        loss = spec.algorithm.loss
+        yield f"with algorithm.loss {loss!r} nothing is sampled for training; take another loss"
+    if spec.validation.replicas > num_others:
+        yield (
+            f"validation.replicas is {spec.validation.replicas}, and {num_others} rollout(s) answer while "
+            f"the trainer works; set it to {max(0, num_others)}"
+        )
+    if MODES[spec.weight_sync.mode].is_in_place:
+        yield (
+            f"weight_sync.mode {spec.weight_sync.mode!r} writes into live weights, which an engine that "
+            "sleeps does not have; leave it out"
+        )
+    for key, (found, fitting, why) in {
+        "rollout.kv_policy": (
+            spec.rollout.kv_policy, "recompute", "an engine that sleeps forgets its cache",
+        ),
+        "weight_sync.publish_every": (
+            spec.weight_sync.publish_every, 1, "an engine that slept needs weights",
+        ),
+        "trainer.accumulate_early": (
+            spec.trainer.accumulate_early, False, "nothing is trained while rollouts have the GPUs",
+        ),
+    }.items():  # fmt: skip
+        if found != fitting:
+            yield f"{key} is {found!r}, and {why}; set it to {fitting!r}"

@@ -1,0 +1,1 @@
+"""Certificates, tokens, authorization, and limits on user code."""

@@ -1,0 +1,141 @@
+"""Which calls a run's token allows: those that name that run, and nothing else.
+
+The rule is about requests, not about methods, so a method added tomorrow is covered: one whose request
+names no run is closed to workers unless it is listed here.
+"""
+
+import logging
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Any
+
+from prometheus_client import Counter
+
+from services.common.errors import PermissionDeniedError, UnauthenticatedError
+from services.common.fields import run_of
+from services.common.security.credentials import Identity
+from services.common.security.run_tokens import SERVICES
+from services.common.security.tls import ANY_WORKER, peer_name
+from services.common.telemetry.logging import RareLog
+
+logger = logging.getLogger(__name__)
+
+AUTH_FAILURES = Counter(
+    "slipstream_auth_failures_total",
+    "Calls that were refused for who made them.",
+    ["reason"],
+)
+for _reason in ("unauthenticated", "permission_denied"):
+    AUTH_FAILURES.labels(_reason)
+
+# Their requests name no run; what they give is restricted to the caller's run elsewhere.
+_OPEN_TO_RUNS = frozenset({"/slipstream.transferqueue.v1.TransferQueueService/ConnectClient"})
+# They name a run, but belong to the one who drives it: a run does not set its own quota.
+_CLOSED_TO_RUNS = frozenset(
+    f"/slipstream.transferqueue.v1.{name}"
+    for name in (
+        *("TransferQueueService/CreatePartition", "TransferQueueService/DropPartition"),
+        *("TransferQueueService/SaveSnapshot", "TransferQueueService/RestoreSnapshot"),
+        *("KeptSampleService/KeepSamples", "KeptSampleService/ReadSamples"),
+        "KeptSampleService/ForgetSamples",
+    )
+)
+_NAMES_OF_SERVICES = frozenset({peer_name("controller"), peer_name("transferqueue")})
+HEALTH = "/grpc.health.v1.Health/"
+
+_refusals = RareLog(logger)
+_caller: ContextVar[str] = ContextVar("caller", default=SERVICES)
+
+
+def caller_run() -> str | None:
+    """Run of the worker whose request is being served; None if a service made it."""
+    caller = _caller.get()
+    return None if caller == SERVICES else caller
+
+
+def know(identity: Identity, method: str, authorization: str) -> None:
+    """See who calls, before the request is read, and remember it while that is served.
+
+    Args:
+        identity: Of the process that serves.
+        method: Full name of the method.
+        authorization: The header of that name; empty if none came.
+
+    Raises:
+        UnauthenticatedError: If the caller is not known.
+    """
+    if not identity.is_known or method.startswith(HEALTH):
+        return
+    try:
+        _caller.set(identity.bearer(authorization))
+    except UnauthenticatedError:
+        AUTH_FAILURES.labels("unauthenticated").inc()
+        _refusals.warning("a call without a known token was refused", method=method)
+        raise
+
+
+def certify(method: str, names: Iterable[bytes]) -> None:
+    """See that the caller that is known by its token shows a certificate of the same bearer.
+
+    Args:
+        method: Full name of the method.
+        names: DNS names of its certificate.
+
+    Raises:
+        PermissionDeniedError: If the certificate is another's.
+    """
+    if method.startswith(HEALTH):
+        return
+    bearer = _caller.get()
+    if bearer == SERVICES:
+        fitting = _NAMES_OF_SERVICES
+    else:
+        fitting = frozenset({peer_name("worker", bearer), ANY_WORKER})
+    shown = {name.decode("latin-1") for name in names}
+    if not shown & fitting:
+        AUTH_FAILURES.labels("permission_denied").inc()
+        _refusals.warning("a token came with another's certificate", method=method, run=bearer)
+        raise PermissionDeniedError(
+            f"a token of {bearer} came with a certificate of {', '.join(sorted(shown)) or 'nobody'}; "
+            f"it needs one of {' or '.join(sorted(fitting))}",
+            method=method,
+        )
+
+
+def admit(method: str, request: Any) -> None:
+    """See that the caller that is known may make a request.
+
+    Args:
+        method: Full name of the method.
+        request: The request.
+
+    Raises:
+        PermissionDeniedError: If it belongs to another run.
+    """
+    bearer = _caller.get()
+    if bearer != SERVICES and not _is_open(method, request, bearer):
+        AUTH_FAILURES.labels("permission_denied").inc()
+        _refusals.warning("a worker's call was refused", method=method, run=bearer)
+        raise PermissionDeniedError(
+            f"a worker of {bearer} may not call {method}, or not for another run or for none",
+            method=method,
+        )
+
+
+def _is_open(method: str, request: Any, run_id: str) -> bool:
+    """Whether a worker of a run may make a request."""
+    if method in _CLOSED_TO_RUNS:
+        return False
+    return method in _OPEN_TO_RUNS or run_named_by(request) == run_id
+
+
+def run_named_by(request: Any) -> str | None:
+    """The run that a request is about; None if it names none."""
+    fields = request.DESCRIPTOR.fields_by_name
+    if "run_id" in fields:
+        run_id: str = request.run_id
+        return run_id
+    for name in ("partition_id", "scope"):
+        if name in fields:
+            return run_of(getattr(request, name))
+    return None

@@ -1,0 +1,392 @@
+"""The gate for specifications: what they may start and load, on one list of the installation.
+
+Every key of a specification that can hold text has a kind in :data:`KINDS`, which says how its values are
+judged. The controller judges by the text what a user submits. Workers judge again where the files are, with
+links followed, because only there links and modules can be seen.
+"""
+
+import importlib.util
+import os.path
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel
+
+from services.common.callables import Reference, parse_reference
+from services.common.runspec.data import PromptSourceSpec
+from services.common.runspec.run import RunSpec
+
+Kind = Literal[
+    "free",
+    "text",
+    "path",
+    "model",
+    "code",
+    "function",
+    "package",
+    "command",
+    "rows",
+    "rows arguments",
+    "workflow arguments",
+]
+"""How a value is judged.
+
+``free``: not at all; a slash means nothing in it. ``text``: anything, which may be a path or a reference to
+code. ``path``: a file or a folder. ``model``: a preset, the id of a hub, or a folder. ``code``: a reference
+for :func:`~services.common.callables.load_callable`, the name of something built in, or an address, which
+workers judge when they connect (:mod:`services.rollout.calls.reach`). ``function``: a function that verifiers
+loads, ``package.module.name`` too. ``package``: a plugin that verifiers imports by its name. ``command``: a
+program with its arguments. ``rows``: ``path`` of a prompt source, whose kind follows from ``source``; ``rows
+arguments`` and ``workflow arguments`` follow from what takes them.
+"""
+
+_MODELS: Final[Mapping[str, Kind]] = {
+    "path": "model",
+    "revision": "text",
+    "tokenizer": "model",
+    "warm_start.examples": "code",
+}
+_REWARDS: Final[Mapping[str, Kind]] = {"name": "code", "arguments": "text"}
+_ROWS: Final[Mapping[str, Kind]] = {
+    "path": "rows",
+    "split": "text",
+    "subset": "text",
+    "arguments": "rows arguments",
+    "filters.N.column": "free",
+    "filters.N.one_of": "free",
+    "filters.N.matches": "free",
+    "filters.N.function": "code",
+    "filters.N.arguments": "text",
+    "prompt_column": "free",
+    "answer_column": "free",
+    "prompt_template": "free",
+    **{f"rewards.N.{key}": kind for key, kind in _REWARDS.items()},
+}
+_SETS = ("data.train", "data.train.NAME", "data.heldout", "data.heldout.NAME")
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "name": "free",
+    **{f"{model}.{key}": kind for model in ("model", "teacher") for key, kind in _MODELS.items()},
+    **{f"{rows}.{key}": kind for rows in _SETS for key, kind in _ROWS.items()},
+    "data.curriculum.function": "code",
+    "data.curriculum.arguments": "text",
+    "data.prompt_column": "free",
+    "data.answer_column": "free",
+    "data.rejected_column": "free",
+    "data.prompt_template": "free",
+    "data.chat_template_arguments": "text",
+    "rollout.engine": "free",
+    "rollout.engine_arguments": "text",
+    "rollout.sampling.stop": "free",
+    "rollout.workflow": "code",
+    "rollout.workflow_arguments": "workflow arguments",
+    **{f"rollout.rewards.N.{key}": kind for key, kind in _REWARDS.items()},
+    "rollout.answer_pattern": "free",
+    "algorithm.advantage": "code",
+    "algorithm.advantage_arguments": "text",
+    "algorithm.loss": "code",
+    "algorithm.loss_arguments": "text",
+    "trainer.lora.target_modules": "text",
+    "trainer.checkpoint.best.set": "free",
+    "trainer.checkpoint.best.metric": "free",
+    "trainer.checkpoint.directory": "path",
+    "trainer.checkpoint.start_from": "path",
+    "topology.task_groups": "text",
+    "trackers.N.project": "text",
+    "trackers.N.tags": "free",
+}
+"""Kind of each key that can hold a user's text, named as by ``services.common.runspec.keys.fields_of``.
+A key that is not here is judged as ``text``."""
+
+_WORKFLOW_ARGUMENTS: Final[Mapping[str, Kind]] = {
+    "agent": "code",
+    "environment": "code",
+    "train": "code",
+    "tools": "code",
+    "mcp_servers": "command",
+}
+_DATA_KINDS: Final[Mapping[str, Kind]] = {
+    "jsonl": "path",
+    "parquet": "path",
+    "huggingface": "model",
+    "python": "code",
+    "verifiers": "package",
+}
+_URLS = ("http://", "https://", "grpc://", "grpcs://", "openenv+http://", "openenv+https://")
+# What is made on the spot: presets of models and of tokenizers.
+_PRESETS = ("tiny:", "chars:")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_PLUGIN = re.compile(r"(\w[\w.-]*/)?(?P<module>[A-Za-z_][\w-]*)(@[\w.-]+)?")
+_PATH_STARTS = ("/", "~", "./", "../", "file:")
+_RUN = re.compile(r"run_[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """What specifications may name. Without folders, everything: a machine that only its owner uses."""
+
+    roots: tuple[Path, ...] = ()
+    """Folders with data, models and checkpoints."""
+    code_roots: tuple[Path, ...] = ()
+    """Folders with Python code that may run."""
+    commands: tuple[tuple[str, ...], ...] = ()
+    """Programs that may be started, each with all its arguments."""
+
+    def problems(self, spec: RunSpec) -> list[str]:
+        """What a specification names and may not, judged by its text.
+
+        Returns:
+            One line per name: its key, what it is, what is allowed.
+        """
+        judge = _Judge(self, lambda path: Path(os.path.normpath(path)), is_here=False)
+        return judge.all_problems(spec)
+
+    def problems_here(self, spec: RunSpec) -> list[str]:
+        """As :meth:`problems`, on the host where the files are: links are followed, modules looked up."""
+        return _Judge(self, Path.resolve, is_here=True).all_problems(spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    allowance: Allowance
+    resolved: Callable[[Path], Path]
+    is_here: bool
+
+    def all_problems(self, spec: RunSpec) -> list[str]:
+        if not self.allowance.roots:
+            return []
+        return [
+            f"{key}: {problem}"
+            for key, kind, value in _names(spec)
+            for problem in self._problems(kind, value)
+        ]
+
+    def _problems(self, kind: Kind, value: Any) -> Iterator[str]:
+        if kind == "command":
+            yield from self._command(value)
+        elif "\0" in value:
+            yield "holds a zero byte; remove it"
+        elif kind == "package":
+            yield from self._package(value)
+        elif kind == "function":
+            yield from self._function(value)
+        elif kind in ("code", "text"):
+            yield from self._code_or_text(value, is_code=kind == "code")
+        elif kind == "model" and value.startswith(_PRESETS):
+            return
+        elif kind == "path" or not self._is_hub_id(value):
+            # Not every library that opens it expands what begins with ~ or file:.
+            yield from self._path(value, self.allowance.roots, {Path(value), _plain(value)})
+
+    def _code_or_text(self, value: str, *, is_code: bool) -> Iterator[str]:
+        # Whatever the loader takes for a reference, wherever it is.
+        if (reference := _reference(value)) is not None:
+            yield from self._reference(reference, must_exist=is_code and self.is_here)
+        elif _is_path(value):
+            yield from self._path(value, self.allowance.roots, {_plain(value)})
+
+    def _reference(self, reference: Reference, *, must_exist: bool) -> Iterator[str]:
+        location = reference.location
+        if reference.is_file:
+            yield from self._path(location, self.allowance.code_roots, {Path(location)})
+        else:
+            yield from self._module(location, must_exist=must_exist)
+
+    def _package(self, value: str) -> Iterator[str]:
+        if (named := _PLUGIN.fullmatch(value)) is None:
+            yield f"{value!r} names no plugin; write its id, such as 'owner/name@version'"
+        else:
+            module = named["module"].replace("-", "_").lower()
+            yield from self._module(module, must_exist=True)
+
+    def _function(self, value: str) -> Iterator[str]:
+        module, separator, name = value.rpartition(":" if ":" in value else ".")
+        reference = _reference(f"{module}:{name}") if separator else None
+        if reference is None:
+            yield f"{value!r} names no function; write 'module:function' or 'file.py:function'"
+        else:
+            yield from self._reference(reference, must_exist=True)
+
+    def _path(self, text: str, roots: Sequence[Path], meanings: set[Path]) -> Iterator[str]:
+        try:
+            paths = sorted(map(self.resolved, meanings))
+            inside = [self.resolved(root) for root in roots]
+        except (OSError, RuntimeError) as error:  # links in a circle
+            yield f"{text!r} leads nowhere ({error}); name something inside of {_listed(roots)}"
+            return
+        for path in paths:
+            if not _is_inside(path, inside):
+                leads = "" if str(path) == text else f" leads to {path}, which"
+                yield f"{text!r}{leads} is outside of {_listed(roots)}; name something inside"
+                return
+
+    def _module(self, module: str, *, must_exist: bool) -> Iterator[str]:
+        roots = [root.resolve() for root in self.allowance.code_roots]
+        specs = list(_module_specs(module))
+        if any(not _is_within(spec, roots) for spec in specs) or (must_exist and not specs):
+            yield f"module {module!r} is outside of {_listed(roots)}; put the file there"
+
+    def _command(self, command: Any) -> Iterator[str]:
+        if not isinstance(command, list) or tuple(command) not in self.allowance.commands:
+            allowed = [" ".join(known) for known in self.allowance.commands]
+            yield (
+                f"{command!r} is none of the commands of this installation ({', '.join(allowed) or 'none'}); "
+                "ask for it to be added to allowed_commands"
+            )
+
+    def _is_hub_id(self, value: str) -> bool:
+        """Whether it names something of a hub; a folder of that name would win."""
+        if _HUB_ID.fullmatch(value) is None:
+            return False
+        return not (self.is_here and Path(value).exists())
+
+
+def runs_named(spec: RunSpec) -> set[str]:
+    """Runs whose folders a specification names, for example to start from a checkpoint."""
+    texts = _texts(spec.model_dump(mode="json"), "")
+    return {run_id for _, value in texts for run_id in _RUN.findall(value)}
+
+
+def paths_named(spec: RunSpec) -> set[Path]:
+    """Absolute paths that a specification names, without ``..``; links are not followed."""
+    paths = {
+        Path(os.path.normpath(_plain(value)))
+        for _, value in _texts(spec.model_dump(mode="json"), "")
+    }
+    return {path for path in paths if path.is_absolute()}
+
+
+def _names(spec: RunSpec) -> Iterator[tuple[str, Kind, Any]]:
+    """What a specification names, by key, and how it is judged."""
+    is_played = spec.rollout.workflow_arguments.get("agent") == "verifiers"
+    for split, rows in spec.data.sets.items() if is_played else ():
+        if rows.source != "verifiers":  # then rows say what runs
+            yield f"data.{split}.source", "command", ["verifiers", rows.source]
+    for key, kind, value, part in _fields(spec, "", ""):
+        if kind == "rows":
+            assert isinstance(part, PromptSourceSpec)
+            yield key, _DATA_KINDS.get(part.source, "text"), value
+        elif kind == "rows arguments" and getattr(part, "source", None) == "verifiers":
+            yield from _verifiers_names(key, value)
+        elif kind == "workflow arguments":
+            yield from _workflow_names(spec, key, value)
+        elif kind != "free":
+            judged: Kind = "text" if kind == "rows arguments" else kind
+            yield from ((name, judged, text) for name, text in _texts(value, key))
+
+
+def _fields(part: BaseModel, key: str, known: str) -> Iterator[tuple[str, Kind, Any, BaseModel]]:
+    """Values of a specification: their keys, their kinds, and the part that each is of.
+
+    Args:
+        part: A part of it.
+        key: What stands before the keys of the part.
+        known: The same, as keys of :data:`KINDS` have it.
+    """
+    for name, value in part:
+        yield from _field(value, f"{key}{name}", f"{known}{name}", part)
+
+
+def _field(
+    value: Any, key: str, known: str, part: BaseModel
+) -> Iterator[tuple[str, Kind, Any, BaseModel]]:
+    if isinstance(value, BaseModel):
+        yield from _fields(value, f"{key}.", f"{known}.")
+    elif isinstance(value, tuple) and any(isinstance(inner, BaseModel) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _field(inner, f"{key}.{index}", f"{known}.N", part)
+    elif isinstance(value, dict) and any(isinstance(inner, BaseModel) for inner in value.values()):
+        for name, inner in value.items():
+            yield from _field(inner, f"{key}.{name}", f"{known}.NAME", part)
+    else:
+        yield key, KINDS.get(known, "text"), value, part
+
+
+def _workflow_names(
+    spec: RunSpec, key: str, arguments: Mapping[str, Any]
+) -> Iterator[tuple[str, Kind, Any]]:
+    """What a workflow is given: code and commands have names, anything else is text."""
+    for name, value in arguments.items():
+        yield f"{key}.{name}", "text", name
+        kind = _WORKFLOW_ARGUMENTS.get(name, "text")
+        if kind == "command":
+            for index, command in enumerate(value if isinstance(value, list) else [value]):
+                yield f"{key}.{name}.{index}", kind, command
+        elif name != "result_template" or spec.rollout.workflow != "multi_turn":
+            yield from ((inner, kind, text) for inner, text in _texts(value, f"{key}.{name}"))
+
+
+def _verifiers_names(key: str, arguments: Any) -> Iterator[tuple[str, Kind, Any]]:
+    """What a configuration of verifiers names: plugins, functions, and where programs run."""
+    kinds: Mapping[str, Kind] = {"id": "package", "fn": "function"}
+    for name, value in _texts(arguments, key):
+        leaf = name.rpartition(".")[2]
+        if leaf == "type":
+            yield name, "command", ["verifiers", value]
+        else:
+            yield name, kinds.get(leaf, "text"), value
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """All texts of a value, with their keys. Names that the user chose are texts too: loops read them."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield key, str(name)
+            yield from _texts(inner, f"{key}.{name}")
+    elif isinstance(value, Sequence):
+        for index, inner in enumerate(value):
+            yield from _texts(inner, f"{key}.{index}")
+
+
+def _reference(text: str) -> Reference | None:
+    try:
+        return parse_reference(text)
+    except ValueError:
+        return None
+
+
+def _module_specs(module: str) -> Iterator[ModuleSpec]:
+    """Where a module and the packages around it are, as far as that is known without running any of them."""
+    name, *below = module.split(".")
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    while found is not None:
+        yield found
+        places = found.submodule_search_locations
+        if not below or places is None:
+            return
+        name = f"{name}.{below.pop(0)}"
+        found = PathFinder.find_spec(name, list(places))
+
+
+def _is_within(found: ModuleSpec, roots: Sequence[Path]) -> bool:
+    """Whether all code of a module is in one of the folders."""
+    places = list(found.submodule_search_locations or ())
+    if found.has_location and found.origin:
+        places.append(found.origin)
+    return bool(places) and all(_is_inside(Path(place).resolve(), roots) for place in places)
+
+
+def _is_path(text: str) -> bool:
+    return text.startswith(_PATH_STARTS) or ".." in text.split("/")
+
+
+def _plain(path: str) -> Path:
+    # Path.expanduser raises for a user that is not there.
+    return Path(os.path.expanduser(path.removeprefix("file://").removeprefix("file:")))  # noqa: PTH111
+
+
+def _is_inside(path: Path, roots: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(root) for root in roots)
+
+
+def _listed(roots: Sequence[Path]) -> str:
+    return ", ".join(str(root) for root in roots) or "any folder of this installation"

@@ -1,0 +1,135 @@
+"""Makes certificates of days: for the service itself, in memory, and for the workers of each run.
+
+Who has the issuer of an installation is trusted like whoever has its service key: the services, and nobody
+else.
+"""
+
+import logging
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from services.common.clock import Clock
+from services.common.errors import InvalidArgumentError
+from services.common.security.tls import Certificate, TlsFiles
+from services.common.telemetry.logging import RareLog
+
+logger = logging.getLogger(__name__)
+
+LIFETIME = timedelta(days=3)
+# Clocks of nodes differ.
+_EARLIER = timedelta(minutes=5)
+_failures = RareLog(logger)
+
+
+class Issuer:
+    """Signs certificates with an authority of the installation, which is read again when it changes.
+
+    Args:
+        folder: With ``tls.crt`` and ``tls.key`` of the authority, and ``ca.crt``, by which all are known:
+            the same certificate, or one above it.
+        clock: Tells the time.
+    """
+
+    def __init__(self, folder: Path, *, clock: Clock = time) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._files = TlsFiles(
+            certificate=folder / "tls.crt", key=folder / "tls.key", authority=folder / "ca.crt"
+        )
+
+    def issue(self, name: str) -> Certificate:
+        """A certificate for a DNS name, which is due to be renewed when half of its time is over.
+
+        Raises:
+            InvalidArgumentError: If the authority cannot be read, may not sign, or has ended.
+        """
+        authority = self._files.current()
+        signer, signing_key = self._load(authority)
+        now = datetime.fromtimestamp(self._clock.time(), UTC)
+        end = min(now + LIFETIME, signer.not_valid_after_utc)
+        if end <= now:
+            raise InvalidArgumentError(
+                f"the issuer in {self._folder} ended at {end:%Y-%m-%d %H:%M} UTC; renew it"
+            )
+        key = ec.generate_private_key(ec.SECP256R1())
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        made = (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])]))
+            .issuer_name(signer.subject)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - _EARLIER)
+            .not_valid_after(end)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .sign(signing_key, hashes.SHA256())
+        )
+        return Certificate(
+            chain=made.public_bytes(serialization.Encoding.PEM) + authority.chain,
+            key=key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            ),
+            authority=authority.authority,
+            renew_at=(now + (end - now) / 2).timestamp(),
+        )
+
+    def is_due(self, certificate: Certificate) -> bool:
+        """Whether another certificate should take the place of one, because of its age or its authority."""
+        is_known = certificate.authority == self._files.current().authority
+        return not is_known or self._clock.time() >= certificate.renew_at
+
+    def _load(
+        self, authority: Certificate
+    ) -> tuple[x509.Certificate, CertificateIssuerPrivateKeyTypes]:
+        try:
+            signer = x509.load_pem_x509_certificate(authority.chain)
+            key = serialization.load_pem_private_key(authority.key, password=None)
+            basic = signer.extensions.get_extension_for_class(x509.BasicConstraints).value
+        except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound) as error:
+            raise InvalidArgumentError(
+                f"the issuer in {self._folder} is no authority: {error}; tls.crt must hold a certificate "
+                "that may sign others (CA:TRUE), and tls.key its key"
+            ) from error
+        if not basic.ca:
+            raise InvalidArgumentError(
+                f"the certificate {self._folder / 'tls.crt'} may not sign others: it needs CA:TRUE"
+            )
+        return signer, key  # type: ignore[return-value]  # other kinds of keys have no certificates
+
+
+class IssuedTls:
+    """A certificate that its process makes for itself, again and again; it is never written down.
+
+    Args:
+        issuer: Signs it.
+        name: Its DNS name.
+
+    Raises:
+        InvalidArgumentError: If the issuer cannot sign.
+    """
+
+    def __init__(self, issuer: Issuer, name: str) -> None:
+        self._issuer = issuer
+        self._name = name
+        self._current = issuer.issue(name)
+
+    def current(self) -> Certificate:
+        """What to show now; one that could not be renewed is shown to its end."""
+        if self._issuer.is_due(self._current):
+            try:
+                self._current = self._issuer.issue(self._name)
+            except InvalidArgumentError as error:
+                _failures.warning("certificate is not renewed", why=str(error))
+        return self._current

@@ -1,0 +1,111 @@
+"""Log lines for people or for machines, with the fields of the process in each."""
+
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from services.common.telemetry import tracing
+
+# API tokens, run tokens, and whatever else is sent to prove who somebody is.
+_SECRET = re.compile(r"\b(slp_|slr_|[Bb]earer )[\w.~+/=-]{8,}")
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def configure(
+    *, level: str = "INFO", log_format: Literal["text", "json"] = "text", **fields: object
+) -> None:
+    """Send all log records to standard error.
+
+    Args:
+        level: Least level that is logged.
+        log_format: ``text`` for people, ``json`` for machines.
+        fields: Facts of this process that each line carries, such as ``service`` and ``run``.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(fields) if log_format == "json" else _TextFormatter(fields))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def _extras(record: logging.LogRecord) -> dict[str, object]:
+    extras = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    if (trace := tracing.current()) is not None:
+        extras["trace_id"] = trace.trace_id
+    return extras
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, fields: dict[str, object]) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+        self._prefix = " ".join(str(value) for value in fields.values())
+
+    def format(self, record: logging.LogRecord) -> str:
+        extras = " ".join(f"{key}={value}" for key, value in _extras(record).items())
+        line = " ".join(part for part in (self._prefix, super().format(record), extras) if part)
+        return _without_secrets(line)
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one JSON object.
+
+    Args:
+        fields: Facts that each line carries.
+    """
+
+    def __init__(self, fields: dict[str, object]) -> None:
+        super().__init__()
+        self._fields = fields
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line."""
+        line: dict[str, object] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._fields,
+            **_extras(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return _without_secrets(json.dumps(line, default=str))
+
+
+def _without_secrets(line: str) -> str:
+    return _SECRET.sub(r"\1***", line)
+
+
+PERIOD_S = 60.0
+
+
+class RareLog:
+    """Warns at most once a minute for each message.
+
+    Args:
+        logger: Gets the lines.
+        now: Monotonic seconds.
+    """
+
+    def __init__(self, logger: logging.Logger, now: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._now = now
+        self._told: dict[str, float] = {}
+        self._num_untold: dict[str, int] = {}
+
+    def warning(self, message: str, **facts: object) -> None:
+        """Tell it, with how often it happened untold since the last time.
+
+        Args:
+            message: The same text for the same thing; one line a minute of each.
+            facts: What varies.
+        """
+        now = self._now()
+        if now - self._told.get(message, -PERIOD_S) < PERIOD_S:
+            self._num_untold[message] = self._num_untold.get(message, 0) + 1
+            return
+        self._told[message] = now
+        self._logger.warning(message, extra={**facts, "untold": self._num_untold.pop(message, 0)})

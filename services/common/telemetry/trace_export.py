@@ -1,0 +1,70 @@
+"""Spans to an OpenTelemetry collector, by OTLP over gRPC; needs the extra ``tracing``."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags
+
+from services.common.telemetry import tracing
+
+
+class OpenTelemetrySink:
+    """Hands spans on as OpenTelemetry's own.
+
+    Args:
+        processor: Exports them.
+        facts: What the process is: ``service.name`` and so on.
+    """
+
+    def __init__(self, processor: SpanProcessor, facts: dict[str, str]) -> None:
+        self._processor = processor
+        self._resource = Resource.create(facts)
+
+    def take(self, span: tracing.Span) -> None:
+        """Take a span that ended."""
+        parent = None
+        if span.parent_id:
+            parent = _context(tracing.Trace(span.trace.trace_id, span.parent_id, is_collected=True))
+        self._processor.on_end(
+            ReadableSpan(
+                name=span.name,
+                context=_context(span.trace),
+                parent=parent,
+                resource=self._resource,
+                attributes=dict(span.attributes),
+                links=[Link(_context(link)) for link in span.links],
+                status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
+                start_time=span.begin_ns,
+                end_time=span.end_ns,
+            )
+        )
+
+
+@contextmanager
+def exporting(endpoint: str, *, ratio: float, facts: dict[str, str]) -> Iterator[None]:
+    """Send this process's spans to a collector until the block ends.
+
+    Args:
+        endpoint: ``http://host:port`` of OTLP over gRPC, or ``https://`` with TLS.
+        ratio: Part of the sample groups that is collected.
+        facts: What the process is.
+    """
+    processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint))
+    try:
+        with tracing.collecting(OpenTelemetrySink(processor, facts), ratio=ratio):
+            yield
+    finally:
+        processor.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _context(trace: tracing.Trace) -> SpanContext:
+    return SpanContext(
+        trace_id=int(trace.trace_id, 16),
+        span_id=int(trace.span_id, 16),
+        is_remote=False,
+        trace_flags=TraceFlags(TraceFlags.SAMPLED),
+    )

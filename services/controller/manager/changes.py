@@ -1,0 +1,128 @@
+"""What may change in a run that exists: labels, priority, limits, how often it is saved, its rollouts."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import sqlalchemy as sa
+
+from services.common.ids import new_run_id
+from services.common.runspec.aliases import let_win, without_aliases
+from services.common.runspec.keys import flat
+from services.common.runspec.loader import SpecError, canonical_json, parse_spec, spec_digest
+from services.common.runspec.run import RunSpec
+from services.controller.models import ForkRequest, RunPatch
+from services.controller.run.state.requests import needs_of, spec_columns
+from services.controller.run.train.checkpoints import Checkpoint
+from services.controller.store import ledgers
+from services.controller.store.records import NewRun, Run
+from services.controller.store.rows import queue_deadline
+
+
+def merged(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A document with changes: mappings are merged, a null takes a key away (RFC 7396)."""
+    result = dict(document)
+    for key, value in changes.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, dict):
+            known = result.get(key)
+            result[key] = merged(known if isinstance(known, dict) else {}, value)
+        else:
+            result[key] = value
+    return result
+
+
+def patched_spec(run: Run, patch: RunPatch) -> RunSpec | None:
+    """The specification with a patch applied; None if the patch leaves it as it is.
+
+    Raises:
+        SpecError: If it would break a rule.
+    """
+    changes: dict[str, Any] = {}
+    if patch.limits is not None:
+        changes["limits"] = patch.limits
+    if patch.validation_every is not None:
+        changes["validation"] = {"every": patch.validation_every}
+    if patch.checkpoint_every is not None:
+        changes["trainer"] = {"checkpoint": {"every": patch.checkpoint_every}}
+    if patch.rollout_replicas is not None:
+        changes["rollout"] = {"replicas": patch.rollout_replicas}
+    if not changes:
+        return None
+    spec = parse_spec(merged(json.loads(run.spec_json), changes))
+    if patch.rollout_replicas is not None and spec.topology.placement == "colocated":
+        raise SpecError(
+            [
+                "rollout_replicas: with topology.placement 'colocated' rollouts are on the trainer's GPUs, "
+                "and their number stays; submit another run, or fork this one"
+            ]
+        )
+    return spec
+
+
+def columns_of(patch: RunPatch, spec: RunSpec | None) -> dict[str, Any]:
+    """What a patch writes."""
+    values: dict[str, Any] = {}
+    if patch.labels is not None:
+        values["labels_json"] = json.dumps(patch.labels)
+    if patch.priority is not None:
+        values["priority"] = patch.priority
+    if spec is not None:
+        values |= spec_columns(spec)
+        if "queue_timeout_s" in (patch.limits or {}):
+            values["queue_deadline"] = queue_deadline(values["spec_json"])
+    return values
+
+
+def fork_of(
+    parent: Run, checkpoint: Checkpoint, fork: ForkRequest, *, actor: str
+) -> tuple[NewRun, Callable[[sa.Connection], None]]:
+    """The run that goes on from a checkpoint, and the write of the steps that it has behind it.
+
+    Raises:
+        SpecError: If the overrides break a rule, or leave nothing to train.
+    """
+    spec = _spec(parent, checkpoint, fork)
+    old = parse_spec(parent.spec_json)
+    rows, old_rows = (each.data.model_copy(update={"epochs": None}) for each in (spec, old))
+    has_same_prompts = (rows, spec.seed) == (old_rows, old.seed)
+    new = NewRun(
+        run_id=new_run_id(),
+        name=spec.name,
+        spec_json=canonical_json(spec),
+        spec_digest=spec_digest(spec),
+        needs=needs_of(spec),
+        project=parent.project,
+        priority=parent.priority,
+        labels=parent.labels,
+        created_by=actor,
+        step=checkpoint.step,
+        weight_version=checkpoint.weight_version,
+    )
+
+    def write(connection: sa.Connection) -> None:
+        ledgers.copy_ledger(
+            connection,
+            parent.run_id,
+            new.run_id,
+            step=checkpoint.step,
+            version=checkpoint.weight_version,
+            has_same_prompts=has_same_prompts,
+        )
+
+    return new, write
+
+
+def _spec(parent: Run, checkpoint: Checkpoint, fork: ForkRequest) -> RunSpec:
+    overrides = without_aliases(fork.overrides)
+    if overrides.problems:
+        raise SpecError(overrides.problems)
+    document = merged(json.loads(parent.spec_json), overrides.document)
+    let_win(document, [key for key, _ in flat(overrides.document)])
+    document = merged(document, {"trainer": {"checkpoint": {"start_from": checkpoint.path}}})
+    # Two runs must not write to one folder.
+    document["trainer"]["checkpoint"].pop("directory", None)
+    if fork.name:
+        document["name"] = fork.name
+    return parse_spec(document)

@@ -1,0 +1,82 @@
+"""Reads the samples of runs that the transferqueue keeps; only passing pages of them are ever here."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import fields
+
+from services.common.errors import NotFoundError, ServiceError
+from services.controller.samples import SampleFilter, SampleView, WholeSample
+from services.transferqueue.client import TransferQueueClient
+from services.transferqueue.types import KeptSampleQuery
+
+logger = logging.getLogger(__name__)
+
+_FORGET_S = 10.0
+_FIELDS = {field.name for field in fields(KeptSampleQuery)}
+
+
+class KeptSamples:
+    """Kept samples of all runs.
+
+    Args:
+        queue: Where they are.
+    """
+
+    def __init__(self, queue: TransferQueueClient) -> None:
+        self._queue = queue
+
+    async def page(
+        self, run_id: str, only: SampleFilter, *, after: str, limit: int, excerpt: int
+    ) -> list[SampleView]:
+        """At most ``limit`` samples behind one of them, with the beginnings of their texts."""
+        query = _query(only, after=after, limit=limit, excerpt=excerpt)
+        lines = await self._read(run_id, query)
+        return [SampleView.model_validate_json(line) for line in lines.splitlines()]
+
+    async def one(self, run_id: str, sample_id: str) -> WholeSample:
+        """One sample with all that is known of it.
+
+        Raises:
+            NotFoundError: If it is not kept.
+        """
+        query = KeptSampleQuery(sample_id=sample_id, limit=1, with_turns=True, with_tokens=True)
+        line = await self._read(run_id, query)
+        if not line:
+            raise NotFoundError(
+                f"sample {sample_id} of {run_id} is not kept; list the samples that are",
+                run_id=run_id,
+            )
+        return WholeSample.model_validate_json(line)
+
+    async def export(
+        self, run_id: str, only: SampleFilter, *, limit: int, with_tokens: bool
+    ) -> AsyncIterator[bytes]:
+        """Whole samples as JSON lines; the first stretch is there when this returns."""
+        query = _query(only, limit=limit, with_turns=True, with_tokens=with_tokens)
+        stretches = self._queue.read_samples(run_id, query)
+        first = await anext(stretches, b"")
+
+        async def all_of_them() -> AsyncIterator[bytes]:
+            yield first
+            async for stretch in stretches:
+                yield stretch
+
+        return all_of_them()
+
+    async def forget(self, run_id: str) -> None:
+        """Delete what is kept of a run, if the transferqueue is there."""
+        try:
+            async with asyncio.timeout(_FORGET_S):
+                await self._queue.forget_samples(run_id)
+        except (ServiceError, TimeoutError) as error:
+            # The store's bound for all runs removes them in the end.
+            logger.warning("samples stay", extra={"run": run_id, "reason": str(error)})
+
+    async def _read(self, run_id: str, query: KeptSampleQuery) -> bytes:
+        return b"".join([stretch async for stretch in self._queue.read_samples(run_id, query)])
+
+
+def _query(only: SampleFilter, **more: object) -> KeptSampleQuery:
+    given = only.model_dump(include=_FIELDS, exclude_none=True)
+    return KeptSampleQuery(**(given | more))

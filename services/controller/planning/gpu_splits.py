@@ -1,0 +1,162 @@
+"""Ways to split GPUs among a trainer and rollouts, what each would give, and which to take."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from services.controller.planning.placements import on_gpus
+from services.controller.planning.rates import Rates, Setting
+from services.controller.planning.simulation import Prediction, predict
+
+_MOST_SPLITS = 8
+_SWEEP_SAMPLES = 4_000
+_NEARLY = 0.97
+"""Of the best; what asks for less and gives as much is taken."""
+
+Places = Callable[[int, int], int]
+"""Places of a rollout, from the bound on staleness and the number of rollouts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The GPUs that are split."""
+
+    gpus: int
+    engine_gpus: int
+    """Of one rollout."""
+    trainer_unit: int = 1
+    """The trainer has a multiple of so many."""
+
+    def trainer_sizes(self) -> Sequence[int]:
+        """GPUs of the trainer: all numbers that leave no GPU unused, or some of them if those are many."""
+        sizes = range(self.trainer_unit, self.gpus - self.engine_gpus + 1, self.trainer_unit)
+        whole = [size for size in sizes if (self.gpus - size) % self.engine_gpus == 0]
+        found = whole or [*sizes]
+        return found[:: max(1, -(-len(found) // _MOST_SPLITS))]
+
+    def shared_sizes(self) -> Sequence[int]:
+        """GPUs of a trainer that takes turns with rollouts on them, while rollouts are on all GPUs."""
+        found = [*self.trainer_sizes(), *([] if self.gpus % self.trainer_unit else [self.gpus])]
+        whole = self.gpus % self.engine_gpus == 0
+        return [size for size in found if whole and size % self.engine_gpus == 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """One way, and what it would give."""
+
+    setting: Setting
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All ways that were tried."""
+
+    splits: tuple[Split, ...]
+    """Those apart, then those in turns; by GPUs of the trainer, then by the bound on staleness."""
+    best: Split
+    """The one to take: of those that give nearly as much as the best, the one with the least staleness."""
+    now: Split | None
+    """As the specification has it, if it takes no more GPUs."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Why ways cannot be, by the number of trainer GPUs, with ``in turns`` where it is so."""
+
+
+def plan_splits(
+    rates: Rates,
+    base: Setting,
+    *,
+    room: Room,
+    bounds: Collection[int],
+    places: Places,
+    most_places: int,
+    refused: Callable[[Setting], str] = lambda setting: "",
+    may_take_turns: Callable[[Setting], bool] = lambda setting: False,
+) -> Plan:
+    """Try the ways to split some GPUs.
+
+    Args:
+        rates: Of the parts.
+        base: What stays as it is.
+        room: The GPUs.
+        bounds: Values of ``algorithm.max_staleness`` that may be.
+        places: How many places a rollout would have.
+        most_places: How many it may have.
+        refused: Why a setting does not fit, or nothing.
+        may_take_turns: Whether a specification allows a setting in which rollouts are on the trainer's GPUs.
+
+    Raises:
+        ValueError: If the GPUs are too few, or no split of them can be; with the figures.
+    """
+    least = room.trainer_unit + room.engine_gpus
+    too_few = (
+        f"{room.gpus} GPU(s) are not enough to split: the trainer needs {room.trainer_unit} and a "
+        f"rollout {room.engine_gpus}, {least} together; say how many there are with --gpus"
+    )
+    base = replace(base, engine_gpus=room.engine_gpus)
+
+    def ways(sizes: Collection[int], *, takes_turns: bool) -> list[Setting]:
+        return [
+            replace(
+                on_gpus(base, room.gpus, trainer_gpus=size, takes_turns=takes_turns),
+                max_staleness=bound,
+            )
+            for size in sizes
+            for bound in sorted(bounds)
+        ]
+
+    turns = [way for way in ways(room.shared_sizes(), takes_turns=True) if may_take_turns(way)]
+    reasons: dict[str, str] = {}
+    found = []
+    for way in (*ways(room.trainer_sizes(), takes_turns=False), *turns):
+        name = f"{way.trainer_gpus}{' in turns' if way.takes_turns else ''}"
+        # Memory is the same whatever the bound.
+        if name not in reasons:
+            reasons[name] = refused(way)
+        if not reasons[name]:
+            found.append(_tried(rates, way, places))
+    if not found and reasons:
+        # The largest trainer lacks the least; beside it in turns there are engines, too.
+        apart = [name for name in reasons if name.isdigit()]
+        name = max(apart or reasons, key=lambda name: int(name.split()[0]))
+        raise ValueError(f"{room.gpus} GPU(s) are too few; {name} for the trainer: {reasons[name]}")
+    if not found:
+        raise ValueError(too_few)
+    best = _recommended(found)
+    more = replace(best.setting, places=2 * best.setting.places)
+    if more.places <= most_places:
+        found.append(Split(setting=more, prediction=_predict(rates, more)))
+        best = _recommended(found)
+    return Plan(
+        splits=tuple(found),
+        best=Split(setting=best.setting, prediction=predict(rates, best.setting)),
+        now=Split(setting=base, prediction=predict(rates, base))
+        if base.gpus <= room.gpus
+        else None,
+        refused={name: reason for name, reason in reasons.items() if reason},
+    )
+
+
+def _tried(rates: Rates, setting: Setting, places: Places) -> Split:
+    is_asynchronous = setting.max_staleness > 0
+    setting = replace(
+        setting,
+        places=places(setting.max_staleness, setting.rollouts),
+        keeps_responses=is_asynchronous,
+        trains_early=setting.trains_early and not is_asynchronous,
+    )
+    return Split(setting=setting, prediction=_predict(rates, setting))
+
+
+def _predict(rates: Rates, setting: Setting) -> Prediction:
+    """With fewer steps: many are tried."""
+    num_steps = max(4, min(16, _SWEEP_SAMPLES // setting.samples_per_step))
+    return predict(rates, setting, num_steps=num_steps)
+
+
+def _recommended(found: Sequence[Split]) -> Split:
+    most = max(split.prediction.samples_per_s for split in found)
+    near = [split for split in found if split.prediction.samples_per_s >= _NEARLY * most]
+    return min(
+        near, key=lambda s: (s.setting.max_staleness, s.setting.places, -s.prediction.samples_per_s)
+    )

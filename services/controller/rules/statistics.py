@@ -1,0 +1,53 @@
+"""How samples of a step spread: counts by bucket. Pure."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+Histogram = dict[str, int]
+"""Samples by the upper bound of their bucket, which belongs to it; buckets without samples are left out."""
+
+
+def histogram(values: Iterable[int]) -> Histogram:
+    """Count whole numbers from 0; buckets grow by a half or a third: 0, 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    counts: Counter[int] = Counter()
+    for value, count in Counter(values).items():
+        counts[bound_of(value)] += count
+    return {str(bound): counts[bound] for bound in sorted(counts)}
+
+
+def least_of(bound: int) -> int:
+    """Lowest number of the bucket with an upper bound."""
+    if bound < 3:
+        return bound
+    is_power = bound & (bound - 1) == 0
+    return (bound * 3 // 4 if is_power else bound * 2 // 3) + 1
+
+
+def bound_of(value: int) -> int:
+    """Upper bound of a number's bucket."""
+    if value < 3:
+        return max(value, 0)
+    power: int = 1 << (value - 1).bit_length()
+    between = power * 3 // 4
+    return between if value <= between else power
+
+
+PREFIX = "reward/"
+"""Before the name of a term among a step's metrics."""
+
+
+def term_means(terms: Iterable[str]) -> dict[str, float]:
+    """Mean of each term over the samples that have it.
+
+    Args:
+        terms: The tag ``terms`` of each sample: a JSON object of numbers.
+
+    Returns:
+        ``reward/NAME`` by name of the term.
+    """
+    values: dict[str, list[float]] = defaultdict(list)
+    for text in terms:
+        for name, value in json.loads(text).items():
+            values[PREFIX + name].append(value)
+    return {name: sum(found) / len(found) for name, found in sorted(values.items())}

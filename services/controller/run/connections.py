@@ -1,0 +1,248 @@
+"""Brings the parts of one run together: partitions, registered workers, connections, weight group."""
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Final
+
+from services.common.errors import (
+    DataLossError,
+    FailedPreconditionError,
+    NotFoundError,
+    ServiceError,
+)
+from services.common.fields import ROLLOUT_FIELDS, partition_id
+from services.common.rpc.client import open_channel
+from services.common.runspec.run import RunSpec
+from services.controller.launch.launcher import worker_names
+from services.controller.membership.registry import Membership, Worker
+from services.controller.run.dispatch.rollout_pool import Replicas
+from services.controller.run.scorers import BatchScoring, CriticCalls
+from services.controller.run.state.requests import CurrentSpec
+from services.controller.run.weights.session import WeightSession
+from services.rollout.client import rows_gauge
+from services.trainer.client import TrainerClient
+from services.transferqueue.client import TransferQueueClient
+
+logger = logging.getLogger(__name__)
+
+# A transferqueue that does not answer within this time is taken to be gone.
+_DROP_S = 3.0
+_PURPOSES: Final = ("train", "validation", "partial")
+_KEPT: Final = "kept"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """A run whose workers are loaded and connected."""
+
+    attempt: int
+    """Number of the attempt that it belongs to, from 1."""
+    is_queue_empty: bool
+    """Whether the transferqueue held nothing of the run: samples that were stored are gone."""
+    trainer: TrainerClient
+    trained: int
+    """Newest step that the trainer's weights have."""
+    served: int
+    """Newest weight version that all who receive weights serve; -1 if one has none, or nobody does."""
+    replicas: Replicas
+    scoring: BatchScoring
+    critic: CriticCalls
+    weights: WeightSession
+    serving: list[Worker]
+    """Who receives the trainer's weights: nobody, if nothing is sampled or scored."""
+    train_rows: Mapping[str, int]
+    """Rows of each set of training prompts, by split."""
+    heldout_rows: Mapping[str, int]
+    """Rows of each set of held-out prompts, by split."""
+
+    async def admit(self, rollouts: Sequence[Worker]) -> bool:
+        """Have rollouts take part that have loaded meanwhile: they get weights, and then groups.
+
+        Returns:
+            Whether weights reach them as all is connected; otherwise nothing has changed.
+
+        Raises:
+            FailedPreconditionError: If they loaded other data.
+            ServiceError: If one does not answer, or made another plan of the weights.
+        """
+        here = [worker for worker in self.serving if worker.role == "rollout"]
+        _agreed_rows([*here, *rollouts], {**self.train_rows, **self.heldout_rows})
+        if not here or not await self.weights.admit(rollouts):
+            return False
+        await self.replicas.join(rollouts)
+        self.serving.extend(rollouts)
+        return True
+
+    async def dismiss(self, names: Collection[str]) -> None:
+        """Go on without rollouts that have nothing to do any more, and lack no weights meanwhile."""
+        await self.weights.dismiss([*names])
+        self.replicas.leave(names)
+        self.serving[:] = [worker for worker in self.serving if worker.worker_id not in names]
+
+
+def training_fields(spec: RunSpec) -> tuple[str, ...]:
+    """Fields that a sample has before it may be trained: workers of their own add some of them."""
+    return ROLLOUT_FIELDS + (("ref_logprobs",) if spec.topology.own_gpus("ref_logp") else ())
+
+
+async def create_partitions(
+    queue: TransferQueueClient, run_id: str, spec: RunSpec, *, snapshot_id: str = ""
+) -> bool:
+    """Create what does not exist yet; if that is everything, first restore what a checkpoint kept.
+
+    Returns:
+        Whether nothing was ever stored in what is there: the run is new, or the transferqueue lost what it
+        held, perhaps before somebody else created it again and died before that was told.
+    """
+    train = partition_id(run_id, "train")
+    known = {found.partition_id: found.revision for found in (await queue.stats()).partitions}
+    if snapshot_id and train not in known:
+        try:
+            restored = await queue.restore_snapshot(run_id, snapshot_id)
+            logger.info("samples restored", extra={"run": run_id, "samples": restored})
+        except (NotFoundError, DataLossError) as error:
+            # They are generated again.
+            logger.warning("samples are lost", extra={"run": run_id, "why": error.message})
+            await drop_partitions(queue, run_id)
+    required = {"train": training_fields(spec), "validation": ROLLOUT_FIELDS, "partial": ()}
+    for purpose in _PURPOSES:
+        await queue.create_partition(
+            partition_id(run_id, purpose),
+            required_fields=required[purpose],
+            quota_bytes=spec.transferqueue.quota_bytes,
+        )
+    if spec.samples.is_on:
+        await queue.keep_samples(
+            run_id, max_bytes=spec.samples.max_bytes, max_steps=spec.samples.max_steps
+        )
+    return not known.get(train)
+
+
+async def drop_partitions(queue: TransferQueueClient, run_id: str) -> None:
+    """Delete all samples of a run."""
+    for purpose in (*_PURPOSES, _KEPT):
+        await queue.drop_partition(partition_id(run_id, purpose))
+
+
+async def forget_samples(queue: TransferQueueClient, run_id: str) -> None:
+    """Delete all samples of a run that has ended, if the transferqueue is there."""
+    try:
+        async with asyncio.timeout(_DROP_S):
+            await drop_partitions(queue, run_id)
+    except (ServiceError, TimeoutError) as error:
+        # A transferqueue that is gone has nothing to drop, and its end must not hide the run's.
+        logger.warning("samples not dropped", extra={"run": run_id, "reason": str(error)})
+
+
+async def assemble(
+    stack: AsyncExitStack,
+    run_id: str,
+    current: CurrentSpec,
+    membership: Membership,
+    *,
+    queue: TransferQueueClient,
+    attempt: int,
+    is_queue_empty: bool,
+    present: Collection[str],
+) -> Assembly:
+    """Wait until the workers have loaded, and connect to them.
+
+    Args:
+        stack: Closes the connections.
+        run_id: The run.
+        current: Its specification, as it is now.
+        membership: Where its workers register.
+        queue: Holds its samples.
+        attempt: Number of this attempt; the weight groups of a later one have later epochs.
+        is_queue_empty: Whether samples that were stored are gone.
+        present: Its rollouts; others are not waited for.
+
+    Raises:
+        DeadlineExceededError: If a worker did not come in time.
+    """
+    spec = current.now
+    others = [name for role, name in worker_names(spec) if role != "rollout"]
+    names = [*others, *present]
+
+    def missing() -> list[str]:
+        workers = membership.workers(run_id)
+        loaded = {worker.worker_id for worker in workers if is_loaded(worker, spec)}
+        return [name for name in names if name not in loaded]
+
+    await membership.wait_until(
+        lambda: not missing(),
+        timeout_s=lambda: current.now.limits.start_timeout_s,
+        waiting_for=lambda: f"{', '.join(missing())} to load; see their logs",
+    )
+    (trainer,) = membership.workers(run_id, "trainer")
+    rollouts = [w for w in membership.workers(run_id, "rollout") if w.worker_id in names]
+    in_turns = [w for w in rollouts if spec.is_in_turns(w.worker_id)]
+    _check_one_host(trainer, in_turns)
+    logp = membership.workers(run_id, "logp")
+    drains = not spec.rollout.partial_rollout
+    weights = WeightSession(spec.weight_sync, run_id, drains=drains, first_epoch=attempt << 20)
+    stack.push_async_callback(weights.close)
+    serving = [*(rollouts if spec.has_engine else ()), *logp]
+    await weights.open(trainer, serving)
+    scoring = BatchScoring(queue, run_id)
+    stack.push_async_callback(scoring.close)
+    await scoring.open(logp)
+    critic = CriticCalls(queue, run_id)
+    await critic.open(stack, membership.workers(run_id, "critic"))
+    replicas = Replicas()
+    stack.push_async_callback(replicas.close)
+    await replicas.open(rollouts, in_turns=[worker.worker_id for worker in in_turns])
+    client = TrainerClient(
+        await stack.enter_async_context(open_channel(trainer.address, "worker", run_id=run_id))
+    )
+    return Assembly(
+        attempt=attempt,
+        is_queue_empty=is_queue_empty,
+        trainer=client,
+        trained=await client.newest_step(timeout_s=spec.limits.step_timeout_s),
+        served=min(map(_served, serving), default=-1),
+        replicas=replicas,
+        scoring=scoring,
+        critic=critic,
+        weights=weights,
+        serving=serving,
+        train_rows=_agreed_rows(rollouts, spec.data.train_sets),
+        heldout_rows=_agreed_rows(rollouts, spec.data.heldout_sets),
+    )
+
+
+def is_loaded(worker: Worker, spec: RunSpec) -> bool:
+    """Whether a worker has its model, and a rollout its data."""
+    return worker.state in ("loaded", "ready") and (
+        worker.role != "rollout" or worker.gauges.keys() >= {*map(rows_gauge, spec.data.sets)}
+    )
+
+
+def _check_one_host(trainer: Worker, in_turns: Sequence[Worker]) -> None:
+    """Workers that somebody else starts may be anywhere."""
+    if apart := [worker.worker_id for worker in in_turns if worker.host_id != trainer.host_id]:
+        raise FailedPreconditionError(
+            f"{', '.join(apart)} would take turns with {trainer.worker_id} on its GPUs, but they are not on "
+            "its host; start them there, or set topology.placement to 'disaggregated'"
+        )
+
+
+def _served(worker: Worker) -> int:
+    """The weight version that a worker serves; -1 if it has refused what it holds."""
+    return worker.weight_version if worker.state == "ready" else -1
+
+
+def _agreed_rows(rollouts: Sequence[Worker], splits: Iterable[str]) -> dict[str, int]:
+    agreed: dict[str, int] = {}
+    for split in splits:
+        gauge = rows_gauge(split)
+        counts = {worker.worker_id: int(worker.gauges[gauge]) for worker in rollouts}
+        if len(set(counts.values())) != 1:
+            raise FailedPreconditionError(
+                f"the rollouts loaded different data: {gauge} is {counts}; give all of them the same files"
+            )
+        agreed[split] = counts[rollouts[0].worker_id]
+    return agreed

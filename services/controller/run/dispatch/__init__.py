@@ -1,0 +1,1 @@
+"""The generating side of a run: dispatches prompt groups and collects their samples."""

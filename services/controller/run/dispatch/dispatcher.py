@@ -1,0 +1,319 @@
+"""Hands groups to rollouts: those that go on, those that begin again, then new ones, as the gate allows."""
+
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from services.common.batch import pick
+from services.common.clock import Clock
+from services.common.fields import partition_id
+from services.common.task_group import TaskGroup
+from services.common.telemetry import tracing
+from services.controller import metrics
+from services.controller.rules.groups import RUNNING, Group, GroupState
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.placement import PlaceUse, Shares, split
+from services.controller.rules.prompts import PromptOrder, sample_seed
+from services.controller.rules.staleness import StalenessGate, resume_order
+from services.controller.run.dispatch.rollout_pool import Replicas
+from services.controller.run.dispatch.sample_index import StoredGroups
+from services.controller.run.state.journal import Journal
+from services.controller.run.state.requests import CurrentSpec
+from services.controller.store.records import Note
+from services.rollout.client import GroupAssignment, TriedPrompt
+
+logger = logging.getLogger(__name__)
+# Prompts that the curriculum's function may have wait one after the other: then one is not asked for.
+_MOST_PASSED_OVER = 1000
+
+
+class GenerationError(RuntimeError):
+    """Generation cannot go on; the message says why and what to do."""
+
+
+class Handout:
+    """Chooses what is generated next, and where.
+
+    Args:
+        spec: The run's specification, as it is now.
+        run_id: Names its partitions.
+        ledger: States of all issued groups.
+        order: Order of the prompts.
+        journal: Where what the ledger decides is written before it is acted on.
+        replicas: Where groups go.
+        stored: Where their samples arrive.
+        clock: For stalls.
+    """
+
+    def __init__(
+        self,
+        spec: CurrentSpec,
+        run_id: str,
+        *,
+        ledger: Ledger,
+        order: PromptOrder,
+        journal: Journal,
+        replicas: Replicas,
+        stored: StoredGroups,
+        clock: Clock,
+    ) -> None:
+        self._spec = spec
+        self._run_id = run_id
+        self._partition = partition_id(run_id, "train")
+        self._ledger = ledger
+        self._order = order
+        self._journal = journal
+        self._replicas = replicas
+        self._stored = stored
+        self._clock = clock
+        # The ledger holds nothing of the steps up to the checkpoint that the run starts from.
+        num_steps = spec.num_steps - ledger.first_step
+        self._total = num_steps * spec.now.trainer.prompts_per_step
+        self.place_use = PlaceUse(spec.now.rollout.max_running_samples, spec.now.samples_per_group)
+        """How many groups may run at once; hears of those that are finished."""
+        self._due: float | None = None
+        # ReMax compares with one greedy response.
+        num_greedy = spec.now.samples_per_group - spec.now.rollout.group_size
+        sampled = (spec.now.rollout.sampling.temperature,) * spec.now.rollout.group_size
+        self._temperatures = sampled + (0.0,) * num_greedy
+        self.shares = Shares()
+        """Who generates what."""
+        self.first_failure = ""
+        """Which prompt failed first, and of what."""
+        self.num_passed_over = 0
+        """Prompts that the curriculum's function had wait since one was answered."""
+        self.published_step = -1
+        """The newest step whose weights every rollout serves."""
+        self.gate = StalenessGate(
+            max_staleness=spec.now.algorithm.max_staleness,
+            groups_per_step=spec.now.trainer.prompts_per_step,
+        )
+
+    def expect(self) -> None:
+        """Groups may start from now on; how long they then wait is measured from here."""
+        if self._due is None:
+            self._due = self._clock.monotonic()
+
+    async def hand_out(self, starts: TaskGroup) -> int:
+        """Choose and write down whatever may start now.
+
+        Args:
+            starts: Owns the calls that start it: a rollout that is slow to answer keeps no other waiting.
+
+        Returns:
+            How many groups that are.
+        """
+        begin, begin_ns = self._due or self._clock.monotonic(), time.time_ns()
+        self._due = None
+        self._replicas.part_with_ending()
+        groups = self._next_groups()
+        if not groups:
+            return 0
+        # What was stored of groups that begin again is in the way of their new samples.
+        await self._stored.discard(g for g in groups if g.state is GroupState.PENDING)
+        by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
+        for group in groups:
+            shares, version = self._share_out(group)
+            first = next(iter(shares))
+            self._ledger.lease(group, first, version=version, now=self._clock.monotonic())
+            self.begin(group, shares)
+            for worker_id, members in shares.items():
+                by_worker[worker_id].append(self.assignment(group, members))
+        await self._journal.save(self._ledger)
+        starts.create_task(self._start(groups, by_worker, begin=begin, begin_ns=begin_ns))
+        return len(groups)
+
+    async def _start(
+        self,
+        groups: Sequence[Group],
+        by_worker: Mapping[str, list[GroupAssignment]],
+        *,
+        begin: float,
+        begin_ns: int,
+    ) -> None:
+        """Tell the rollouts."""
+
+        async def start(worker_id: str, assignments: list[GroupAssignment]) -> None:
+            await self._replicas.start({worker_id: assignments})
+            metrics.observe_dispatch(
+                self._run_id, len(assignments), self._clock.monotonic() - begin
+            )
+
+        async with TaskGroup() as tasks:
+            for item in by_worker.items():
+                tasks.create_task(start(*item))
+        for group in groups:
+            self._ledger.confirm(group)
+        # Groups of later attempts have a trace already.
+        new = self.traces(group for group in groups if group.attempt == 1)
+        tracing.record("group.issue", new, begin_ns=begin_ns, is_first=True, run=self._run_id)
+
+    def traces(self, groups: Iterable[Group]) -> list[tracing.Trace]:
+        """Traces of those groups whose spans are collected."""
+        return tracing.of_groups(self._run_id, (group.group_id for group in groups))
+
+    def begin(self, group: Group, shares: Mapping[str, Sequence[int]]) -> None:
+        """Note that rollouts have these members of a group."""
+        self.shares.begin(group.group_id, shares)
+        for worker_id in shares:
+            self._replicas.assigned(worker_id)
+
+    def end(self, group: Group) -> list[str]:
+        """Note that nobody works on a group any more; returns the rollouts that did."""
+        workers = self.shares.end(group.group_id)
+        for worker_id in workers:
+            self._replicas.finished(worker_id)
+        return workers
+
+    async def take_back_stalled(self) -> None:
+        """Take groups from rollouts that make no token; what is stored of them goes on elsewhere.
+
+        Rollouts watch over their episodes themselves. This is for one that does not.
+        """
+        now, patience_s = self._clock.monotonic(), self._patience_s()
+        stalled: dict[str, Group] = {}
+        for group in self._ledger.running():
+            workers = self.shares.workers(group.group_id)
+            moved = [self._replicas.moved_at(name, now=now) for name in workers]
+            if now - max([group.started, *moved]) >= patience_s:
+                stalled[group.group_id] = group
+        if not stalled:
+            return
+        await self._replicas.put_down([*stalled])
+        left = [group for group in stalled.values() if group.state in RUNNING]
+        for group in left:
+            self.end(group)
+            # What was stored of it is as old as before.
+            self._ledger.interrupt(group)
+            if not self._ledger.stall(group):
+                self._order.quarantine(group.row)
+        names = ", ".join(stalled)
+        message = f"taken from rollouts that made no token for {patience_s:.0f} s: {names}"
+        data = {"groups": [*stalled], "reason": "stalled"}
+        await self._journal.note(Note("GroupsTakenBack", message, data), self._ledger)
+        await self._stored.wipe(left)
+
+    async def take_from(self, names: Collection[str]) -> None:
+        """Take their groups from rollouts that are about to leave; what is stored of them goes on elsewhere.
+
+        Those rollouts get no others.
+        """
+        self._replicas.part_with(names)
+
+        def theirs() -> dict[str, Group]:
+            running = {group.group_id: group for group in self._ledger.running()}
+            return {
+                group_id: group
+                for group_id, group in running.items()
+                if not {*names}.isdisjoint(self.shares.workers(group_id))
+            }
+
+        if self._spec.now.rollout.partial_rollout and (groups := theirs()):
+            await self._replicas.put_down([*groups])
+        # What they finished meanwhile is stored, and on its way here.
+        stored = await self._stored.find()
+        whole = {name for name, samples in stored.items() if self._stored.is_whole(samples)}
+        if unfinished := [name for name in theirs() if name not in whole]:
+            await self._replicas.cancel(unfinished)
+        left = [group for name, group in theirs().items() if name not in whole]
+        for group in left:
+            self.end(group)
+            self._ledger.interrupt(group)
+        await self._stored.wipe(left)
+        logger.info("rollouts leave", extra={"rollouts": str([*names]), "taken_back": len(left)})
+
+    def seconds_to_next_stall(self) -> float | None:
+        """When to look again for what makes no progress; None if nothing runs."""
+        return self._patience_s() / 8 if self._ledger.count(*RUNNING) else None
+
+    def _patience_s(self) -> float:
+        # Rollouts find their own stalls first; those that share GPUs make no token while a step is trained.
+        spec = self._spec.now
+        asleep_s = spec.limits.step_timeout_s if spec.topology.takes_turns else 0.0
+        return 2 * spec.limits.stall_timeout_s + asleep_s
+
+    def assignment(self, group: Group, members: Sequence[int]) -> GroupAssignment:
+        """What a rollout is told of its members of a group."""
+        split, row = self._order.mixture.place(group.row)
+        return GroupAssignment(
+            group_id=group.group_id,
+            attempt=group.attempt,
+            split=split,
+            row=row,
+            partition_id=self._partition,
+            members=tuple(members),
+            seeds=tuple(
+                sample_seed(self._spec.now.seed, group.sequence, member, failures=group.failures)
+                for member in members
+            ),
+            temperatures=pick(self._temperatures, members),
+            first_attempt=group.first_attempt,
+            tried=self._tried(group),
+        )
+
+    def _tried(self, group: Group) -> TriedPrompt | None:
+        """What the curriculum's function is told of a prompt; None if it is begun without being asked for."""
+        curriculum, difficulty = self._spec.now.data.curriculum, self._order.difficulty
+        if curriculum is None or curriculum.function is None or difficulty is None:
+            return None
+        most = min(self._order.mixture.num_rows, _MOST_PASSED_OVER)
+        # A group that was interrupted or lost was wanted, and may have tokens.
+        if group.attempt > 1 + group.failures or self.num_passed_over >= most:
+            return None
+        known = difficulty.rate_of(group.row)
+        step = max(self.published_step, 0)
+        return TriedPrompt(step=step, tries=known.tries, mean_reward=known.rate)
+
+    def _share_out(self, group: Group) -> tuple[Mapping[str, Sequence[int]], int]:
+        """Members by rollout, and the oldest version that these rollouts serve.
+
+        All of a group go to one rollout, where they share their prompt's prefix, if they find places there.
+        """
+        there = self._stored.members(group)
+        members = [m for m in range(self._spec.now.samples_per_group) if m not in there]
+        count = math.ceil(len(members) / self._spec.now.rollout.max_running_samples)
+        if count == 1:
+            room = self.place_use.num_groups(1)
+            worker_id, version = self._replicas.choose(group.worker_id, room=room)
+            return {worker_id: members}, version
+        workers, version = self._replicas.choose_several(count)
+        return split(members, workers), version
+
+    def _next_groups(self) -> list[Group]:
+        """Groups with tokens, which the gate let in before; then, under the gate, all others."""
+        ledger = self._ledger
+        # What is finished beyond the next batch waits, and grows older: others start when it is needed.
+        ahead = max(0, ledger.count(GroupState.READY) - self.gate.groups_per_step)
+        places = self.place_use.num_groups(self._replicas.num_replicas)
+        free = places - ledger.count(*RUNNING) - ahead
+        if free <= 0:
+            return []
+        groups = resume_order(
+            ledger.in_state(GroupState.PARTIAL),
+            gate=self.gate,
+            weight_version=self._replicas.newest_version(),
+        )[:free]
+        # A group that waits without tokens holds no place under the gate: were it let past, a run that went
+        # back to a checkpoint would generate more than it may before it trains.
+        waiting = ledger.count(GroupState.PENDING)
+        room = self.gate.capacity(
+            published=self.published_step - ledger.first_step,
+            num_admitted=ledger.num_admitted - waiting,
+            most=free - len(groups),
+        )
+        if waiting and room:
+            groups += ledger.in_state(GroupState.PENDING)[:room]
+        num_new = min(room - min(waiting, room), self._total - ledger.num_admitted)
+        return groups + [self._issue() for _ in range(num_new)]
+
+    def _issue(self) -> Group:
+        row = self._order.next_row(step=max(self.published_step, 0))
+        if row is None:
+            raise GenerationError(
+                "every prompt of data.train is quarantined; the first failure was of "
+                f"{self.first_failure or 'an earlier attempt; see the GroupFailed events'}"
+            )
+        self._ledger.returned = self._order.returned
+        return self._ledger.issue(row, position=self._order.position)

@@ -1,0 +1,405 @@
+"""What a group that failed means for its prompt, and for its run."""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from services.common.task_group import TaskGroup
+from services.common.telemetry import tracing
+from services.controller import metrics
+from services.controller.client import GroupFailure
+from services.controller.rules.groups import RUNNING, WAITING, Group, GroupState
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.prompts import PromptOrder
+from services.controller.run.dispatch.dispatcher import GenerationError, Handout
+from services.controller.run.dispatch.rollout_pool import Replicas
+from services.controller.run.dispatch.sample_index import (
+    GroupSamples,
+    StoredGroups,
+    attempt_of,
+    oldest_version,
+    rewards_of,
+    why_unfit,
+)
+from services.controller.run.state.journal import Journal
+from services.controller.run.state.requests import CurrentSpec
+from services.controller.store.records import Note
+from services.rollout.client import SET_ASIDE, GroupAssignment
+
+logger = logging.getLogger(__name__)
+
+
+class Failures:
+    """Failures of prompts, and how many came one after the other.
+
+    Args:
+        spec: The run's specification, as it is now.
+        ledger: States of all issued groups.
+        order: Order of the prompts.
+        handout: Hears of the first one.
+    """
+
+    def __init__(
+        self, spec: CurrentSpec, *, ledger: Ledger, order: PromptOrder, handout: Handout
+    ) -> None:
+        self._spec = spec
+        self._ledger = ledger
+        self._order = order
+        self._handout = handout
+        self._in_a_row: list[str] = []
+
+    def blame(self, group: Group, failure: GroupFailure) -> None:
+        """Count a failure of the prompt, which is tried again or quarantined."""
+        logger.warning(
+            "group failed",
+            extra={"group": failure.group_id, "reason": failure.reason, "why": failure.message},
+        )
+        why = f"{self._order.mixture.name(group.row)}: {failure.reason}: {failure.message}"
+        self._in_a_row.append(why)
+        self._handout.first_failure = self._handout.first_failure or why
+        if not failure.retryable:
+            self._ledger.quarantine(group, failure.reason)
+            self._order.quarantine(group.row)
+        elif not self._ledger.retry(group, failure.reason):
+            self._order.quarantine(group.row)
+
+    def end_the_row(self) -> None:
+        """A group succeeded."""
+        self._in_a_row.clear()
+
+    def check_that_some_succeed(self) -> None:
+        """Raise a GenerationError if far more groups than a batch has failed one after the other.
+
+        All that run may fail at once with an environment or a service that they share; they are tried again.
+        """
+        spec = self._spec.now
+        limit = (4 + spec.algorithm.max_staleness) * spec.trainer.prompts_per_step
+        if len(self._in_a_row) >= limit:
+            raise GenerationError(
+                f"{limit} groups failed in a row, the first one of {self._in_a_row[0]}"
+            )
+
+
+def failed(failure: GroupFailure) -> Note:
+    """The event that tells of a failure."""
+    return Note(
+        "GroupFailed",
+        f"{failure.group_id}: {failure.reason}: {failure.message}",
+        {"group_id": failure.group_id, "reason": failure.reason},
+    )
+
+
+# Reasons for which a group has no samples although its prompt did nothing wrong.
+_BLAMELESS = frozenset({"publish_failed"})
+# Reasons for which a group ends with its progress stored.
+_PUT_ASIDE = frozenset({"interrupted", "stalled"})
+# Reason for which dynamic sampling replaces a group.
+_REFILLED = "equal_rewards"
+# Groups that end soon after each other are followed by others at once: each hand-out waits for the disk.
+_HANDOUT_PAUSE_S = 0.01
+
+
+class Generation:
+    """The generating half of a run.
+
+    Args:
+        spec: The run's specification, as it is now.
+        ledger: States of all issued groups.
+        order: Order of the prompts.
+        journal: Where what the ledger decides is written before it is acted on.
+        replicas: Where groups go.
+        stored: Where their samples arrive.
+        handout: Hands groups out.
+    """
+
+    def __init__(
+        self,
+        spec: CurrentSpec,
+        *,
+        ledger: Ledger,
+        order: PromptOrder,
+        journal: Journal,
+        replicas: Replicas,
+        stored: StoredGroups,
+        handout: Handout,
+    ) -> None:
+        self._spec = spec
+        self._ledger = ledger
+        self._order = order
+        self._journal = journal
+        self._replicas = replicas
+        self._handout = handout
+        self._refilled = ledger.num_ended(_REFILLED)
+        self._is_told = False
+        self._failures = Failures(spec, ledger=ledger, order=order, handout=handout)
+        self._work = asyncio.Event()
+        self._finished = asyncio.Condition()
+        self.stored = stored
+        self.gate = handout.gate
+
+    def published(self, step: int) -> None:
+        """All rollouts serve the weights of ``step``: the gate opens further."""
+        self._handout.published_step = max(self._handout.published_step, step)
+        self._wake()
+
+    def batch_taken(self) -> None:
+        """The next batch begins: dynamic sampling may replace as many groups again."""
+        self._refilled = self._ledger.num_ended(_REFILLED)
+        self._is_told = False
+
+    async def restore(self, lost_workers: Collection[str], *, is_queue_empty: bool) -> None:
+        """Find out what became of the groups in flight, and hand them out again where it is needed.
+
+        Args:
+            lost_workers: Rollouts whose work is gone.
+            is_queue_empty: Whether what rollouts stored is gone.
+        """
+        unscored = await self._find_stored()
+        ready = self._ledger.in_state(GroupState.READY)
+        for group in (group for group in ready if group not in self.stored):
+            self._ledger.requeue(group)
+        assignments: dict[str, list[GroupAssignment]] = defaultdict(list)
+        members = range(self._spec.now.samples_per_group)
+        # Nobody knows any more who had which share of a group.
+        is_shared = len(members) > self._spec.now.rollout.max_running_samples
+        running = self._ledger.running()
+        for group in running:
+            if group.group_id in unscored:
+                # Its rollout is done with it, even if that is gone by now.
+                self._handout.begin(group, {group.worker_id: members})
+                continue
+            if group.worker_id in lost_workers:
+                if not self._ledger.lose(group):
+                    self._order.quarantine(group.row)
+            # A rollout that finished a group before its samples were lost would not start it again.
+            elif is_queue_empty or is_shared or not self._replicas.serves(group.worker_id):
+                if self._spec.now.rollout.partial_rollout:
+                    # Rollouts may have cached tokens since; the next attempt resumes them at their age.
+                    self._ledger.interrupt(group)
+                else:
+                    self._ledger.requeue(group)
+            else:
+                # A rollout that has the group already takes this as a repetition.
+                self._handout.begin(group, {group.worker_id: members})
+                assignments[group.worker_id].append(self._handout.assignment(group, members))
+        await self._journal.save(self._ledger)
+        if is_shared:
+            await self._replicas.cancel([group.group_id for group in running])
+        await self._replicas.start(assignments)
+
+    async def supply(self) -> None:
+        """Hand out groups for ever."""
+        async with TaskGroup() as starts:
+            while True:
+                self._work.clear()
+                await self._handout.take_back_stalled()
+                if await self._handout.hand_out(starts):
+                    await asyncio.sleep(_HANDOUT_PAUSE_S)
+                try:
+                    async with asyncio.timeout(self._handout.seconds_to_next_stall()):
+                        await self._work.wait()
+                except TimeoutError:
+                    continue
+
+    async def collect(self) -> None:
+        """Take in finished groups for ever."""
+        async for groups in self.stored.arrived():
+            await self._take_in(groups)
+
+    async def replace_lost(self) -> None:
+        """Begin groups again that lost samples with a shard of the transferqueue, for ever.
+
+        What is being trained is not touched: the trainer has its samples, or says that they are gone.
+        """
+        async for group_ids in self.stored.lost():
+            found = await self.stored.find()
+            whole = {name for name, samples in found.items() if self.stored.is_whole(samples)}
+            known = [self._ledger.get(group_id) for group_id in sorted(group_ids - whole)]
+            groups = [group for group in known if group is not None]
+            running = [group for group in groups if group.state in RUNNING]
+            await self._replicas.cancel([group.group_id for group in running])
+            await self.stored.wipe(running)
+            for group in running:
+                # It may have failed meanwhile.
+                if group.state in RUNNING:
+                    self._handout.end(group)
+                    self._ledger.requeue(group)
+            await self.restart([group for group in groups if group.state is GroupState.READY])
+            await self._notify()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Return once ``condition`` holds; it is tried whenever groups become ready or end."""
+        async with self._finished:
+            await self._finished.wait_for(condition)
+
+    async def fail(self, failures: Sequence[GroupFailure]) -> None:
+        """Take in groups that brought no samples."""
+        for failure in failures:
+            group = self._ledger.get(failure.group_id, failure.attempt)
+            if group is None or group.state not in RUNNING:
+                continue
+            if failure.reason in _PUT_ASIDE:
+                self._put_aside(group, failure)
+                if failure.reason == "stalled":
+                    await self._note_stall(group, failure)
+                continue
+            workers = self._handout.end(group)
+            if failure.reason == SET_ASIDE:
+                self._ledger.drop(group, SET_ASIDE)
+                self._handout.num_passed_over += 1
+            elif failure.reason in _BLAMELESS:
+                self._ledger.requeue(group)
+                # Where there is no room for a batch none would ever come, and all of them fail.
+                is_told, self._is_told = self._is_told, True
+                if not is_told:
+                    await self._journal.note(failed(failure), self._ledger)
+            else:
+                self._failures.blame(group, failure)
+                await self._journal.note(failed(failure), self._ledger)
+                self._failures.check_that_some_succeed()
+            if len(workers) > 1:
+                await self._replicas.cancel([group.group_id])
+            await self.stored.discard([group])
+        await self._journal.save(self._ledger)
+        await self._notify()
+
+    async def hand_over(self, names: Collection[str]) -> None:
+        """Before rollouts leave: have others go on with what they have not finished."""
+        await self._handout.take_from(names)
+        await self._journal.save(self._ledger)
+        await self._notify()
+
+    async def drop(self, groups: Mapping[str, Sequence[Group]]) -> None:
+        """Give up ready groups, by reason; the gate lets other prompts in for them.
+
+        The prompt of a stale group comes once more at the end of its epoch.
+        """
+        begin_ns = time.time_ns()
+        for reason, dropped in groups.items():
+            traces = self._handout.traces(dropped)
+            tracing.record("group.settle", traces, begin_ns=begin_ns, outcome=reason)
+            for group in dropped:
+                self._ledger.drop(group, reason)
+                if reason == "stale":
+                    self._order.give_back(group.row)
+        self._ledger.returned = self._order.returned
+        await self._journal.save(self._ledger)
+        await self.release([group for dropped in groups.values() for group in dropped])
+
+    async def restart(self, groups: Sequence[Group]) -> None:
+        """Throw away the samples of ready groups and generate them again."""
+        for group in groups:
+            self._ledger.requeue(group)
+        await self._journal.save(self._ledger)
+        await self.release(groups)
+
+    async def release(self, groups: Sequence[Group]) -> None:
+        """Delete the samples of groups that ended."""
+        self._wake()
+        await self.stored.release(groups)
+
+    async def _find_stored(self) -> set[str]:
+        """Take in what the transferqueue holds, and delete what nobody waits for.
+
+        Returns:
+            Running groups that are whole, but still lack what a worker of its own adds.
+        """
+        unwanted: list[str] = []
+        unscored: set[str] = set()
+        for group_id, samples in (await self.stored.find()).items():
+            group = self._ledger.get(group_id, attempt_of(samples))
+            if group is None or group.state in WAITING or not self.stored.is_whole(samples):
+                unwanted += samples.keys
+                continue
+            if not self.stored.is_scored(samples):
+                unscored.add(group_id)
+                continue
+            if group.state in RUNNING:
+                self._complete(group, samples)
+            self.stored.keep(group, samples)
+        await self.stored.delete(unwanted)
+        return unscored
+
+    def _put_aside(self, group: Group, failure: GroupFailure) -> None:
+        """A rollout stopped its share of a group and stored what it has."""
+        shares, group_id = self._handout.shares, group.group_id
+        if failure.worker_id not in shares.workers(group_id):
+            return
+        self._replicas.finished(failure.worker_id)
+        group.worker_id = failure.worker_id
+        shares.put_aside(
+            group_id,
+            failure.worker_id,
+            num_unfinished=failure.num_unfinished,
+            num_tokens=failure.num_tokens,
+        )
+        self._go_on(group)
+
+    async def _note_stall(self, group: Group, failure: GroupFailure) -> None:
+        """Count that a group came to a halt by itself, and say so."""
+        if group.state is GroupState.PARTIAL and not self._ledger.stall(group):
+            self._order.quarantine(group.row)
+        await self._journal.note(failed(failure), self._ledger)
+
+    def _go_on(self, group: Group) -> None:
+        """Let a group that is not whole wait for its next try, once all its shares have ended."""
+        shares = self._handout.shares
+        if not shares.workers(group.group_id):
+            num_unfinished, num_tokens = shares.progress(group.group_id)
+            self._ledger.interrupt(group, num_unfinished=num_unfinished, num_tokens=num_tokens)
+            self._handout.end(group)
+
+    async def _take_in(self, groups: Sequence[tuple[str, GroupSamples]]) -> None:
+        late: list[str] = []
+        unfit: dict[str, list[Group]] = defaultdict(list)
+        for group_id, samples in groups:
+            group = self._ledger.get(group_id, attempt_of(samples))
+            if group is not None and group in self.stored:
+                continue
+            if group is None or group.state not in RUNNING:
+                logger.info("late result of a group is not used", extra={"group": group_id})
+                metrics.LATE_GROUPS.inc()
+                late += samples.keys
+                continue
+            self._failures.end_the_row()
+            for worker_id in self._handout.shares.brought(group_id, samples.numbers("member")):
+                self._replicas.finished(worker_id)
+            whole = self.stored.add(group, samples)
+            if whole is None:
+                self._go_on(group)
+                continue
+            self._handout.end(group)
+            self._handout.place_use.finished(whole.numbers("response_tokens"))
+            self._complete(group, whole)
+            self.stored.keep(group, whole)
+            reason = self._why_unfit(whole, num_unfit=len(unfit[_REFILLED]))
+            if reason is not None:
+                unfit[reason].append(group)
+        await self.stored.delete(late)
+        if any(unfit.values()):
+            await self.drop(unfit)
+        await self._notify()
+
+    def _complete(self, group: Group, samples: GroupSamples) -> None:
+        self._ledger.complete(group, oldest_version=oldest_version(samples))
+        self._handout.num_passed_over = 0
+        if (difficulty := self._order.difficulty) is not None:
+            difficulty.observe(group.row, rewards_of(samples), step=self._handout.published_step)
+
+    def _why_unfit(self, samples: GroupSamples, *, num_unfit: int) -> str | None:
+        algorithm = self._spec.now.algorithm
+        refilled = self._ledger.num_ended(_REFILLED) - self._refilled + num_unfit
+        most = (algorithm.max_refill_factor - 1) * self._spec.now.trainer.prompts_per_step
+        return why_unfit(samples, algorithm, may_refill=refilled < most)
+
+    async def _notify(self) -> None:
+        self._wake()
+        async with self._finished:
+            self._finished.notify_all()
+
+    def _wake(self) -> None:
+        """Let others start where groups ended."""
+        self._handout.expect()
+        self._work.set()

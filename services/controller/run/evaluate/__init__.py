@@ -1,0 +1,1 @@
+"""Evaluations of pinned weight versions."""

@@ -1,0 +1,369 @@
+"""Evaluates pinned weight versions on the held-out prompts, beside training.
+
+shared replicas    all rollouts answer; weights stay as they are until the last response is stored
+lent replicas      a few rollouts answer and keep their weights; the others, and training, go on
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+
+from services.common.batch import KVBatchMeta
+from services.common.fields import group_of, partition_id
+from services.common.runspec.data import HeldoutSetSpec, set_name
+from services.controller.client import GroupFailure
+from services.controller.rules.evaluation import (
+    BegunEvaluation,
+    Evaluation,
+    Reason,
+    Scored,
+    Status,
+    Turns,
+    evaluate,
+    is_periodic,
+)
+from services.controller.rules.prompts import sample_seed
+from services.controller.run.connections import Assembly
+from services.controller.run.state.requests import CurrentSpec, Mailbox
+from services.controller.store.rows import Request
+from services.rollout.client import GroupAssignment
+from services.transferqueue.client import TransferQueueClient
+
+logger = logging.getLogger(__name__)
+
+# Seeds of held-out samples never meet those of training groups.
+_SEED_OFFSET = 1 << 40
+GROUP_PREFIX = "v"
+
+
+class Evaluator:
+    """Evaluates the versions of one run.
+
+    Args:
+        spec: The run's specification, as it is now.
+        run_id: Names its partitions.
+        parts: Where the prompts go, and what keeps the weights as they are meanwhile.
+        queue: Where the samples arrive.
+        mailbox: Holds the request for an evaluation.
+        tell: Is told of every evaluation that begins, and of its end, whatever that is, with the request that
+            it answers.
+    """
+
+    def __init__(
+        self,
+        spec: CurrentSpec,
+        run_id: str,
+        parts: Assembly,
+        *,
+        queue: TransferQueueClient,
+        mailbox: Mailbox,
+        tell: Callable[[BegunEvaluation | Evaluation, Request | None], Awaitable[None]],
+    ) -> None:
+        self._spec = spec
+        self._partition = partition_id(run_id, "validation")
+        self._rows = parts.heldout_rows
+        self._attempt = parts.attempt
+        self._replicas = parts.replicas
+        self._queue = queue
+        self._weights = parts.weights
+        self._mailbox = mailbox
+        self._tell = tell
+        self._evaluated: Collection[int] = ()
+        self._begun: BegunEvaluation | None = None
+        self._version = -1
+        self._step: int | None = None
+        self._turns = Turns()
+        self._is_leased = False
+        """Whether the current evaluation has its rollouts, or gets none."""
+        self._num_begun = 0
+        self._changed = asyncio.Condition()
+        self._asked: dict[str, str] = {}
+        """The split of each group."""
+        self._samples: dict[str, KVBatchMeta] = {}
+        self._failed: set[str] = set()
+
+    async def restore(self, evaluated: Collection[int], begun: BegunEvaluation | None) -> None:
+        """Go on behind an earlier loop.
+
+        Args:
+            evaluated: Versions that it evaluated.
+            begun: What a pause or a death interrupted; it is repeated under the first weights served.
+        """
+        self._evaluated, self._begun = evaluated, begun
+        left = await self._queue.get_batch(self._partition)
+        if left.num_keys:
+            await self._queue.release(self._partition, list(left.keys))
+
+    async def published(self, version: int, *, step: int, is_last: bool = False) -> None:
+        """The rollouts serve ``version``, the weights of ``step``; evaluate it if it is its turn."""
+        self._version = version
+        reason = self._reason(step, is_last=is_last)
+        self._step = step
+        if version in self._evaluated:
+            reason = None
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            reason = _repeated(begun, version=version, due=reason)
+        if reason is None and self._mailbox.get("evaluate") is not None:
+            reason = "manual"
+        current = self._turns.current
+        if reason is not None and (current is None or current.version != version):
+            self._ask(version, reason)
+        await self._notify()
+        if self.is_busy and self._spec.now.validation.mode == "barrier":
+            await self.idle()
+
+    @property
+    def interrupted(self) -> int | None:
+        """Version whose evaluation was interrupted and is not repeated yet."""
+        return None if self._begun is None else self._begun.version
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being evaluated."""
+        return self._turns.current is not None
+
+    @property
+    def version(self) -> int:
+        """What the rollouts serve; -1 before the first."""
+        return self._version
+
+    @property
+    def in_turn(self) -> list[int]:
+        """Versions of the evaluation that goes on, and of the one behind it."""
+        turns = self._turns.current, self._turns.next
+        return [turn.version for turn in turns if turn is not None]
+
+    async def trigger(self) -> None:
+        """Evaluate the version that is served now, because somebody asks for it; the next one, if none is."""
+        if self._version >= 0:
+            self._ask(self._version, "manual")
+            await self._notify()
+
+    async def idle(self) -> None:
+        """Return when no evaluation is running or waiting."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._turns.current is None)
+
+    async def leased(self) -> None:
+        """Return when no evaluation waits for its rollouts: another version would take its own away."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._turns.current is None or self._is_leased)
+
+    async def without(self, names: Collection[str]) -> None:
+        """Return when no evaluation has some rollouts for itself, who get nothing of the next ones."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._replicas.has_lent(names))
+
+    async def run(self) -> None:
+        """Evaluate whatever has its turn, for ever."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._turns.current is not None)
+            assert self._turns.current is not None
+            await self._evaluate(self._turns.current)
+            self._turns.end()
+            self._is_leased = False
+            await self._notify()
+
+    async def collect(self) -> None:
+        """Take in finished samples for ever."""
+        async for batch in self._queue.watch(self._partition, 0):
+            late: list[str] = []
+            for index, key in enumerate(batch.keys):
+                if str(batch.tag("group_id")[index]) in self._asked:
+                    self._samples[key] = batch.select([index])
+                else:
+                    late.append(key)
+            if late:  # of an evaluation that took too long
+                await self._queue.release(self._partition, late)
+            await self._notify()
+
+    async def leave_out_lost(self) -> None:
+        """Leave groups out of the scores that were lost with a shard before they were seen, for ever."""
+        async for loss in self._queue.watch_losses(self._partition):
+            unseen = (key for key in loss.keys if key not in self._samples)
+            self._failed |= self._asked.keys() & {group_of(key) for key in unseen}
+            await self._notify()
+
+    async def fail(self, failures: Sequence[GroupFailure]) -> None:
+        """Take in held-out groups that brought no samples: they are left out of the scores."""
+        self._failed.update(f.group_id for f in failures if f.group_id in self._asked)
+        await self._notify()
+
+    def _reason(self, step: int, *, is_last: bool) -> Reason | None:
+        validation = self._spec.now.validation
+        if is_last and validation.at_end:
+            return "final"
+        if step == 0 and validation.begins:
+            return "initial"
+        # Versions between two that are published are not seen here.
+        since = range(step if self._step is None else self._step + 1, step + 1)
+        is_due = any(is_periodic(passed, validation.every) for passed in since)
+        return "periodic" if is_due else None
+
+    def _ask(self, version: int, reason: Reason) -> None:
+        if self._rows:
+            self._turns.ask(BegunEvaluation(version, reason))
+
+    async def _evaluate(self, begun: BegunEvaluation) -> None:
+        clock = asyncio.get_running_loop().time
+        start, request = clock(), self._mailbox.get("evaluate")
+        status: Status = "missed"
+        if begun.version == self._version:
+            await self._tell(begun, None)
+            status = await self._answer(begun)
+        await self._leave_weights()
+        scored = evaluate(
+            (self._scored(meta) for meta in self._samples.values() if _has_reward(meta)),
+            version=begun.version,
+            reason=begun.reason,
+            status=status,
+            seconds=clock() - start,
+            solved_from=self._spec.now.validation.solved_from,
+        )
+        await self._tell(
+            scored,
+            # One that was missed answers nobody.
+            None if status == "missed" else request,
+        )
+        await self._queue.release(self._partition, list(self._samples))
+        self._asked.clear()
+        self._samples.clear()
+        self._failed.clear()
+
+    async def _answer(self, begun: BegunEvaluation) -> Status:
+        """Have the held-out prompts answered by the version; returns how that ended."""
+        try:
+            async with asyncio.timeout(self._spec.now.validation.timeout_s):
+                await self._weights.pin.acquire()
+        except TimeoutError:
+            return "timeout"
+        async with self._lease(begun) as workers:
+            if not workers:
+                return "missed"
+            groups = self._groups(begun.version)
+            await self._start(groups, workers)
+            return await self._await_samples(groups)
+
+    @asynccontextmanager
+    async def _lease(self, begun: BegunEvaluation) -> AsyncIterator[Sequence[str]]:
+        """Rollouts that serve the version and go on doing so, for whoever holds the pin, which is given back.
+
+        None if they serve another one already.
+        """
+        lent: Sequence[str] = ()
+        try:
+            # A version may be served before this is told of it: its publication held the pin.
+            if max(self._version, self._weights.version) != begun.version:
+                yield ()
+                return
+            if begun.reason != "final":  # nobody trains beside it
+                lent = self._replicas.lend(self._spec.now.validation.replicas)
+            if lent:
+                self._weights.lend(lent)
+                self._weights.pin.release()
+                if self._spec.now.rollout.partial_rollout:
+                    await self._replicas.interrupt(lent)
+            await self._leave_weights()
+            yield lent or self._replicas.present()
+        finally:
+            if lent:
+                await self._weights.take_back(lent)
+                self._replicas.take_back(lent)
+            else:
+                self._weights.pin.release()
+
+    async def _leave_weights(self) -> None:
+        self._is_leased = True
+        await self._notify()
+
+    def _groups(self, version: int) -> list[GroupAssignment]:
+        # Rollouts take a group that they had before for a repetition, so each evaluation has its own.
+        self._num_begun += 1
+        places = [(split, row) for split, count in self._rows.items() for row in range(count)]
+        return [
+            GroupAssignment(
+                group_id=f"{GROUP_PREFIX}{version:06d}-{self._num_begun}-{number:06d}",
+                attempt=self._attempt,
+                split=split,
+                row=row,
+                partition_id=self._partition,
+                members=tuple(range(len(temperatures := self._temperatures(split)))),
+                seeds=tuple(
+                    sample_seed(self._spec.now.seed, _SEED_OFFSET + number, member)
+                    for member in range(len(temperatures))
+                ),
+                temperatures=temperatures,
+                first_attempt=self._attempt,  # each evaluation has groups of its own: nothing is resumed
+            )
+            for number, (split, row) in enumerate(places)
+        ]
+
+    def _temperatures(self, split: str) -> tuple[float, ...]:
+        """One of each sample of a set's prompts, of which the first is greedy."""
+        validation, part = self._spec.now.validation, self._spec.now.data.heldout_sets[split]
+        if not (part.rewards or self._spec.now.rollout.rewards):
+            return (0.0,)  # the likelihood of the answers that rows have is measured: there is one
+        count = validation.samples_per_prompt
+        if isinstance(part, HeldoutSetSpec) and part.samples_per_prompt is not None:
+            count = part.samples_per_prompt
+        return (0.0,) + (validation.temperature,) * count
+
+    async def _start(self, groups: Sequence[GroupAssignment], workers: Sequence[str]) -> None:
+        self._asked.update((group.group_id, group.split) for group in groups)
+        by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
+        for group, worker_id in zip(groups, itertools.cycle(workers), strict=False):
+            by_worker[worker_id].append(group)
+        await self._replicas.start(by_worker)
+
+    async def _await_samples(self, groups: Sequence[GroupAssignment]) -> Status:
+        sizes = {group.group_id: len(group.members) for group in groups}
+        expected = sum(sizes.values())
+
+        def num_done() -> int:
+            whole = sum(group_of(key) not in self._failed for key in self._samples)
+            return whole + sum(sizes[group_id] for group_id in self._failed)
+
+        try:
+            async with asyncio.timeout(self._spec.now.validation.timeout_s), self._changed:
+                await self._changed.wait_for(lambda: num_done() >= expected)
+        except TimeoutError:
+            await self._replicas.cancel([group.group_id for group in groups])
+            return "timeout"
+        return "ok"
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _scored(self, meta: KVBatchMeta) -> Scored:
+        group_id = str(meta.tag("group_id")[0])
+        return Scored(
+            prompt=group_id,
+            set_name=set_name(self._asked[group_id]),
+            source=str(meta.tag("data_source")[0]),
+            reward=float(meta.tag("reward")[0]),
+            answer=str(meta.tag("answer")[0]),
+            is_greedy=bool(meta.tag("greedy")[0]),
+            terms=str(meta.tag("terms")[0]),
+        )
+
+
+def _repeated(begun: BegunEvaluation, *, version: int, due: Reason | None) -> Reason:
+    """Why a version is evaluated that is served first after an evaluation was interrupted.
+
+    The interrupted version may be gone: training went on, and nobody holds its weights. Then the version that
+    is served now takes its turn, but not as the initial one, which scores the model before training.
+    """
+    if begun.version == version:
+        return begun.reason
+    return due or ("periodic" if begun.reason == "initial" else begun.reason)
+
+
+def _has_reward(meta: KVBatchMeta) -> bool:
+    """Whether a sample was scored: one whose reward service failed is no wrong answer."""
+    return meta.tag("finish_reason")[0] != "failed"

@@ -1,0 +1,127 @@
+"""The control loop of one run.
+
+    Generation   waits for room under the staleness gate   -> rollouts generate, score, store
+    train        waits for a batch of finished groups      -> trainer trains it; commit; publish weights
+    Evaluator    waits for a version to evaluate           -> rollouts answer the held-out prompts
+
+Synchronous, one step off and asynchronous training are this loop with another staleness bound. It is entered
+again after every loss, of a worker or of the controller itself, and goes on from the database.
+"""
+
+import time
+from collections.abc import AsyncIterator, Collection
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from services.common.clock import Clock
+from services.common.task_group import TaskGroup
+from services.controller.launch.launcher import Launcher
+from services.controller.membership.registry import Membership
+from services.controller.run.connections import assemble, create_partitions
+from services.controller.run.lifecycle.recovery import restore
+from services.controller.run.pipeline import LiveRun
+from services.controller.run.state.journal import Journal
+from services.controller.run.state.requests import CurrentSpec, Mailbox
+from services.controller.run.train.gpu_time_sharing import start_in_turns
+from services.transferqueue.client import TransferQueueClient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What every run needs."""
+
+    membership: Membership
+    launcher: Launcher
+    queue: TransferQueueClient
+    clock: Clock
+    heartbeat_timeout_s: float
+
+
+@asynccontextmanager
+async def connected(
+    spec: CurrentSpec,
+    services: Services,
+    *,
+    journal: Journal,
+    mailbox: Mailbox,
+    present: Collection[str],
+    lost_workers: Collection[str] = (),
+) -> AsyncIterator[LiveRun]:
+    """A run whose workers have loaded, as its record left it.
+
+    Args:
+        spec: Its specification, as it is now.
+        services: What every run needs.
+        journal: Where it stands, and where what happens is written.
+        mailbox: What it is asked for.
+        present: Its rollouts; it goes on without others.
+        lost_workers: Rollouts that died since it was connected before.
+    """
+    attempt = await journal.begin_attempt()
+    is_queue_empty = await create_partitions(
+        services.queue, journal.run_id, spec.now, snapshot_id=await journal.newest_snapshot()
+    )
+    if spec.now.topology.takes_turns:
+        await start_in_turns(
+            journal.run_id,
+            spec,
+            launcher=services.launcher,
+            membership=services.membership,
+            num_rollouts=len(present),
+        )
+    async with AsyncExitStack() as stack:
+        parts = await assemble(
+            stack,
+            journal.run_id,
+            spec,
+            services.membership,
+            queue=services.queue,
+            attempt=attempt,
+            is_queue_empty=is_queue_empty,
+            present=present,
+        )
+        spec.num_train_rows = sum(parts.train_rows.values())
+        await journal.data_opened({**parts.train_rows, **parts.heldout_rows}, steps=spec.num_steps)
+        yield await restore(
+            spec,
+            parts,
+            journal=journal,
+            queue=services.queue,
+            clock=services.clock,
+            mailbox=mailbox,
+            lost_workers=lost_workers,
+            gpus=partial(services.launcher.gpus_for, journal.run_id),
+        )
+
+
+async def train(live: LiveRun) -> bool:
+    """Train all steps that are left; returns whether that was done: otherwise a pause was asked for."""
+    async with TaskGroup() as tasks:
+        background = [tasks.create_task(work) for work in live.background()]
+        await live.catch_up()
+        if not live.spec.now.validation.only:
+            supply = tasks.create_task(live.generation.supply())
+            await _train_steps(live)
+            supply.cancel()
+        await live.wind_up()
+        for task in background:
+            task.cancel()
+    if live.is_done:
+        await live.note("Finished", "all steps are trained and evaluated", {})
+    return live.is_done
+
+
+async def _train_steps(live: LiveRun) -> None:
+    while not live.is_done:
+        begin = time.perf_counter()
+        batch = await live.take_batch()
+        if batch is None:
+            return
+        await live.train(batch, begin=begin)
+        if live.is_published:
+            await live.offer()
+        if live.is_barrier:
+            await live.publish()
+        if live.is_save_due:
+            await live.save()

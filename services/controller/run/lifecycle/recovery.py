@@ -1,0 +1,270 @@
+"""Where a run stands, rebuilt from the database, its workers and the transferqueue.
+
+The same path serves a new run, a run whose worker died, and a run whose controller died:
+
+    the trainer has a checkpoint of another run     -> a new run begins after the step of that checkpoint
+    the trainer has fewer steps than the database   -> rewind: later steps and all in flight are made anew
+    a group is stored                               -> ready, whatever the ledger last knew of it
+    a group is with a rollout that lives            -> handed to it again, which it takes as a repetition
+    a group is with a rollout that died             -> generated again
+"""
+
+import logging
+from collections.abc import Callable, Collection
+
+from services.common.clock import Clock
+from services.common.errors import FailedPreconditionError
+from services.common.fields import partition_id
+from services.common.runspec.data import WeightedSetSpec
+from services.common.runspec.run import RunSpec
+from services.controller.rules.difficulty import Difficulty
+from services.controller.rules.evaluation import BegunEvaluation, Evaluation
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.prompts import Mixture, PromptOrder
+from services.controller.run.connections import (
+    Assembly,
+    create_partitions,
+    drop_partitions,
+    training_fields,
+)
+from services.controller.run.dispatch.dispatcher import Handout
+from services.controller.run.dispatch.sample_index import StoredGroups
+from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.evaluate.evaluator import Evaluator
+from services.controller.run.observe.advisor import Advisor
+from services.controller.run.observe.progress import Progress
+from services.controller.run.observe.waits import Waits
+from services.controller.run.pipeline import LiveRun
+from services.controller.run.publisher import Publishing
+from services.controller.run.state.journal import Journal, Recovered
+from services.controller.run.state.requests import CurrentSpec, Mailbox
+from services.controller.run.train.batcher import EarlyGroups
+from services.controller.run.train.checkpoints import Checkpoints, ready_checkpoints
+from services.controller.run.train.gpu_time_sharing import Shifts
+from services.controller.run.train.train_step import Steps
+from services.controller.store.rows import Request
+from services.transferqueue.client import TransferQueueClient
+
+logger = logging.getLogger(__name__)
+
+
+async def restore(
+    spec: CurrentSpec,
+    parts: Assembly,
+    *,
+    journal: Journal,
+    queue: TransferQueueClient,
+    clock: Clock,
+    mailbox: Mailbox,
+    lost_workers: Collection[str],
+    gpus: Callable[[], int | None],
+) -> LiveRun:
+    """Rebuild everything that the loop keeps in memory.
+
+    Args:
+        spec: The run's specification, as it is now.
+        parts: Its workers.
+        journal: Its record.
+        queue: Holds its samples.
+        clock: For stalls.
+        mailbox: What it is asked for.
+        lost_workers: Rollouts that died since the loop was entered before.
+        gpus: Returns how many GPUs the run may have; None if that is not known.
+
+    Raises:
+        FailedPreconditionError: If trainer and database are not of the same run.
+    """
+    run_id, recovered = journal.run_id, await journal.load()
+    if recovered.is_new and parts.trained and spec.now.trainer.checkpoint.start_from:
+        recovered = await _start_from(parts.trained, spec, journal=journal)
+    if parts.trained < recovered.step:
+        recovered = await _rewind(run_id, spec.now, parts, recovered, journal=journal, queue=queue)
+    _check_same_run(parts, recovered)
+    ledger = Ledger.restore(
+        recovered.ledger, max_attempts=spec.now.rollout.max_attempts, now=clock.monotonic()
+    )
+    progress = Progress(spec.now.algorithm.max_staleness, first_step=ledger.first_step)
+    progress.restore(recovered.run.summary, steps=recovered.step, syncs_ms=recovered.syncs_ms)
+    order = _order(spec, parts, recovered)
+    ledger.difficulty = order.difficulty
+    generation = _generation(
+        spec, parts, journal=journal, queue=queue, clock=clock, ledger=ledger, order=order
+    )
+
+    async def tell(what: BegunEvaluation | Evaluation, request: Request | None) -> None:
+        await live.evaluated(what, request)
+
+    evaluator = Evaluator(spec, run_id, parts, queue=queue, mailbox=mailbox, tell=tell)
+    waits = Waits()
+    shifts = Shifts(spec=spec, parts=parts, evaluator=evaluator)
+    steps = Steps(
+        run_id=run_id,
+        spec=spec,
+        journal=journal,
+        waits=waits,
+        parts=parts,
+        ledger=ledger,
+        mixture=order.mixture,
+        generation=generation,
+        progress=progress,
+        shifts=shifts,
+        advisor=Advisor(
+            spec=spec, journal=journal, progress=progress, ledger=ledger, clock=clock, gpus=gpus
+        ),
+        version_offset=recovered.version_offset,
+    )
+    publishing = Publishing(
+        spec=spec,
+        journal=journal,
+        parts=parts,
+        ledger=ledger,
+        generation=generation,
+        evaluator=evaluator,
+        progress=progress,
+        shifts=shifts,
+        version_offset=recovered.version_offset,
+    )
+    live = LiveRun(
+        spec=spec,
+        clock=clock,
+        journal=journal,
+        mailbox=mailbox,
+        waits=waits,
+        parts=parts,
+        ledger=ledger,
+        generation=generation,
+        evaluator=evaluator,
+        progress=progress,
+        steps=steps,
+        early=EarlyGroups(trainer=parts.trainer, ledger=ledger, generation=generation, waits=waits),
+        publishing=publishing,
+        shifts=shifts,
+        checkpoints=Checkpoints(
+            run_id,
+            keep=spec.now.trainer.checkpoint.keep,
+            journal=journal,
+            queue=queue,
+            clock=clock,
+            saved_at=await _saved_at(recovered, journal, now=clock.time()),
+        ),
+        version_offset=recovered.version_offset,
+        step=recovered.step,
+        begun=recovered.begun.step if recovered.begun is not None else None,
+        published=recovered.run.weight_version,
+    )
+    await evaluator.restore(recovered.evaluated, recovered.begun_evaluation)
+    await generation.restore(lost_workers, is_queue_empty=parts.is_queue_empty)
+    return live
+
+
+async def _saved_at(recovered: Recovered, journal: Journal, *, now: float) -> float:
+    """From when the time of what is not saved yet counts: losses of rollouts do not begin it anew."""
+    ready = await journal.read(ready_checkpoints)
+    if recovered.step == (ready[0].step if ready else 0):
+        return now
+    return ready[0].create_time if ready else recovered.run.start_time or now
+
+
+def _order(spec: CurrentSpec, parts: Assembly, recovered: Recovered) -> PromptOrder:
+    """Where the run was in its prompts."""
+    sets = spec.now.data.train_sets
+    weights = {
+        split: part.weight
+        for split, part in sets.items()
+        if isinstance(part, WeightedSetSpec) and part.weight is not None
+    }
+    mixture, curriculum = Mixture(parts.train_rows, weights), spec.now.data.curriculum
+    difficulty = None
+    if curriculum is not None:
+        difficulty = Difficulty(mixture.num_rows, curriculum, known=recovered.rates)
+    return PromptOrder(
+        mixture,
+        difficulty=difficulty,
+        seed=spec.now.seed,
+        shuffle=spec.now.data.shuffle,
+        position=recovered.ledger.position,
+        quarantined=recovered.quarantined_rows,
+        returned=recovered.ledger.returned,
+    )
+
+
+def _generation(
+    spec: CurrentSpec,
+    parts: Assembly,
+    *,
+    journal: Journal,
+    queue: TransferQueueClient,
+    clock: Clock,
+    ledger: Ledger,
+    order: PromptOrder,
+) -> Generation:
+    """Hands out prompts, and holds what comes back."""
+    stored = StoredGroups(
+        queue,
+        partition_id(journal.run_id, "train"),
+        group_size=spec.now.samples_per_group,
+        required_fields=training_fields(spec.now),
+    )
+    handout = Handout(
+        spec,
+        journal.run_id,
+        ledger=ledger,
+        order=order,
+        journal=journal,
+        replicas=parts.replicas,
+        stored=stored,
+        clock=clock,
+    )
+    return Generation(
+        spec,
+        ledger=ledger,
+        order=order,
+        journal=journal,
+        replicas=parts.replicas,
+        stored=stored,
+        handout=handout,
+    )
+
+
+async def _start_from(step: int, spec: CurrentSpec, *, journal: Journal) -> Recovered:
+    """Begin a new run after the step of the checkpoint that its trainer has loaded."""
+    folder = spec.now.trainer.checkpoint.start_from
+    if spec.num_steps <= step:
+        raise FailedPreconditionError(
+            f"trainer.checkpoint.start_from: {folder} is of step {step}, but the run has {spec.num_steps} "
+            "steps, so nothing would be trained; raise trainer.steps or data.epochs, which count the steps "
+            "of the checkpoint"
+        )
+    await journal.start_at(step, message=f"training starts after step {step}, from {folder}")
+    logger.info("run starts from a checkpoint", extra={"run": journal.run_id, "step": step})
+    return await journal.load()
+
+
+async def _rewind(
+    run_id: str,
+    spec: RunSpec,
+    parts: Assembly,
+    recovered: Recovered,
+    *,
+    journal: Journal,
+    queue: TransferQueueClient,
+) -> Recovered:
+    """Go back to the step that the trainer has; everything made by later weights is made anew."""
+    step = parts.trained
+    await parts.replicas.cancel([group.group_id for group in recovered.ledger.groups])
+    await drop_partitions(queue, run_id)
+    await create_partitions(queue, run_id, spec)
+    message = f"the trainer lost what it trained after step {step}; training goes on from there"
+    await journal.rewind(step, version=recovered.run.weight_version + 1, message=message)
+    logger.warning("run rewound", extra={"run": run_id, "step": step})
+    return await journal.load()
+
+
+def _check_same_run(parts: Assembly, recovered: Recovered) -> None:
+    known = recovered.step if recovered.begun is None else recovered.begun.step
+    if parts.trained > known:
+        raise FailedPreconditionError(
+            f"the trainer has trained step {parts.trained}, but the database knows of {known} only: "
+            "trainer.checkpoint.directory holds checkpoints of another run (name one of them in "
+            "trainer.checkpoint.start_from to start from it), or the database is an older copy"
+        )

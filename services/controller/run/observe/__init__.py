@@ -1,0 +1,1 @@
+"""Progress, stalls, waits and advice of a run, for people."""

@@ -1,0 +1,135 @@
+"""Says of a live run which side is short and what would mend it: once it shows, and when it changes."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from services.common.clock import Clock
+from services.controller.planning.advice import Advice, advise
+from services.controller.planning.measured import Step, rates_of, setting_of, waited
+from services.controller.planning.placements import otherwise
+from services.controller.rules.ledger import Ledger
+from services.controller.run.observe.progress import Progress
+from services.controller.run.state.journal import Journal
+from services.controller.run.state.requests import CurrentSpec
+from services.controller.store.records import Note
+
+logger = logging.getLogger(__name__)
+_REMEMBERED = 40
+_LEAST_STEPS = 10
+# A prediction takes up to a second of a processor: it is made anew when the run has changed, and hardly ever
+# otherwise.
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 600.0, 3600.0
+_MOVED = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class Advisor:
+    """Of one run."""
+
+    spec: CurrentSpec
+    journal: Journal
+    progress: Progress
+    ledger: Ledger
+    clock: Clock
+    gpus: Callable[[], int | None]
+    """GPUs that the run may have; None if only those that it has are known."""
+    _steps: deque[Mapping[str, Any]] = field(
+        default_factory=lambda: deque(maxlen=_REMEMBERED), init=False
+    )
+    _num_steps: int = field(default=0, init=False)
+    _stepped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _advised_at: float | None = field(default=None, init=False)
+    _waited: float = field(default=0.0, init=False)
+    _told: tuple[object, ...] = field(default=(), init=False)
+
+    def begin_anew(self) -> None:
+        """The run has other workers than its steps so far had: what was said of it may not hold any more."""
+        self.progress.advised({})
+        self._steps.clear()
+        self._num_steps, self._advised_at = 0, None
+
+    def stepped(self, numbers: Mapping[str, Any]) -> None:
+        """A step was committed, with these numbers and histograms."""
+        self._num_steps += 1
+        self._steps.append({**numbers, "step": float(self._num_steps)})
+        self._stepped.set()
+
+    async def watch(self) -> None:
+        """Look at the steps for ever."""
+        while True:
+            await self._stepped.wait()
+            self._stepped.clear()
+            await self.look()
+
+    async def look(self) -> None:
+        """Find out what to say, if it is time for that, in a thread."""
+        if self._is_due():
+            await self._advise()
+
+    def _is_due(self) -> bool:
+        if self._num_steps < _LEAST_STEPS:
+            return False
+        if self._advised_at is None:
+            return True
+        passed_s = self.clock.monotonic() - self._advised_at
+        has_moved = abs(waited(self._numbers()) - self._waited) >= _MOVED
+        return passed_s >= (_LEAST_PAUSE_S if has_moved else _MOST_PAUSE_S)
+
+    async def _advise(self) -> None:
+        steps, spec, setting = self._numbers(), self.spec.now, setting_of(self.spec.now)
+        lengths, gpus = self._lengths(), self.gpus()
+
+        def work() -> Advice | None:
+            try:
+                rates = rates_of(steps, lengths, setting=setting)
+                return advise(steps, rates, setting, others=otherwise(spec), gpus=gpus)
+            except ValueError:
+                return None  # a number is missing, or none yet
+
+        try:
+            advice = await asyncio.to_thread(work)
+        except Exception:  # a run never ends of advice
+            logger.exception("no advice")
+            advice = None
+        self._advised_at, self._waited = self.clock.monotonic(), waited(steps)
+        if advice is None:
+            return
+        texts = {"message": advice.message(), "remedy": advice.remedy()}
+        self.progress.advised({"short": advice.short, **texts})
+        if advice.first != self._told:
+            self._told = advice.first
+            await self._tell(advice)
+
+    async def _tell(self, advice: Advice) -> None:
+        data = {
+            "short": advice.short,
+            "waited": advice.waited,
+            "idled": advice.idled,
+            "step_s": advice.measured_step_s,
+            "predicted_step_s": advice.now.step_s,
+            "changes": [asdict(change) for change in advice.changes],
+            "placement": advice.placement,
+            "placements": dict(advice.others),
+        }
+        summary = self.progress.summary(self.ledger)
+        await self.journal.note(
+            Note("Advice", advice.message(), data, None, None, summary), self.ledger
+        )
+
+    def _numbers(self) -> list[Step]:
+        return [
+            {name: value for name, value in step.items() if isinstance(value, int | float)}
+            for step in self._steps
+        ]
+
+    def _lengths(self) -> Mapping[int, int]:
+        """Responses by upper bound of their length."""
+        found: dict[int, int] = {}
+        for step in self._steps:
+            for bound, count in step.get("histograms", {}).get("response_tokens", {}).items():
+                found[int(bound)] = found.get(int(bound), 0) + count
+        return found

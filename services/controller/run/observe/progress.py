@@ -1,0 +1,182 @@
+"""What a run has achieved so far, in numbers: the summary that users read."""
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.controller.rules.evaluation import Evaluation
+from services.controller.rules.ledger import Ledger
+from services.controller.run.dispatch.rollout_pool import Replicas
+from services.controller.run.weights.session import SyncReport
+
+# Newest weight syncs that the summary's percentiles are of: they are sorted for each event.
+_KEPT = 1000
+# Rollouts that the event of a step tells of one by one.
+_NAMED = 32
+
+
+class Progress:
+    """Collects the numbers of one run.
+
+    Args:
+        max_staleness: The bound, shown beside what was measured.
+        first_step: Step of the checkpoint that the run starts from.
+    """
+
+    def __init__(self, max_staleness: int, *, first_step: int = 0) -> None:
+        self._bound = max_staleness
+        self._steps = self._first_step = first_step
+        self._max_staleness = 0
+        self._staleness_sum = 0.0
+        self._syncs_ms: deque[float] = deque(maxlen=_KEPT)
+        self._sync: dict[str, float | str] = {}
+        self._version = -1
+        self._heldout: dict[str, Any] = {"greedy": None, "sampled": None, "weight_version": None}
+        self._advice: Mapping[str, str] = {}
+        self.nothing_learned: Mapping[str, str] = {}
+        """``reason`` and ``message`` if the newest steps trained nothing."""
+        self.best: Mapping[str, Any] | None = None
+        """``step``, ``weight_version`` and ``score`` of the saved version with the highest held-out score."""
+
+    def restore(self, summary: Mapping[str, Any], *, steps: int, syncs_ms: Iterable[float]) -> None:
+        """Go on from an earlier summary.
+
+        Args:
+            summary: What :meth:`summary` returned; may be empty.
+            steps: Steps that are trained now: fewer than in the summary if the run was rewound.
+            syncs_ms: Latencies of the weight syncs so far.
+        """
+        self._syncs_ms.extend(syncs_ms)
+        if not summary:
+            return
+        self._steps = steps
+        self._version = summary["weight_version"]
+        self._max_staleness = summary["staleness"]["max"]
+        self._staleness_sum = summary["staleness"]["mean"] * (steps - self._first_step)
+        self._heldout = dict(summary["heldout"])
+        self._advice = summary.get("advice", {})
+        self.nothing_learned = summary.get("nothing_learned", {})
+        best = summary.get("best")
+        # What a rewind went back behind is trained, and saved, anew.
+        self.best = best if best is not None and best["step"] <= steps else None
+
+    def stepped(self, metrics: Mapping[str, float]) -> None:
+        """A step was committed."""
+        self._steps += 1
+        self._max_staleness = max(self._max_staleness, int(metrics.get("staleness_max", 0)))
+        self._staleness_sum += metrics.get("staleness_mean", 0.0)
+
+    def synced(self, report: SyncReport) -> None:
+        """A version was published."""
+        self._version = report.version
+        self._syncs_ms.append(report.total_s * 1000)
+        self._sync = {name: ms for name, ms in sync_facts(report).items() if name.endswith("_ms")}
+
+    def take_sync(self) -> dict[str, float | str]:
+        """Times of the newest weight sync, if one ended since they were taken; milliseconds."""
+        sync, self._sync = self._sync, {}
+        return sync
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """A version was evaluated."""
+        if evaluation.status in ("ok", "timeout"):
+            self._heldout = {
+                "greedy": evaluation.greedy,
+                "sampled": evaluation.sampled,
+                "weight_version": evaluation.version,
+                "status": evaluation.status,
+                "sets": evaluation.by_set,
+            }
+
+    def scored(self, score: float, *, step: int, version: int) -> None:
+        """A version that is saved was evaluated; of equal scores the first one stays."""
+        if self.best is None or score > self.best["score"]:
+            self.best = {"step": step, "weight_version": version, "score": score}
+
+    def advised(self, advice: Mapping[str, str]) -> None:
+        """It was found which side is short."""
+        self._advice = advice
+
+    def summary(self, ledger: Ledger) -> dict[str, Any]:
+        """All numbers, with those of the ledger."""
+        prompts = ledger.counts()
+        ended = ("consumed", "dropped", "quarantined")
+        return {
+            "steps": self._steps,
+            "heldout": self._heldout,
+            "staleness": {
+                "max": self._max_staleness,
+                "mean": self._staleness_sum / max(self._steps - self._first_step, 1),
+                "bound": self._bound,
+            },
+            "prompts": {
+                "issued": prompts["issued"],
+                **{state: prompts[state] for state in ended},
+                "outstanding": prompts["issued"] - sum(prompts[state] for state in ended),
+                "reasons": dict(ledger.reasons()),
+            },
+            "weight_version": self._version,
+            "advice": self._advice,
+            "nothing_learned": self.nothing_learned,
+            "best": self.best,
+            "sync_ms": {"p50": self._percentile(50), "p95": self._percentile(95)},
+        }
+
+    def _percentile(self, percent: int) -> float | None:
+        if not self._syncs_ms:
+            return None
+        if len(self._syncs_ms) == 1:
+            return self._syncs_ms[0]
+        return statistics.quantiles(self._syncs_ms, n=100, method="inclusive")[percent - 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepUse:
+    """What the rollouts did during a step."""
+
+    numbers: dict[str, float]
+    idle_s: dict[str, float]
+    """Seconds without work, by rollout; of the first ones by name where there are many."""
+
+
+class StepMeter:
+    """Measures what the rollouts do during a step."""
+
+    def __init__(self) -> None:
+        self._idle_s: dict[str, float] = {}
+        self._tokens = 0.0
+
+    def measure(self, replicas: Replicas, seconds: float) -> StepUse:
+        """The use of the rollouts in a step that took ``seconds``."""
+        totals, tokens = replicas.idle_seconds(), replicas.tokens_total()
+        # A rollout that is new was idle before it came, and a gauge may be some seconds old.
+        idle_s = {
+            name: min(max(total - self._idle_s.get(name, total), 0.0), seconds)
+            for name, total in totals.items()
+        }
+        numbers = {
+            "seconds": seconds,
+            "rollout_idle_s": sum(idle_s.values()) / max(len(idle_s), 1),
+            "generated_tokens_per_s": max(tokens - self._tokens, 0.0) / seconds,
+            **replicas.decode_times(),
+        }
+        self._idle_s, self._tokens = totals, tokens
+        named = {name: round(idle_s[name], 3) for name in sorted(idle_s)[:_NAMED]}
+        return StepUse(numbers=numbers, idle_s=named)
+
+
+def sync_facts(report: SyncReport) -> dict[str, float | str]:
+    """Facts of a published version."""
+    return {
+        "version": report.version,
+        "sync_ms": report.total_s * 1000,
+        "copy_ms": report.copy_s * 1000,
+        "prepare_ms": report.prepare_s * 1000,
+        "transfer_ms": report.transfer_s * 1000,
+        "adopt_ms": report.adopt_s * 1000,
+        "stall_ms": report.stall_s * 1000,
+        "size_bytes": report.num_bytes,
+        "digest": report.digest,
+    }

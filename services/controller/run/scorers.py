@@ -1,0 +1,152 @@
+"""The logp workers of one run: a batch gets its proximal logprobs from them before it is trained."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+
+from services.common.batch import KVBatchMeta
+from services.common.rpc.client import open_channel
+from services.common.task_group import TaskGroup
+from services.controller.membership.registry import Worker
+from services.trainer.client import ScoringClient, TrainerClient
+from services.transferqueue.client import TransferQueueClient
+
+
+class BatchScoring:
+    """Has batches scored; without workers the trainer does it itself.
+
+    Args:
+        queue: Where the samples are.
+        run_id: The run that the workers belong to.
+    """
+
+    def __init__(self, queue: TransferQueueClient, run_id: str) -> None:
+        self._queue = queue
+        self._run_id = run_id
+        self._stack = AsyncExitStack()
+        self._clients: list[ScoringClient] = []
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there are workers."""
+        return bool(self._clients)
+
+    async def open(self, workers: Sequence[Worker]) -> None:
+        """Connect to the workers of the role logp."""
+        for worker in workers:
+            channel = open_channel(worker.address, "worker", run_id=self._run_id)
+            self._clients.append(ScoringClient(await self._stack.enter_async_context(channel)))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._stack.aclose()
+
+    async def add_proximal(
+        self, batch: KVBatchMeta, *, weight_version: int, timeout_s: float
+    ) -> KVBatchMeta:
+        """Have the proximal logprobs of a batch added; returns the batch with them.
+
+        Args:
+            batch: The samples.
+            weight_version: Number of the weights that the batch will be trained from.
+            timeout_s: Deadline.
+
+        Raises:
+            ServiceError: If a worker is lost or the samples are gone.
+        """
+        if not self._clients or batch.num_keys == 0:
+            return batch
+        async with TaskGroup() as tasks:
+            for client, rows in zip(self._clients, self._shares(batch), strict=True):
+                if rows:
+                    tasks.create_task(
+                        client.score_batch(
+                            batch.select(rows), weight_version=weight_version, timeout_s=timeout_s
+                        )
+                    )
+        return await self._queue.get_batch(batch.partition_id, batch.keys)
+
+    def _shares(self, batch: KVBatchMeta) -> list[list[int]]:
+        """Samples of each worker, by index: longest first, to the one with the fewest tokens."""
+        lengths = [
+            prompt + response
+            for prompt, response in zip(
+                batch.column("prompt_ids").lengths,
+                batch.column("response_ids").lengths,
+                strict=True,
+            )
+        ]
+        shares: list[list[int]] = [[] for _ in self._clients]
+        loads = [0] * len(self._clients)
+        for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            worker = loads.index(min(loads))
+            shares[worker].append(index)
+            loads[worker] += lengths[index]
+        return [sorted(share) for share in shares]
+
+
+class CriticCalls:
+    """Calls the critic; without one nothing is done.
+
+    Args:
+        queue: Where the samples are.
+        run_id: The run that the critic belongs to.
+    """
+
+    def __init__(self, queue: TransferQueueClient, run_id: str) -> None:
+        self._queue = queue
+        self._run_id = run_id
+        self._clients: tuple[ScoringClient, TrainerClient] | None = None
+
+    async def open(self, stack: AsyncExitStack, workers: Sequence[Worker]) -> None:
+        """Connect to the worker of the role critic, if there is one."""
+        for worker in workers:
+            channel = open_channel(worker.address, "worker", run_id=self._run_id)
+            connected = await stack.enter_async_context(channel)
+            self._clients = ScoringClient(connected), TrainerClient(connected)
+
+    async def add_values(
+        self, batch: KVBatchMeta, *, weight_version: int, timeout_s: float
+    ) -> KVBatchMeta:
+        """Have values added to a batch; returns the batch with them.
+
+        Raises:
+            ServiceError: If the critic is lost or the samples are gone.
+        """
+        if self._clients is None or batch.num_keys == 0:
+            return batch
+        scoring, _ = self._clients
+        await scoring.score_batch(batch, weight_version=weight_version, timeout_s=timeout_s)
+        return await self._queue.get_batch(batch.partition_id, batch.keys)
+
+    async def train(
+        self,
+        step: int,
+        batch: KVBatchMeta,
+        *,
+        weight_version: int,
+        num_steps: int,
+        timeout_s: float,
+    ) -> Mapping[str, float]:
+        """Train the critic on the batch of a step; returns its metrics. Safe to repeat.
+
+        Raises:
+            ServiceError: If the critic is lost or the samples are gone.
+        """
+        if self._clients is None or batch.num_keys == 0:
+            return {}
+        _, trainer = self._clients
+        trained = await trainer.train_step(
+            step,
+            batch,
+            weight_version=weight_version,
+            num_steps=num_steps,
+            timeout_s=timeout_s,
+        )
+        names = ("value_loss", "value_clip_fraction", "seconds_critic", "nonfinite_critic")
+        return {name: trained.metrics[name] for name in names if name in trained.metrics}
+
+    async def save(self, step: int, *, keep_steps: Sequence[int], timeout_s: float) -> None:
+        """Save the critic beside the trainer's checkpoint of a step; as old ones are kept as of that."""
+        if self._clients is not None:
+            _, trainer = self._clients
+            await trainer.save_checkpoint(step, keep_steps=keep_steps, timeout_s=timeout_s)

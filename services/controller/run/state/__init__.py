@@ -1,0 +1,1 @@
+"""Durable state of a run: journal, requests, failures."""

@@ -1,0 +1,152 @@
+"""What users want of a live run: its specification as it is now, and what they ask of it."""
+
+import asyncio
+from dataclasses import asdict
+from typing import Any
+
+import sqlalchemy as sa
+
+from services.common.ids import new_id
+from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
+from services.common.runspec.run import RunSpec
+from services.controller.launch.launcher import total_gpus
+from services.controller.store.database import Database
+from services.controller.store.records import RELEASE, Needs
+from services.controller.store.rows import (
+    Request,
+    RequestKind,
+    forget_requests,
+    get_run,
+    read_requests,
+    update_run,
+    write_request,
+)
+from services.controller.store.runs import Work
+
+
+def needs_of(spec: RunSpec) -> Needs:
+    """What a run of a specification takes."""
+    return Needs(
+        gpus=total_gpus(spec),
+        transferqueue_bytes=spec.transferqueue.quota_bytes,
+    )
+
+
+def spec_columns(spec: RunSpec) -> dict[str, Any]:
+    """What a run's row has of its specification."""
+    return {
+        "spec_json": canonical_json(spec),
+        "spec_digest": spec_digest(spec),
+        "release": RELEASE,
+        **asdict(needs_of(spec)),
+    }
+
+
+def with_replicas(spec: RunSpec, count: int) -> RunSpec:
+    """A specification with another number of rollouts."""
+    rollout = spec.rollout.model_copy(update={"replicas": count})
+    return spec.model_copy(update={"rollout": rollout})
+
+
+def take_back_size(run_id: str, *, asked: int, has: int) -> Work:
+    """The write by which a run that could not get the size that was asked for keeps the one that it has.
+
+    What was asked for meanwhile stays.
+    """
+
+    def write(connection: sa.Connection) -> None:
+        run = get_run(connection, run_id)
+        spec = parse_spec(run.spec_json)
+        if spec.rollout.replicas == asked:
+            columns = spec_columns(with_replicas(spec, has))
+            update_run(connection, run, generation=run.generation + 1, **columns)
+
+    return write
+
+
+class CurrentSpec:
+    """The specification of a live run.
+
+    Its parts share it and read what they need when they need it, so a change holds for all of them at once.
+
+    Args:
+        now: As it is.
+    """
+
+    def __init__(self, now: RunSpec) -> None:
+        self.now = now
+        self.num_train_rows = 0
+        """Rows of the training data; 0 until the rollouts have opened it."""
+
+    @property
+    def now(self) -> RunSpec:
+        """The specification as it is; ``text`` is its canonical JSON, and ``digest`` the SHA-256 of that."""
+        return self._now
+
+    @now.setter
+    def now(self, spec: RunSpec) -> None:
+        self._now, self.text, self.digest = spec, canonical_json(spec), spec_digest(spec)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.now.num_steps(self.num_train_rows)
+
+
+class Mailbox:
+    """What is asked of a run and not done yet: one request of a kind at most, the newest.
+
+    A request counts once it is stored, and leaves in the transaction of the event that tells what came of it:
+    no loop that is entered again and no other controller misses it.
+
+    Args:
+        run_id: The run.
+        database: Where requests are stored.
+    """
+
+    def __init__(self, run_id: str, database: Database) -> None:
+        self._run_id = run_id
+        self._database = database
+        self._waiting: dict[RequestKind, Request] = {}
+        self.pausing = asyncio.Event()
+        """Set once a pause is asked for."""
+
+    async def open(self) -> None:
+        """Take up what an earlier controller was asked for."""
+
+        def read() -> list[Request]:
+            with self._database.read() as connection:
+                return read_requests(connection, self._run_id)
+
+        for request in await self._database.run(read):
+            self._waiting.setdefault(request.kind, request)
+        if "pause" in self._waiting:
+            self.pausing.set()
+
+    async def put(self, kind: RequestKind, **options: int) -> None:
+        """Store a request."""
+        request = Request(kind=kind, request_id=new_id("req"), options=options)
+
+        def write() -> None:
+            with self._database.write() as connection:
+                write_request(connection, self._run_id, request)
+
+        await self._database.run(write)
+        self._waiting[kind] = request
+        if kind == "pause":
+            self.pausing.set()
+
+    def get(self, kind: RequestKind) -> Request | None:
+        """The request of a kind that waits."""
+        return self._waiting.get(kind)
+
+    def done(self, request: Request | None) -> Work:
+        """The write by which a request leaves; for the transaction of the event that tells of its end."""
+
+        def write(connection: sa.Connection) -> None:
+            if request is not None:
+                forget_requests(connection, self._run_id, request.kind, request.request_id)
+                if self._waiting.get(request.kind) == request:
+                    del self._waiting[request.kind]
+
+        return write

@@ -1,0 +1,1 @@
+"""The training side of a run: batches, steps, checkpoints, time sharing of GPUs."""

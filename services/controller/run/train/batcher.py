@@ -1,0 +1,161 @@
+"""Waits for the next batch of a run and settles what grew too stale for it."""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+
+from services.common.clock import Clock
+from services.common.runspec.algorithm import AlgorithmSpec
+from services.common.task_group import TaskGroup
+from services.controller.rules.groups import RUNNING, Group, GroupState
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.staleness import choose_batch
+from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.observe.waits import Waits
+from services.trainer.client import TrainerClient
+
+
+async def take_batch(
+    generation: Generation,
+    ledger: Ledger,
+    algorithm: AlgorithmSpec,
+    *,
+    weight_version: int,
+    clock: Clock,
+    waits: Waits,
+    unless: asyncio.Event,
+    meanwhile: Coroutine[None, None, None] | None = None,
+) -> list[Group] | None:
+    """Wait for the groups of the next batch; they are TRAINING when this returns.
+
+    Args:
+        generation: Finishes groups.
+        ledger: Their states.
+        algorithm: Bound and policy for stale groups.
+        weight_version: Version of the weights that the batch will be trained from.
+        clock: For the longest wait.
+        waits: Hears what was waited for.
+        unless: Ends the wait.
+        meanwhile: What is done beside it, for as long.
+
+    Returns:
+        The groups, oldest first; None if ``unless`` came before them.
+    """
+    if unless.is_set():
+        if meanwhile is not None:
+            meanwhile.close()
+        return None
+    async with TaskGroup() as tasks:
+        beside = None if meanwhile is None else tasks.create_task(meanwhile)
+        ending = tasks.create_task(unless.wait())
+        taking = tasks.create_task(
+            _take_batch(
+                generation,
+                ledger,
+                algorithm,
+                weight_version=weight_version,
+                clock=clock,
+                waits=waits,
+            )
+        )
+        await asyncio.wait((ending, taking), return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        taking.cancel()
+        if beside is not None:
+            beside.cancel()
+    return None if taking.cancelled() else taking.result()
+
+
+async def _take_batch(
+    generation: Generation,
+    ledger: Ledger,
+    algorithm: AlgorithmSpec,
+    *,
+    weight_version: int,
+    clock: Clock,
+    waits: Waits,
+) -> list[Group]:
+    deadline = clock.monotonic() + algorithm.stale_wait_timeout_s
+    while True:
+        # Groups in flight make up at least one batch, so nothing is missed by looking at whole batches only.
+        with waits("no_data"):
+            await generation.until(
+                lambda: ledger.count(GroupState.READY) >= generation.gate.groups_per_step
+            )
+        may_wait = algorithm.on_stale == "wait" and clock.monotonic() < deadline
+        choice = choose_batch(
+            ledger.in_state(GroupState.READY),
+            ledger.begun(),
+            gate=generation.gate,
+            trainer_version=weight_version,
+            wait_for_due=may_wait,
+            keep_stale=algorithm.on_stale in ("wait", "mask"),
+        )
+        if choice.batch:
+            ledger.train(choice.batch)
+            generation.batch_taken()
+            return list(choice.batch)
+        if choice.stale and algorithm.on_stale == "restart":
+            await generation.restart(choice.stale)
+        elif choice.stale:
+            await generation.drop({"stale": choice.stale})
+        elif choice.awaited:
+            with waits("barrier"):
+                await _until_some_end(choice.awaited, generation, deadline - clock.monotonic())
+
+
+async def _until_some_end(
+    groups: Sequence[Group], generation: Generation, timeout_s: float
+) -> None:
+    """Wait until one of the groups is finished, or for as long as training may wait for them."""
+    unfinished = (*RUNNING, GroupState.PARTIAL)
+    try:
+        async with asyncio.timeout(max(timeout_s, 0.0)):
+            await generation.until(lambda: any(g.state not in unfinished for g in groups))
+    except TimeoutError:
+        return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyGroups:
+    """Of one run. Nothing is written down: a trainer that lost them trains the whole step."""
+
+    trainer: TrainerClient
+    ledger: Ledger
+    generation: Generation
+    waits: Waits
+    """Hears how long the trainer was not idle."""
+
+    async def accumulate(self, step: int, *, weight_version: int, timeout_s: float) -> None:
+        """Send the groups of a step as they finish, until this is cancelled.
+
+        All that are there when the trainer is free go together, so that it works in few large pieces.
+        """
+        sent: set[tuple[str, int]] = set()
+
+        def due() -> list[Group]:
+            ready = self.ledger.in_state(GroupState.READY)
+            gate = self.generation.gate
+            if len(ready) >= gate.groups_per_step:
+                return []
+            return [
+                group
+                for group in ready
+                if (group.group_id, group.attempt) not in sent
+                and not gate.is_stale(group.oldest_version, trainer_version=weight_version)
+            ]
+
+        while True:
+            await self.generation.until(lambda: bool(due()))
+            groups, begin = due(), time.perf_counter()
+            sent |= {(group.group_id, group.attempt) for group in groups}
+            try:
+                await self.trainer.accumulate(
+                    step,
+                    self.generation.stored.meta(groups),
+                    weight_version=weight_version,
+                    timeout_s=timeout_s,
+                )
+            finally:
+                self.waits.worked(time.perf_counter() - begin)

@@ -1,0 +1,305 @@
+"""Checkpoints of a run: the trainer writes them, the database knows of them.
+
+A checkpoint is one unit of three parts, and exists once its row does, which names the other two: the
+trainer's published folder (weights, optimizer, RNG), the transferqueue's snapshot (samples in flight, whether
+finished or not), and the ledger, which the same transaction writes. A run that goes on from it trains what an
+unbroken one would.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import sqlalchemy as sa
+
+from services.common.clock import Clock
+from services.common.errors import (
+    DataLossError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+from services.common.ids import new_id
+from services.common.runspec.trainer import CheckpointSpec
+from services.controller.rules.ledger import Ledger
+from services.controller.run.scorers import CriticCalls
+from services.controller.run.state.journal import Journal
+from services.controller.store.database import Database
+from services.controller.store.records import Note
+from services.controller.store.runs import Work
+from services.controller.store.tables import CHECKPOINTS
+from services.trainer.client import TrainerClient
+from services.transferqueue.client import TransferQueueClient
+
+CheckpointState = Literal["READY", "FAILED", "DELETED"]
+
+_SAVE_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint of a run."""
+
+    checkpoint_id: str
+    run_id: str
+    step: int
+    weight_version: int
+    path: str
+    """The trainer's folder."""
+    state: CheckpointState
+    message: str
+    """Why it failed."""
+    create_time: float
+    snapshot_id: str = ""
+    """The samples that were in flight, in the transferqueue; empty if they could not be saved."""
+    size_bytes: int = 0
+    """Of the trainer's folder."""
+
+
+def ready_checkpoints(connection: sa.Connection, run_id: str) -> list[Checkpoint]:
+    """Checkpoints that a run can go on from, newest first."""
+    query = (
+        sa.select(CHECKPOINTS)
+        .where(CHECKPOINTS.c.run_id == run_id, CHECKPOINTS.c.state == "READY")
+        .order_by(CHECKPOINTS.c.step.desc())
+    )
+    return [Checkpoint(**row) for row in connection.execute(query).mappings()]
+
+
+class CheckpointStore:
+    """Checkpoints in the database. Methods block.
+
+    Args:
+        database: Where they are kept.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def list_checkpoints(self, run_id: str) -> list[Checkpoint]:
+        """Checkpoints of a run, newest first."""
+        query = (
+            sa.select(CHECKPOINTS)
+            .where(CHECKPOINTS.c.run_id == run_id)
+            .order_by(CHECKPOINTS.c.create_time.desc())
+        )
+        with self._database.read() as connection:
+            return [Checkpoint(**row) for row in connection.execute(query).mappings()]
+
+    def get(self, run_id: str, checkpoint_id: str) -> Checkpoint:
+        """One checkpoint.
+
+        Raises:
+            NotFoundError: If the run has none of that id.
+        """
+        for checkpoint in self.list_checkpoints(run_id):
+            if checkpoint.checkpoint_id == checkpoint_id:
+                return checkpoint
+        raise NotFoundError(
+            f"run {run_id} has no checkpoint {checkpoint_id!r}; list its checkpoints",
+            checkpoint_id=checkpoint_id,
+        )
+
+    def runs_saved_at(self, paths: Collection[Path]) -> list[str]:
+        """Runs that have a checkpoint at one of the paths, around it, or right below it."""
+        around = {str(each) for path in paths for each in (path, *path.parents)}
+        here = {str(path) for path in paths}
+        query = sa.select(CHECKPOINTS.c.run_id, CHECKPOINTS.c.path)
+        with self._database.read() as connection:
+            rows = connection.execute(query.where(CHECKPOINTS.c.state != "DELETED")).all()
+        return sorted(
+            {
+                row.run_id
+                for row in rows
+                if row.path in around or row.path.rpartition("/")[0] in here
+            }
+        )
+
+
+class Checkpoints:
+    """Saves one run.
+
+    Args:
+        run_id: The run.
+        keep: Newest checkpoints kept.
+        journal: Its record.
+        queue: Holds its samples.
+        clock: Tells how long work has been unsaved.
+        saved_at: Since when work is unsaved, in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        keep: int,
+        journal: Journal,
+        queue: TransferQueueClient,
+        clock: Clock,
+        saved_at: float,
+    ) -> None:
+        self._run_id = run_id
+        self._keep = keep
+        self._journal = journal
+        self._queue = queue
+        self._clock = clock
+        self._saved_at = saved_at
+
+    def is_due(self, step: int, spec: CheckpointSpec) -> bool:
+        """Whether a step is saved because of its number or, if none is given, of the time.
+
+        Args:
+            step: A step that was trained.
+            spec: When the run is saved.
+        """
+        if spec.every:
+            return step % spec.every == 0
+        return spec.every_s > 0 and self._clock.time() - self._saved_at >= spec.every_s
+
+    async def save(
+        self,
+        trainer: TrainerClient,
+        critic: CriticCalls,
+        ledger: Ledger,
+        *,
+        step: int,
+        version: int,
+        keep_steps: Collection[int],
+        also: Work,
+    ) -> None:
+        """Save the trainer's newest step and the samples in flight, and write both down at once.
+
+        A trainer that cannot save is no reason to stop training: the failure is written down instead.
+
+        Args:
+            trainer: Saves the policy.
+            critic: Saves the critic, where it has processes of its own.
+            ledger: What becomes durable with it.
+            step: The trainer's newest step.
+            version: Its weights' number.
+            keep_steps: Steps whose checkpoints are kept besides the newest ones.
+            also: Is written in the same transaction.
+        """
+        kept = sorted(keep_steps)
+        begin = self._clock.monotonic()
+        await self._journal.note(
+            Note("CheckpointStarted", f"step {step} is being saved", {"step": step}), ledger
+        )
+        checkpoint = await self._save(trainer, critic, step=step, version=version, keep_steps=kept)
+        self._saved_at = checkpoint.create_time
+
+        def write(connection: sa.Connection) -> None:
+            self._write(connection, checkpoint, kept)
+            also(connection)
+
+        note = _ended(checkpoint, seconds=self._clock.monotonic() - begin)
+        await self._journal.note(note, ledger, also=write)
+
+    async def _save(
+        self,
+        trainer: TrainerClient,
+        critic: CriticCalls,
+        *,
+        step: int,
+        version: int,
+        keep_steps: Sequence[int],
+    ) -> Checkpoint:
+        """Save all that is not in the database; what failed says why.
+
+        If the step was saved already, its folder holds what trainer and critic would write again: only the
+        samples in flight are saved.
+        """
+        state: CheckpointState = "READY"
+        path, size_bytes, snapshot_id, message = "", 0, "", ""
+        ready = await self._journal.read(ready_checkpoints)
+        same = next((each for each in ready if each.step == step), None)
+        try:
+            snapshot_id, message = await self._save_samples({each.snapshot_id for each in ready})
+            if same is not None:
+                path, size_bytes = same.path, same.size_bytes
+                snapshot_id = snapshot_id or same.snapshot_id
+            else:
+                (path, size_bytes), _ = await asyncio.gather(
+                    trainer.save_checkpoint(step, keep_steps=keep_steps, timeout_s=_SAVE_TIMEOUT_S),
+                    critic.save(step, keep_steps=keep_steps, timeout_s=_SAVE_TIMEOUT_S),
+                )
+        except (FailedPreconditionError, DeadlineExceededError) as error:
+            state, message = "FAILED", error.message
+        return Checkpoint(
+            checkpoint_id=new_id("ckpt"),
+            run_id=self._run_id,
+            step=step,
+            weight_version=version,
+            path=path,
+            state=state,
+            message=message,
+            create_time=self._clock.time(),
+            snapshot_id=snapshot_id,
+            size_bytes=size_bytes,
+        )
+
+    async def _save_samples(self, taken: Collection[str]) -> tuple[str, str]:
+        """Name of the snapshot, or why there is none: then what was in flight is generated again.
+
+        Args:
+            taken: Names of the snapshots that checkpoints have. The first other one is used, so that there is
+                never more than one snapshot besides those of checkpoints.
+        """
+        name = next(name for name in map("slot-{}".format, itertools.count()) if name not in taken)
+        try:
+            await self._queue.save_snapshot(self._run_id, name)
+        except (
+            FailedPreconditionError,
+            InternalError,
+            DataLossError,
+            ResourceExhaustedError,
+        ) as error:
+            return "", f"without the samples in flight: {error.message}"
+        return name, ""
+
+    def _write(
+        self, connection: sa.Connection, checkpoint: Checkpoint, keep_steps: Sequence[int]
+    ) -> None:
+        table = CHECKPOINTS.c
+        of_run = table.run_id == self._run_id
+        if checkpoint.state == "READY":
+            # The trainer writes a step's folder anew, and deletes all but the newest ones.
+            connection.execute(CHECKPOINTS.delete().where(of_run, table.step == checkpoint.step))
+        connection.execute(
+            CHECKPOINTS.insert().values(
+                {name: getattr(checkpoint, name) for name in Checkpoint.__slots__}
+            )
+        )
+        kept = (
+            sa.select(table.checkpoint_id)
+            .where(of_run, table.state == "READY")
+            .order_by(table.step.desc())
+            .limit(self._keep)
+        )
+        connection.execute(
+            CHECKPOINTS.update()
+            .where(of_run, table.state == "READY", table.checkpoint_id.not_in(kept))
+            .where(table.step.not_in(keep_steps))
+            .values(state="DELETED")
+        )
+
+
+def _ended(checkpoint: Checkpoint, *, seconds: float) -> Note:
+    """What became of a checkpoint."""
+    size_gb = checkpoint.size_bytes / 1e9
+    kind, text = "CheckpointSaved", f"is saved: {size_gb:.1f} GB in {seconds:.1f} s"
+    if checkpoint.state == "FAILED":
+        kind, text = "CheckpointFailed", f"was not saved: {checkpoint.message}"
+    data = {
+        "checkpoint_id": checkpoint.checkpoint_id,
+        "step": checkpoint.step,
+        "path": checkpoint.path,
+        "size_bytes": checkpoint.size_bytes,
+        "seconds": seconds,
+    }
+    return Note(kind, f"step {checkpoint.step} {text}", data)

@@ -1,0 +1,293 @@
+"""One step after the other: written down, trained, committed; settled if something died in between."""
+
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from services.common.batch import KVBatchMeta
+from services.common.runspec.data import set_name
+from services.common.task_group import TaskGroup
+from services.common.telemetry import tracing
+from services.controller import metrics
+from services.controller.rules.groups import Group, GroupState
+from services.controller.rules.learning import (
+    PATIENCE,
+    StepSamples,
+    nothing_learned,
+    step_samples,
+)
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.prompts import Mixture
+from services.controller.rules.statistics import Histogram
+from services.controller.run.connections import Assembly
+from services.controller.run.dispatch.sample_index import (
+    length_facts,
+    reward_terms,
+    set_scores,
+    spread_of,
+)
+from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.observe.advisor import Advisor
+from services.controller.run.observe.progress import Progress, StepMeter
+from services.controller.run.observe.waits import Waits
+from services.controller.run.state.journal import Journal
+from services.controller.run.state.requests import CurrentSpec
+from services.controller.run.train.gpu_time_sharing import Shifts
+from services.controller.store.records import Note
+from services.trainer.client import TrainedStep
+
+_MOST_TOLD = 8
+"""Samples that a message names."""
+
+
+class StalenessError(RuntimeError):
+    """A step trained tokens over the bound: the run's result is in doubt, so the run fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Trains steps of one run, each exactly once."""
+
+    run_id: str
+    spec: CurrentSpec
+    journal: Journal
+    waits: Waits
+    """What was waited for since the last step."""
+    parts: Assembly
+    ledger: Ledger
+    mixture: Mixture
+    """The sets that prompts are of."""
+    generation: Generation
+    progress: Progress
+    shifts: Shifts
+    advisor: Advisor
+    """Hears of each step."""
+    version_offset: int
+    """What weight versions are above their steps."""
+    meter: StepMeter = field(default_factory=StepMeter)
+    newest: deque[StepSamples] = field(default_factory=lambda: deque(maxlen=PATIENCE))
+    """How the samples of the newest steps ended."""
+
+    async def begin(self, step: int, batch: Sequence[Group]) -> None:
+        """Write down which groups a step trains, before the trainer is asked."""
+        version, begin_ns = step - 1 + self.version_offset, time.time_ns()
+        await self.journal.begin_step(step, self.ledger, version=version, groups=batch)
+        tracing.record("group.acquire", self._traces(batch), begin_ns=begin_ns, step=step)
+
+    async def train(self, step: int, batch: Sequence[Group], *, begin: float) -> None:
+        """Have the trainer train a step, commit it, and delete its samples."""
+        with tracing.span(
+            "step", tracing.of_step(self.run_id, step), is_first=True, run=self.run_id, step=step
+        ):
+            await self._train(step, batch, begin=begin)
+
+    async def _train(self, step: int, batch: Sequence[Group], *, begin: float) -> None:
+        # A trainer that has trained the step repeats its answer, even if the samples are gone since.
+        stored = [group for group in batch if group in self.generation.stored]
+        version, timeout_s = step - 1 + self.version_offset, self.spec.now.limits.step_timeout_s
+        samples = self.generation.stored.meta(stored)
+        if self.parts.trained != step:
+            with self.waits("old_logprob"):
+                samples = await self.parts.scoring.add_proximal(
+                    samples, weight_version=version, timeout_s=timeout_s
+                )
+        critic = self.parts.critic
+        with self.waits("values"):
+            samples = await critic.add_values(samples, weight_version=version, timeout_s=timeout_s)
+        async with self._weights_may_change():
+            wait_s, waits = self.waits.for_data(), self.waits.take()
+            async with TaskGroup() as tasks:
+                training = tasks.create_task(
+                    self.parts.trainer.train_step(
+                        step,
+                        samples,
+                        weight_version=version,
+                        num_steps=self.spec.num_steps,
+                        waits=waits,
+                        timeout_s=timeout_s,
+                    )
+                )
+                learning = tasks.create_task(
+                    critic.train(
+                        step,
+                        samples,
+                        weight_version=version,
+                        num_steps=self.spec.num_steps,
+                        timeout_s=timeout_s,
+                    )
+                )
+        trained = training.result()
+        own = {
+            **learning.result(),
+            **reward_terms(samples),
+            **length_facts(samples),
+            **self._set_scores(batch, samples),
+        }
+        trained = replace(trained, metrics={**trained.metrics, **own})
+        spread = spread_of(
+            samples,
+            weight_version=version,
+            max_staleness=self.spec.now.algorithm.max_staleness,
+        )
+        await self._commit(step, batch, trained, spread=spread, begin=begin, wait_s=wait_s)
+        await self._look_for_learning(step, samples, trained)
+        await self.generation.release(stored)
+
+    @asynccontextmanager
+    async def _weights_may_change(self) -> AsyncIterator[None]:
+        """Wait until the trainer has its GPUs, and its weights are not being copied."""
+        turn = self.parts.weights.turn
+        with self.waits("handover"):
+            await self.shifts.begin_training()
+        with self.waits("weight_sync"):
+            await turn.acquire()
+        try:
+            yield
+        finally:
+            turn.release()
+
+    async def settle(self, step: int) -> bool:
+        """Finish the step that was begun, or put its groups back if their samples are gone.
+
+        Returns:
+            Whether the step is trained.
+        """
+        batch = self.ledger.in_state(GroupState.TRAINING)
+        lost = [group for group in batch if group not in self.generation.stored]
+        if self.parts.trained == step or not lost:
+            await self.train(step, batch, begin=time.perf_counter())
+            return True
+        self.ledger.put_back(batch)
+        for group in lost:
+            self.ledger.requeue(group)
+        await self.journal.forget_step(step, self.ledger)
+        return False
+
+    async def _commit(
+        self,
+        step: int,
+        batch: Sequence[Group],
+        trained: TrainedStep,
+        *,
+        spread: Mapping[str, Histogram],
+        begin: float,
+        wait_s: float,
+    ) -> None:
+        """Record a step and everything it consumed, in one transaction."""
+        begin_ns = time.time_ns()
+        numbers = _finite(trained.metrics)
+        self._check_staleness(step, numbers)
+        self.ledger.consume(batch)
+        self.progress.stepped(numbers)
+        metrics.observe_step(self.run_id, step, self.ledger.counts())
+        metrics.observe_staleness(self.run_id, spread.get("staleness", {}))
+        use = self.meter.measure(self.parts.replicas, time.perf_counter() - begin)
+        data: dict[str, Any] = {
+            "step": step,
+            **numbers,
+            "trainer_wait_s": wait_s,
+            **use.numbers,
+            **self.progress.take_sync(),
+            **self.shifts.take_seconds(),
+            "ready_groups": self.ledger.count(GroupState.READY),
+            "running_groups": len(self.ledger.running()),
+            **self._set_aside(step),
+            "histograms": spread,
+        }
+        text = f"step {step} is trained"
+        if trained.skipped:
+            data["is_skipped"] = 1.0
+            text = f"step {step} left the weights as they were: {_why_skipped(trained.metrics)}"
+        told = {**data, "rollouts": {"idle_s": use.idle_s}}
+        note = Note("StepCommitted", text, told, step, None, self.progress.summary(self.ledger))
+        await self.journal.commit_step(step, self.ledger, note=note, metrics=data)
+        if trained.left_out:
+            await self.journal.note(_left_out(step, trained.left_out))
+        self.advisor.stepped(data)
+        tracing.record(
+            "group.settle", self._traces(batch), begin_ns=begin_ns, step=step, outcome="consumed"
+        )
+
+    def _check_staleness(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Raise a StalenessError if a token over the bound was in the loss of a step."""
+        bound, oldest = self.spec.now.algorithm.max_staleness, numbers.get("staleness_max", 0.0)
+        if oldest > bound:
+            metrics.STALENESS_VIOLATIONS.labels(self.run_id).inc()
+            raise StalenessError(
+                f"step {step} trained tokens that were {oldest:.0f} weight versions old, but "
+                f"algorithm.max_staleness is {bound}; this is a defect of Slipstream: report it, with the "
+                "run's database and logs"
+            )
+
+    async def _look_for_learning(
+        self, step: int, samples: KVBatchMeta, trained: TrainedStep
+    ) -> None:
+        """Report why the newest steps trained nothing, once as long as the reason stays the same."""
+        if samples.num_keys:
+            columns = (samples.tag(name) for name in ("reward", "finish_reason", "greedy"))
+            rows = [row for row in zip(*columns, strict=True) if not row[2]]
+            # A step of which no token was trained has no such number.
+            idle = trained.metrics.get("zero_advantage_fraction", float(trained.skipped))
+            self.newest.append(
+                step_samples(
+                    [float(reward) for reward, _, _ in rows],
+                    [str(finish) for _, finish, _ in rows],
+                    is_idle=math.isnan(idle) or idle >= 1,
+                )
+            )
+        found, known = nothing_learned([*self.newest], self.spec.now), self.progress.nothing_learned
+        self.progress.nothing_learned = {} if found is None else asdict(found)
+        if found is not None and found.reason != known.get("reason"):
+            summary = self.progress.summary(self.ledger)
+            note = Note(
+                "NothingLearned", found.message, {"reason": found.reason}, step, None, summary
+            )
+            await self.journal.note(note, self.ledger)
+
+    def _set_scores(self, batch: Sequence[Group], samples: KVBatchMeta) -> dict[str, float]:
+        """Scores by set, where there are several."""
+        if len(self.mixture.splits) == 1:
+            return {}
+        sets = {group.group_id: set_name(self.mixture.place(group.row)[0]) for group in batch}
+        return set_scores(samples, sets)
+
+    def _set_aside(self, step: int) -> dict[str, int]:
+        """How many prompts are left out, by reason."""
+        difficulty = self.ledger.difficulty
+        counts = {} if difficulty is None else difficulty.set_aside(step=step)
+        for why, count in counts.items():
+            metrics.SET_ASIDE.labels(self.run_id, why).set(count)
+        return {f"set_aside/{why}": count for why, count in counts.items()}
+
+    def _traces(self, batch: Sequence[Group]) -> list[tracing.Trace]:
+        return tracing.of_groups(self.run_id, (group.group_id for group in batch))
+
+
+def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Those that are numbers: JSON knows no others, and a mean with one of them says nothing."""
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _left_out(step: int, tokens: Mapping[str, int]) -> Note:
+    """The event that tells of sequences that outgrew the trainer's memory."""
+    told = ", ".join(
+        f"{key} ({count:,} tokens)" for key, count in list(tokens.items())[:_MOST_TOLD]
+    )
+    more = f" and {len(tokens) - _MOST_TOLD} more" if len(tokens) > _MOST_TOLD else ""
+    return Note(
+        "SamplesLeftOut",
+        f"step {step} was trained without what did not fit into the trainer's memory: {told}{more}; lower "
+        "rollout.max_response_tokens, or set trainer.activation_checkpointing, "
+        "trainer.activation_offloading or trainer.context_parallel",
+        {"step": step, "samples": dict(tokens)},
+        step,
+    )
+
+
+def _why_skipped(numbers: Mapping[str, float]) -> str:
+    names = sorted(name for name, value in numbers.items() if not math.isfinite(value))
+    return f"{', '.join(names)} not finite" if names else "no sample of it could be trained"

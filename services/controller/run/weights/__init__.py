@@ -1,0 +1,1 @@
+"""Weight sessions of a run: members, transfers, adoption."""

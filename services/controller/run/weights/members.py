@@ -1,0 +1,334 @@
+"""The members of a run's weight group as the controller reaches them: calls to many at once, watched."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import TypeVar
+
+from services.common.errors import (
+    DataLossError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    ServiceError,
+)
+from services.common.rpc.client import open_channel
+from services.common.runspec.run import WeightSyncSpec
+from services.common.runspec.weight_modes import (
+    BUCKET_BYTES,
+    HANDLE,
+    HOST_MODE,
+    MODES,
+    transport_of,
+)
+from services.common.task_group import TaskGroup, unwrapped
+from services.controller.membership.registry import Worker
+from services.controller.run.state.worker_failures import UnansweringError
+from services.weightsync.client import WeightSyncClient
+from services.weightsync.plan import TensorSpec, WeightPlan, fsdp_shards, make_plan
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+# While a call lasts, its member's process is asked for a sign of life this often.
+_PROBE_EVERY_S = 0.5
+# Of many members each is asked less often and gets longer to answer: asking takes this process's time too.
+_PROBES_PER_S = 250
+# How often a member may find this process late with the time that it gave.
+_TIMES_LATE = 2
+
+
+class WeightMembers:
+    """Connected sources and rollouts.
+
+    Args:
+        run_id: The run.
+        spec: Mode and buckets.
+    """
+
+    def __init__(self, run_id: str, spec: WeightSyncSpec) -> None:
+        self._run_id = run_id
+        self._spec = spec
+        self._mode: str = spec.mode
+        self._backend: str = spec.backend
+        # What is tried if members cannot reach each other so, as (mode, backend).
+        self._other_ways: list[tuple[str, str]] = []
+        self._stack = AsyncExitStack()
+        self._tensors: tuple[TensorSpec, ...] = ()
+        self._bucket_bytes = 0
+        self._devices: dict[str, str] = {}
+        self._hosts: dict[str, str] = {}
+        self._lent: dict[str, WeightSyncClient] = {}
+        self.sources: dict[str, WeightSyncClient] = {}
+        """Trainer ranks that send, in the order of their rows."""
+        self.rollouts: dict[str, WeightSyncClient] = {}
+        """Receivers, by worker."""
+        self.plan: WeightPlan
+        """Available once the trainer is in."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._stack.aclose()
+
+    async def open(self, trainer: Worker, rollouts: Sequence[Worker]) -> None:
+        """Connect to all members and agree on a plan with them.
+
+        Where some share a GPU, between whose processes NCCL sends nothing, weights take other ways.
+
+        Raises:
+            DataLossError: If they made different plans.
+            ServiceError: If a member does not answer or cannot take part.
+        """
+        self._hosts = {worker.worker_id: worker.host_id for worker in (trainer, *rollouts)}
+        first = await self._connect(trainer.address)
+        described = await first.describe()
+        self.sources = {trainer.worker_id: first}
+        for number, address in enumerate(described.source_addresses[1:], 1):
+            self.sources[f"{trainer.worker_id}/{number}"] = await self._connect(address)
+        self._tensors = described.tensors
+        self._make_plan(described.device)
+        self.rollouts = {w.worker_id: await self._connect(w.address) for w in rollouts}
+        await self._agree(self.all())
+        if not MODES[self._mode].through_host and self._share_gpus():
+            self._other_ways = self._ways_of_shared_gpus()
+            if self._other_ways:
+                await self._take(*self._other_ways.pop(0))
+
+    async def go_another_way(self, error: ServiceError) -> None:
+        """Agree on what else reaches all members.
+
+        Raises:
+            ServiceError: ``error``, if nothing does.
+        """
+        if not self._other_ways:
+            raise error
+        mode, backend = self._other_ways.pop(0)
+        logger.warning(
+            "weights take a slower way",
+            extra={"run": self._run_id, "why": str(error), "mode": mode, "backend": backend},
+        )
+        await self._take(mode, backend)
+
+    async def admit(self, rollouts: Sequence[Worker]) -> bool:
+        """Go on with further rollouts; returns whether weights reach them in the way that they take.
+
+        Raises:
+            DataLossError: If they made another plan.
+            FailedPreconditionError: If no way reaches them.
+            ServiceError: If one does not answer or cannot take part.
+        """
+        backend = self.backend()
+        joined = {w.worker_id: await self._connect(w.address) for w in rollouts}
+        try:
+            await self._agree(joined)
+            if backend == HANDLE:
+                is_reached = self._spec.backend == HANDLE or len(set(self._devices.values())) == 1
+            else:
+                is_reached = MODES[self._mode].through_host or not self._share_gpus()
+            if not is_reached:
+                return False
+            self.backend()
+            self.rollouts |= joined
+            self._hosts |= {worker.worker_id: worker.host_id for worker in rollouts}
+        finally:
+            for name in joined.keys() - self.rollouts.keys():
+                self._devices.pop(name, None)
+        return True
+
+    def peers(self, joined: Sequence[str]) -> dict[str, list[str]]:
+        """Rollouts that can send on what they serve, and those of ``joined`` to which they are nearer.
+
+        Nearer than the trainer is who is on the same host, if that is not the trainer's.
+        """
+        if not MODES[self._mode].lends or len(self.sources) > 1 or self.backend() == HANDLE:
+            return {}
+        (trainer,) = self.sources
+        there = {self._hosts[name]: name for name in self.rollouts if name not in joined}
+        there.pop(self._hosts[trainer], None)
+        near: dict[str, list[str]] = {}
+        for name in joined:
+            if (peer := there.get(self._hosts[name])) is not None:
+                near.setdefault(peer, []).append(name)
+        return near
+
+    def dismiss(self, names: Sequence[str]) -> None:
+        """Go on without rollouts."""
+        for name in names:
+            self.rollouts.pop(name, None)
+            self._devices.pop(name, None)
+
+    def lend(self, names: Sequence[str]) -> None:
+        """Go on for now without rollouts that keep their weights."""
+        for name in names:
+            self._lent[name] = self.rollouts.pop(name)
+
+    def take_back(self, names: Sequence[str]) -> None:
+        """Go on with rollouts that were lent."""
+        for name in names:
+            self.rollouts[name] = self._lent.pop(name)
+
+    def all(self) -> dict[str, WeightSyncClient]:
+        """Every member by name."""
+        return {**self.sources, **self.rollouts}
+
+    def backend(self) -> str:
+        """The collective backend that all members share.
+
+        Raises:
+            FailedPreconditionError: If there is none, saying who has what.
+        """
+        wanted, mode = self._backend, MODES[self._mode]
+        found = {mode.wire_device(device) for device in self._devices.values()}
+        if len(found) > 1:
+            raise FailedPreconditionError(
+                f"trainer and rollouts keep their weights on different devices: {self._devices}; give all of "
+                f"them a GPU or none, or set weight_sync.mode to {HOST_MODE}"
+            )
+        (device,) = found
+        if wanted == HANDLE and (device == "cpu" or len(set(self._devices.values())) == 1):
+            return HANDLE
+        fitting = transport_of(device)
+        if wanted not in ("auto", fitting):
+            raise FailedPreconditionError(
+                f"weight_sync.backend is {wanted}, but in mode {self._mode} weights travel from {device} to "
+                f"{device}, which {fitting} carries; set weight_sync.backend to auto, or for weights that go "
+                f"through host memory weight_sync.mode to {HOST_MODE}"
+            )
+        return fitting
+
+    async def ask(self, calls: Mapping[str, Awaitable[_T]]) -> dict[str, _T]:
+        """Results by member, once all have answered.
+
+        Raises:
+            ServiceError: At the first failure, naming its member, or as soon as a member's process does not
+                answer any more; the other calls are cancelled.
+        """
+        results: dict[str, _T] = {}
+
+        async def answer(name: str, call: Awaitable[_T]) -> None:
+            try:
+                results[name] = await call
+            except ServiceError as error:
+                error.message = f"{name}: {error.message}"
+                raise
+
+        with unwrapped(ServiceError):
+            async with TaskGroup() as tasks:
+                answers = [tasks.create_task(answer(*item)) for item in calls.items()]
+                watch = tasks.create_task(self._watch(list(calls)))
+                await asyncio.wait(answers)
+                watch.cancel()
+        return results
+
+    async def abort(self, epoch: int, reason: str) -> list[str]:
+        """End an epoch everywhere; returns who does not answer."""
+        members, timeout_s = self.all(), self._spec.answer_timeout_s
+        answers = await asyncio.gather(
+            *(_aborted(m, epoch, reason, timeout_s) for m in members.values()),
+            return_exceptions=True,
+        )
+        return [
+            name
+            for name, answer in zip(members, answers, strict=True)
+            if isinstance(answer, ServiceError)
+        ]
+
+    async def _watch(self, names: Sequence[str]) -> None:
+        members = {name: member for name, member in self.all().items() if name in names}
+        round_s = len(members) / _PROBES_PER_S
+        while True:
+            await asyncio.sleep(max(_PROBE_EVERY_S, round_s))
+            async with TaskGroup() as probes:
+                for name, member in members.items():
+                    timeout_s = max(self._spec.answer_timeout_s, 2 * round_s)
+                    probes.create_task(_probe(name, member, timeout_s))
+
+    def _make_plan(self, device: str) -> None:
+        wire = MODES[self._mode].wire_device(device)
+        self._bucket_bytes = self._spec.bucket_bytes or BUCKET_BYTES[wire]
+        shards = fsdp_shards(self._tensors, len(self.sources))
+        self.plan = make_plan(self._tensors, self._bucket_bytes, shards)
+
+    def _ways_of_shared_gpus(self) -> list[tuple[str, str]]:
+        """Best first: mode and backend."""
+        if self._spec.backend == HANDLE:
+            return []  # as it is, or not at all
+        through_host = (HOST_MODE, self._spec.backend)
+        if self._spec.backend == "auto" and len(set(self._devices.values())) == 1:
+            return [(self._mode, HANDLE), through_host]
+        return [through_host]
+
+    async def _take(self, mode: str, backend: str) -> None:
+        """Agree again."""
+        logger.info(
+            "trainer and rollouts share GPUs",
+            extra={
+                "run": self._run_id,
+                "devices": str(self._devices),
+                "mode": mode,
+                "backend": backend,
+            },
+        )
+        self._mode, self._backend = mode, backend
+        self._make_plan(next(iter(self._devices.values())))
+        await self._agree(self.all())
+
+    def _share_gpus(self) -> bool:
+        gpus = [device for device in self._devices.values() if device != "cpu"]
+        return len(set(gpus)) < len(gpus)
+
+    async def _agree(self, members: Mapping[str, WeightSyncClient]) -> None:
+        numbers = {name: number for number, name in enumerate(self.sources)}
+        answers = await self.ask(
+            {
+                name: member.agree_plan(
+                    self._tensors,
+                    self._bucket_bytes,
+                    num_sources=len(self.sources),
+                    source=numbers.get(name),
+                    mode=self._mode,
+                )
+                for name, member in members.items()
+            }
+        )
+        self._devices |= {name: answer.device for name, answer in answers.items()}
+        expected = self.plan.plan_hash
+        others = {
+            name: answer.plan_hash[:12]
+            for name, answer in answers.items()
+            if answer.plan_hash != expected
+        }
+        if others:
+            raise DataLossError(
+                f"the controller made plan {expected[:12]}, but members made {others} of the same tensors; "
+                "install the same release in all of them"
+            )
+
+    async def _connect(self, address: str) -> WeightSyncClient:
+        channel = open_channel(address, "worker", run_id=self._run_id)
+        return WeightSyncClient(await self._stack.enter_async_context(channel))
+
+
+async def _aborted(member: WeightSyncClient, epoch: int, reason: str, timeout_s: float) -> None:
+    await _in_time(lambda: member.abort(epoch, reason, timeout_s=timeout_s), timeout_s)
+
+
+async def _probe(name: str, member: WeightSyncClient, timeout_s: float) -> None:
+    try:
+        await _in_time(lambda: member.alive(timeout_s=timeout_s), timeout_s)
+    except ServiceError as error:
+        raise UnansweringError(name, f"does not answer: {error}") from error
+
+
+async def _in_time(asked: Callable[[], Awaitable[_T]], timeout_s: float) -> _T:
+    """What a call answers; asked again if its deadline passed while this process stood still itself."""
+    for _ in range(_TIMES_LATE):
+        begin = time.monotonic()
+        try:
+            return await asked()
+        except DeadlineExceededError:
+            if time.monotonic() - begin < 2 * timeout_s:
+                raise
+    return await asked()

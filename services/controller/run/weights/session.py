@@ -1,0 +1,394 @@
+"""What a published weight version took."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from services.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    ServiceError,
+    UnavailableError,
+)
+from services.common.runspec.run import WeightSyncSpec
+from services.common.runspec.weight_modes import TRANSPORTS
+from services.common.telemetry import tracing
+from services.controller import metrics
+from services.controller.membership.registry import Worker
+from services.controller.run.state.worker_failures import LateError
+from services.controller.run.weights.members import WeightMembers
+from services.controller.run.weights.peer_transfer import Served, Way, bring
+from services.weightsync.canary import Canary, canary_tolerance
+from services.weightsync.client import WeightSyncClient
+from services.weightsync.plan import version_digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """One published version; of one that nobody receives, no more than its number."""
+
+    version: int
+    digest: str = ""
+    num_bytes: int = 0
+    """On the wire, from all sources."""
+    copy_s: float = 0.0
+    """Until the trainer had copied its weights and scored the canary: what its next step waits for."""
+    prepare_s: float = 0.0
+    """Until everybody was ready, the copy included."""
+    transfer_s: float = 0.0
+    """Until every rollout had verified what it received."""
+    adopt_s: float = 0.0
+    """Until every rollout served the version."""
+    check_s: float = 0.0
+    """Until every rollout had scored the canary like the trainer."""
+    stall_s: float = 0.0
+    """Longest time in which a rollout produced no token."""
+    receivers: tuple[str, ...] = ()
+    """Who serves the version now."""
+    lost: tuple[str, ...] = ()
+    """Rollouts that were lost on the way; they do not serve the version."""
+
+    @property
+    def total_s(self) -> float:
+        """From the finished step to every rollout serving its weights."""
+        return self.prepare_s + self.transfer_s + self.adopt_s
+
+
+def observe(run: str, report: SyncReport) -> None:
+    """Record a published version."""
+    phases = {
+        "prepare": report.prepare_s,
+        "transfer": report.transfer_s,
+        "adopt": report.adopt_s,
+        "check": report.check_s,
+        "total": report.total_s,
+    }
+    for phase, seconds in phases.items():
+        metrics.WEIGHT_SYNC_SECONDS.labels(run, phase).observe(seconds)
+    metrics.WEIGHT_SYNC_BYTES.labels(run).inc(report.num_bytes)
+    metrics.WEIGHT_SYNCS.labels(run, "ok").inc()
+
+
+logger = logging.getLogger(__name__)
+
+_LEAST_TIMEOUT_S = 1.5
+# A rollout that drains for so long is taken for dead, should its own watch have failed.
+_DRAINING_S = 7 * 86_400.0
+# Tries of one version while nobody is lost: a busy machine misses a deadline, a bit flips.
+_MAX_TRIES = 5
+
+
+class WeightSession:
+    """The weight plane of one run, seen from the controller.
+
+    Args:
+        spec: Mode, buckets and deadlines.
+        run_id: Names the rendezvous scopes.
+        drains: Whether rollouts finish what they generate before they adopt, for as long as that makes
+            progress.
+        first_epoch: Epochs begin above it, so that members which knew an earlier session take part.
+    """
+
+    def __init__(
+        self, spec: WeightSyncSpec, run_id: str, *, drains: bool = False, first_epoch: int = 0
+    ) -> None:
+        self._spec = spec
+        self._adopt_s = _DRAINING_S if drains else spec.adopt_timeout_s
+        self._run_id = run_id
+        self._epoch = first_epoch
+        self._is_formed = False
+        self._members = WeightMembers(run_id, spec)
+        self._backend = ""
+        self._timeout_s = _LEAST_TIMEOUT_S
+        self._canary: tuple[int, Canary] | None = None
+        self._served: Served | None = None
+        self.version = -1
+        """Newest version that was published; -1 before the first of the session."""
+        # Held while a version is being replaced, and by an evaluation while it needs its version.
+        self.pin = asyncio.Lock()
+        self.turn = asyncio.Lock()
+        """Held while the trainer's weights change, and while they are copied."""
+
+    async def open(self, trainer: Worker, rollouts: list[Worker]) -> None:
+        """Agree on a plan with the members and form their first group; without rollouts there is none.
+
+        Raises:
+            ServiceError: If a member does not answer, made another plan, or the group is not formed.
+        """
+        members = self._members
+        if not rollouts:
+            return
+        await members.open(trainer, rollouts)
+        while not self._is_formed:
+            self._backend = members.backend()
+            self._timeout_s = self._spec.transfer_timeout_s or (
+                _LEAST_TIMEOUT_S + members.plan.num_bytes / TRANSPORTS[self._backend].least_rate
+            )
+            try:
+                await self._form()
+            except FailedPreconditionError as error:
+                await members.abort(self._epoch, str(error))
+                await members.go_another_way(error)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._members.close()
+
+    async def admit(self, rollouts: Sequence[Worker]) -> bool:
+        """Have rollouts take part that have loaded, from what is published next on.
+
+        Returns whether weights reach them; otherwise the session must be opened anew, with all.
+
+        Raises:
+            ServiceError: If one does not answer, or made another plan.
+        """
+        async with self.pin:
+            is_reached = await self._members.admit(rollouts)
+            self._is_formed &= not is_reached
+            return is_reached
+
+    async def dismiss(self, names: Sequence[str]) -> None:
+        """Go on without rollouts, from what is published next on."""
+        async with self.pin:
+            self._members.dismiss(names)
+            self._is_formed = False
+
+    async def bring(self, names: Sequence[str]) -> list[str]:
+        """Have rollouts that were admitted get what is served from others, to whom they are nearer.
+
+        Returns those that serve it now; the others get what is published next.
+        """
+        async with self.pin:
+            if self._is_formed or self._served is None:
+                return []
+            peers = self._members.peers(names)
+            first, self._epoch = self._epoch + 1, self._epoch + len(peers)
+            way = Way(
+                backend=self._backend,
+                run_id=self._run_id,
+                form_s=self._spec.form_timeout_s,
+                transfer_s=self._timeout_s,
+                adopt_s=self._adopt_s,
+            )
+            return await bring(self._members, peers, served=self._served, way=way, epoch=first)
+
+    async def keep(self, version: int) -> None:
+        """Have the trainer copy a version that is served, before its weights change, for who joins."""
+        async with self.pin, self.turn:
+            await self._prepare(version, self._members.sources)
+            await self._score(version)
+
+    def has_copy(self, version: int) -> bool:
+        """Whether a version can be sent without the trainer's weights."""
+        return self._canary is not None and self._canary[0] == version
+
+    def lend(self, names: Sequence[str]) -> None:
+        """Publish to the other rollouts only; for whoever holds the pin."""
+        self._members.lend(names)
+        self._is_formed = False
+
+    async def take_back(self, names: Sequence[str]) -> None:
+        """Publish to rollouts that were lent again: they get the next version, whichever they missed."""
+        async with self.pin:
+            self._members.take_back(names)
+            self._is_formed = False
+
+    async def publish(self, newest: Callable[[], int]) -> SyncReport:
+        """Bring the trainer's newest version into service on every rollout that lives.
+
+        A version that the trainer has copied before is sent from its copy, also while it trains.
+
+        Args:
+            newest: The version that the trainer's weights have, asked once they cannot change.
+
+        Raises:
+            LateError: If a rollout does not put it into service in time.
+            ServiceError: If the trainer or all rollouts are lost, or if it fails although nobody is.
+        """
+        async with self.pin:
+            return await self.replace(newest)
+
+    async def replace(
+        self, newest: Callable[[], int], *, on_copied: Callable[[], Awaitable[None]] | None = None
+    ) -> SyncReport:
+        """As :meth:`publish`, for whoever holds the pin.
+
+        Args:
+            newest: As there.
+            on_copied: Called once the trainer is not needed any more, before rollouts take anything.
+        """
+        if not self._members.sources:
+            return await self._keep(newest)
+        lost: list[str] = []
+        tries, version = 0, -1
+
+        async def copied() -> None:
+            await copying.aclose()
+            if on_copied is not None:
+                await on_copied()
+
+        async with AsyncExitStack() as copying:
+            while True:
+                try:
+                    if not self._is_formed:
+                        await self._form()
+                    if version < 0 and not self.has_copy(version := newest()):
+                        await copying.enter_async_context(self.turn)
+                        version = newest()
+                    report = await self._publish(version, tuple(lost), copied)
+                except ServiceError as error:
+                    metrics.WEIGHT_SYNCS.labels(self._run_id, error.reason).inc()
+                    logger.warning(
+                        "weight sync failed", extra={"why": str(error), "version": version}
+                    )
+                    self._is_formed = False
+                    gone = await self._members.abort(self._epoch, str(error))
+                    if isinstance(error, LateError) and error.worker_id not in gone:
+                        raise  # it lives, and would keep the others waiting again
+                    lost += gone
+                    tries = 0 if gone else tries + 1
+                    self._go_on_without(gone, error, tries)
+                else:
+                    observe(self._run_id, report)
+                    self.version = version
+                    self._served = Served(
+                        version=version, digest=report.digest, canary=await self._score(version)
+                    )
+                    return report
+
+    async def _keep(self, newest: Callable[[], int]) -> SyncReport:
+        """A version that nobody receives."""
+        async with self.turn:
+            self.version = newest()
+        return SyncReport(version=self.version)
+
+    async def _publish(
+        self, version: int, lost: tuple[str, ...], copied: Callable[[], Awaitable[None]]
+    ) -> SyncReport:
+        with tracing.span(
+            "weight.sync",
+            tracing.of_sync(self._run_id, version),
+            is_first=True,
+            run=self._run_id,
+            version=version,
+        ):
+            return await self._send(version, lost, copied)
+
+    async def _send(
+        self, version: int, lost: tuple[str, ...], copied: Callable[[], Awaitable[None]]
+    ) -> SyncReport:
+        members = self._members
+        start = time.perf_counter()
+        held = await self._prepare(version, members.sources)
+        canary = await self._score(version)
+        copied_at = time.perf_counter()
+        await copied()
+        held |= await self._prepare(version, members.rollouts)
+        base = min(held.values()) if len(set(held.values())) == 1 else -1
+        prepared = time.perf_counter()
+        sent = await members.ask(
+            {
+                name: member.transfer(
+                    self._epoch,
+                    version,
+                    base_version=base if base < version else -1,
+                    timeout_s=self._timeout_s,
+                )
+                for name, member in members.all().items()
+            }
+        )
+        digest = version_digest(
+            [digest for name in members.sources for digest in sent[name].digests]
+        )
+        transferred = time.perf_counter()
+        stalls = await self._adopt(version, digest)
+        adopted = time.perf_counter()
+        await self._check(version, canary)
+        return SyncReport(
+            version=version,
+            digest=digest,
+            num_bytes=sum(sent[name].num_bytes for name in members.sources),
+            copy_s=copied_at - start,
+            prepare_s=prepared - start,
+            transfer_s=transferred - prepared,
+            adopt_s=adopted - transferred,
+            check_s=time.perf_counter() - adopted,
+            stall_s=max(stalls.values()),
+            receivers=tuple(members.rollouts),
+            lost=lost,
+        )
+
+    async def _prepare(self, version: int, some: Mapping[str, WeightSyncClient]) -> dict[str, int]:
+        """Have members get ready; returns which version each of them still holds."""
+        plan_hash = self._members.plan.plan_hash
+        return await self._members.ask(
+            {
+                name: member.prepare(self._epoch, version, plan_hash, timeout_s=self._adopt_s)
+                for name, member in some.items()
+            }
+        )
+
+    async def _adopt(self, version: int, digest: str) -> dict[str, float]:
+        """Have the rollouts serve a version; returns for how long each made no token."""
+
+        async def adopt(name: str, member: WeightSyncClient) -> float:
+            try:
+                return await member.adopt(self._epoch, version, digest, timeout_s=self._adopt_s)
+            except DeadlineExceededError as error:
+                what = f"put weight version {version} into service"
+                raise LateError(name, f"did not {what} within {self._adopt_s:.0f} s") from error
+
+        rollouts = self._members.rollouts
+        return await self._members.ask({name: adopt(name, rollouts[name]) for name in rollouts})
+
+    async def _score(self, version: int) -> Canary:
+        """What the trainer says about the canary; asked once, before it trains on."""
+        if self._canary is None or self._canary[0] != version:
+            name, trainer = next(iter(self._members.sources.items()))
+            answers = await self._members.ask(
+                {name: trainer.score(timeout_s=self._spec.adopt_timeout_s)}
+            )
+            self._canary = (version, answers[name])
+        return self._canary[1]
+
+    async def _check(self, version: int, canary: Canary) -> None:
+        tolerance = canary_tolerance([spec.dtype for spec in self._members.plan.tensors])
+        await self._members.ask(
+            {
+                name: member.check(version, canary, tolerance, timeout_s=self._spec.adopt_timeout_s)
+                for name, member in self._members.rollouts.items()
+            }
+        )
+
+    async def _form(self) -> None:
+        self._epoch += 1
+        members = self._members
+        numbers = {name: number for number, name in enumerate(members.rollouts)}
+        await members.ask(
+            {
+                name: member.form(
+                    self._epoch,
+                    receiver=numbers.get(name),
+                    num_receivers=len(members.rollouts),
+                    backend=self._backend,
+                    scope=f"{self._run_id}/{self._epoch}",
+                    timeout_s=self._spec.form_timeout_s,
+                )
+                for name, member in members.all().items()
+            }
+        )
+        self._is_formed = True
+        metrics.observe_group(self._run_id, self._epoch, len(members.all()))
+
+    def _go_on_without(self, gone: list[str], error: ServiceError, tries: int) -> None:
+        """Leave lost rollouts behind, or give up."""
+        self._members.dismiss(gone)
+        if any(name in self._members.sources for name in gone) or not self._members.rollouts:
+            raise UnavailableError(
+                f"{' and '.join(gone)} did not answer, so no version can be published"
+            ) from error
+        if tries == _MAX_TRIES:
+            raise error

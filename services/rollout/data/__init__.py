@@ -1,0 +1,1 @@
+"""Prompt sources, prompts, demonstrations, curriculum."""

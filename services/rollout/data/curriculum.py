@@ -1,0 +1,56 @@
+"""The user's function that says which prompts are worth a try now."""
+
+from services.common.runspec.data import CurriculumSpec
+from services.rollout.calls.pool import CallPool
+from services.rollout.client import SET_ASIDE, TriedPrompt
+from services.rollout.data.sources import Row
+from services.rollout.failures import CallError, GroupError
+
+
+class Curriculum:
+    """Asks the function of a run's curriculum.
+
+    Args:
+        spec: Names the function.
+        calls: Calls it, in a process of its own.
+    """
+
+    def __init__(self, spec: CurriculumSpec, calls: CallPool) -> None:
+        self._spec = spec
+        self._calls = calls
+
+    async def check(self, row: Row, tried: TriedPrompt) -> None:
+        """Return if a prompt is worth a try now.
+
+        Args:
+            row: Its row.
+            tried: What is known of it.
+
+        Raises:
+            GroupError: ``set_aside`` if it waits; ``curriculum_timeout``, ``curriculum_exception``,
+                ``curriculum_sandbox_killed`` or ``curriculum_invalid_value`` if the function gave no answer.
+        """
+        reference = self._spec.function
+        assert reference is not None, "a function is asked for"
+        told = {
+            "step": tried.step,
+            "tries": tried.tries,
+            "mean_reward": tried.mean_reward if tried.tries else None,
+        }
+        arguments, timeout_s = self._spec.arguments, self._spec.timeout_s
+        try:
+            answer = await self._calls.call(reference, (row, told), arguments, timeout_s=timeout_s)
+        except CallError as error:
+            raise _failed(error.kind, error.message) from error
+        if not isinstance(answer, bool):
+            raise _failed(
+                "invalid_value",
+                f"{reference!r} must return True (answer this prompt now) or False (not now), but returned "
+                f"{answer!r:.60}",
+            )
+        if not answer:
+            raise GroupError(SET_ASIDE, "the curriculum has this prompt wait", retryable=True)
+
+
+def _failed(kind: str, message: str) -> GroupError:
+    return GroupError(f"curriculum_{kind}", f"data.curriculum.function: {message}", retryable=True)

@@ -1,0 +1,311 @@
+"""Rows to prompts: template, chat template, tokens, limits."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from services.common.models.tokenizer import Tokenizer
+from services.common.runspec.data import DataSpec, PromptSourceSpec, kind_of
+from services.rollout.data.demonstrations import (
+    Demonstration,
+    Messages,
+    Turns,
+    as_messages,
+    check_answered,
+    of_chat,
+    of_text,
+)
+from services.rollout.data.sources import PromptSource, Row, column_value
+from services.rollout.failures import GroupError
+
+Message = Mapping[str, str]
+"""``role`` and ``content``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What a group answers."""
+
+    token_ids: tuple[int, ...]
+    """Tokens that the engine continues; none if an environment makes the prompt."""
+    text: str
+    """The prompt as people read it: filled template, or the last message of a chat."""
+    answer: Any
+    """Expected answer for the reward; None if the data has none."""
+    row: Row
+    """The whole row, for the reward."""
+    data_source: str
+    """Origin, for scores per source."""
+    messages: tuple[Message, ...] = ()
+    """The chat that it is; none if it went through no chat template."""
+    demonstrations: tuple[Demonstration, ...] = ()
+    """Answers that the row brings with it, one for each member of a group; none if they are sampled."""
+    may_be_cut: bool = False
+    """Whether such an answer may lose its end where it is too long."""
+
+
+class PromptBook:
+    """The prompts of a run by split and row.
+
+    A prompt that cannot be used is refused alone: it raises, and its neighbours are not touched.
+    """
+
+    def __init__(
+        self,
+        data: DataSpec,
+        sources: Mapping[str, PromptSource],
+        tokenizer: Tokenizer,
+        *,
+        num_demonstrations: int = 0,
+        answers_heldout: bool = True,
+    ) -> None:
+        """Read the prompts of a run.
+
+        Args:
+            data: Names the columns.
+            sources: Rows of each split.
+            tokenizer: The model's.
+            num_demonstrations: Answers that each row brings with it; 0 if they are sampled.
+            answers_heldout: Whether those of held-out rows are sampled all the same.
+        """
+        self._data = data
+        self._specs = data.sets
+        self._sources = sources
+        self._tokenizer = tokenizer
+        self._num_demonstrations = num_demonstrations
+        self._answers_heldout = answers_heldout
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The sets that there are."""
+        return tuple(self._sources)
+
+    def num_rows(self, split: str) -> int:
+        """Rows of a split; 0 if the run has none."""
+        source = self._sources.get(split)
+        return 0 if source is None else len(source)
+
+    def prompt(self, split: str, row_index: int) -> Prompt:
+        """Return one prompt.
+
+        Raises:
+            GroupError: If the row does not exist or is damaged, or its prompt is empty, too long, or of
+                the wrong kind. Another try would not help.
+        """
+        if not 0 <= row_index < self.num_rows(split):
+            raise _refused(
+                "prompt_unknown",
+                f"split {split!r} has {self.num_rows(split)} rows, but row {row_index} was asked",
+            )
+        try:
+            row = self._sources[split][row_index]
+        except ValueError as error:
+            raise _refused("prompt_malformed", str(error)) from error
+        spec = self._specs[split]
+        column = self._data.answer_column_of(spec)
+        if spec.source == "environment":
+            return Prompt(token_ids=(), text="", answer=None, row=row, data_source=spec.path)
+        place, source = f"row {row_index} of data.{split}", str(row.get("data_source", spec.path))
+        if self._num_demonstrations:
+            has_rewards = self._answers_heldout or spec.rewards is not None
+            is_sampled = kind_of(split) == "heldout" and has_rewards
+            return self._demonstrated(row, spec, source, place, is_sampled=is_sampled)
+        text, messages, token_ids = self._encode(row, spec, place)
+        self._check_length(token_ids, place)
+        return Prompt(
+            token_ids=tuple(token_ids),
+            text=text,
+            answer=None if column is None else column_value(row, column),
+            row=row,
+            data_source=source,
+            messages=messages,
+        )
+
+    def _demonstrated(
+        self, row: Row, spec: PromptSourceSpec, source: str, place: str, *, is_sampled: bool
+    ) -> Prompt:
+        """A prompt that comes with its answer, or with two of which the first is preferred."""
+        data = self._data
+        turns = "last" if is_sampled else data.demonstration.turns
+        try:
+            count = 1 if is_sampled else self._num_demonstrations
+            talks = conversations_of(row, data, spec, place, count=count)
+            every = [self._shown(messages, row.get("tools") or (), turns) for messages in talks]
+        except ValueError as error:
+            raise _refused("prompt_malformed", f"{place}: {error}") from error
+        if len({one.prompt_ids for one in every}) > 1:
+            raise _refused(
+                "prompt_malformed",
+                f"the answers in {place} follow different prompts, so they cannot be compared; mend the "
+                "conversations, or set data.demonstration.turns to 'last'",
+            )
+        messages, shown = talks[0], every[0]
+        self._check_length(shown.prompt_ids, place)
+        return Prompt(
+            token_ids=shown.prompt_ids,
+            text=str(messages[-2].get("content") or ""),
+            answer=shown.text,
+            row=row,
+            data_source=source,
+            messages=tuple(messages[:-1]) if data.chat_template else (),
+            demonstrations=() if is_sampled else tuple(every),
+            may_be_cut=data.demonstration.too_long == "cut",
+        )
+
+    def _shown(self, messages: Messages, tools: Messages, turns: Turns) -> Demonstration:
+        if self._data.chat_template:
+            return of_chat(messages, tools, self._tokenizer, turns=turns)
+        question, answer = (message["content"] for message in messages)
+        return of_text(question, answer, self._tokenizer)
+
+    def _encode(
+        self, row: Row, spec: PromptSourceSpec, place: str
+    ) -> tuple[str, tuple[Message, ...], Sequence[int]]:
+        """Text, chat and tokens."""
+        column = self._data.prompt_column_of(spec)
+        content = column_value(row, column)
+        if isinstance(content, str):
+            text = self._data.prompt_template_of(spec).replace("{prompt}", content)
+            messages: Sequence[Message] = [{"role": "user", "content": text}]
+        elif _are_messages(content) and self._data.chat_template:
+            messages = cast("Sequence[Message]", content)
+            text = messages[-1]["content"]
+        else:
+            raise _refused(
+                "prompt_malformed",
+                f"column {column!r} in {place} must hold text or, with "
+                f"data.chat_template, chat messages, but holds {type(content).__name__}",
+            )
+        try:
+            if self._data.chat_template:
+                return text, tuple(messages), self._tokenizer.apply_chat_template(messages)
+            return text, (), self._tokenizer.encode_prompt(text)
+        except ValueError as error:
+            raise _refused("prompt_malformed", f"{place}: {error}") from error
+
+    def _check_length(self, token_ids: Sequence[int], place: str) -> None:
+        if not token_ids:
+            raise _refused("prompt_empty", f"{place} has an empty prompt; remove or fill the row")
+        if len(token_ids) > self._data.max_prompt_tokens:
+            raise _refused(
+                "prompt_too_long",
+                f"{place} has {len(token_ids)} tokens, more than data.max_prompt_tokens "
+                f"({self._data.max_prompt_tokens}); raise it or remove the row",
+            )
+
+
+def conversations_of(
+    row: Row, data: DataSpec, spec: PromptSourceSpec, place: str, *, count: int
+) -> list[Messages]:
+    """The messages of a row that brings its own answers, one of which is the last of each.
+
+    Args:
+        row: A row that has the columns.
+        data: Names the columns.
+        spec: The set that it is of.
+        place: Where the row is, for the message.
+        count: Answers of a row: one, or two of which the first is preferred.
+
+    Raises:
+        ValueError: If there is nothing in it to learn.
+    """
+    keys = {"answer_column": data.answer_column_of(spec), "rejected_column": data.rejected_column}
+    columns = list(keys.items())[:count]
+    talks = [_conversation_of(row, data, spec, place, column) for column in columns]
+    if count > 1 and talks[0] == talks[1]:
+        raise ValueError(
+            f"data.answer_column {columns[0][1]!r} and data.rejected_column {columns[1][1]!r} of {place} "
+            "hold the same, so neither is preferred; remove the row"
+        )
+    return talks
+
+
+def _conversation_of(
+    row: Row, data: DataSpec, spec: PromptSourceSpec, place: str, column: tuple[str, str | None]
+) -> Messages:
+    prompt_column, (key, answer_column) = data.prompt_column_of(spec), column
+    prompt = column_value(row, prompt_column)
+    what = f"data.prompt_column {prompt_column!r} of {place}"
+    if isinstance(prompt, str):
+        text = data.prompt_template_of(spec).replace("{prompt}", prompt)
+        messages: Messages = [{"role": "user", "content": text}]
+    elif data.chat_template:
+        messages = cast("Messages", prompt)
+    else:
+        raise ValueError(
+            f"{what} holds {prompt!r:.60}, but data.chat_template is false; set it to true for chat "
+            "messages, or name a column with text"
+        )
+    if answer_column is not None:
+        answer = column_value(row, answer_column)
+        if data.chat_template and isinstance(answer, Sequence) and not isinstance(answer, str):
+            own = as_messages(answer, f"data.{key} {answer_column!r} of {place}")
+            is_whole = own[0]["role"] != "assistant"
+            messages = own if is_whole else [*as_messages(messages, what), *own]
+        elif isinstance(answer, str) and answer:
+            messages = [*as_messages(messages, what), {"role": "assistant", "content": answer}]
+        else:
+            raise ValueError(
+                f"data.{key} {answer_column!r} of {place} must hold the answer's text, but holds "
+                f"{answer!r:.60}; name another column"
+                f"{', or null where data.prompt_column has whole conversations' * (key == 'answer_column')}"
+            )
+    check_answered(as_messages(messages, what), what)
+    return messages
+
+
+def check_prompt(
+    row: Row,
+    data: DataSpec,
+    spec: PromptSourceSpec,
+    *,
+    key: str,
+    num_demonstrations: int = 0,
+) -> None:
+    """Look at the kind of a row's prompt, before there is a tokenizer.
+
+    Args:
+        row: A row that has the columns.
+        data: Names the columns.
+        spec: The set that it is of.
+        key: Key of the source, for the message.
+        num_demonstrations: Answers that the row has to bring with it.
+
+    Raises:
+        ValueError: If no prompt can be made of it.
+    """
+    if num_demonstrations:
+        conversations_of(row, data, spec, key, count=num_demonstrations)
+        return
+    column = data.prompt_column_of(spec)
+    content = column_value(row, column)
+    if isinstance(content, str) and content:
+        return
+    if _are_messages(content):
+        if data.chat_template:
+            return
+        raise ValueError(
+            f"data.prompt_column {column!r} of {key} holds chat messages, but data.chat_template "
+            "is false; set it to true, or name a column with text"
+        )
+    raise ValueError(
+        f"data.prompt_column {column!r} of {key} must hold text or a list of messages with role "
+        f"and content, but holds {content!r:.60}; name another column"
+    )
+
+
+def _are_messages(content: object) -> bool:
+    return (
+        isinstance(content, Sequence)
+        and len(content) > 0
+        and all(
+            isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in content
+        )
+    )
+
+
+def _refused(reason: str, message: str) -> GroupError:
+    return GroupError(reason, message, retryable=False)

@@ -1,0 +1,465 @@
+"""One row of a set of prompts, and its columns."""
+
+import inspect
+import json
+import os
+import tempfile
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any, Protocol
+
+import regex
+
+from services.common.callables import load_callable
+from services.common.runspec.data import DataSpec, FilterSpec, PromptSourceSpec
+from services.common.runspec.suggestions import did_you_mean
+
+Row = Mapping[str, Any]
+"""Column names to JSON-like values."""
+
+
+def has_column(row: Row, column: str) -> bool:
+    """Whether a row has a column, or the nested one that a dotted name means."""
+    if column in row:
+        return True
+    head, _, rest = column.partition(".")
+    return bool(rest) and isinstance(row.get(head), Mapping) and has_column(row[head], rest)
+
+
+def column_value(row: Row, column: str) -> Any:
+    """The value of a column, None if it is missing; ``a.b`` reaches into the nested column ``a``."""
+    if column in row or not has_column(row, column):
+        return row.get(column)
+    head, _, rest = column.partition(".")
+    return column_value(row[head], rest)
+
+
+# The pattern is somebody else's, and so is the text.
+_PATTERN_TIMEOUT_S = 1.0
+_Keeps = Callable[[Row], object]
+
+
+class Rows(Protocol):
+    """Rows by index."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def __getitem__(self, index: int, /) -> Row:
+        """Return one row. Raises ValueError if the row is damaged."""
+
+
+def kept_rows(rows: Rows, filters: Sequence[FilterSpec], *, key: str) -> "array[int]":
+    """Numbers of the rows that pass all filters; a damaged row stays, and is refused when it is issued.
+
+    Args:
+        rows: All of the set, of which there is at least one.
+        filters: What they must pass.
+        key: Key of the set, for messages.
+
+    Raises:
+        ValueError: If a filter cannot be applied, or no row passes; the message names the filter.
+    """
+    named = [(f"{key}.filters.{index}", spec) for index, spec in enumerate(filters)]
+    tests = [(name, _test(spec, name, rows[0])) for name, spec in named]
+    kept = array("q")
+    for index in range(len(rows)):
+        try:
+            row = rows[index]
+        except ValueError:
+            kept.append(index)
+            continue
+        if all(_passes(keeps, row, f"{name}: row {index}") for name, keeps in tests):
+            kept.append(index)
+    if not kept:
+        raise ValueError(
+            f"{key}.filters leave none of {len(rows):,} rows; relax one of them, or remove the set"
+        )
+    return kept
+
+
+def _passes(keeps: _Keeps, row: Row, place: str) -> bool:
+    try:
+        answer = keeps(row)
+    except Exception as error:  # it may be the user's code
+        raise ValueError(
+            f"{place}: the filter failed with {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(answer, bool):
+        raise ValueError(  # noqa: TRY004 -- the function is wrong, not an argument's type
+            f"{place}: a filter must return True or False, but returned {answer!r:.60}"
+        )
+    return answer
+
+
+def _test(spec: FilterSpec, key: str, first: Row) -> _Keeps:
+    if spec.function is not None:
+        return _function(spec.function, spec.arguments, key)
+    assert spec.column is not None, "a filter has a column or a function"
+    if not has_column(first, spec.column):
+        raise ValueError(
+            f"{key}.column is {spec.column!r}, but the rows have the columns "
+            f"{', '.join(map(repr, first)) or 'none'}; name one of them"
+        )
+    column = spec.column
+    return lambda row: _fits(spec, column_value(row, column))
+
+
+def _function(reference: str, arguments: Mapping[str, Any], key: str) -> _Keeps:
+    try:
+        function = load_callable(reference)
+        inspect.signature(function).bind({}, **arguments)
+    except (ValueError, ImportError, SyntaxError) as error:
+        raise ValueError(f"{key}.function: {error}") from error
+    except TypeError as error:
+        raise ValueError(
+            f"{key}.function: {reference!r} cannot be called with a row and {sorted(arguments)} ({error}); "
+            f"change the function, or {key}.arguments"
+        ) from error
+    return lambda row: function(row, **arguments)
+
+
+def _fits(spec: FilterSpec, value: object) -> bool:
+    """Whether a column's value is as a filter says; one of another kind is not."""
+    if spec.one_of is not None and value not in spec.one_of:
+        return False
+    number = value if isinstance(value, int | float) else None
+    length = _length(value) if isinstance(value, Sized) else None
+    if not _is_within(number, spec.at_least, spec.at_most):
+        return False
+    if not _is_within(length, spec.min_length, spec.max_length):
+        return False
+    if spec.matches is None:
+        return True
+    return isinstance(value, str) and bool(
+        regex.search(spec.matches, value, timeout=_PATTERN_TIMEOUT_S)
+    )
+
+
+def _is_within(number: float | None, least: float | None, most: float | None) -> bool:
+    """Whether a number is there, if there are bounds, and within them."""
+    if number is None:
+        return least is None and most is None
+    return (least is None or number >= least) and (most is None or number <= most)
+
+
+def _length(value: Sized) -> int:
+    """Characters of a text, or of all messages of a chat; items of anything else."""
+    if isinstance(value, Sequence) and all(isinstance(part, Mapping) for part in value):
+        return sum(len(str(part.get("content", ""))) for part in value)
+    return len(value)
+
+
+# Bytes of a decoded Parquet file that are held in memory; a larger one is copied to disk.
+_MOST_BYTES_HELD = 256 << 20
+_ROWS_COPIED = 16_384
+_VERIFIERS = "services.rollout.environments.verifiers:tasks_of"
+
+
+class PromptSource(Protocol):
+    """Rows by index."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Row:
+        """Return one row. Raises ValueError if the row is damaged."""
+        ...
+
+
+def open_sources(data: DataSpec) -> dict[str, PromptSource]:
+    """Open all sets of a run, by split, and check their columns.
+
+    Raises:
+        ValueError: If a source is missing, empty or lacks a column; the message names the key, what
+            was found, and the fix.
+    """
+    return {
+        split: open_source(spec, data, key=f"data.{split}") for split, spec in data.sets.items()
+    }
+
+
+def open_source(
+    spec: PromptSourceSpec, data: DataSpec, *, key: str, has_columns: bool = True
+) -> PromptSource:
+    """Open one source and look at its first row.
+
+    Args:
+        spec: The source.
+        data: Names the columns.
+        key: Key of the source, for messages.
+        has_columns: Whether the columns must be there.
+
+    Raises:
+        ValueError: As :func:`open_sources`; one line for each column that is missing.
+    """
+    source = _OPENERS[spec.source](spec, key)
+    if len(source) == 0:
+        raise ValueError(
+            f"{key}: {spec.path!r} has no rows; give a source with at least one prompt"
+        )
+    if spec.filters:
+        source = _ChosenRows(source, kept_rows(source, spec.filters, key=key))
+    if spec.limit is not None:
+        source = _ChosenRows(source, range(min(spec.limit, len(source))))
+    if spec.source == "environment":  # it makes the prompt itself
+        return source
+    columns = {_column_key("prompt_column", spec, key): data.prompt_column_of(spec)}
+    if (answers := data.answer_column_of(spec)) is not None:
+        columns[_column_key("answer_column", spec, key)] = answers
+    try:
+        row = source[0]
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    missing = [
+        f"{option} is {column!r}, but the rows of {key} ({spec.path!r}) have the columns "
+        f"{', '.join(map(repr, row)) or 'none'}; set {option} to one of them"
+        + (" or to null" if option == "data.answer_column" else "")
+        + did_you_mean(column, tuple(row)).replace(" Did", ". Did")
+        for option, column in columns.items()
+        if has_columns and not has_column(row, column)
+    ]
+    if missing:
+        raise ValueError("\n".join(missing))
+    return source
+
+
+def _column_key(name: str, spec: PromptSourceSpec, key: str) -> str:
+    """The key that names a column of a set."""
+    return f"data.{name}" if getattr(spec, name) is None else f"{key}.{name}"
+
+
+class _ChosenRows:
+    """Some rows of another source."""
+
+    def __init__(self, source: PromptSource, chosen: Sequence[int]) -> None:
+        self._source = source
+        self._chosen = chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, index: int, /) -> Row:
+        return self._source[self._chosen[index]]
+
+
+class _JsonLines:
+    """A JSONL file, read row by row; only the places of the rows are kept in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offsets = array("q")
+        offset = 0
+        with path.open("rb") as file:
+            for line in file:
+                if line.strip():
+                    self._offsets.append(offset)
+                offset += len(line)
+            self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+        self._size = offset
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int, /) -> Row:
+        begin = self._offsets[index]
+        is_last = begin == self._offsets[-1]
+        end = self._size if is_last else self._offsets[index + 1]
+        # Threads read at once, so there is no common place in the file.
+        line = os.pread(self._file, end - begin, begin)
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"row {index} of {self._path} is no JSON ({error}): {line[:80]!r}; write one JSON "
+                "object per line"
+            ) from error
+        return _as_row(row, index, str(self._path))
+
+
+class _Parquet:
+    """A Parquet file; a large one is copied to a file that is mapped, and not held in memory."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        try:
+            file = parquet.ParquetFile(path, memory_map=True)
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            is_large = sum(group.total_byte_size for group in groups) > _MOST_BYTES_HELD
+            self._table = _mapped(file) if is_large else file.read()
+        except pa.ArrowInvalid as error:
+            raise ValueError(
+                f"{key}: {path} is no Parquet file ({error}); check the path"
+            ) from error
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int, /) -> Row:
+        row: Row = self._table.slice(index, 1).to_pylist()[0]
+        return row
+
+
+def _mapped(file: Any) -> Any:
+    """The table of a Parquet file, mapped from a copy that leaves with the process."""
+    import pyarrow as pa
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "rows.arrow")
+        with pa.OSFile(path, "wb") as copy, pa.ipc.new_file(copy, file.schema_arrow) as writer:
+            for batch in file.iter_batches(batch_size=_ROWS_COPIED):
+                writer.write_batch(batch)
+        return pa.ipc.open_file(pa.memory_map(path)).read_all()
+
+
+class _Numbers:
+    """Tasks that an environment knows by their number."""
+
+    def __init__(self, split: str, count: int) -> None:
+        self._split = split
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int, /) -> Row:
+        return {"split": self._split, "index": index}
+
+
+class _Rows:
+    """Rows that a library or the user's function holds."""
+
+    def __init__(self, rows: Sequence[Any], name: str) -> None:
+        self._rows = rows
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> Row:
+        return _as_row(self._rows[index], index, self._name)
+
+
+def _as_row(row: object, index: int, name: str) -> Row:
+    if not isinstance(row, Mapping):
+        raise ValueError(  # noqa: TRY004 -- the data is wrong, not an argument's type
+            f"row {index} of {name} is a {type(row).__name__}; each row must be an object with columns"
+        )
+    return row
+
+
+def _file(spec: PromptSourceSpec, key: str) -> Path:
+    path = Path(spec.path)
+    if not path.is_file():
+        raise ValueError(
+            f"{key}.path: there is no file {spec.path!r} (looked in {Path.cwd()}); check the path"
+        )
+    return path
+
+
+def _open_jsonl(spec: PromptSourceSpec, key: str) -> PromptSource:
+    return _JsonLines(_file(spec, key))
+
+
+def _open_parquet(spec: PromptSourceSpec, key: str) -> PromptSource:
+    return _Parquet(_file(spec, key), key)
+
+
+def _open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{key} needs the package 'datasets'; pip install datasets") from error
+    try:
+        rows = datasets.load_dataset(spec.path, name=spec.subset, split=spec.split)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{key}: the dataset {spec.path!r} (subset {spec.subset!r}, split {spec.split!r}) does not "
+            f"load ({error}); check {key}.path, {key}.subset and {key}.split"
+        ) from error
+    return _Rows(rows, spec.path)
+
+
+def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
+    try:
+        function = load_callable(spec.path)
+    except (ValueError, ImportError, SyntaxError) as error:
+        raise ValueError(f"{key}.path: {error}") from error
+    try:
+        rows = function(**spec.arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{key}: {spec.path!r} could not be called with {dict(spec.arguments)} ({error}); check "
+            f"{key}.arguments"
+        ) from error
+    except Exception as error:  # it is the user's code
+        raise _raised(spec, key, error) from error
+    if isinstance(rows, Sized) and hasattr(rows, "__getitem__"):
+        return _Rows(rows, spec.path)  # type: ignore[arg-type]  # a sequence, whatever its class
+    if isinstance(rows, Iterable):
+        try:
+            return _Rows(list(rows), spec.path)
+        except Exception as error:  # as above: a generator runs here
+            raise _raised(spec, key, error) from error
+    raise ValueError(
+        f"{key}: {spec.path!r} returned a {type(rows).__name__}; it must return the rows, for example "
+        "a list of dictionaries"
+    )
+
+
+def _raised(spec: PromptSourceSpec, key: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"{key}: {spec.path!r} raised {type(error).__name__}: {error}; it must return the rows"
+    )
+
+
+def _open_environment(spec: PromptSourceSpec, key: str) -> PromptSource:
+    assert spec.limit is not None, f"{key} has a limit"
+    return _Numbers(spec.path, spec.limit)
+
+
+def _open_verifiers(spec: PromptSourceSpec, key: str) -> PromptSource:
+    try:
+        # By reference: it stands on the floors above, and loading it takes seconds.
+        tasks_of = load_callable(_VERIFIERS)
+        rows = tasks_of(spec.path, dict(spec.arguments), limit=spec.limit)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{key}: verifiers cannot load the taskset {spec.path!r} with {dict(spec.arguments)} ({error}); "
+            f"check {key}.path and {key}.arguments, and that it is installed"
+        ) from error
+    return _Rows(rows, spec.path)
+
+
+def _open_reasoning_gym(spec: PromptSourceSpec, key: str) -> PromptSource:
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{key} needs the package 'reasoning-gym'; pip install reasoning-gym"
+        ) from error
+    try:
+        dataset = reasoning_gym.create_dataset(spec.path, **spec.arguments)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ValueError(
+            f"{key}: reasoning-gym cannot make the task {spec.path!r} with {dict(spec.arguments)} "
+            f"({error}); check {key}.path and {key}.arguments"
+        ) from error
+    return _Rows(dataset, spec.path)
+
+
+_OPENERS: dict[str, Callable[[PromptSourceSpec, str], PromptSource]] = {
+    "jsonl": _open_jsonl,
+    "parquet": _open_parquet,
+    "huggingface": _open_huggingface,
+    "python": _open_python,
+    "reasoning_gym": _open_reasoning_gym,
+    "verifiers": _open_verifiers,
+    "environment": _open_environment,
+}

@@ -1,0 +1,358 @@
+"""An engine of another project behind our protocol.
+
+Such an engine keeps a queue of its own, and its random streams and caches know nothing of weight versions.
+One that can freeze is stopped between two steps while weights change, and what runs goes on in its place. In
+another one what runs is cut, its tokens are kept, and a next part of the request goes on from them. Parts
+share blocks of the prefix cache with those of the same salt, which changes with the weights unless the cache
+was emptied: what was computed again for a part that runs is then there for those that follow it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Self
+
+from torch import Tensor
+
+from services.common.phases import Phases
+from services.rollout import metrics
+from services.rollout.engines.backend import Backend, EngineDiedError, Freezer, PartStream
+from services.rollout.engines.base import (
+    EngineStats,
+    GenerationRequest,
+    GenerationResult,
+    check_request,
+    check_scorable,
+    check_supported,
+    check_tensors,
+)
+from services.rollout.engines.busy_time import BusyTime
+from services.rollout.engines.engine_order import EngineOrder, ModelShape, model_shape
+from services.rollout.engines.gate import Gate
+from services.rollout.engines.in_place import place_in_workers
+from services.rollout.engines.request_segments import Progress
+from services.rollout.engines.shared_tensors import shared
+from services.rollout.engines.slots import Places
+from services.rollout.engines.stop_texts import Decode
+from services.weightsync.endpoints import Place
+from services.weightsync.plan import TensorSpec, WeightPlan
+
+logger = logging.getLogger(__name__)
+
+_CUT_TIMEOUT_S = 60.0
+"""A cut part ends at the next step; an engine that takes this long makes no steps any more."""
+
+
+class PartedEngine:
+    """The engine protocol over a backend.
+
+    Attributes:
+        backend: The engine.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: ModelShape,
+        *,
+        max_running: int,
+        kv_policy: str = "recompute",
+        freezer: Freezer | None = None,
+        decode: Decode | None = None,
+    ) -> None:
+        """Wrap a backend; :meth:`run` starts it.
+
+        Args:
+            backend: The engine.
+            model: The model that it decodes.
+            max_running: Most requests decoded at once.
+            kv_policy: Whether an adoption recomputes the KV prefix of running requests.
+            freezer: The backend, if it can freeze.
+            decode: Token ids to text; needed for stop texts.
+        """
+        self.capabilities = backend.capabilities
+        self.backend = backend
+        self._freezer = freezer
+        self._is_asleep = self._is_blank = False
+        self._recompute = kv_policy == "recompute"
+        self._model = model
+        self._decode = decode
+        self._started = asyncio.Event()
+        self._places = Places(max_running)
+        self._gate = Gate()
+        self._arrivals = asyncio.Lock()
+        self._running: dict[str, Progress] = {}
+        self._weight_version = -1
+        self._num_caches = 0
+        self._num_scored = 0
+        self._tokens_total = 0
+        self._prompt_tokens_total = 0
+        self._cached_tokens_total = 0
+        self._recomputed_tokens_total = 0
+        self._busy = BusyTime()
+
+    @classmethod
+    def ordered(
+        cls,
+        backend: Backend,
+        order: EngineOrder,
+        *,
+        length_argument: str,
+        freezer: Freezer | None = None,
+    ) -> Self:
+        """Wrap the backend of an order.
+
+        Args:
+            backend: The engine.
+            order: What was ordered.
+            length_argument: The engine's name for its longest context with the response.
+            freezer: The backend, if it can freeze.
+        """
+        return cls(
+            backend,
+            model_shape(order.config, order.dtype, max_tokens=order.arguments.get(length_argument)),
+            max_running=order.max_running,
+            kv_policy=order.kv_policy,
+            freezer=freezer,
+            decode=order.decode,
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """As in :class:`~services.rollout.engines.base.Engine`."""
+        return self._model.max_tokens
+
+    async def run(self) -> None:
+        """Start the engine and serve until cancelled.
+
+        Raises:
+            EngineDiedError: If it died.
+        """
+        await self.backend.serve(self._started.set)
+
+    async def wait_ready(self) -> None:
+        """Return when the engine is up."""
+        await self._started.wait()
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Decode one request."""
+        check_request(
+            request, vocab_size=self._model.vocab_size, max_model_tokens=self._model.max_tokens
+        )
+        check_supported(request, self.capabilities)
+        if request.stop_texts and self._decode is None:
+            raise ValueError("stop texts need a tokenizer, but this engine was built without one")
+        await self._started.wait()
+        progress = Progress(request, self._decode)
+        async with self._places.take(request) as is_admitted:
+            if not is_admitted:
+                return progress.result("aborted")
+            self._busy.begin()
+            self._running[request.request_id] = progress
+            try:
+                # Many come at once, and each takes the engine's front a part of a millisecond: between two
+                # of them the event loop attends to others, such as a weight session that is about to begin.
+                async with self._arrivals:
+                    await asyncio.sleep(0)
+                return await self._generate(progress)
+            finally:
+                del self._running[request.request_id]
+                progress.ended.set()
+                if not self._running:
+                    self._busy.end()
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probabilities of given tokens, as the engine reports them for a prompt."""
+        check_scorable(
+            token_ids, vocab_size=self._model.vocab_size, max_model_tokens=self._model.max_tokens
+        )
+        await self._started.wait()
+        self._num_scored += 1
+        # A pause does not hold this back, and an adoption waits for it.
+        async with self._gate.closed():
+            return await self.backend.score(f"score {self._num_scored}", token_ids)
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """End requests; their results keep the tokens so far."""
+        self._places.turn_away(request_ids)
+        ended = [
+            progress
+            for name, progress in self._running.items()
+            if request_ids is None or name in request_ids
+        ]
+        for progress in ended:
+            progress.is_aborted = True
+        async with self._gate.closed():
+            await self._cut(ended)
+        await self._gate.reconsider()
+        await asyncio.gather(*[progress.ended.wait() for progress in ended])
+
+    async def peek(self) -> dict[str, GenerationResult]:
+        """What the running requests have so far."""
+        return {name: progress.result("aborted") for name, progress in self._running.items()}
+
+    async def pause(self, *, drain: bool = False) -> None:
+        """Cut what runs, and decode nothing; with ``drain``, finish the running requests first."""
+        self._places.close()
+        if drain:
+            await self._places.emptied()
+        self._gate.hold()
+        async with self._gate.closed():
+            await self._cut(self._running.values())
+
+    async def resume(self) -> None:
+        """Go on after a pause, unless there are no weights."""
+        if self._is_blank:
+            return
+        self._places.open()
+        await self._gate.release()
+
+    async def sleep(self) -> None:
+        """Cut what runs, and have the engine give its memory up."""
+        await self._started.wait()
+        await self.pause()
+        async with self._gate.closed():
+            if not self._is_asleep:
+                self._busy.end()
+                self._is_asleep = self._is_blank = True
+                await self.backend.sleep()
+
+    async def wake(self) -> None:
+        """Have the engine take its memory back."""
+        async with self._gate.closed():
+            if self._is_asleep:
+                await self.backend.wake()
+                self._is_asleep = False
+
+    def weight_specs(self) -> list[TensorSpec]:
+        """Parameters by checkpoint name, tied ones once."""
+        return list(self._model.specs)
+
+    async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
+        """Load new weights; what runs goes on under them."""
+        check_tensors({spec.name: spec.shape for spec in self._model.specs}, tensors)
+        await self._started.wait()
+        with ExitStack() as stack:
+            phases = Phases(metrics.ADOPT_PHASE_SECONDS)
+            description = await asyncio.to_thread(stack.enter_context, shared(tensors))
+            phases.done("share")
+            async with self._gate.closed():
+                phases.done("gate")
+                started_at = time.monotonic()
+                await self._hold()
+                phases.done("freeze")
+                await self.backend.load(description)
+                phases.done("copy")
+                await self._go_on(version)
+                phases.done("thaw")
+                stall_s = time.monotonic() - started_at
+        logger.info("weights adopted", extra={"version": version, **phases.milliseconds()})
+        return stall_s
+
+    async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
+        """Hold what runs, and have the engine's workers place what is received."""
+        await self._started.wait()
+        self._gate.hold()
+        async with self._gate.closed():
+            await self._hold()
+            return await place_in_workers(plan, slots, self.backend.load)
+
+    async def adopt_placed(self, version: int) -> None:
+        """Go on under what was placed."""
+        async with self._gate.closed():
+            await self._go_on(version)
+
+    async def close_weights(self) -> None:
+        """Go on under the old weights."""
+        await self.adopt_placed(self._weight_version)
+        await self.resume()
+
+    async def _hold(self) -> None:
+        """Stop what runs: in its place, or cut."""
+        assert not self._is_asleep, "an engine that sleeps has no room for weights; wake it first"
+        if self._freezer is None:
+            await self._cut(self._running.values())
+        else:
+            await self._freezer.freeze()
+
+    async def _go_on(self, version: int) -> None:
+        """Let what runs go on under other weights."""
+        self._weight_version = version
+        self._is_blank = is_emptied = False
+        if self._running:
+            self._busy.begin()
+        if self._freezer is not None:
+            is_emptied = await self._freezer.thaw(version, recompute=self._recompute)
+            if self._recompute:
+                running = [each for each in self._running.values() if each.part_id is not None]
+                self._recomputed_tokens_total += sum(each.num_sampled for each in running)
+        self._num_caches += not is_emptied
+
+    def stats(self) -> EngineStats:
+        """Gauges. Prefixes that requests share count in each of them."""
+        held = sum(progress.num_tokens for progress in self._running.values())
+        capacity = self.backend.kv_capacity_tokens if self._started.is_set() else 1
+        return EngineStats(
+            num_running=len(self._places.running),
+            num_waiting=self._places.num_waiting,
+            tokens_total=self._tokens_total,
+            kv_used_fraction=min(held / capacity, 1.0),
+            idle_seconds=self._busy.idle_seconds,
+            weight_version=self._weight_version,
+            prompt_tokens_total=self._prompt_tokens_total,
+            cached_tokens_total=self._cached_tokens_total,
+            recomputed_tokens_total=self._recomputed_tokens_total,
+            is_asleep=self._is_blank,
+        )
+
+    async def _generate(self, progress: Progress) -> GenerationResult:
+        """Decode a request in one or more parts, each under one weight version."""
+        while True:
+            stream: PartStream | None = None
+            try:
+                async with self._gate.passage(give_up=lambda: progress.is_aborted):
+                    if progress.is_aborted:
+                        return progress.result("aborted")
+                    assert not self._is_blank, "an engine without weights decodes nothing"
+                    version = self._weight_version
+                    part = progress.next_part(str(self._num_caches))
+                    stream = await self.backend.submit(part)
+                reason = await self._collect(stream, progress, version)
+            finally:
+                if stream is not None:
+                    await stream.close()
+                progress.end_part()
+            if reason != "abort":
+                return progress.result("stop" if reason == "stop" else "length")
+
+    async def _collect(self, stream: PartStream, progress: Progress, version: int) -> str:
+        """Take in tokens until the part ends; returns the engine's reason."""
+        num_tokens, num_sampled = progress.num_tokens, progress.num_sampled
+        self._prompt_tokens_total += num_tokens
+        while True:
+            chunk = await stream.next()
+            # What was sampled stands behind what prefix caches share.
+            self._recomputed_tokens_total += min(
+                num_sampled, max(num_tokens - chunk.cached_tokens, 0)
+            )
+            num_sampled = 0
+            self._tokens_total += len(chunk.token_ids)
+            self._cached_tokens_total += chunk.cached_tokens
+            if progress.extend(chunk, version):
+                return "stop"
+            if chunk.finish_reason is not None:
+                return chunk.finish_reason
+
+    async def _cut(self, running: Iterable[Progress]) -> None:
+        """End the parts of requests and wait until they have ended."""
+        parts = [progress for progress in running if progress.part_id is not None]
+        await self.backend.cut([progress.part_id for progress in parts if progress.part_id])
+        try:
+            async with asyncio.timeout(_CUT_TIMEOUT_S):
+                await asyncio.gather(*[progress.part_over.wait() for progress in parts])
+        except TimeoutError as error:
+            raise EngineDiedError(
+                f"the engine did not end {len(parts)} requests within {_CUT_TIMEOUT_S:.0f} s"
+            ) from error

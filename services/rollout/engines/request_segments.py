@@ -1,0 +1,169 @@
+"""A request that is decoded in parts, as engines of other projects take it."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.common.models.routers import RoutingShape
+from services.rollout.engines.base import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    RoutedExperts,
+    VersionRun,
+    append_version,
+)
+from services.rollout.engines.stop_texts import Decode, ends_in_stop_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What an engine decodes in one go."""
+
+    part_id: str
+    """Unique among all parts."""
+    context_ids: list[int]
+    """Prompt and everything before this part."""
+    max_tokens: int
+    """Most new tokens."""
+    draw_offset: int
+    """Tokens drawn under the request's seed before."""
+    cache_salt: str
+    """Blocks of the prefix cache are shared between parts of the same salt only."""
+    experts_from: int
+    """First token whose experts are not known yet."""
+    request: GenerationRequest
+    """Whose part it is: seed, temperature and the rest of the sampling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Some more tokens of a part."""
+
+    token_ids: Sequence[int]
+    """New tokens."""
+    logprobs: Sequence[float]
+    """Log-probability of each."""
+    version_runs: Sequence[VersionRun] | None = None
+    """Weight versions of the tokens; None if it is the one that the part began under."""
+    cached_tokens: int = 0
+    """Tokens of the part's context that were found in the prefix cache."""
+    finish_reason: str | None = None
+    """``stop``, ``length`` or ``abort`` in the last chunk."""
+    routed_experts: RoutedExperts | None = None
+    """Chosen experts of the tokens that follow those told before, from the part's ``experts_from`` on."""
+
+
+class Progress:
+    """What a request has so far."""
+
+    def __init__(self, request: GenerationRequest, decode: Decode | None) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.version_runs: list[VersionRun] = []
+        self.experts: list[RoutedExperts] = []
+        self.part_id: str | None = None
+        self.part_over = asyncio.Event()
+        self.is_aborted = False
+        self.ended = asyncio.Event()
+        self._decode = decode
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of context and response."""
+        return len(self.request.context_ids) + len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of the response, those from before it came here included."""
+        return self.request.draw_offset + len(self.token_ids)
+
+    def next_part(self, cache_salt: str) -> Part:
+        """Describe what is left to decode."""
+        request, num_done = self.request, len(self.token_ids)
+        self.part_id = f"{request.request_id}+{num_done}/{cache_salt}"
+        self.part_over.clear()
+        return Part(
+            part_id=self.part_id,
+            context_ids=[*request.context_ids, *self.token_ids],
+            max_tokens=request.max_tokens - num_done,
+            draw_offset=request.draw_offset + num_done,
+            cache_salt=cache_salt,
+            experts_from=request.experts_from + sum(map(len, self.experts)),
+            request=request,
+        )
+
+    def end_part(self) -> None:
+        """Note that the part makes no more tokens."""
+        self.part_id = None
+        self.part_over.set()
+
+    def extend(self, chunk: Chunk, version: int) -> bool:
+        """Take in tokens; True if they completed a stop text, and what came after it was left out."""
+        first = len(self.token_ids)
+        self.token_ids += chunk.token_ids
+        end = self._end_of_stop_text(first)
+        if end is not None:
+            del self.token_ids[end:]
+        num_kept = len(self.token_ids) - first
+        self.logprobs += chunk.logprobs[:num_kept]
+        num_left = num_kept
+        for run_version, count in chunk.version_runs or ((version, num_kept),):
+            append_version(self.version_runs, run_version, min(count, num_left))
+            num_left -= min(count, num_left)
+        if chunk.routed_experts is not None:
+            self.experts.append(chunk.routed_experts)
+        if self.request.on_tokens is not None and num_kept:
+            self.request.on_tokens(self.token_ids[first:], self.logprobs[first:])
+        return end is not None
+
+    def _end_of_stop_text(self, first: int) -> int | None:
+        """Where a stop text is complete, if tokens from a place on complete one."""
+        request, decode = self.request, self._decode
+        if not request.stop_texts or decode is None:
+            return None
+        ends = range(first + 1, len(self.token_ids) + 1)
+        ending = (n for n in ends if ends_in_stop_text(request, self.token_ids[:n], decode))
+        return next(ending, None)
+
+    def result(self, reason: FinishReason) -> GenerationResult:
+        """The result as it is now."""
+        return GenerationResult(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            version_runs=tuple(self.version_runs),
+            finish_reason=reason,
+            routed_experts=self._known_experts(),
+        )
+
+    def _known_experts(self) -> RoutedExperts | None:
+        if not self.experts or not self.token_ids:
+            return None
+        # Behind a stop text there may be more.
+        return np.concatenate(self.experts)[: self.num_tokens - 1 - self.request.experts_from]
+
+
+def as_told(experts: RoutedExperts, routing: RoutingShape) -> RoutedExperts:
+    """What an engine tells of chosen experts, in our type and without the layers that have none.
+
+    Args:
+        experts: ``[tokens, layers, K]`` integers; of layers with experts, or of all.
+        routing: Of the model.
+    """
+    if experts.shape[1] != len(routing.layers):
+        experts = experts[:, routing.layers]
+    told: RoutedExperts = experts.astype(routing.dtype)
+    return told
+
+
+def part_seed(seed: int, draw_offset: int) -> int:
+    """A seed for what follows an offset, where random streams cannot be entered in their middle."""
+    if draw_offset == 0:
+        return seed
+    digest = hashlib.sha256(json.dumps([seed, draw_offset]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

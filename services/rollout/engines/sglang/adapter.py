@@ -1,0 +1,367 @@
+"""What SGLang can do with the packages and the hardware of this machine."""
+
+import asyncio
+import base64
+import importlib.util
+import inspect
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sglang import Engine
+from sglang.srt.managers import io_struct
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import MultiprocessingSerializer
+
+from services.common.models.families import exact_tokens
+from services.common.models.routers import routing_shape
+from services.rollout.engines.backend import EngineDiedError
+from services.rollout.engines.base import EngineCapabilities, RoutedExperts
+from services.rollout.engines.engine_config import write_sglang_config
+from services.rollout.engines.engine_order import EngineOrder
+from services.rollout.engines.external import PartedEngine
+from services.rollout.engines.request_segments import Chunk, Part, as_told
+
+
+def kernels(order: EngineOrder) -> dict[str, str]:
+    """Arguments that keep SGLang from kernels whose packages are not installed or were cut down."""
+    if order.device.type == "cpu":
+        return {}
+    found = importlib.util.find_spec("sgl_kernel")
+    folders = (found and found.submodule_search_locations) or ()
+    chosen: dict[str, str] = {}
+    if not any(True for folder in folders for _ in Path(folder).glob("**/flash_ops*")):
+        chosen["attention_backend"] = "triton"
+    if importlib.util.find_spec("flashinfer") is None:
+        chosen["sampling_backend"] = "pytorch"
+    return chosen
+
+
+def pins_memory() -> bool:
+    """Whether SGLang can pin the memory where it keeps chosen experts, which it does on a CPU too."""
+    try:
+        torch.cuda.cudart()
+    except (AssertionError, RuntimeError):  # torch without CUDA; no driver
+        return False
+    return True
+
+
+def memory_saver(order: EngineOrder) -> dict[str, bool]:
+    """Arguments of an engine that gives its GPU memory up from time to time."""
+    if not order.sleeps or order.device.type == "cpu":
+        return {}
+    if importlib.util.find_spec("torch_memory_saver") is None:
+        raise EngineDiedError(
+            "SGLang gives its GPU memory up (topology.placement) with a package that is not installed here; "
+            "install torch-memory-saver"
+        )
+    return {"enable_memory_saver": True}
+
+
+_LOADER = "services.rollout.engines.sglang.worker.load"
+_TELLS_EXPERTS = "enable_return_routed_experts"
+# Newer releases have no dataclass, and all have a signature.
+_OPTIONS = frozenset(inspect.signature(ServerArgs).parameters)
+_SLEEPING = ["kv_cache", "weights"]
+_IDLE_TIMEOUT_S = 30.0
+_DIED = "the SGLang engine died; its own log lines above say why"
+
+
+def build(order: EngineOrder) -> PartedEngine:
+    """The engine, which starts with its :meth:`PartedEngine.run`."""
+    exact = exact_tokens(order.config.to_dict(), "sglang")
+    if exact is not None:
+        order = replace(order, arguments={"context_length": exact, **order.arguments})
+    return PartedEngine.ordered(SglangBackend(order), order, length_argument="context_length")
+
+
+class SglangBackend:
+    """One SGLang engine, in child processes of this one."""
+
+    def __init__(self, order: EngineOrder) -> None:
+        """Describe the engine; :meth:`serve` starts it.
+
+        Args:
+            order: With further ``ServerArgs`` as arguments.
+        """
+        order.check_arguments(_OPTIONS, engine="SGLang")
+        self._arguments: dict[str, Any] = {
+            "dtype": order.dtype_name,
+            "device": order.device.type,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "skip_server_warmup": True,
+            "grammar_backend": "none",
+            "max_running_requests": order.max_running,
+            "custom_weight_loader": [_LOADER],
+            "log_level": "error",
+            # The trainer's logits are float32 too.
+            "enable_fp32_lm_head": True,
+            "enable_deterministic_inference": order.is_reproducible,
+            **kernels(order),
+            **memory_saver(order),
+            **order.arguments,
+        }
+        # Outside its deterministic mode, SGLang has one random stream for all requests.
+        self.capabilities = EngineCapabilities(
+            name="sglang",
+            kv_policies=frozenset({"recompute"}),
+            stop_texts=True,
+            truncation=True,
+            seeds=bool(self._arguments["enable_deterministic_inference"]),
+            routed_experts=_TELLS_EXPERTS in _OPTIONS
+            and (order.device.type != "cpu" or pins_memory()),
+        )
+        self.routing = routing_shape(order.config.to_dict()) if order.returns_experts else None
+        if self.routing is not None:
+            self._arguments[_TELLS_EXPERTS] = True
+        self._config = order.config
+        self._engine: Engine | None = None
+        self._died = asyncio.Event()
+        self.streams: set[_Stream] = set()
+        """Parts under way."""
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        (info, *_) = self.engine._scheduler_init_result.scheduler_infos  # noqa: SLF001 -- as its get_server_info does
+        return int(info["max_total_num_tokens"])
+
+    @property
+    def engine(self) -> Engine:
+        """The engine itself, once it has started."""
+        assert self._engine is not None, "requests wait for the start"
+        return self._engine
+
+    async def serve(self, started: Callable[[], None]) -> None:
+        """Start SGLang and serve until cancelled."""
+        # A child that fails sends this signal, which would end this process without a word.
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGQUIT, self._note_death)
+        with tempfile.TemporaryDirectory() as folder:
+            write_sglang_config(self._config, folder)
+            arguments = {"model_path": folder} | self._arguments
+            engine = await asyncio.to_thread(Engine, **arguments)
+        # Its import makes uvloop's policy everyone's, whose loops this process does not run: child processes,
+        # such as those of rewards, could not be started.
+        asyncio.set_event_loop_policy(None)
+        pids = engine.get_all_child_pids()
+        try:
+            engine.tokenizer_manager.auto_create_handle_loop()
+            loop.add_signal_handler(signal.SIGQUIT, self._note_death)
+            with self._watched(engine, pids):
+                self._engine = engine
+                started()
+                await self._died.wait()
+            raise EngineDiedError(_DIED)
+        finally:
+            # Its own shutdown would end every child of this process, of whatever kind.
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    async def submit(self, part: Part) -> "_Stream":
+        """Hand over a part."""
+        request = part.request
+        sampling = {
+            "max_new_tokens": part.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
+            "min_p": request.min_p,
+            "stop_token_ids": sorted(request.stop_token_ids),
+        }
+        if self.capabilities.seeds:
+            # Its random numbers are a function of seed and position: a later part goes on by itself.
+            sampling["sampling_seed"] = request.seed % 2**63
+        # SGLang aborts by the beginning of a name: no name may begin another.
+        name = f"{part.part_id};"
+        wanted = {} if self.routing is None else {"return_routed_experts": True}
+        outputs = self._request(
+            name,
+            part.context_ids,
+            sampling,
+            **wanted,
+            stream=True,
+            extra_key=part.cache_salt,
+            logprob_start_len=-1,
+        )
+        stream = _Stream(self, name, outputs, experts_from=part.experts_from)
+        # Its first turn sends the request on, so that an abort that comes later finds it.
+        await asyncio.sleep(0)
+        return stream
+
+    async def cut(self, part_ids: Collection[str]) -> None:
+        """End parts after the step under way."""
+        for part_id in part_ids:
+            self.abort(f"{part_id};")
+
+    def abort(self, name: str) -> None:
+        """End one request."""
+        self.engine.tokenizer_manager.abort_request(rid=name)
+
+    async def load(self, description: str) -> None:
+        """Copy weights into the schedulers' models."""
+        manager = self.engine.tokenizer_manager
+        has_session = hasattr(io_struct, "BeginWeightUpdateReqInput")
+        payload = MultiprocessingSerializer.serialize([(description, torch.zeros(1))])
+        update = io_struct.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload] * self.engine.server_args.tp_size,
+            load_format=_LOADER,
+            # Nothing is shared between versions (see Part.cache_salt), and a flush kills a scheduler that is
+            # not idle.
+            flush_cache=False,
+        )
+        if has_session:
+            await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
+        is_loaded, message = await manager.update_weights_from_tensor(update, None)
+        if has_session:
+            await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None)
+        if not is_loaded:
+            raise EngineDiedError(f"SGLang refused the weights: {message}")
+
+    async def sleep(self) -> None:
+        """Give up cache and weights: those that come next replace all of them."""
+        manager = self.engine.tokenizer_manager
+        # Its scheduler dies of a release while a step is under way, such as that of a part just ended.
+        flushed = await manager.flush_cache(timeout_s=_IDLE_TIMEOUT_S)
+        if not flushed.success:
+            raise EngineDiedError(f"SGLang was not idle within {_IDLE_TIMEOUT_S:.0f} s")
+        await manager.release_memory_occupation(
+            io_struct.ReleaseMemoryOccupationReqInput(tags=_SLEEPING), None
+        )
+
+    async def wake(self) -> None:
+        """Take the memory back."""
+        await self.engine.tokenizer_manager.resume_memory_occupation(
+            io_struct.ResumeMemoryOccupationReqInput(tags=_SLEEPING), None
+        )
+
+    async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Ask for the logprobs of a prompt; SGLang then reads no cached prefix."""
+        outputs = self._request(
+            name,
+            token_ids,
+            {"max_new_tokens": 1, "temperature": 1.0},
+            stream=False,
+            extra_key=name,
+            logprob_start_len=0,
+        )
+        output = await anext(outputs)
+        return tuple(float(entry[0]) for entry in output["meta_info"]["input_token_logprobs"][1:])
+
+    def _request(
+        self, name: str, token_ids: Sequence[int], sampling: dict[str, Any], **arguments: Any
+    ) -> AsyncIterator[dict[str, Any]]:
+        request = io_struct.GenerateReqInput(
+            rid=name,
+            input_ids=list(token_ids),
+            sampling_params=sampling,
+            return_logprob=True,
+            **arguments,
+        )
+        outputs: AsyncIterator[dict[str, Any]] = self.engine.tokenizer_manager.generate_request(
+            request, None
+        )
+        return outputs
+
+    @contextmanager
+    def _watched(self, engine: Engine, pids: Sequence[int]) -> Iterator[None]:
+        """Note the death of a child; by itself SGLang would end this process for it."""
+        watchdog = engine.tokenizer_manager._subprocess_watchdog  # noqa: SLF001 -- as its shutdown does
+        if watchdog is not None:
+            watchdog.stop()
+        loop = asyncio.get_running_loop()
+        watched = [os.pidfd_open(pid) for pid in pids]
+        for descriptor in watched:
+            loop.add_reader(descriptor, self._note_death)
+        try:
+            yield
+        finally:
+            for descriptor in watched:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+
+    def _note_death(self) -> None:
+        self._died.set()
+        for stream in self.streams:
+            stream.fail()
+
+
+class _Stream:
+    """The tokens of one part."""
+
+    def __init__(
+        self, backend: SglangBackend, name: str, outputs: Any, *, experts_from: int
+    ) -> None:
+        self._experts_from = experts_from
+        self._backend = backend
+        self._name = name
+        self._outputs = outputs
+        self._next = asyncio.ensure_future(anext(outputs))
+        self._num_seen = 0
+        self._is_over = False
+        self._is_dead = False
+        backend.streams.add(self)
+
+    async def next(self) -> Chunk:
+        """Return the tokens since the last call."""
+        try:
+            info = (await self._next)["meta_info"]
+        except asyncio.CancelledError:
+            if self._is_dead:
+                raise EngineDiedError(_DIED) from None
+            raise
+        # Outputs are cumulative; what was ended before it began says little about itself.
+        entries = info.get("output_token_logprobs", ())[self._num_seen :]
+        is_first = self._num_seen == 0
+        self._num_seen += len(entries)
+        finish = info["finish_reason"]
+        if finish is None:
+            self._next = asyncio.ensure_future(anext(self._outputs))
+        else:
+            self._is_over = True
+        return Chunk(
+            token_ids=[entry[1] for entry in entries],
+            logprobs=[float(entry[0]) for entry in entries],
+            cached_tokens=info.get("cached_tokens", 0) if is_first else 0,
+            finish_reason=None if finish is None else finish["type"],
+            routed_experts=self._experts(info) if self._is_over else None,
+        )
+
+    def _experts(self, info: Mapping[str, Any]) -> RoutedExperts | None:
+        """What SGLang tells of all tokens but the last: int32, flat; base64 from its own detokenizer."""
+        routing, told = self._backend.routing, info.get("routed_experts")
+        if routing is None or told is None:
+            return None
+        if isinstance(told, str):
+            told = np.frombuffer(base64.b64decode(told), np.int32)
+        entries = np.asarray(told).reshape(-1, routing.num_chosen)
+        num_tokens = info["prompt_tokens"] + info["completion_tokens"] - 1
+        if not entries.size or len(entries) % num_tokens:
+            return None
+        told = as_told(entries.reshape(num_tokens, -1, routing.num_chosen), routing)
+        return told[self._experts_from :]
+
+    def fail(self) -> None:
+        """End the wait for an answer that will not come."""
+        self._is_dead = True
+        self._next.cancel()
+
+    async def close(self) -> None:
+        """End the part if it still runs."""
+        if self not in self._backend.streams:
+            return
+        self._backend.streams.discard(self)
+        if not self._is_over:
+            self._backend.abort(self._name)
+            self._next.cancel()
+            await asyncio.wait([self._next])
+        await self._outputs.aclose()

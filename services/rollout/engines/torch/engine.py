@@ -1,0 +1,361 @@
+"""What a transformers model computes attention and experts with while it is decoded."""
+
+import asyncio
+import heapq
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.common.host import usable_processors
+from services.common.models.families import check_trainer, has_plain_scores
+from services.common.models.head import use_float32_head
+from services.common.models.loading import build_model, stored_tensors
+from services.common.models.routers import routing_shape
+from services.rollout.engines.base import (
+    EngineCapabilities,
+    EngineStats,
+    GenerationRequest,
+    GenerationResult,
+    check_request,
+    check_scorable,
+    check_tensors,
+)
+from services.rollout.engines.engine_order import EngineOrder
+from services.rollout.engines.stop_texts import Decode
+from services.rollout.engines.torch.decoding import DecodeBatch
+from services.weightsync.arena import copy_all
+from services.weightsync.endpoints import Place
+from services.weightsync.modes.placing import live_placer
+from services.weightsync.plan import TensorSpec, WeightPlan
+
+_ROW_BYTES = 16
+
+
+def use_decoding_kernels(model: PreTrainedModel) -> None:
+    """Choose them.
+
+    Torch multiplies all experts at once where their rows are multiples of 16 bytes; others go one by one.
+    """
+    config = model.config.get_text_config().to_dict()
+    model.set_attn_implementation("sdpa" if has_plain_scores(config) else "eager")
+    experts = (value for value in model.parameters() if value.ndim == 3)
+    if any(size * each.element_size() % _ROW_BYTES for each in experts for size in each.shape[1:]):
+        model.set_experts_implementation("eager")
+
+
+def build(order: EngineOrder) -> "TorchEngine":
+    """The engine with a model of random weights."""
+    torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))
+    return TorchEngine(
+        build_model(order.config, dtype=order.dtype, device=order.device),
+        max_running=order.max_running,
+        kv_policy=order.kv_policy,
+        decode=order.decode,
+        returns_experts=order.returns_experts,
+        **order.arguments,
+    )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Waiting:
+    """A request in the queue; what was begun under an old version goes first, then who came first."""
+
+    priority: float
+    arrival: int
+    request: GenerationRequest = field(compare=False)
+
+    @classmethod
+    def of(cls, request: GenerationRequest, arrival: int) -> "_Waiting":
+        oldest = request.oldest_version
+        return cls(float("inf") if oldest is None else oldest, arrival, request)
+
+
+class TorchEngine:
+    """Decodes running requests together, one token a step, and admits waiting ones between steps.
+
+    Each step runs in a worker thread, so the event loop stays responsive. Whatever must happen between
+    two steps (admission, abort, adoption) holds the same lock as a step.
+    """
+
+    capabilities = EngineCapabilities(
+        name="torch",
+        kv_policies=frozenset({"recompute", "keep"}),
+        stop_texts=True,
+        truncation=True,
+        seeds=True,
+        routed_experts=True,
+    )
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_running: int,
+        max_kv_tokens: int = 1 << 20,
+        kv_policy: str = "recompute",
+        decode: Decode | None = None,
+        returns_experts: bool = False,
+    ) -> None:
+        """Wrap a loaded model.
+
+        Args:
+            model: Model with its weights, on the device where it decodes.
+            max_running: Most requests decoded at once.
+            max_kv_tokens: Most tokens that the KV cache holds, unused ends of slots included.
+            kv_policy: Whether an adoption recomputes the KV prefix of running requests.
+            decode: Token ids to text; needed for stop texts.
+            returns_experts: Whether results tell which experts a mixture's routers chose.
+
+        Raises:
+            ValueError: If the model would not be decoded exactly, or is no mixture and is to tell of experts.
+        """
+        config = model.config.get_text_config()
+        problems = check_trainer(config.to_dict())
+        if problems:
+            raise ValueError("; ".join(problems))
+        use_decoding_kernels(model)
+        use_float32_head(model)
+        self._model = model.train(False).requires_grad_(False)
+        # Found once: a search through all modules takes milliseconds, in which no token would be produced.
+        self._parameters: dict[str, Tensor] = stored_tensors(model)
+        self._vocab_size = int(config.vocab_size)
+        self.max_tokens = min(int(config.max_position_embeddings), max_kv_tokens)
+        self._max_running = max_running
+        self._max_kv_tokens = max_kv_tokens
+        self._recompute_kv = kv_policy == "recompute"
+        self._has_decode = decode is not None
+        routing = routing_shape(config.to_dict()) if returns_experts else None
+        if returns_experts and routing is None:
+            raise ValueError(
+                f"model.path is of type {config.model_type!r} and has no experts to tell of; set "
+                "rollout.routing_replay to 'off'"
+            )
+        self._batch = DecodeBatch(model, decode=decode, routing=routing)
+        self._waiting: list[_Waiting] = []
+        self._num_arrived = 0
+        self._futures: dict[str, asyncio.Future[GenerationResult]] = {}
+        self._between_steps = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._may_step = True
+        self._may_admit = True
+        self._is_asleep = self._is_blank = False
+        self._weight_bytes: dict[str, int] = {}
+        self._weight_version = -1
+        self._tokens_total = 0
+        self._started_at = time.monotonic()
+        self._busy_seconds = 0.0
+
+    async def run(self) -> None:
+        """Decode until cancelled."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(self._has_work)
+            async with self._between_steps:
+                if not self._has_work():
+                    continue
+                started_at = time.monotonic()
+                finished = await asyncio.to_thread(self._advance, self._next_requests())
+                self._busy_seconds += time.monotonic() - started_at
+                self._batch.tell()
+                self._resolve(finished)
+            await self._notify()
+
+    async def wait_ready(self) -> None:
+        """Nothing to wait for: the model is loaded."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Decode one request; see :class:`~services.rollout.engines.base.Engine`."""
+        check_request(request, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
+        if request.stop_texts and not self._has_decode:
+            raise ValueError("stop texts need a tokenizer, but this engine was built without one")
+        if request.request_id in self._futures:
+            raise ValueError(f"request {request.request_id!r} is already being decoded")
+        future: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
+        self._futures[request.request_id] = future
+        self._num_arrived += 1
+        heapq.heappush(self._waiting, _Waiting.of(request, self._num_arrived))
+        await self._notify()
+        try:
+            return await future
+        finally:
+            if self._futures.pop(request.request_id, None) is not None:
+                await self.abort({request.request_id})
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probabilities of given tokens, by a plain forward pass between two steps."""
+        check_scorable(token_ids, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
+        async with self._between_steps:
+            assert not self._is_blank, "an engine without weights scores nothing"
+            return await asyncio.to_thread(self._score, token_ids)
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """End requests between two steps; their results keep the tokens so far."""
+        async with self._between_steps:
+            waiting = [item.request.request_id for item in self._waiting]
+            ended = {name for name in waiting if request_ids is None or name in request_ids}
+            self._resolve([(name, _NOTHING_YET) for name in ended])
+            self._waiting = [item for item in self._waiting if item.request.request_id not in ended]
+            heapq.heapify(self._waiting)
+            self._resolve(self._batch.abort(request_ids))
+        await self._notify()
+
+    async def peek(self) -> dict[str, GenerationResult]:
+        """What the running requests have so far."""
+        async with self._between_steps:
+            return self._batch.peek()
+
+    async def pause(self, *, drain: bool = False) -> None:
+        """Stop between two steps; with ``drain``, finish the running requests first."""
+        self._may_admit = False
+        if drain:
+            async with self._changed:
+                await self._changed.wait_for(lambda: len(self._batch) == 0)
+        self._may_step = False
+        async with self._between_steps:
+            """No step is running any more."""
+
+    async def resume(self) -> None:
+        """Go on after a pause, unless there are no weights."""
+        if self._is_blank:
+            return
+        self._may_admit = self._may_step = True
+        await self._notify()
+
+    async def sleep(self) -> None:
+        """Give up the cache and what the weights hold."""
+        await self.pause()
+        async with self._between_steps:
+            if not self._is_asleep:
+                self._is_asleep = self._is_blank = True
+                await asyncio.to_thread(self._give_memory_up)
+
+    async def wake(self) -> None:
+        """Take the weights' memory back."""
+        async with self._between_steps:
+            if self._is_asleep:
+                await asyncio.to_thread(self._take_memory_back)
+                self._is_asleep = False
+
+    def weight_specs(self) -> list[TensorSpec]:
+        """Weights by name, tied ones once."""
+        return [
+            TensorSpec(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype).removeprefix("torch."),
+            )
+            for name, parameter in self._parameters.items()
+        ]
+
+    async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
+        """Let the model's own parameters be written."""
+        await self.pause()
+        return live_placer(plan, self._parameters)
+
+    async def adopt_placed(self, version: int) -> None:
+        """Go on under what was written."""
+        await self.adopt_weights(version, self._parameters)
+
+    async def close_weights(self) -> None:
+        """Go on."""
+        await self.resume()
+
+    async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
+        """Copy new weights into the live parameters between two steps."""
+        check_tensors({name: value.shape for name, value in self._parameters.items()}, tensors)
+        async with self._between_steps:
+            assert not self._is_asleep, (
+                "an engine that sleeps has no room for weights; wake it first"
+            )
+            started_at = time.monotonic()
+            await asyncio.to_thread(self._copy_weights, tensors)
+            self._weight_version, self._is_blank = version, False
+            return time.monotonic() - started_at
+
+    def stats(self) -> EngineStats:
+        """Gauges."""
+        return EngineStats(
+            num_running=len(self._batch),
+            num_waiting=len(self._waiting),
+            tokens_total=self._tokens_total,
+            kv_used_fraction=len(self._batch) * self._batch.span / self._max_kv_tokens,
+            idle_seconds=time.monotonic() - self._started_at - self._busy_seconds,
+            weight_version=self._weight_version,
+            prompt_tokens_total=self._batch.prompt_tokens_total,
+            cached_tokens_total=self._batch.shared_tokens_total,
+            recomputed_tokens_total=self._batch.recomputed_tokens_total,
+            is_asleep=self._is_blank,
+        )
+
+    def _has_work(self) -> bool:
+        if not self._may_step:
+            return False
+        return len(self._batch) > 0 or (self._may_admit and len(self._waiting) > 0)
+
+    def _next_requests(self) -> list[GenerationRequest]:
+        """Take waiting requests, in order, while slots and KV tokens last."""
+        admitted: list[GenerationRequest] = []
+        num_running, span = len(self._batch), self._batch.span
+        while self._may_admit and self._waiting and num_running < self._max_running:
+            request = self._waiting[0].request
+            span = max(span, len(request.context_ids) + request.max_tokens)
+            num_running += 1
+            if num_running * span > self._max_kv_tokens:
+                break
+            admitted.append(heapq.heappop(self._waiting).request)
+        return admitted
+
+    def _advance(self, admitted: list[GenerationRequest]) -> list[tuple[str, GenerationResult]]:
+        """Prefill new requests and draw one token for all (in a worker thread)."""
+        assert not self._is_blank, "an engine without weights decodes nothing"
+        if admitted:
+            self._batch.admit(admitted)
+        self._tokens_total += len(self._batch)
+        return self._batch.step(self._weight_version)
+
+    @torch.inference_mode()
+    def _score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        ids = torch.tensor([token_ids], device=self._model.device)
+        logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])
+        return tuple(logprobs.squeeze(1).tolist())
+
+    @torch.no_grad()
+    def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        live = list(self._parameters.values())
+        copy_all(live, [tensors[name] for name in self._parameters])
+        if self._recompute_kv or self._is_blank:
+            self._batch.recompute()
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
+    def _give_memory_up(self) -> None:
+        """Parameters keep their shapes, and no memory."""
+        self._batch.forget()
+        for name, parameter in self._parameters.items():
+            storage = parameter.untyped_storage()
+            self._weight_bytes[name] = storage.nbytes()
+            storage.resize_(0)
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _take_memory_back(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.untyped_storage().resize_(self._weight_bytes[name])
+
+    def _resolve(self, results: list[tuple[str, GenerationResult]]) -> None:
+        for request_id, result in results:
+            future = self._futures.pop(request_id, None)
+            if future is not None and not future.done():
+                future.set_result(result)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+_NOTHING_YET = GenerationResult(token_ids=(), logprobs=(), version_runs=(), finish_reason="aborted")

@@ -1,0 +1,360 @@
+"""vLLM's asynchronous engine as a backend.
+
+Requests are handed to vLLM's engine process directly, and its outputs are taken from there in one task.
+Tokens come in batches with their logprobs in arrays (see ``vllm_scheduler``); none has an object of its own.
+"""
+
+import asyncio
+import secrets
+import tempfile
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from services.common.models.routers import routing_shape
+from services.rollout.engines.backend import EngineDiedError
+from services.rollout.engines.base import EngineCapabilities, RoutedExperts, VersionRun
+from services.rollout.engines.engine_config import engine_config
+from services.rollout.engines.engine_order import EngineOrder
+from services.rollout.engines.external import PartedEngine
+from services.rollout.engines.request_segments import Chunk, Part, as_told, part_seed
+from services.rollout.engines.vllm.first_token import FirstToken
+from services.rollout.engines.vllm.start import start
+
+_WORKER = "services.rollout.engines.vllm.worker.WeightLoader"
+_PLAIN_WORKER = "services.rollout.engines.vllm.cpu_worker.PlainWeightLoader"
+_DIED = "the vLLM engine died; its own log lines above say why"
+# Steps whose tokens travel together: few enough that who reads along gets several pieces a second.
+_STREAM_INTERVAL = 16
+
+
+def build(order: EngineOrder) -> PartedEngine:
+    """The engine, which starts with its :meth:`PartedEngine.run`."""
+    backend = VllmBackend(order)
+    return PartedEngine.ordered(backend, order, length_argument="max_model_len", freezer=backend)
+
+
+class VllmBackend:
+    """One vLLM engine, in a child process of this one."""
+
+    def __init__(self, order: EngineOrder) -> None:
+        """Describe the engine; :meth:`serve` starts it.
+
+        Args:
+            order: With further ``AsyncEngineArgs`` as arguments.
+        """
+        order.check_arguments([one.name for one in fields(AsyncEngineArgs)], engine="vLLM")
+        # With top_p and its like, vLLM reports logprobs of what is left of the distribution.
+        self.capabilities = EngineCapabilities(
+            name="vllm",
+            kv_policies=frozenset({"recompute", "keep"}),
+            stop_texts=True,
+            truncation=False,
+            seeds=order.is_reproducible,
+            # Versions before this parameter told everything at the end, also what was computed again.
+            routed_experts=hasattr(SamplingParams(), "routed_experts_prompt_start"),
+        )
+        self.routing = routing_shape(order.config.to_dict()) if order.returns_experts else None
+        self._order = order
+        self._llm: AsyncLLM | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._num_asked = 0
+        self.first_token = FirstToken()
+        self._versions = [-1]
+        """Weight version of each era."""
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens in all blocks of the KV cache."""
+        cache = self.llm.vllm_config.cache_config
+        return int(cache.num_gpu_blocks * cache.block_size)
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """The engine itself, once it has started."""
+        assert self._llm is not None, "requests wait for the start"
+        return self._llm
+
+    async def serve(self, started: Callable[[], None]) -> None:
+        """Start vLLM and serve until cancelled."""
+        with tempfile.TemporaryDirectory() as folder:
+            engine_config(self._order.config).save_pretrained(folder)
+            llm = await asyncio.to_thread(
+                start, self.engine_args(folder), tells_experts=self.routing is not None
+            )
+        try:
+            self._llm = llm
+            await self._warm_up()
+            started()
+            while True:
+                await self._deliver()
+        except EngineDeadError as error:
+            raise EngineDiedError(_DIED) from error
+        finally:
+            self._end_streams()
+            llm.shutdown()
+
+    async def submit(self, part: Part) -> "_Stream":
+        """Hand over a part."""
+        return await self._ask(
+            part.part_id, part.context_ids, self._sampling(part), part.cache_salt
+        )
+
+    async def cut(self, part_ids: Collection[str]) -> None:
+        """End parts; what vLLM has not sent of them yet is forgotten."""
+        parts = set(part_ids)
+        ended = [name for name, stream in self._streams.items() if stream.part_id in parts]
+        with _alive():
+            await self.llm.engine_core.abort_requests_async(ended)
+        for name in ended:
+            if (stream := self._streams.pop(name, None)) is None:
+                continue  # it ended by itself meanwhile
+            stream.end(Chunk(token_ids=(), logprobs=(), finish_reason="abort"))
+
+    async def freeze(self) -> None:
+        """Stop between two steps; parts keep their place, their tokens and their cache."""
+        with _alive():
+            await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+
+    async def load(self, description: str) -> None:
+        """Copy weights into the workers' models."""
+        with _alive():
+            await self.llm.collective_rpc("load_slipstream_weights", args=(description,))
+
+    async def thaw(self, version: int, *, recompute: bool) -> bool:
+        """Go on after :meth:`freeze`; what is sampled from now on is of another version."""
+        self._versions.append(version)
+        is_emptied = False
+        with _alive():
+            if recompute:
+                is_emptied = await self.llm.engine_core.reset_prefix_cache_async(
+                    reset_running_requests=True, reset_connector=True
+                )
+            await self.llm.engine_core.resume_scheduler_async()
+        self.first_token.expect()
+        return is_emptied is True
+
+    async def sleep(self) -> None:
+        """Give up cache and weights: those that come next replace all of them."""
+        with _alive():
+            if self._order.sleeps:
+                await self.llm.engine_core.sleep_async(level=2)
+
+    async def wake(self) -> None:
+        """Take the memory back."""
+        with _alive():
+            if self._order.sleeps:
+                await self.llm.engine_core.wake_up_async()
+
+    async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Ask for the logprobs of a prompt; vLLM then reads no cached prefix."""
+        parameters = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        stream = await self._ask(name, token_ids, parameters, None)
+        try:
+            output: Any = await stream.output()
+        finally:
+            await stream.close()
+        return tuple(output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist())
+
+    async def give_up(self, name: str) -> None:
+        """Forget a request that nobody waits for."""
+        if self._streams.pop(name, None) is not None:
+            await self.llm.engine_core.abort_requests_async([name])
+
+    def versions_of(
+        self, eras: Sequence[tuple[int, int]], num_tokens: int
+    ) -> tuple[VersionRun, ...]:
+        """Weight versions of tokens, run-length coded.
+
+        Args:
+            eras: Each with the number of its first token.
+            num_tokens: Of all eras.
+        """
+        starts = [start for _, start in eras] + [num_tokens]
+        return tuple(
+            (self._versions[era], starts[index + 1] - start)
+            for index, (era, start) in enumerate(eras)
+        )
+
+    def engine_args(self, folder: str) -> AsyncEngineArgs:
+        """Arguments for a model whose configuration lies in a folder."""
+        arguments: dict[str, Any] = {
+            "model": folder,
+            "dtype": self._order.dtype_name,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_num_seqs": self._order.max_running,
+            "logprobs_mode": "processed_logprobs",
+            # The trainer's logits are float32 too.
+            "hf_overrides": {"head_dtype": "float32"},
+            "worker_extension_cls": _WORKER,
+            "disable_log_stats": True,
+            "enable_sleep_mode": self._order.sleeps and not current_platform.is_cpu(),
+            "stream_interval": _STREAM_INTERVAL,
+            # Replicas that drew from one stream would give the same prompt the same responses.
+            "seed": secrets.randbits(31),
+        }
+        if current_platform.is_cpu():
+            # A seeded request whose prompt is prefilled in parts kills vLLM's engine on a CPU: it rewinds
+            # the request's random generator, which CPU generators cannot do.
+            arguments["enable_chunked_prefill"] = False
+            if self._order.is_written_in_place:
+                arguments["worker_extension_cls"] = _PLAIN_WORKER
+        return AsyncEngineArgs(**(arguments | {**self._order.arguments}))
+
+    async def _ask(
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        parameters: SamplingParams,
+        cache_salt: str | None,
+    ) -> "_Stream":
+        asked: Any = {"type": "token", "prompt_token_ids": list(token_ids)}
+        if cache_salt is not None:
+            asked["cache_salt"] = cache_salt
+        # vLLM may handle an abort once more after the next request came: no name is used again.
+        self._num_asked += 1
+        unique = f"{name}#{self._num_asked}"
+        request = self.llm.input_processor.process_inputs(unique, asked, parameters, ("generate",))
+        stream = self._streams[unique] = _Stream(self, unique, part_id=name)
+        with _alive():
+            await self.llm.engine_core.add_request_async(request)
+        return stream
+
+    def _sampling(self, part: Part) -> SamplingParams:
+        request = part.request
+        experts = {} if self.routing is None else {"routed_experts_prompt_start": part.experts_from}
+        return SamplingParams(
+            **experts,
+            max_tokens=part.max_tokens,
+            temperature=request.temperature,
+            seed=part_seed(request.seed, part.draw_offset) if self.capabilities.seeds else None,
+            logprobs=0,
+            stop_token_ids=sorted(request.stop_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    async def _warm_up(self) -> None:
+        """Answer one request: on a GPU the first with logprobs compiles kernels, which takes a second."""
+        parameters = SamplingParams(
+            max_tokens=2,
+            seed=0 if self.capabilities.seeds else None,
+            logprobs=0,
+            prompt_logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        await self._ask("warm-up", (0, 0), parameters, None)
+        while self._streams:
+            await self._deliver()
+
+    async def _deliver(self) -> None:
+        """Take what vLLM sends next to those that wait for it."""
+        for output in (await self.llm.engine_core.get_output_async()).outputs:
+            if (stream := self._streams.get(output.request_id)) is None:
+                continue
+            if output.finish_reason is not None:
+                del self._streams[output.request_id]
+            stream.put(output)
+
+    def _end_streams(self) -> None:
+        for stream in self._streams.values():
+            stream.end(EngineDiedError(_DIED))
+        self._streams.clear()
+
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDiedError(_DIED) from error
+
+
+class _Stream:
+    """The tokens of one part."""
+
+    def __init__(self, backend: VllmBackend, name: str, *, part_id: str) -> None:
+        self._backend = backend
+        self._name = name
+        self.part_id = part_id
+        self._outputs: deque[EngineCoreOutput] = deque()
+        self._end: Chunk | EngineDiedError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: EngineCoreOutput) -> None:
+        """Take in what vLLM sent."""
+        self._outputs.append(output)
+        self._wake()
+
+    def end(self, end: Chunk | EngineDiedError) -> None:
+        """Nothing comes any more: tell how it ended."""
+        self._end = end
+        self._wake()
+
+    async def next(self) -> Chunk:
+        """Return the tokens since the last call."""
+        output = await self.output()
+        return output if isinstance(output, Chunk) else self._chunk(output)
+
+    async def output(self) -> EngineCoreOutput | Chunk:
+        """What vLLM sent next, or the last chunk. Raises EngineDiedError."""
+        while not self._outputs and self._end is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._outputs:
+            return self._outputs.popleft()
+        assert self._end is not None
+        if isinstance(self._end, EngineDiedError):
+            raise self._end
+        return self._end
+
+    async def close(self) -> None:
+        """End the part if it still runs."""
+        await self._backend.give_up(self._name)
+
+    def _chunk(self, output: EngineCoreOutput) -> Chunk:
+        reason = None if output.finish_reason is None else str(output.finish_reason)
+        if reason == "error":
+            raise EngineDiedError(f"vLLM could not go on with {self.part_id!r}; its log says why")
+        if output.new_logprobs is None:
+            return Chunk(token_ids=(), logprobs=(), finish_reason=reason)
+        self._backend.first_token.came()
+        eras, logprobs = output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs
+        return Chunk(
+            token_ids=output.new_token_ids,
+            logprobs=logprobs.tolist(),
+            version_runs=self._backend.versions_of(eras.tolist(), len(output.new_token_ids)),
+            cached_tokens=output.prefill_stats.num_cached_tokens if output.prefill_stats else 0,
+            finish_reason=reason,
+            routed_experts=self._experts(output),
+        )
+
+    def _experts(self, output: EngineCoreOutput) -> RoutedExperts | None:
+        """What vLLM tells with new tokens: ``[n, layers, K]``, dense layers included or not."""
+        routing, told = self._backend.routing, getattr(output, "routed_experts", None)
+        if routing is None or told is None:
+            return None
+        return as_told(told, routing)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,76 @@
+"""Runs inside vLLM's workers on a CPU where weights are received in place.
+
+There vLLM packs most weights for its kernels and keeps nothing else: they would have no place.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from vllm import _custom_ops
+from vllm.distributed.aux_output_connector.worker import (
+    AuxOutputWorkerConnector,
+    get_aux_output_connector,
+)
+from vllm.model_executor.layers import utils
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from services.rollout.engines.vllm.scheduler import GatheringScheduler
+from services.rollout.engines.vllm.worker import WeightLoader
+
+_custom_ops._supports_onednn = False  # noqa: SLF001 -- no setting of vLLM's says it
+utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+class PlainWeightLoader(WeightLoader):
+    """The loader, and weights as checkpoints have them."""
+
+
+class TellingScheduler(GatheringScheduler):
+    """Our scheduler, which sends experts with the tokens."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        # A configuration that says so is refused before this, and after.
+        vllm_config.aux_output_config.enable_return_routed_experts = True
+        super().__init__(vllm_config, *args, **kwargs)
+        vllm_config.aux_output_config.enable_return_routed_experts = False
+
+
+class TellingWorker(CPUWorker):  # type: ignore[misc]
+    """A worker whose outputs have the experts of each step's tokens."""
+
+    _connector: AuxOutputWorkerConnector
+    _batch: SimpleNamespace | None = None
+    """Of the step that has run and whose tokens are not drawn yet."""
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Lay out the KV cache, and collect what routers choose from then on."""
+        super().initialize_from_config(kv_cache_config)
+        self._connector = get_aux_output_connector(
+            self.model_runner.model, self.vllm_config, kv_cache_config
+        )
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run a step; None if its tokens are to be drawn."""
+        self._connector.begin_step(scheduler_output.aux_output_connector_metadata)
+        output = super().execute_model(scheduler_output)
+        if output is None:
+            batch = self.model_runner.input_batch
+            counts = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
+            self._batch = SimpleNamespace(
+                req_ids=list(batch.req_ids),
+                query_start_loc_np=np.cumsum([0, *counts]),
+                num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(counts)].copy(),
+            )
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Draw the tokens of the step, and tell the experts with them."""
+        output = super().sample_tokens(grammar_output)
+        batch, self._batch = self._batch, None
+        told = None if batch is None else self._connector.prepare_output(batch)
+        if told is not None:
+            drawn = np.array([len(token_ids) for token_ids in output.sampled_token_ids])
+            told.enqueue_cpu_copy(drawn, np.zeros_like(drawn))
+            output.aux_output_connector_output = told.process_output()
+        return output

@@ -1,0 +1,47 @@
+"""Starts vLLM's engine with our scheduler."""
+
+from dataclasses import replace
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor import Executor
+
+_SCHEDULERS = "services.rollout.engines.vllm.scheduler"
+_ON_CPU = "services.rollout.engines.vllm.cpu_worker"
+
+
+def start(arguments: AsyncEngineArgs, *, tells_experts: bool) -> AsyncLLM:
+    """Start an engine whose tokens come in batches.
+
+    Args:
+        arguments: The engine's.
+        tells_experts: Whether they come with the experts that were chosen.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    tells_on_cpu = tells_experts and current_platform.is_cpu()
+    if tells_experts and not tells_on_cpu:
+        arguments = replace(arguments, enable_return_routed_experts=True)
+    config = arguments.create_engine_config()
+    if tells_on_cpu:
+        if not config.cache_config.enable_prefix_caching:
+            raise ValueError(
+                "vLLM tells chosen experts with prefix caching only, which it does not have on a CPU for "
+                "latent attention, nor with rollout.engine_arguments.enable_prefix_caching false; set "
+                "rollout.routing_replay to 'off'"
+            )
+        config.parallel_config.worker_cls = f"{_ON_CPU}.TellingWorker"
+        scheduler = f"{_ON_CPU}.TellingScheduler"
+    elif config.scheduler_config.async_scheduling:
+        scheduler = f"{_SCHEDULERS}.GatheringAsyncScheduler"
+    else:
+        scheduler = f"{_SCHEDULERS}.GatheringScheduler"
+    config.scheduler_config.scheduler_cls = scheduler
+    return AsyncLLM(
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=False,
+        log_requests=False,
+    )

@@ -1,0 +1,184 @@
+"""Runs inside vLLM's workers: reloads parameters that a model fills itself, past the loaders that vLLM wraps.
+
+While vLLM reloads, parameters have no memory, and what is copied into them is lost; only their loaders defer
+it. gpt-oss copies its experts and its sinks.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from services.common.models.expert_names import checkpoint_names, is_fused_on_hub
+from services.rollout.engines.in_place import obey
+from services.rollout.engines.layout import UnknownLayoutError, copy_weights
+from services.rollout.engines.shared_tensors import open_shared
+
+_COPIED = ("w13_weight", "w2_weight", "w13_bias", "w2_bias", "sinks")
+
+
+class DeferredCopies(TorchDispatchMode):
+    """Has what is copied into such parameters loaded, once their memory is there.
+
+    Args:
+        model: vLLM's, between the two halves of its reload.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._places = {
+            _storage(parameter): (layer, name)
+            for layer in model.modules()
+            for name, parameter in layer.named_parameters(recurse=False)
+            if name in _COPIED and parameter.is_meta
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Take over copies, and do all else."""
+        place = None
+        if func is torch.ops.aten.copy_.default and args[0].is_meta:
+            place = self._places.get(_storage(args[0]))
+        if place is None:
+            return func(*args, **(kwargs or {}))
+        layer, name = place
+        parameter = getattr(layer, name)
+        # That of experts takes one of them at a time.
+        parameter.weight_loader = default_weight_loader
+        parameter.weight_loader = make_online_process_loader(layer, name)
+        parameter.weight_loader(parameter, args[1])
+        return args[0]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Which memory a tensor and its views share, also where there is none."""
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 -- tensors without memory have no address
+
+
+logger = logging.getLogger(__name__)
+
+
+class WeightLoader:
+    """Mixed into vLLM's worker (``worker_extension_cls``); its method is called on every worker at once.
+
+    vLLM runs such a call between two steps, and the whole update is one call, so no step ever sees
+    parameters that are half loaded.
+    """
+
+    model_runner: Any
+    vllm_config: Any
+    device: torch.device
+
+    def load_slipstream_weights(self, description: str) -> bool:
+        """Replace all weights; returns whether they were copied straight into the parameters.
+
+        Args:
+            description: Of the shared tensors, or an order of :mod:`services.rollout.engines.in_place`.
+        """
+        model = self.model_runner.model
+        if obey(description, model, **_place(model)):
+            self._wait()
+            return True
+        tensors = open_shared(description)
+        with torch.no_grad():
+            is_direct = _copy(model, tensors)
+            if not is_direct:
+                self._reload(model, tensors)
+        self._wait()
+        return is_direct
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _reload(self, model: Any, tensors: dict[str, Tensor]) -> None:
+        """Load as vLLM loads a checkpoint: it lays out experts as its kernels want them."""
+        config = self.vllm_config.model_config.hf_config.to_dict()
+        loaded = (
+            (name, part.to(self.device))
+            for fused, tensor in tensors.items()
+            for name, part in checkpoint_names(fused, tensor, config)
+        )
+        if self.device.type == "cpu":
+            _forget_kernels(model)
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            with DeferredCopies(model) if is_fused_on_hub(config) else nullcontext():
+                model.load_weights(loaded)
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+        if self.device.type == "cpu":
+            _check_kernels(model)
+            _repack_head(model)
+
+
+def _copy(model: Any, tensors: dict[str, Tensor]) -> bool:
+    """Copy tensors into parameters whose layout is known."""
+    try:
+        copy_weights(
+            tensors,
+            dict(model.named_parameters()),
+            **_place(model),
+        )
+    except UnknownLayoutError as error:
+        logger.info("weights go through vLLM's loader", extra={"why": str(error)})
+        return False
+    return True
+
+
+def _place(model: Any) -> dict[str, Any]:
+    """What decides which parts of the tensors this worker holds."""
+    return {
+        "rank": get_tensor_model_parallel_rank(),
+        "ranks": get_tensor_model_parallel_world_size(),
+        "has_plain_experts": _has_plain_experts(model),
+    }
+
+
+def _has_plain_experts(model: Any) -> bool:
+    """Whether all experts lie as they are counted, for vLLM's own kernels; others swap or shuffle them."""
+    return all(
+        getattr(getattr(method, "unquantized_backend", None), "name", None) == "TRITON"
+        and not method.moe.moe_parallel_config.enable_eplb
+        for method in _methods_of_experts(model)
+    )
+
+
+def _forget_kernels(model: Any) -> None:
+    """Let experts be padded and packed as at the start; with a kernel at hand vLLM leaves that out."""
+    for method in _methods_of_experts(model):
+        method.moe_kernel = None
+
+
+def _check_kernels(model: Any) -> None:
+    """Refuse what would be random: some of vLLM's models load experts past its reload, which drops them."""
+    if any(method.moe_kernel is None for method in _methods_of_experts(model)):
+        raise NotImplementedError(
+            f"vLLM does not reload the experts of {type(model).__name__} on a CPU; use rollout.engine 'torch'"
+        )
+
+
+def _methods_of_experts(model: Any) -> Iterator[Any]:
+    return (part.quant_method for part in model.modules() if hasattr(part, "w13_weight"))
+
+
+def _repack_head(model: Any) -> None:
+    """Pack tied embeddings again.
+
+    On the CPU the language-model head keeps a packed copy of the embedding, which the layerwise reload
+    leaves at the old values because the two share one parameter.
+    """
+    head = getattr(model, "lm_head", None)
+    method = getattr(head, "quant_method", None)
+    if method is not None:
+        method.process_weights_after_loading(head)

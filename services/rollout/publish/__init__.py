@@ -1,0 +1,1 @@
+"""Publishes samples to the transferqueue."""

@@ -1,0 +1,156 @@
+"""What is told of some samples to people: texts, turns and facts, beside the columns of their tokens."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.common.errors import ServiceError
+from services.common.fields import partition_id, run_of, sample_key
+from services.common.models.tokenizer import Tokenizer
+from services.common.runspec.data import kind_of
+from services.common.runspec.run import RunSpec
+from services.rollout import metrics
+from services.rollout.client import GroupAssignment
+from services.rollout.data.prompts import Prompt
+from services.rollout.sampling.samples import Sample
+from services.rollout.workflows.tool_calls import tool_calls
+from services.transferqueue.dataclient import DataClient
+
+logger = logging.getLogger(__name__)
+
+_COLUMNS = ("response_ids", "rollout_logprobs", "version_runs")
+# Training must not wait for what people may read.
+_TIMEOUT_S = 5.0
+
+
+class SampleTeller:
+    """Puts the records of samples that are kept, which follow from the names of their groups.
+
+    Args:
+        data: Takes them.
+        spec: The run.
+        tokenizer: The model's.
+        num_heldout: Held-out prompts of the run.
+    """
+
+    def __init__(
+        self,
+        data: DataClient,
+        spec: RunSpec,
+        tokenizer: Tokenizer,
+        num_heldout: int,
+    ) -> None:
+        self._data = data
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._num_heldout = num_heldout
+        self._texts: dict[int, str] = {}
+
+    def keeps(self, assignment: GroupAssignment) -> bool:
+        """Whether the samples of a group are kept."""
+        kept = self._spec.samples
+        if kind_of(assignment.split) == "train":
+            prompts = self._spec.trainer.prompts_per_step
+            return kept.keeps_group(assignment.group_id, prompts_per_step=prompts)
+        return kept.keeps_prompt(assignment.row, num_prompts=self._num_heldout)
+
+    async def tell(
+        self,
+        assignment: GroupAssignment,
+        prompt: Prompt,
+        samples: Sequence[Sample],
+        fields: Mapping[str, Sequence[Tensor]],
+    ) -> None:
+        """Put the records of a group; if that fails, they are merely not kept.
+
+        Args:
+            assignment: The group.
+            prompt: What it answers.
+            samples: Its samples.
+            fields: Their columns, as they go to training.
+        """
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                records = await asyncio.to_thread(self._records, assignment, prompt, samples)
+                await self._data.put(
+                    partition_id(run_of(assignment.partition_id), "kept"),
+                    [sample_key(assignment.group_id, sample.member) for sample in samples],
+                    {"kept_record": records, **{name: fields[name] for name in _COLUMNS}},
+                )
+        except (ServiceError, TimeoutError) as error:
+            metrics.UNKEPT_GROUPS.inc()
+            logger.warning("a group is not kept", extra={"why": type(error).__name__})
+
+    def _records(
+        self, assignment: GroupAssignment, prompt: Prompt, samples: Sequence[Sample]
+    ) -> list[Tensor]:
+        """JSON of each sample as bytes, uint8 ``[B]``."""
+        records = [self._record(assignment, prompt, sample) for sample in samples]
+        texts = [json.dumps(record, default=str).encode() for record in records]
+        return [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts]
+
+    def _record(
+        self, assignment: GroupAssignment, prompt: Prompt, sample: Sample
+    ) -> dict[str, Any]:
+        decode = self._tokenizer.decode
+        turns = [
+            {
+                "is_sampled": turn.is_sampled,
+                "text": (text := decode(turn.token_ids)),
+                "num_tokens": len(turn.token_ids),
+                "finish_reason": turn.finish_reason,
+                "seconds": turn.seconds,
+                "tool_calls": tool_calls(text) if turn.is_sampled else [],
+            }
+            for turn in sample.turns
+        ]
+        return {
+            "facts": self._facts(assignment, prompt, sample),
+            "prompt": decode(sample.prompt_ids),
+            "response": "".join(str(turn["text"]) for turn in turns),
+            "answer": prompt.answer,
+            "turns": turns,
+            "vocabulary": self._vocabulary(sample.response_ids),
+        }
+
+    def _facts(self, assignment: GroupAssignment, prompt: Prompt, sample: Sample) -> dict[str, Any]:
+        versions = sample.sampled_versions
+        oldest, is_training = min(versions, default=None), kind_of(assignment.split) == "train"
+        return {
+            "group_id": assignment.group_id,
+            "member": sample.member,
+            "attempt": assignment.attempt,
+            "split": kind_of(assignment.split),
+            "row": assignment.row,
+            "data_source": prompt.data_source,
+            # An evaluation is of one version.
+            "step": None if is_training else oldest,
+            "oldest_version": oldest,
+            "newest_version": max(versions, default=None),
+            "reward": None if sample.finish_reason == "failed" else sample.score.value,
+            "terms": dict(sample.score.terms),
+            "finish_reason": sample.finish_reason,
+            "is_greedy": sample.is_greedy,
+            "prompt_tokens": len(sample.prompt_ids),
+            "response_tokens": len(sample.response_ids),
+            "num_turns": len(sample.turns),
+            "num_segments": len(versions),
+            "time": time.time(),
+        }
+
+    def _vocabulary(self, token_ids: Sequence[int]) -> dict[int, str]:
+        """Text of each token that occurs; a vocabulary is small, and its tokens come again and again."""
+        texts = self._texts
+        found: dict[int, str] = {}
+        for token in set(token_ids):
+            if token not in texts:
+                end = self._tokenizer.eos_text if token == self._tokenizer.eos_id else ""
+                texts[token] = self._tokenizer.decode([token]) or end
+            found[token] = texts[token]
+        return found

@@ -1,0 +1,1 @@
+"""Samples prompt groups: episodes, progress, admission, liveness."""

@@ -1,0 +1,334 @@
+"""One group on this replica: those of its members that were assigned are sampled and scored concurrently."""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from services.common.models.tokenizer import Tokenizer
+from services.common.runspec.data import kind_of
+from services.common.runspec.rollout import RolloutSpec
+from services.common.task_group import TaskGroup, unwrapped
+from services.common.telemetry import tracing
+from services.rollout import metrics
+from services.rollout.calls.pool import CallPool
+from services.rollout.client import GroupAssignment
+from services.rollout.data.curriculum import Curriculum
+from services.rollout.data.prompts import Prompt
+from services.rollout.engines.base import Engine, GenerationResult
+from services.rollout.engines.stop_texts import split_stop_texts
+from services.rollout.failures import CallError, GroupError
+from services.rollout.rewards.base import Reward, RewardInput, Score
+from services.rollout.rewards.comparison import Comparison
+from services.rollout.rewards.terms import joined
+from services.rollout.sampling.demonstrated import demonstrated
+from services.rollout.sampling.progress_cache import GroupProgress, MemberProgress
+from services.rollout.sampling.samples import Sample, answer_digest, placed_rewards
+from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, Workflow
+from services.rollout.workflows.conversations import flattened, trained_once
+from services.rollout.workflows.history import history_of
+from services.rollout.workflows.turns import Turn, num_sampled
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What a group is made with."""
+
+    engine: Engine
+    """Generates."""
+    tokenizer: Tokenizer
+    """The model's."""
+    workflow: Workflow
+    """Shapes episodes."""
+    reward: Reward
+    """Scores them."""
+    calls: CallPool
+    """Calls the workflow's tools."""
+    comparison: Callable[[str], Comparison | None] = lambda _: None
+    """What scores members of a split by what the others did, if a reward does that."""
+    curriculum: Curriculum | None = None
+    """Says which prompts are worth a try, where the run names a function for it."""
+
+
+class RunningGroup:
+    """Samples all assigned members at once; the first that fails for good ends the others.
+
+    Attributes:
+        assignment: What is generated.
+        is_interrupted: Whether it was told to stop.
+        is_cut: Whether it ended before all members were complete: told to stop, or at the end of a segment.
+        stalled: Why it was told to stop, if it had come to a halt.
+    """
+
+    def __init__(self, assignment: GroupAssignment, tools: Tools, spec: RolloutSpec) -> None:
+        self.assignment = assignment
+        self.is_interrupted = False
+        self.is_cut = False
+        self.stalled = ""
+        self._is_training = kind_of(assignment.split) == "train"
+        self._tools = tools
+        self._spec = spec
+        self._earlier: GroupProgress = {}
+        self._episodes: dict[int, Episode] = {}
+        self._num_failed_scores: dict[int, int] = {}
+        self._scores: dict[int, Score] = {}
+        self._given: dict[int, RewardInput] = {}
+        self._members: dict[int, asyncio.Task[Sample | None]] = {}
+
+    async def sample(self, prompt: Prompt, progress: GroupProgress) -> list[Sample]:
+        """Sample and score all members; an interrupted group is cut and its samples are of no use.
+
+        Args:
+            prompt: What is answered.
+            progress: What an earlier attempt left, by member.
+
+        Raises:
+            GroupError: If a member failed for good.
+        """
+        members = self.assignment.members
+        self._earlier = {member: progress[member] for member in members if member in progress}
+        with unwrapped(GroupError):
+            async with TaskGroup() as tasks:
+                for member in members:
+                    self._members[member] = tasks.create_task(self._sample_member(prompt, member))
+        self.is_cut = any(
+            task.cancelled() or task.result() is None for task in self._members.values()
+        )
+        if self.is_cut:
+            return []
+        samples = [task.result() for task in self._members.values()]
+        made = [sample for sample in samples if sample is not None]
+        comparison = self._tools.comparison(self.assignment.split)
+        return made if comparison is None else await self._compared(made, comparison)
+
+    def interrupt(self) -> Collection[str]:
+        """Stop at the next chance; returns the requests that the engine has to abort for it.
+
+        What is being generated ends with the abort and keeps its tokens. Scoring and tool calls are given
+        up; they run again when the group is resumed.
+        """
+        self.is_interrupted = True
+        for member, episode in self._episodes.items():
+            episode.is_interrupted = True
+            if not episode.request_ids:
+                self._members[member].cancel()
+        return [name for episode in self._episodes.values() for name in episode.request_ids]
+
+    def marks(
+        self, running: Mapping[str, GenerationResult], tokens_total: int
+    ) -> Mapping[int, int]:
+        """How far each unfinished member is: a number that changes whenever it makes a token or a call.
+
+        Args:
+            running: What the engine has of the requests that are being decoded.
+            tokens_total: Tokens of the engine: a request that waits for its place moves with the others.
+        """
+        marks: dict[int, int] = {}
+        for member, episode in self._episodes.items():
+            if member in self._scores:
+                continue
+            made = [running[name].token_ids for name in episode.request_ids if name in running]
+            num_waiting = len(episode.request_ids) - sum(map(bool, made))
+            turns = sum(map(len, (episode.turns, *episode.conversations)))
+            turns += self._num_failed_scores[member]
+            marks[member] = (turns << 32) + sum(map(len, made)) + num_waiting * tokens_total
+        return marks
+
+    def progress(self, running: Mapping[str, GenerationResult]) -> GroupProgress:
+        """What the members have so far.
+
+        Args:
+            running: What the engine has of the requests that are being decoded.
+        """
+        progress: dict[int, MemberProgress] = {}
+        for member, episode in self._episodes.items():
+            turns = episode.recorded(running)
+            failed = self._num_failed_scores[member]
+            if turns:
+                progress[member] = MemberProgress(
+                    num_failed_scores=failed, turns=turns, score=self._scores.get(member)
+                )
+        return {**self._earlier, **progress}
+
+    async def _sample_member(self, prompt: Prompt, member: int) -> Sample | None:
+        """Sample and score one member; after a failed score, as often as the specification says."""
+        if prompt.demonstrations:
+            return await demonstrated(
+                prompt, member, self._spec, self._tools.engine, is_training=self._is_training
+            )
+        earlier = self._earlier.get(member, _NOTHING)
+        num_tries = self._spec.max_attempts if self._spec.on_reward_failure == "regenerate" else 1
+        recorded: Sequence[Turn] = earlier.turns
+        for num_failed in range(earlier.num_failed_scores, num_tries):
+            self._num_failed_scores[member] = num_failed
+            episode = self._episodes[member] = self._episode(prompt, member, num_failed, recorded)
+            recorded = ()
+            try:
+                if not await self._run_workflow(episode):
+                    return None
+                self._check_segments(episode)
+                given = self._given[member] = self._input(episode)
+                score = earlier.score or await self._score(given)
+            except CallError as error:
+                failure = error
+                continue
+            self._scores[member] = score
+            return self._sample(member, episode, score=score, failed=False)
+        if self._spec.on_reward_failure == "mask" and episode.response_ids:
+            return self._sample(member, episode, score=Score(0.0), failed=True)
+        source = "reward" if episode.is_complete else "workflow"
+        raise GroupError(f"{source}_{failure.kind}", failure.message, retryable=True)
+
+    def _episode(
+        self, prompt: Prompt, member: int, num_failed: int, recorded: Sequence[Turn]
+    ) -> Episode:
+        assignment = self.assignment
+        place = assignment.members.index(member)
+        seed = assignment.seeds[place]
+        stop_texts, special_ids = split_stop_texts(self._spec.sampling.stop, self._tools.tokenizer)
+        return Episode(
+            prompt,
+            EpisodeLimits(
+                seed=seed if num_failed == 0 else _derived_seed(seed, num_failed),
+                temperature=assignment.temperatures[place],
+                max_response_tokens=self._spec.max_response_tokens,
+                max_tokens=self._tools.engine.max_tokens,
+                stop_texts=stop_texts,
+                stop_token_ids=special_ids | frozenset(self._spec.sampling.stop_token_ids),
+                # Held-out prompts are evaluated under one version, in one piece.
+                segment_tokens=self._spec.segment_tokens if self._is_training else None,
+            ),
+            engine=self._tools.engine,
+            tokenizer=self._tools.tokenizer,
+            calls=self._tools.calls,
+            request_id=f"{assignment.group_id}.{member}/{assignment.attempt}.{num_failed}",
+            recorded=recorded,
+        )
+
+    async def _run_workflow(self, episode: Episode) -> bool:
+        """Run an episode; returns whether it was finished and not interrupted."""
+        episode.is_interrupted = self.is_interrupted
+        try:
+            with tracing.span("rollout.generate") as span:
+                await self._tools.workflow.run(episode)
+                _check_sampled(episode)
+                span.attributes["gen_ai.usage.output_tokens"] = len(episode.response_ids)
+                span.attributes["num_segments"] = episode.num_segments
+        except Interrupted:
+            return False
+        except CallError as error:
+            metrics.WORKFLOW_FAILURES.labels(kind=error.kind).inc()
+            raise
+        except GroupError:
+            raise
+        except Exception as error:  # a workflow may be the user's code
+            logger.exception("workflow failed")
+            raise GroupError(
+                "workflow_error", f"{type(error).__name__}: {error}", retryable=True
+            ) from error
+        episode.is_complete = True
+        return not self.is_interrupted
+
+    def _check_segments(self, episode: Episode) -> None:
+        """Refuse a response that was stretched over too many weight versions."""
+        num_segments, most = episode.num_segments, self._spec.max_segments
+        if most is not None and num_segments > most:
+            raise GroupError(
+                "too_many_segments",
+                f"a response has tokens of {num_segments} weight versions, more than "
+                f"rollout.max_segments ({most}); raise it or publish less often",
+                retryable=True,
+            )
+
+    async def _compared(self, samples: Sequence[Sample], comparison: Comparison) -> list[Sample]:
+        """Add what comparing the members is worth; those without a score are not compared."""
+        scored = [sample for sample in samples if sample.finish_reason != "failed"]
+        if not scored:
+            return [*samples]
+        given = [self._given[sample.member] for sample in scored]
+        for _ in range(self._spec.max_attempts):
+            try:
+                with metrics.REWARD_SECONDS.time(), tracing.span("reward.compare"):
+                    scores = await comparison.score(given)
+                break
+            except CallError as error:
+                metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
+                failure = error
+        else:
+            if self._spec.on_reward_failure == "mask":
+                return [replace(s, finish_reason="failed", score=Score(0.0)) for s in samples]
+            raise GroupError(f"reward_{failure.kind}", failure.message, retryable=True)
+        added = dict(zip([sample.member for sample in scored], scores, strict=True))
+        return [
+            replace(s, score=joined(s.score, added[s.member])) if s.member in added else s
+            for s in samples
+        ]
+
+    async def _score(self, given: RewardInput) -> Score:
+        try:
+            with metrics.REWARD_SECONDS.time(), tracing.span("reward.score"):
+                return await self._tools.reward.score(given)
+        except CallError as error:
+            metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
+            raise
+
+    def _input(self, episode: Episode) -> RewardInput:
+        prompt = episode.prompt
+        return RewardInput(
+            prompt=prompt.text,
+            response=episode.response_text,
+            answer=prompt.answer,
+            row=prompt.row,
+            split=self.assignment.split,
+            earned=episode.earned,
+            turn_lengths=tuple(len(turn.token_ids) for turn in episode.turns if turn.is_sampled),
+            episode=partial(history_of, episode),
+        )
+
+    def _sample(self, member: int, episode: Episode, *, score: Score, failed: bool) -> Sample:
+        sequences = trained_once(episode.sequences)
+        prompt, *turns = flattened(sequences)
+        earned = () if failed else score.tokens
+        sample = Sample(
+            member=member,
+            prompt_ids=prompt.token_ids,
+            turns=tuple(turns),
+            score=replace(score, terms={**score.terms, **episode.measured}),
+            token_rewards=placed_rewards(earned, tuple(episode.turns), sequences) if earned else (),
+            finish_reason="failed" if failed else episode.finish_reason,
+            is_greedy=episode.limits.temperature == 0,
+            answer=self._answer(episode.response_text),
+        )
+        metrics.SAMPLES.labels(finish_reason=sample.finish_reason).inc()
+        metrics.RESPONSE_TOKENS.observe(len(sample.response_ids))
+        metrics.SEGMENTS.observe(len(sample.sampled_versions))
+        return sample
+
+    def _answer(self, response: str) -> str:
+        """What the response answers; nobody asks for it in training."""
+        if self._is_training:
+            return ""
+        return answer_digest(response, self._spec.answer_pattern)
+
+
+def _check_sampled(episode: Episode) -> None:
+    """Refuse an episode that ended before the policy said anything."""
+    if not any(map(num_sampled, episode.sequences)):
+        raise CallError(
+            "invalid_value",
+            "the episode ended before the policy said anything, so nothing can train; let the workflow ask "
+            "its episode for a turn",
+        )
+
+
+def _derived_seed(seed: int, num_failed: int) -> int:
+    """Another seed for another try, the same on every replica."""
+    digest = hashlib.sha256(f"{seed}/{num_failed}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+_NOTHING = MemberProgress(num_failed_scores=0, turns=())

@@ -1,0 +1,282 @@
+"""Unfinished samples as tensors, so that any replica can go on with them."""
+
+import asyncio
+import io
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.common.batch import KVBatchMeta
+from services.common.errors import AlreadyExistsError, ServiceError
+from services.common.fields import ROUTED_EXPERTS
+from services.rollout.engines.base import FinishReason, RoutedExperts
+from services.rollout.failures import GroupError
+from services.rollout.rewards.base import Score
+from services.rollout.sampling.samples import row_of
+from services.rollout.workflows.turns import Turn, routed_experts
+from services.transferqueue.client import TransferQueueClient
+from services.transferqueue.dataclient import DataClient
+
+_FINISH_CODES: dict[FinishReason | None, int] = {None: 0, "stop": 1, "length": 2, "aborted": 3}
+_MOST_MS = 2**31 - 1
+_FINISH_REASONS = {code: reason for reason, code in _FINISH_CODES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberProgress:
+    """What one member of a group has so far."""
+
+    num_failed_scores: int
+    """Tries whose reward failed; the next seed follows from it."""
+    turns: tuple[Turn, ...]
+    """Turns of the current try; the last one may be cut."""
+    score: Score | None = None
+    """Of a member that is complete and was scored."""
+
+
+GroupProgress = Mapping[int, MemberProgress]
+"""Progress by member."""
+
+PARTIAL_FIELDS: Final = (
+    "response_ids", "rollout_logprobs", "version_runs", "turns", "scores", ROUTED_EXPERTS,
+)  # fmt: skip
+"""Fields of the ``partial`` partition, one row per member of a group.
+
+``response_ids``, ``rollout_logprobs`` and ``version_runs`` are as for samples. ``turns`` int32 ``[T, 6]`` has
+failed scores, tokens, version runs, finish code, milliseconds and tokens with known experts of each turn;
+``scores`` uint8 ``[B]`` has the score, if there is one, as a JSON list of its value, terms and tokens;
+``routed_experts`` uint8 ``[B]`` has the known experts, if there are any, as a file of numpy's.
+"""
+
+
+def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
+    """Tensors of a member by field."""
+    turns = progress.turns
+    table = [
+        (
+            progress.num_failed_scores,
+            len(turn.token_ids),
+            len(turn.version_runs),
+            _FINISH_CODES[turn.finish_reason],
+            min(round(1000 * turn.seconds), _MOST_MS),
+            0 if turn.routed_experts is None else len(turn.routed_experts),
+        )
+        for turn in turns
+    ]
+    score = progress.score
+    stored = None if score is None else [score.value, dict(score.terms), score.tokens]
+    scores = b"" if stored is None else json.dumps(stored).encode()
+    return {
+        "response_ids": row_of((turn.token_ids for turn in turns), np.int32),
+        "rollout_logprobs": row_of((turn.logprobs for turn in turns), np.float32),
+        "version_runs": torch.tensor(
+            [run for turn in turns for run in turn.version_runs], dtype=torch.int32
+        ).reshape(-1, 2),
+        "turns": torch.tensor(table, dtype=torch.int32).reshape(-1, 6),
+        "scores": torch.tensor(list(scores), dtype=torch.uint8),
+        ROUTED_EXPERTS: _stored(routed_experts(turns)),
+    }
+
+
+def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
+    """The member that :func:`encode_progress` made tensors of.
+
+    Raises:
+        ValueError: If the tensors do not fit together.
+    """
+    table = fields["turns"].tolist()
+    tokens, logprobs = fields["response_ids"].tolist(), fields["rollout_logprobs"].tolist()
+    runs = [(version, count) for version, count in fields["version_runs"].tolist()]
+    if sum(row[1] for row in table) != len(tokens) or sum(row[2] for row in table) != len(runs):
+        raise ValueError("the turns of a cached sample do not cover its tokens; generate it again")
+    scores = bytes(fields["scores"].tolist())
+    experts = _read(fields[ROUTED_EXPERTS])
+    turns: list[Turn] = []
+    token, run, known = 0, 0, 0
+    for _, num_tokens, num_runs, code, ms, num_known in table:
+        turns.append(
+            Turn(
+                token_ids=tuple(tokens[token : token + num_tokens]),
+                logprobs=tuple(logprobs[token : token + num_tokens]),
+                version_runs=tuple(runs[run : run + num_runs]),
+                finish_reason=_FINISH_REASONS[code],
+                seconds=ms / 1000,
+                routed_experts=experts[known : known + num_known] if num_known else None,
+            )
+        )
+        token, run, known = token + num_tokens, run + num_runs, known + num_known
+    return MemberProgress(
+        num_failed_scores=table[0][0] if table else 0,
+        turns=tuple(turns),
+        score=_score(*json.loads(scores)) if scores else None,
+    )
+
+
+def _score(value: float, terms: Mapping[str, float], tokens: Sequence[float]) -> Score:
+    return Score(value, terms, tuple(tokens))
+
+
+def _stored(experts: RoutedExperts | None) -> Tensor:
+    if experts is None:
+        return torch.zeros(0, dtype=torch.uint8)
+    file = io.BytesIO()
+    np.save(file, experts, allow_pickle=False)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def _read(stored: Tensor) -> RoutedExperts:
+    if not len(stored):
+        return np.zeros((0, 0, 0), np.uint8)
+    found: RoutedExperts = np.load(io.BytesIO(stored.numpy().tobytes()), allow_pickle=False)
+    return found
+
+
+logger = logging.getLogger(__name__)
+_SLOTS = (0, 1)
+_Member = tuple[str, int]
+
+
+class TransferQueueCache:
+    """One row per member of a group in the run's ``partial`` partition.
+
+    A member has two keys that take turns: the new row is stored before the old one is deleted, so that a
+    crash at any moment leaves one that is complete. The tag ``serial`` says which is newer. The tag
+    ``attempt`` fences a row: a later attempt that begins anew never resumes it, however late the row is
+    stored or restored. Replicas that work on different members of a group touch different rows.
+
+    Args:
+        partition_id: The run's ``partial`` partition.
+        data: Moves the tensors.
+        metadata: Finds and deletes rows.
+    """
+
+    def __init__(
+        self, partition_id: str, *, data: DataClient, metadata: TransferQueueClient
+    ) -> None:
+        self._partition_id = partition_id
+        self._data = data
+        self._metadata = metadata
+        self._serials: dict[str, dict[int, int]] = defaultdict(dict)
+
+    async def load(self, first_attempts: Mapping[str, int]) -> Mapping[str, GroupProgress]:
+        """Return the newest progress of those groups that have some that can be used.
+
+        Args:
+            first_attempts: By group, the first attempt whose progress may be resumed.
+        """
+        try:
+            stored = await self._metadata.get_batch(self._partition_id)
+            if stored.num_keys == 0:
+                return {}
+            serials = stored.tag("serial")
+            for place, (group_id, member) in enumerate(_members(stored)):
+                if group_id in first_attempts:
+                    known = self._serials[group_id]
+                    known[member] = max(int(serials[place]), known.get(member, 0))
+            newest = _newest(stored, first_attempts)
+            if newest.num_keys == 0:
+                return {}
+            rows = await self._data.get(newest, PARTIAL_FIELDS)
+        except (ServiceError, ValueError) as error:
+            logger.warning("cached progress is not usable", extra={"why": str(error)})
+            return {}
+        columns = {name: rows[name].unbind() for name in PARTIAL_FIELDS}
+        found: dict[str, dict[int, MemberProgress]] = defaultdict(dict)
+        for index, (group_id, member) in enumerate(_members(newest)):
+            try:
+                found[group_id][member] = decode_progress(
+                    {name: column[index] for name, column in columns.items()}
+                )
+            except ValueError as error:
+                logger.warning("cached progress is not usable", extra={"why": str(error)})
+        return found
+
+    async def save(
+        self, groups: Mapping[str, GroupProgress], attempts: Mapping[str, int], *, is_last: bool
+    ) -> None:
+        """Store progress in place of older progress of the same members.
+
+        Args:
+            groups: Progress by group.
+            attempts: The attempt of each group.
+            is_last: Whether this replica gives these groups away.
+
+        Raises:
+            GroupError: If the transferqueue does not take it.
+        """
+        members = [(group_id, member) for group_id in groups for member in groups[group_id]]
+        serials = [self._serials[name].get(member, 0) + 1 for name, member in members]
+        rows = []
+        for group_id, member in members:
+            rows.append(encode_progress(groups[group_id][member]))
+            # One at a time: all of them take longer than messages may wait for the event loop, and a thread
+            # would keep the interpreter from it for milliseconds at each of its calls.
+            await asyncio.sleep(0)
+        keys = [_key(*who, serial % 2) for who, serial in zip(members, serials, strict=True)]
+        old = [_key(*who, 1 - serial % 2) for who, serial in zip(members, serials, strict=True)]
+        try:
+            fields = {name: [row[name] for row in rows] for name in PARTIAL_FIELDS}
+            tags: dict[str, Sequence[int] | Sequence[float] | Sequence[str]] = {
+                "group_id": [group_id for group_id, _ in members],
+                "member": [member for _, member in members],
+                "serial": serials,
+                "attempt": [attempts[group_id] for group_id, _ in members],
+            }
+            try:
+                await self._data.put(self._partition_id, keys, fields, tags=tags)
+            except AlreadyExistsError:
+                # A row that a crash left in this slot is older than the one that takes its place.
+                await self._release(keys)
+                await self._data.put(self._partition_id, keys, fields, tags=tags)
+            await self._release(old)
+        except ServiceError as error:
+            raise GroupError("cache_failed", error.message, retryable=True) from error
+        for (group_id, member), serial in zip(members, serials, strict=True):
+            if is_last:
+                self._serials.pop(group_id, None)
+            else:
+                self._serials[group_id][member] = serial
+
+    async def forget(self, group_id: str, members: Collection[int]) -> None:
+        """Delete the progress of members of a group, if there is any."""
+        known = self._serials.pop(group_id, {})
+        keys = [_key(group_id, m, slot) for m in members if m in known for slot in _SLOTS]
+        if not keys:
+            return
+        try:
+            await self._release(keys)
+        except ServiceError as error:
+            logger.warning("cached progress was not deleted", extra={"why": str(error)})
+
+    async def _release(self, keys: Iterable[str]) -> None:
+        await self._metadata.release(self._partition_id, list(keys))
+
+
+def _key(group_id: str, member: int, slot: int) -> str:
+    return f"{group_id}.{member}.{slot}"
+
+
+def _members(stored: KVBatchMeta) -> list[_Member]:
+    """Whose progress each row is."""
+    names, members = stored.tag("group_id"), stored.tag("member")
+    return [(str(names[row]), int(members[row])) for row in range(stored.num_keys)]
+
+
+def _newest(stored: KVBatchMeta, first_attempts: Mapping[str, int]) -> KVBatchMeta:
+    """Of each member whose progress may be resumed, the row with the highest serial."""
+    places: dict[_Member, int] = {}
+    serials, attempts = stored.tag("serial"), stored.tag("attempt")
+    for place, who in enumerate(_members(stored)):
+        first = first_attempts.get(who[0])
+        if first is None or int(attempts[place]) < first:
+            continue
+        if who not in places or int(serials[place]) > int(serials[places[who]]):
+            places[who] = place
+    return stored.select(list(places.values()))

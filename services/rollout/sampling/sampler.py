@@ -1,0 +1,342 @@
+"""Groups in, scored and published groups out.
+
+::
+
+    start      -> cached progress, if any -> RunningGroup: members sampled and scored -> published
+                                                                                  or  -> failure reported
+    interrupt  -> engine aborts, tokens kept -> progress cached -> reported as "interrupted"
+    checkpoint -> progress cached while generation goes on: what a crash does not lose
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+from services.common.errors import UnavailableError
+from services.common.fields import run_of
+from services.common.runspec.rollout import RolloutSpec
+from services.common.task_group import TaskGroup
+from services.common.telemetry import tracing
+from services.rollout import metrics
+from services.rollout.client import SET_ASIDE, GroupAssignment
+from services.rollout.data.prompts import Prompt, PromptBook
+from services.rollout.engines.base import GenerationResult
+from services.rollout.failures import GroupError, InterruptedGroupError
+from services.rollout.sampling.admission import Admission
+from services.rollout.sampling.group import RunningGroup, Tools
+from services.rollout.sampling.liveness import EpisodeWatch
+from services.rollout.sampling.progress_cache import GroupProgress
+from services.rollout.sampling.samples import Sample
+
+logger = logging.getLogger(__name__)
+
+_NUM_REMEMBERED = 100_000
+"""Groups whose attempts are remembered, so that a repeated request does not start them again."""
+
+_CHECKPOINT_SHARE = 0.02
+"""Most of the time that goes into caching what runs on."""
+
+
+class Publisher(Protocol):
+    """Makes finished groups visible to the trainer."""
+
+    async def publish(
+        self, assignment: GroupAssignment, prompt: Prompt, samples: list[Sample]
+    ) -> None:
+        """Store a group. Raises GroupError if it cannot be stored."""
+        ...
+
+
+class ProgressCache(Protocol):
+    """Keeps the progress of unfinished groups where every replica finds it."""
+
+    async def load(self, first_attempts: Mapping[str, int]) -> Mapping[str, GroupProgress]:
+        """Return the newest progress of those groups that have any.
+
+        Args:
+            first_attempts: By group, the first attempt whose progress may be resumed.
+        """
+        ...
+
+    async def save(
+        self, groups: Mapping[str, GroupProgress], attempts: Mapping[str, int], *, is_last: bool
+    ) -> None:
+        """Store progress in place of older progress. Raises GroupError if it cannot be stored.
+
+        Args:
+            groups: Progress by group.
+            attempts: The attempt of each group.
+            is_last: Whether this replica gives these groups away.
+        """
+        ...
+
+    async def forget(self, group_id: str, members: Collection[int]) -> None:
+        """Delete the progress of members of a group, if there is any."""
+        ...
+
+
+Failure = tuple[GroupAssignment, GroupError]
+ReportFailures = Callable[[Sequence[Failure]], Awaitable[None]]
+"""Tells the controller of groups that ended without samples."""
+
+
+class GroupSampler:
+    """Runs groups concurrently; the engine's queue decides which samples are decoded first.
+
+    A group ends in exactly one way: published, reported as failed or interrupted, or cancelled by the
+    controller. A fault of ours in one of them cancels the task that entered the sampler.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptBook,
+        tools: Tools,
+        spec: RolloutSpec,
+        *,
+        publisher: Publisher,
+        cache: ProgressCache,
+        report_failures: ReportFailures,
+    ) -> None:
+        """Sample with the given parts.
+
+        Args:
+            prompts: The run's data.
+            tools: What groups are made with.
+            spec: Limits and policies.
+            publisher: Takes finished groups.
+            cache: Takes unfinished ones.
+            report_failures: Tells the controller of groups without samples.
+        """
+        self._prompts = prompts
+        self._tools = tools
+        self._spec = spec
+        self._publisher = publisher
+        self._cache = cache
+        self._report_failures = report_failures
+        # Validation brings groups of one or two samples; more than twice the places only wait.
+        self.admission = Admission(2 * spec.max_running_samples)
+        self._tasks = TaskGroup()
+        self._is_ending = False
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._groups: dict[str, RunningGroup] = {}
+        self._attempts: dict[str, int] = {}
+        self._caching = asyncio.Lock()
+        self._next_checkpoint = -math.inf
+        self._parked: list[RunningGroup] = []
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        """Cancel all groups."""
+        self.cancel_all()
+        await self._tasks.__aexit__(*error)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that are being worked on."""
+        return len(self._running)
+
+    def num_prompts(self) -> dict[str, int]:
+        """Rows of each set of prompts, by split."""
+        return {split: self._prompts.num_rows(split) for split in self._prompts.splits}
+
+    def start(self, assignments: Iterable[GroupAssignment]) -> None:
+        """Start groups; an attempt that was started before is left as it is.
+
+        Raises:
+            UnavailableError: If this replica is ending.
+        """
+        if self._is_ending:
+            raise UnavailableError("this replica is ending, so no group can start here")
+        new = [a for a in assignments if self._attempts.get(a.group_id, 0) < a.attempt]
+        loading = self._load_progress(new)
+        for assignment in new:
+            group_id = assignment.group_id
+            self.cancel([group_id])
+            self._attempts[group_id] = assignment.attempt
+            if len(self._attempts) > _NUM_REMEMBERED:
+                del self._attempts[next(iter(self._attempts))]
+            group = self._groups[group_id] = RunningGroup(assignment, self._tools, self._spec)
+            self._running[group_id] = self._tasks.create_task(
+                self._run_group(group, loading), name=group_id
+            )
+
+    def refuse(self) -> None:
+        """Start no more groups."""
+        self._is_ending = True
+
+    def cancel(self, group_ids: Iterable[str]) -> None:
+        """End groups without results; unknown ones are ignored."""
+        for group_id in group_ids:
+            task = self._running.pop(group_id, None)
+            self._groups.pop(group_id, None)
+            if task is not None:
+                task.cancel()
+
+    def cancel_all(self) -> None:
+        """End all groups without results."""
+        self.cancel(list(self._running))
+
+    async def interrupt(self, group_ids: Iterable[str] | None = None) -> None:
+        """Stop groups (None: all), cache what they have, and report them as ``interrupted``.
+
+        No token is lost: any replica that is given the next attempt goes on where this one stopped.
+        """
+        names = [*self._running] if group_ids is None else [*group_ids]
+        tasks = {name: self._running[name] for name in names if name in self._running}
+        groups = [self._groups[name] for name in tasks]
+        requests = {request for group in groups for request in group.interrupt()}
+        if not tasks:
+            return
+        await self._tools.engine.abort(requests)
+        await asyncio.wait(tasks.values())
+        await self._park([group for group in groups if group.is_cut])
+
+    async def sleep(self) -> None:
+        """Free the engine's memory; what runs is finished first, unless it may go on under other weights."""
+        # Memory is moved to its end, even if the caller is gone.
+        await asyncio.shield(self._tasks.create_task(self._sleep()))
+
+    async def wake(self) -> None:
+        """Give the engine its memory back."""
+        await asyncio.shield(self._tasks.create_task(self._tools.engine.wake()))
+
+    async def _sleep(self) -> None:
+        engine = self._tools.engine
+        if not self._spec.partial_rollout and not engine.stats().is_asleep:
+            await engine.pause(drain=True)
+        await engine.sleep()
+
+    async def stop_stalled(self, watch: EpisodeWatch, *, now: float) -> None:
+        """Interrupt groups of which a member made no token and no call for too long."""
+        running, total = await self._tools.engine.peek(), self._tools.engine.stats().tokens_total
+        marks = {name: group.marks(running, total) for name, group in self._groups.items()}
+        stalled = watch.look(marks, now=now)
+        for name, why in stalled.items():
+            self._groups[name].stalled = why
+        if stalled:
+            await self.interrupt(stalled)
+
+    async def checkpoint(self) -> None:
+        """Cache what the running groups have, while they run on."""
+        async with self._caching:
+            now = asyncio.get_running_loop().time
+            begin = now()
+            running = await self._tools.engine.peek()
+            await self._save(list(self._groups.values()), running, is_last=False)
+            self._next_checkpoint = begin + (now() - begin) / _CHECKPOINT_SHARE
+
+    def checkpoint_soon(self) -> None:
+        """Checkpoint beside whatever the caller does next, unless the last one is too recent for its cost.
+
+        Nothing is cached of responses that may not go on elsewhere.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._spec.partial_rollout and now >= self._next_checkpoint:
+            self._next_checkpoint = math.inf
+            self._tasks.create_task(self.checkpoint())
+
+    async def _park(self, groups: Sequence[RunningGroup]) -> None:
+        """Cache what groups have and give them back to the controller.
+
+        Whoever comes while others are being cached goes with the next ones, in one call.
+        """
+        self._parked += groups
+        async with self._caching:
+            parked, self._parked = self._parked, []
+            if not parked:
+                return
+            await self._save(parked, {}, is_last=True)
+            metrics.GROUPS.labels(outcome="interrupted").inc(len(parked))
+            await self._report_failures(
+                [(group.assignment, _interruption(group)) for group in parked]
+            )
+
+    async def _save(
+        self,
+        groups: Sequence[RunningGroup],
+        running: Mapping[str, GenerationResult],
+        *,
+        is_last: bool,
+    ) -> None:
+        """Cache progress; if that fails, the groups are merely generated anew after a crash."""
+        progress = {group.assignment.group_id: group.progress(running) for group in groups}
+        attempts = {group.assignment.group_id: group.assignment.attempt for group in groups}
+        found = {group_id: members for group_id, members in progress.items() if members}
+        if not found:
+            return
+        try:
+            await self._cache.save(found, attempts, is_last=is_last)
+        except GroupError as error:
+            metrics.CACHE_FAILURES.inc()
+            logger.warning("progress was not cached", extra={"why": error.message})
+
+    def _end(self, group: RunningGroup) -> None:
+        """Forget a group, unless a newer attempt took its place."""
+        group_id = group.assignment.group_id
+        if self._groups.get(group_id) is group:
+            del self._running[group_id], self._groups[group_id]
+
+    def _load_progress(
+        self, assignments: Sequence[GroupAssignment]
+    ) -> "asyncio.Task[Mapping[str, GroupProgress]] | None":
+        """Read what earlier attempts left of all these groups, in one go; None if none had one."""
+        if not self._spec.partial_rollout:
+            return None
+        # Those that begin anew too: the cache then knows the rows that they replace.
+        again = {a.group_id: a.first_attempt for a in assignments if a.attempt > 1}
+        return self._tasks.create_task(self._cache.load(again)) if again else None
+
+    async def _run_group(
+        self, group: RunningGroup, loading: "asyncio.Task[Mapping[str, GroupProgress]] | None"
+    ) -> None:
+        assignment = group.assignment
+        trace = tracing.of_group(run_of(assignment.partition_id), assignment.group_id)
+        # The traces of held-out groups begin here; the others were issued by the controller.
+        is_first = assignment.split != "train"
+        with tracing.span("rollout.group", trace, is_first=is_first, attempt=assignment.attempt):
+            await self._make_group(group, loading)
+
+    async def _make_group(
+        self, group: RunningGroup, loading: "asyncio.Task[Mapping[str, GroupProgress]] | None"
+    ) -> None:
+        assignment = group.assignment
+        group_id = assignment.group_id
+        try:
+            prompt = self._prompts.prompt(assignment.split, assignment.row)
+            if assignment.tried is not None and self._tools.curriculum is not None:
+                await self._tools.curriculum.check(prompt.row, assignment.tried)
+            # A group that is cancelled meanwhile must not cancel the reading for the others.
+            loaded = await asyncio.shield(loading) if loading is not None else {}
+            progress = loaded.get(group_id, {})
+            async with self.admission.admitted():
+                samples = await group.sample(prompt, progress)
+                if not group.is_cut:
+                    await self._publisher.publish(assignment, prompt, samples)
+                    metrics.GROUPS.labels(outcome="published").inc()
+            self._end(group)
+            if group.is_cut and not group.is_interrupted:
+                await self._park([group])
+        except GroupError as error:
+            metrics.GROUPS.labels(outcome=error.reason).inc()
+            level = logging.DEBUG if error.reason == SET_ASIDE else logging.WARNING
+            logger.log(level, "group failed", extra={"group_id": group_id, "reason": error.reason})
+            await self._report_failures([(assignment, error)])
+        self._end(group)
+        if self._spec.partial_rollout and not group.is_cut:
+            async with self._caching:
+                await self._cache.forget(group_id, assignment.members)
+
+
+def _interruption(group: RunningGroup) -> InterruptedGroupError:
+    """How far a group came: the controller resumes those first that have the least left to do."""
+    members = group.progress({}).values()
+    return InterruptedGroupError(
+        stalled=group.stalled,
+        num_unfinished=len(group.assignment.seeds) - sum(m.score is not None for m in members),
+        num_tokens=sum(len(turn.token_ids) for m in members for turn in m.turns),
+    )

@@ -1,0 +1,181 @@
+"""Moves what is put into the partitions ``kept`` of runs into their stores, and out of the queue's memory."""
+
+import asyncio
+import json
+import logging
+import sqlite3
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+from services.common.batch import MISSING, KVBatchMeta
+from services.common.errors import ServiceError
+from services.common.fields import KEPT_RECORDS, partition_id
+from services.common.task_group import TaskGroup
+from services.transferqueue import metrics
+from services.transferqueue.encoding import codec
+from services.transferqueue.index.index import Index
+from services.transferqueue.samples.store import SampleStore, Told, remove_store, store_path
+from services.transferqueue.shards.shards import Shards
+from services.transferqueue.snapshots.blobs import BlobClient
+from services.transferqueue.types import KeptSampleQuery
+
+logger = logging.getLogger(__name__)
+
+_GATHER_S = 0.2
+"""What comes within this time is written at once."""
+_CHUNK_BYTES = 256 << 10
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run whose samples are kept now."""
+
+    max_bytes: int
+    max_steps: int
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    following: asyncio.Task[None] | None = None
+
+
+class Keeper:
+    """The kept samples of all runs.
+
+    Args:
+        folder: Where their stores are.
+        capacity_bytes: Bytes of all stores; those of runs that are over go first, the oldest first.
+        index: Tells what is put.
+        shards: Hold the bytes until they are kept.
+    """
+
+    def __init__(self, folder: Path, capacity_bytes: int, *, index: Index, shards: Shards) -> None:
+        self._folder = folder
+        self._capacity_bytes = capacity_bytes
+        self._index = index
+        self._shards = shards
+        self._tasks = TaskGroup()
+        self._runs: dict[str, _Run] = {}
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        """Write what is there."""
+        for run_id in list(self._runs):
+            await self.end(run_id)
+        await self._tasks.__aexit__(*error)
+
+    async def keep(self, run_id: str, *, max_bytes: int, max_steps: int) -> None:
+        """Create the partition ``kept`` of a run, and keep what is put there.
+
+        Raises:
+            InvalidArgumentError: If ``run_id`` can name no file.
+        """
+        store_path(self._folder, run_id)
+        self._index.create_partition(_partition(run_id), required_fields=(), quota_bytes=0)
+        if run_id in self._runs:
+            self._runs[run_id].max_bytes, self._runs[run_id].max_steps = max_bytes, max_steps
+            return
+        run = self._runs[run_id] = _Run(max_bytes, max_steps)
+        await asyncio.to_thread(self._make_room, max_bytes, frozenset(self._runs))
+        run.following = self._tasks.create_task(self._follow(run_id), name=f"keep {run_id}")
+
+    async def end(self, run_id: str) -> None:
+        """Write what a run has put so far, and keep no more of it; its partition is about to be dropped."""
+        await self.settle(run_id)
+        run = self._runs.pop(run_id, None)
+        if run is not None and run.following is not None:
+            run.following.cancel()
+
+    async def settle(self, run_id: str) -> None:
+        """Write what a run has put so far, if it is kept now."""
+        run = self._runs.get(run_id)
+        if run is None:
+            return
+        async with run.turn:
+            pending = self._index.get(_partition(run_id), ())
+            if not pending.num_keys:
+                return
+            try:
+                async with BlobClient.connect(self._shards) as blobs:
+                    told = await _told(pending, blobs)
+                await asyncio.to_thread(
+                    self._store(run_id).write,
+                    told,
+                    max_bytes=run.max_bytes,
+                    max_steps=run.max_steps,
+                )
+                metrics.KEPT.inc(sum(each.is_made for each in told))
+            except (ServiceError, OSError, sqlite3.Error, ValueError, LookupError) as error:
+                metrics.NOT_KEPT.inc(pending.num_keys)
+                logger.warning(
+                    "samples are not kept", extra={"run": run_id, "why": type(error).__name__}
+                )
+            # Whatever became of them, training must not wait for their room.
+            self._index.release(pending.partition_id, pending.keys)
+
+    async def read(self, run_id: str, query: KeptSampleQuery) -> AsyncIterator[bytes]:
+        """JSON lines, in stretches.
+
+        Raises:
+            NotFoundError: If the sample that the reading begins behind is not kept any more.
+        """
+        if run_id in self._runs:
+            await self.settle(run_id)
+        reading = self._store(run_id).lines(query)
+        while (lines := await asyncio.to_thread(next, reading, None)) is not None:
+            data = b"".join(lines)
+            for begin in range(0, len(data), _CHUNK_BYTES):
+                yield data[begin : begin + _CHUNK_BYTES]
+
+    async def forget(self, run_id: str) -> None:
+        """Delete the store of a run."""
+        await asyncio.to_thread(remove_store, self._path(run_id))
+
+    async def _follow(self, run_id: str) -> None:
+        async for _ in self._index.watch(_partition(run_id), 0):
+            await asyncio.sleep(_GATHER_S)
+            await self.settle(run_id)
+
+    def _make_room(self, wanted_bytes: int, kept: Collection[str]) -> None:
+        """Delete stores of runs that are over, the oldest first, until one more has room."""
+        stores = [path for path in self._folder.glob("*.db") if path.stem not in kept]
+        sizes = {path: path.stat().st_size for path in stores}
+        surplus = sum(sizes.values()) + wanted_bytes - self._capacity_bytes
+        for path in sorted(stores, key=lambda path: path.stat().st_mtime):
+            if surplus <= 0:
+                return
+            surplus -= sizes[path]
+            remove_store(path)
+
+    def _store(self, run_id: str) -> SampleStore:
+        return SampleStore(self._path(run_id))
+
+    def _path(self, run_id: str) -> Path:
+        return store_path(self._folder, run_id)
+
+
+def _partition(run_id: str) -> str:
+    return partition_id(run_id, "kept")
+
+
+async def _told(meta: KVBatchMeta, blobs: BlobClient) -> list[Told]:
+    """What was put, read from wherever it is."""
+    whole = [await blobs.read(blob, [(0, blob.size_bytes)]) for blob in meta.blobs]
+    told: list[Told] = []
+    for row, key in enumerate(meta.keys):
+        columns: dict[str, bytes] = {}
+        for column in meta.fields:
+            number, begin = column.blob_indexes[row], column.offsets[row]
+            if number != MISSING:
+                row_bytes = codec.ITEM_BYTES[column.dtype] * prod(column.tail_shape)
+                columns[column.name] = whole[number][
+                    begin : begin + column.lengths[row] * row_bytes
+                ]
+        record = next(columns.pop(name) for name in KEPT_RECORDS if name in columns)
+        told.append(
+            Told(sample_id=key.partition("/")[0], record=json.loads(record), columns=columns)
+        )
+    return told

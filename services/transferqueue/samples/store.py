@@ -1,0 +1,307 @@
+"""The kept samples of one run: an SQLite file of facts, texts and columns of tokens.
+
+What rollout and trainer tell of a sample comes in any order; it is seen once its rollout has told.
+All of this blocks; call it in a thread.
+"""
+
+import json
+import re
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import InvalidArgumentError, NotFoundError
+from services.transferqueue.samples.tokens import token_columns
+from services.transferqueue.types import KeptSampleQuery
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+Position = tuple[float, int]
+"""Where the reading goes on: rank and number of the last sample."""
+
+# A sample without a reward is neither best nor worst.
+_RANKS = {
+    "newest": "0.0",
+    "best": "coalesce(-reward, 9e999)",
+    "worst": "coalesce(reward, 9e999)",
+}
+_SCHEMA = f"""
+PRAGMA journal_mode = TRUNCATE;
+CREATE TABLE IF NOT EXISTS samples (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, size INTEGER NOT NULL,
+  split TEXT NOT NULL, group_id TEXT NOT NULL, row INTEGER NOT NULL,
+  step INTEGER, oldest_version INTEGER, newest_version INTEGER, reward REAL, finish_reason TEXT NOT NULL,
+  facts TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_step ON samples (step);
+CREATE INDEX IF NOT EXISTS by_group ON samples (group_id);
+CREATE INDEX IF NOT EXISTS from_best ON samples ({_RANKS["best"]}, seq DESC);
+CREATE INDEX IF NOT EXISTS from_worst ON samples ({_RANKS["worst"]}, seq DESC);
+CREATE TABLE IF NOT EXISTS contents (
+  id TEXT PRIMARY KEY, prompt TEXT NOT NULL, response TEXT NOT NULL, more TEXT NOT NULL,
+  response_ids BLOB NOT NULL, rollout_logprobs BLOB NOT NULL, version_runs BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS training (
+  id TEXT PRIMARY KEY, step INTEGER NOT NULL, facts TEXT NOT NULL,
+  advantages BLOB NOT NULL, trained_logprobs BLOB NOT NULL, loss_mask BLOB NOT NULL
+);
+"""
+_MADE = ("response_ids", "rollout_logprobs", "version_runs")
+_TRAINED = ("advantages", "trained_logprobs", "loss_mask")
+_FACTS_BYTES = 600
+"""What a sample takes besides its texts and columns, about."""
+_UNTOLD_STEPS = 100
+"""Steps after which nobody will tell how a trained sample was made."""
+# Characters that no text has.
+_WHOLE = 2**31 - 1
+# Samples that are in memory at once: whole ones, and those of a list.
+_MAX_WHOLE, _MAX_LISTED, _BATCH = 16, 1024, 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What one process tells of one sample."""
+
+    sample_id: str
+    record: Mapping[str, Any]
+    """From the rollout ``facts``, ``prompt``, ``response`` and more; from the trainer its facts."""
+    columns: Mapping[str, bytes]
+    """Columns of tokens, by field."""
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the rollout tells, which made it."""
+        return "response_ids" in self.columns
+
+
+class SampleStore:
+    """The file of one run.
+
+    Args:
+        path: The file; made by the first writing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, told: Sequence[Told], *, max_bytes: int, max_steps: int) -> None:
+        """Take in what was told, and let the oldest go that are beyond the bounds.
+
+        Args:
+            told: What is new.
+            max_bytes: Bytes that the samples may take.
+            max_steps: Newest steps that stay; 0 for all.
+        """
+        with _opened(self._path, is_new=True) as database:
+            for each in told:
+                (_insert_made if each.is_made else _insert_trained)(database, each)
+            _prune(database, max_bytes=max_bytes, max_steps=max_steps)
+
+    def read(
+        self, query: KeptSampleQuery, behind: Position | None = None
+    ) -> tuple[list[bytes], Position | None]:
+        """Some samples as JSON, each ending its line.
+
+        Args:
+            query: Which; its ``limit`` bounds this call.
+            behind: Where an earlier call ended.
+
+        Returns:
+            The lines, and where to go on; None at the end.
+
+        Raises:
+            NotFoundError: If the sample that the reading begins behind is not kept any more.
+        """
+        if not self._path.exists():
+            return [], None
+        with _opened(self._path) as database:
+            if behind is None and query.after:
+                behind = _position(database, query)
+            limit = min(query.limit or _BATCH, _MAX_WHOLE if query.with_turns else _MAX_LISTED)
+            rows = database.execute(*_select(query, behind, limit)).fetchall()
+        lines = [_line(query, row) for row in rows]
+        return lines, (rows[-1]["rank"], rows[-1]["seq"]) if len(rows) == limit else None
+
+    def lines(self, query: KeptSampleQuery) -> Iterator[list[bytes]]:
+        """All that a query asks for, some lines at once."""
+        behind: Position | None = None
+        left = query.limit
+        while True:
+            lines, behind = self.read(replace(query, limit=max(left, 0)), behind)
+            yield lines
+            left -= len(lines)
+            if behind is None or (query.limit and left <= 0):
+                return
+
+
+def store_path(folder: Path, run_id: str) -> Path:
+    """The store of a run.
+
+    Raises:
+        InvalidArgumentError: If ``run_id`` can name no file.
+    """
+    if not _NAME.fullmatch(run_id):
+        raise InvalidArgumentError(
+            f"{run_id!r} cannot name a run; use letters, digits, '-' and '_'"
+        )
+    return folder / f"{run_id}.db"
+
+
+def remove_store(path: Path) -> None:
+    """Delete the file of a run, if there is one."""
+    for suffix in ("", "-journal"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+
+@contextmanager
+def _opened(path: Path, *, is_new: bool = False) -> Iterator[sqlite3.Connection]:
+    """One transaction on the file."""
+    if is_new:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with closing(sqlite3.connect(path, timeout=30.0)) as database:
+        database.row_factory = sqlite3.Row
+        if is_new:
+            database.executescript(_SCHEMA)
+            database.execute("PRAGMA synchronous = NORMAL")
+        with database:
+            yield database
+
+
+def _insert_made(database: sqlite3.Connection, told: Told) -> None:
+    record = dict(told.record)
+    facts, prompt, response = record.pop("facts"), record.pop("prompt"), record.pop("response")
+    more = json.dumps(record)
+    columns = [told.columns[name] for name in _MADE]
+    size = sum(map(len, (prompt, response, more, *columns))) + _FACTS_BYTES
+    trained = database.execute(
+        "SELECT step FROM training WHERE id = ?", (told.sample_id,)
+    ).fetchone()
+    database.execute(
+        "INSERT OR REPLACE INTO samples (id, size, split, group_id, row, step, oldest_version,"
+        " newest_version, reward, finish_reason, facts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            told.sample_id,
+            size,
+            facts["split"],
+            facts["group_id"],
+            facts["row"],
+            trained["step"] if trained else facts.get("step"),
+            facts["oldest_version"],
+            facts["newest_version"],
+            facts["reward"],
+            facts["finish_reason"],
+            json.dumps(facts),
+        ),
+    )
+    database.execute(
+        "INSERT OR REPLACE INTO contents VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (told.sample_id, prompt, response, more, *columns),
+    )
+
+
+def _insert_trained(database: sqlite3.Connection, told: Told) -> None:
+    step, columns = told.record["step"], [told.columns[name] for name in _TRAINED]
+    database.execute(
+        "INSERT OR REPLACE INTO training VALUES (?, ?, ?, ?, ?, ?)",
+        (told.sample_id, step, json.dumps(told.record), *columns),
+    )
+    database.execute(
+        "UPDATE samples SET step = ?, size = size + ? WHERE id = ?",
+        (step, sum(map(len, columns)), told.sample_id),
+    )
+
+
+def _prune(database: sqlite3.Connection, *, max_bytes: int, max_steps: int) -> None:
+    newest = "SELECT max(coalesce(step, newest_version + 1)) FROM samples"
+    gone: list[str] = []
+    if max_steps:
+        old = f"SELECT id FROM samples WHERE coalesce(step, newest_version + 1) <= ({newest}) - ?"
+        gone += [row["id"] for row in database.execute(old, (max_steps,))]
+    surplus = database.execute("SELECT sum(size) FROM samples").fetchone()[0] or 0
+    surplus -= max_bytes
+    if surplus > 0:
+        for row in database.execute("SELECT id, size FROM samples ORDER BY seq"):
+            gone.append(row["id"])
+            surplus -= row["size"]
+            if surplus <= 0:
+                break
+    for table in ("samples", "contents", "training"):
+        database.executemany(f"DELETE FROM {table} WHERE id = ?", [(name,) for name in gone])
+    database.execute(
+        f"DELETE FROM training WHERE step < ({newest}) - ? AND id NOT IN (SELECT id FROM samples)",
+        (_UNTOLD_STEPS,),
+    )
+
+
+_WHERE = {
+    "split": "split = :split",
+    "step": "samples.step = :step",
+    "weight_version": "oldest_version <= :weight_version AND newest_version >= :weight_version",
+    "group_id": "group_id = :group_id",
+    "row": "row = :row",
+    "min_reward": "reward >= :min_reward",
+    "max_reward": "reward <= :max_reward",
+    "finish_reason": "finish_reason = :finish_reason",
+    "sample_id": "id = :sample_id",
+    "text": "(prompt LIKE :text ESCAPE '!' OR response LIKE :text ESCAPE '!')",
+}
+
+
+def _select(
+    query: KeptSampleQuery, behind: Position | None, limit: int
+) -> tuple[str, dict[str, Any]]:
+    """The statement that finds the next samples, and its values."""
+    values = {name: getattr(query, name) for name in _WHERE}
+    given = [name for name, value in values.items() if value not in (None, "")]
+    for sign in "!%_":
+        values["text"] = values["text"].replace(sign, f"!{sign}")
+    values["text"] = f"%{values['text']}%"
+    rank = _RANKS[query.order_by]
+    where = [_WHERE[name] for name in given]
+    if behind is not None:
+        where.append(f"({rank}, -seq) > (:rank, -:seq)")
+        values["rank"], values["seq"] = behind
+    columns = [
+        *(f"{rank} AS rank", "seq", "id", "samples.facts", "training.facts AS trained"),
+        *("substr(prompt, 1, :excerpt) AS prompt", "substr(response, 1, :excerpt) AS response"),
+        *(["more"] if query.with_turns else []),
+        *((*_MADE, *_TRAINED) if query.with_tokens else ()),
+    ]
+    statement = (
+        f"SELECT {', '.join(columns)} FROM samples JOIN contents USING (id) LEFT JOIN training USING (id) "
+        f"{'WHERE' if where else ''} {' AND '.join(where)} ORDER BY {rank}, seq DESC LIMIT :limit"
+    )
+    return statement, {
+        **values,
+        "limit": limit,
+        "excerpt": _WHOLE if query.excerpt is None else query.excerpt,
+    }
+
+
+def _position(database: sqlite3.Connection, query: KeptSampleQuery) -> Position:
+    rank = _RANKS[query.order_by]
+    found = database.execute(
+        f"SELECT {rank} AS rank, seq FROM samples WHERE id = ?", (query.after,)
+    ).fetchone()
+    if found is None:
+        raise NotFoundError(
+            f"sample {query.after} is not kept any more, so the list cannot go on behind it; begin again"
+        )
+    return found["rank"], found["seq"]
+
+
+def _line(query: KeptSampleQuery, row: sqlite3.Row) -> bytes:
+    """A sample as JSON: the facts of its rollout, then those of the trainer."""
+    shown = {"id": row["id"], **json.loads(row["facts"]), **json.loads(row["trained"] or "{}")}
+    shown |= {"prompt": row["prompt"], "response": row["response"]}
+    if query.with_turns:
+        more = json.loads(row["more"])
+        vocabulary = more.pop("vocabulary")
+        shown |= more
+        if query.with_tokens:
+            columns = {name: row[name] for name in (*_MADE, *_TRAINED) if row[name] is not None}
+            shown["tokens"] = token_columns(columns, vocabulary)
+    return json.dumps(shown, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"

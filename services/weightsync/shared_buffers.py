@@ -1,0 +1,218 @@
+"""GPU memory that another process of this host opens by a handle: CUDA's driver, called directly.
+
+Torch's allocator lends memory, too, but not everywhere what lies in segments that grow, which the trainer
+uses, and it keeps for ever what a reader that died had opened.
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import uuid
+import weakref
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HANDLE_BYTES = 64
+_LAZY_PEERS = 1
+
+
+class CudaMemoryError(RuntimeError):
+    """The driver refused; the message says what and why."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class _Memory:
+    """What torch makes a tensor of; lives as long as that."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+def allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, bytes]:
+    """Take memory of a GPU.
+
+    Returns:
+        ``[num_bytes]`` uint8, and the handle by which other processes open it. It is freed with the tensor,
+        but stays as long as somebody has it open.
+
+    Raises:
+        CudaMemoryError: If there is none, or it cannot be lent.
+    """
+    address, handle = ctypes.c_uint64(), _Handle()
+    with _context(device):
+        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        tensor = _tensor(address.value, num_bytes, device, end="cuMemFree_v2")
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+    return tensor, bytes(handle.reserved)
+
+
+def open_handle(handle: bytes, num_bytes: int, device: torch.device) -> Tensor:
+    """Open what another process of this host has allocated on the same GPU.
+
+    Args:
+        handle: From :func:`allocate`.
+        num_bytes: Its size.
+        device: That GPU, as this process numbers it.
+
+    Raises:
+        CudaMemoryError: If it cannot be opened here.
+    """
+    address = ctypes.c_uint64()
+    lent = _Handle.from_buffer_copy(handle)
+    with _context(device):
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), lent, ctypes.c_uint(_LAZY_PEERS))
+        return _tensor(address.value, num_bytes, device, end="cuIpcCloseMemHandle")
+
+
+def _tensor(address: int, num_bytes: int, device: torch.device, *, end: str) -> Tensor:
+    memory = _Memory(address, num_bytes)
+    # At the end of the process the driver does it itself, and torch may not be there any more.
+    weakref.finalize(memory, _end, end, address, device).atexit = False
+    return torch.as_tensor(memory, device=device)
+
+
+def _end(name: str, address: int, device: torch.device) -> None:
+    with _context(device):
+        _call(name, ctypes.c_uint64(address))
+
+
+@contextmanager
+def _context(device: torch.device) -> Iterator[None]:
+    """Work in the context that torch has on a GPU, with nothing running in it."""
+    torch.cuda.synchronize(device)
+    number = torch.cuda.current_device() if device.index is None else device.index
+    context = ctypes.c_void_p()
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(number))
+    _call("cuCtxPushCurrent_v2", context)
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(context))
+        _call("cuDevicePrimaryCtxRelease_v2", ctypes.c_int(number))
+
+
+def _call(name: str, *arguments: Any) -> None:
+    code = getattr(_driver(), name)(*arguments)
+    if code != 0:
+        why = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(why))
+        told = (why.value or b"unknown error").decode()
+        raise CudaMemoryError(f"CUDA's driver says to {name}: {told} ({code})")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+_NAME = "slipstream-"
+
+
+class RoomError(RuntimeError):
+    """A room that cannot be lent or opened here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory that is lent."""
+
+    memory: Tensor
+    """``[num_bytes]`` uint8."""
+    handle: str
+    """What others open it with."""
+
+
+def lend(num_bytes: int, device: torch.device) -> Room:
+    """Make a room; it is there as long as its memory is kept.
+
+    Raises:
+        RoomError: If the device has none to lend.
+    """
+    try:
+        if device.type == "cuda":
+            memory, handle = allocate(num_bytes, device)
+            parts: dict[str, str | int] = {"device": gpu_of(device), "handle": handle.hex()}
+        else:
+            memory, parts = _lend_file(num_bytes)
+    except (OSError, AttributeError, CudaMemoryError) as error:
+        raise RoomError(f"memory of {device} cannot be lent: {error}") from error
+    return Room(memory, json.dumps({"num_bytes": num_bytes, **parts}))
+
+
+def open_room(handle: str, device: torch.device) -> Tensor:
+    """The memory of a room of the same device: ``[num_bytes]`` uint8.
+
+    Raises:
+        RoomError: If it cannot be opened here, as between hosts, or containers that see no processes of each
+            other.
+    """
+    # A room that is open is not opened again: CUDA allows that only since some version.
+    opened = _OPENED.get(handle)
+    if opened is None:
+        try:
+            opened = _open(handle, device)
+        except (OSError, ValueError, KeyError, TypeError, CudaMemoryError) as error:
+            raise RoomError(
+                f"memory that another process lends cannot be opened: {error}"
+            ) from error
+        _OPENED[handle] = opened
+    return opened
+
+
+def gpu_of(device: torch.device) -> str:
+    """Which GPU of the world a device is."""
+    return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+
+
+_OPENED: MutableMapping[str, Tensor] = weakref.WeakValueDictionary()
+
+
+def _open(handle: str, device: torch.device) -> Tensor:
+    parts = json.loads(handle)
+    num_bytes = int(parts["num_bytes"])
+    here = gpu_of(device) if device.type == "cuda" else "cpu"
+    if parts["device"] != here:
+        raise ValueError(f"it lies on {parts['device']}, but this member is on {here}")
+    if device.type == "cuda":
+        return open_handle(bytes.fromhex(parts["handle"]), num_bytes, device)
+    return _open_file(str(parts["name"]), int(parts["process"]), int(parts["file"]), num_bytes)
+
+
+def _lend_file(num_bytes: int) -> tuple[Tensor, dict[str, str | int]]:
+    name = _NAME + uuid.uuid4().hex
+    file = os.memfd_create(name)
+    os.ftruncate(file, num_bytes)
+    memory = mmap.mmap(file, num_bytes)
+    # Others open it by its number.
+    weakref.finalize(memory, os.close, file)
+    parts: dict[str, str | int] = {"device": "cpu", "name": name}
+    parts |= {"process": os.getpid(), "file": file}
+    return torch.frombuffer(memory, dtype=torch.uint8), parts
+
+
+def _open_file(name: str, process: int, file: int, num_bytes: int) -> Tensor:
+    path = Path(f"/proc/{process}/fd/{file}")
+    # In another container the same number is another process.
+    if not name.startswith(_NAME) or str(path.readlink()) != f"/memfd:{name} (deleted)":
+        raise ValueError(f"process {process} of this host is not the one that lends it")
+    opened = os.open(path, os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(opened, num_bytes), dtype=torch.uint8)
+    finally:
+        os.close(opened)

@@ -1,0 +1,169 @@
+"""Commands that look at runs: what they print cannot steer a terminal, and programs can read it."""
+
+import json
+from array import array
+
+import pytest
+from typer.testing import CliRunner
+
+from services.cli.main import app
+from services.cli.report import fall_of_reward
+from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
+from services.controller.rules.run_state import RunEvent
+from services.controller.settings import DATABASE_FILE
+from services.controller.store import ledgers
+from services.controller.store.database import Database
+from services.controller.store.records import NewRun, Note
+from services.controller.store.runs import RunStore
+from services.transferqueue.samples.store import SampleStore, Told, store_path
+from tests.helpers.rest import SPEC
+
+# Title, screen, clipboard (OSC 52), C1's CSI, a line turned round, a carriage return, rich's markup.
+HOSTILE = "a\x1b]0;title\x07\x1b[2J\x1b]52;c;eA==\x07\x9b31m\u202egnp.exe[bold]b[/nothing]:smile:\r\x08\x7f"
+COLUMNS = {
+    "response_ids": array("i", [5, 6]).tobytes(),
+    "rollout_logprobs": array("f", [-0.5, -1.0]).tobytes(),
+    "version_runs": array("i", [0, 2]).tobytes(),
+}
+OLD, NEW = (f"run_{number:032x}" for number in (1, 2))
+
+
+def _create(database, run_id, name, *, labels=None):
+    spec = parse_spec({**SPEC, "name": name})
+    store = RunStore(database)
+    store.create(
+        NewRun(
+            run_id=run_id,
+            name=name,
+            spec_json=canonical_json(spec),
+            spec_digest=spec_digest(spec),
+            labels=labels or {},
+            created_by=HOSTILE,
+        )
+    )
+    return store
+
+
+def _train(store, run_id, step, reward):
+    data = {"step": step, "reward_mean": reward, f"reward/{HOSTILE}": 1.0}
+
+    def commit(connection):
+        ledgers.begin_step(connection, run_id, step, version=step - 1, groups=[])
+        ledgers.commit_step(connection, run_id, step, data)
+
+    summary = {"advice": {"message": HOSTILE}}
+    store.record(run_id, Note("StepCommitted", HOSTILE, data, step, step, summary), also=commit)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A state directory with two runs that ended, the newer one hostile in every text that it may write."""
+    monkeypatch.delenv("SLIPSTREAM_URL", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    state = tmp_path / "state"
+    state.mkdir()
+    database = Database(f"sqlite:///{state / DATABASE_FILE}")
+    _create(database, OLD, "old")
+    store = _create(database, NEW, "new", labels={"team": HOSTILE})
+    for step in range(1, 11):
+        _train(store, NEW, step, 1.0 if step < 8 else 0.0)
+    for event in (RunEvent.ADMIT, RunEvent.READY, RunEvent.FAIL):
+        store.apply(NEW, event, reason="Test", message=HOSTILE)
+    database.close()
+    logs = state / NEW / "logs"
+    logs.mkdir(parents=True)
+    (logs / "trainer-0.log").write_text(f"{HOSTILE}\n")
+    facts = {"group_id": "g1", "member": 0, "split": "train", "row": 1, "reward": 1.0}
+    facts |= {"oldest_version": 0, "newest_version": 0, "finish_reason": "stop"}
+    facts |= {"response_tokens": 2, "is_greedy": False}
+    record = {"facts": facts, "prompt": HOSTILE, "response": HOSTILE, "answer": HOSTILE}
+    record |= {"turns": [{"is_sampled": True, "text": HOSTILE, "num_tokens": 2}], "vocabulary": {}}
+    SampleStore(store_path(state / "samples", NEW)).write(
+        [Told(sample_id="g1.0", record=record, columns=COLUMNS)], max_bytes=1 << 30, max_steps=0
+    )
+    return state
+
+
+def look(folder, *arguments):
+    return CliRunner().invoke(app, [*arguments, "--state-directory", str(folder)])
+
+
+COMMANDS = {
+    "list": ["list"],
+    "get": ["get", NEW],
+    "events": ["events"],
+    "logs": ["logs"],
+    "metrics": ["metrics"],
+    "groups": ["groups"],
+    "samples": ["samples", NEW],
+    "list as JSON": ["list", "--json"],
+    "events as JSON": ["events", "--json"],
+    "metrics as JSON": ["metrics", "--json"],
+    "samples as JSON": ["samples", NEW, "--json"],
+}
+
+
+@pytest.mark.parametrize("arguments", COMMANDS.values(), ids=COMMANDS)
+def test_nothing_that_a_run_wrote_reaches_the_terminal_as_a_command(folder, arguments):
+    done = look(folder, *arguments)
+    assert done.exit_code == 0, done.output
+    assert done.output
+    found = {char for char in done.output if not char.isprintable() and char != "\n"}
+    assert not found
+
+
+@pytest.mark.parametrize("arguments", [["events"], ["logs"], ["samples", NEW]], ids=str)
+def test_markup_and_names_of_emoji_are_printed_as_they_are(folder, arguments):
+    assert "[bold]b[/nothing]:smile:" in look(folder, *arguments).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "of"),
+    [
+        (["list", "--json"], lambda items: items[0]["labels"]["team"]),
+        (["events", "--json", "--type", "StepCommitted"], lambda items: items[0]["message"]),
+        (["samples", NEW, "--json"], lambda items: items[0]["response"]),
+    ],
+    ids=["list", "events", "samples"],
+)
+def test_json_holds_what_was_written(folder, arguments, of):
+    lines = look(folder, *arguments).output.splitlines()
+    assert of([json.loads(line) for line in lines]) == HOSTILE
+
+
+def test_without_a_run_the_newest_is_meant(folder):
+    assert look(folder, "events").output == look(folder, "events", "new").output
+    assert look(folder, "metrics").output == look(folder, "metrics", NEW).output
+    of_newest = look(folder, "metrics", "reward_mean")
+    assert of_newest.output == look(folder, "metrics", "new", "reward_mean").output
+    assert len(of_newest.output.splitlines()) == 10
+    steps = look(folder, "metrics", "--json").output.splitlines()
+    assert json.loads(steps[9])["reward_mean"] == 0.0
+    assert look(folder, "metrics", "nobody").exit_code == 1
+    assert (
+        look(folder, "events", "").exit_code == 2
+    )  # the run that $(slipstream submit) was to print
+
+
+def test_a_folder_without_runs_is_named(folder, tmp_path):
+    done = look(tmp_path / "empty", "list")
+    assert done.exit_code == 1
+    assert "empty" in done.output
+
+
+@pytest.mark.parametrize(
+    ("rewards", "fell"),
+    [
+        ([min(1.0, step / 10) for step in range(15)] + [0.9, 0.6, 0.3, 0.1, 0.0], True),
+        ([1.0] * 12 + [0.0] * 8, True),
+        ([0.1, 0.2, 0.6, 0.9, 1.0, 1.0, 0.9, 0.95], False),
+        ([0.5] * 20, False),
+        ([0.5, 0.52, 0.47, 0.5, 0.51, 0.49, 0.53, 0.5, 0.46, 0.5, 0.51, 0.48], False),
+        ([0.0] * 6 + [0.03] + [0.0] * 20, False),
+        ([1.0, 0.0], False),
+        ([], False),
+    ],
+)
+def test_a_fall_of_the_reward_is_told_from_noise(rewards, fell):
+    said = fall_of_reward(dict(enumerate(rewards, start=1)))
+    assert bool(said) is fell

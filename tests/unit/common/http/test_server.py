@@ -1,0 +1,197 @@
+"""HTTP is served on loopback, with TLS where there is a certificate."""
+
+import asyncio
+import socket
+import ssl
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from services.common.http import limits
+from services.common.http.server import listen, serve_http
+from tests.helpers.pki import make_authority
+
+APP = Starlette(routes=[Route("/", lambda request: PlainTextResponse("here"))])
+
+
+async def fetch(port: int, authority) -> str:
+    trusted = ssl.create_default_context(cafile=authority.folder / "ca.crt")
+    async with httpx.AsyncClient(verify=trusted, trust_env=False) as client:
+        return (await client.get(f"https://localhost:{port}/")).text
+
+
+async def test_a_certificate_is_shown_and_a_renewed_one_taken(tmp_path):
+    first = make_authority(tmp_path / "first")
+    first.issue("rest", user="rest", hosts=("localhost",))
+    certificate, key = first.folder / "rest.crt", first.folder / "rest.key"
+    async with serve_http("127.0.0.1:0", APP, certificate=certificate, key=key) as port:
+        assert await fetch(port, first) == "here"
+        second = make_authority(tmp_path / "second")
+        second.issue("rest", user="rest", hosts=("localhost",))
+        key.write_bytes((second.folder / "rest.key").read_bytes())
+        certificate.write_bytes((second.folder / "rest.crt").read_bytes())
+        assert await fetch(port, first) == "here"
+        assert await fetch(port, second) == "here"
+
+
+async def test_connections_that_never_shake_hands_are_counted_and_ended(tmp_path):
+    authority = make_authority(tmp_path)
+    authority.issue("rest", user="rest", hosts=("localhost",))
+    files = {"certificate": tmp_path / "rest.crt", "key": tmp_path / "rest.key"}
+    async with (
+        serve_http(
+            "127.0.0.1:0", APP, connections_per_peer=2, header_deadline_s=3.0, **files
+        ) as port,
+        asyncio.timeout(20),
+    ):
+        half_open = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        assert await half_open[2][0].read() == b""
+        assert not any(reader.at_eof() for reader, _ in half_open[:2]), "one was too many"
+        for reader, _ in half_open[:2]:
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+        assert await fetch(port, authority) == "here"
+        for _, writer in half_open:
+            writer.close()
+
+
+def test_a_body_does_not_wait_until_its_headers_are_acknowledged():
+    with (
+        listen("127.0.0.1:0") as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@asynccontextmanager
+async def raw(port: int):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def answer(reader: asyncio.StreamReader) -> bytes:
+    """The status line, or nothing if the connection was ended."""
+    with suppress(ConnectionError):
+        return (await reader.readline()).strip()
+    return b""
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [b"GET / HTTP/1.1\r\nX-Long: ", b"GET /", b"GET / HTTP/1.1\r\n" + b"a:b\r\n" * 101],
+    ids=["value", "line", "number"],
+)
+async def test_headers_without_end_are_refused(begin):
+    async with serve_http("127.0.0.1:0", APP) as port, raw(port) as (reader, writer):
+        writer.write(begin)
+        writer.write(b"a" * (65 << 10))
+        async with asyncio.timeout(5):
+            assert await answer(reader) == b"HTTP/1.1 431 Request Header Fields Too Large"
+            await reader.read()
+
+
+async def test_headers_of_64_kib_are_served():
+    async with serve_http("127.0.0.1:0", APP) as port, raw(port) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * (63 << 10) + b"\r\n\r\n")
+        assert await answer(reader) == b"HTTP/1.1 200 OK"
+
+
+async def test_of_large_requests_of_many_connections_the_largest_are_ended():
+    async with (
+        serve_http("127.0.0.1:0", APP, max_request_bytes=100_000) as port,
+        AsyncExitStack() as stack,
+    ):
+        peers = []
+        for size in (10_000, 40_000, 45_000, 30_000):
+            reader, writer = await stack.enter_async_context(raw(port))
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * size)
+            peers.append((reader, writer))
+        async with asyncio.timeout(5):
+            assert await answer(peers[2][0]) == b""
+            for reader, writer in (peers[0], peers[1], peers[3]):
+                writer.write(b"\r\n\r\n")
+                assert await answer(reader) == b"HTTP/1.1 200 OK"
+
+
+async def test_a_body_that_nobody_reads_counts_and_is_forgotten_with_its_connection():
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def app(scope, receive, send):
+        begun.set()
+        await may_end.wait()
+
+    async with (
+        serve_http("127.0.0.1:0", app, max_request_bytes=100_000) as port,
+        raw(port) as (reader, writer),
+    ):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n")
+        await begun.wait()
+        writer.write(b"a" * 150_000)
+        async with asyncio.timeout(5):
+            assert await answer(reader) == b""
+        may_end.set()
+
+
+async def test_a_peer_that_does_not_wait_for_answers_is_cut_off():
+    num_begun, may_end = 0, asyncio.Event()
+
+    async def app(scope, receive, send):
+        nonlocal num_begun
+        num_begun += 1
+        await may_end.wait()
+
+    async with serve_http("127.0.0.1:0", app) as port, raw(port) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+        async with asyncio.timeout(5):
+            assert await answer(reader) == b""
+        may_end.set()
+    assert num_begun <= 1
+
+
+async def test_blank_lines_do_not_keep_a_connection_open():
+    async with (
+        serve_http("127.0.0.1:0", APP, header_deadline_s=0.2) as port,
+        raw(port) as (reader, writer),
+    ):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert await answer(reader) == b"HTTP/1.1 200 OK"
+        writer.write(b"\r\n")
+        async with asyncio.timeout(5):
+            with suppress(ConnectionError):
+                await reader.read()
+
+
+async def test_an_answer_that_nobody_reads_ends_with_its_connection(monkeypatch):
+    monkeypatch.setattr(limits, "_READ_DEADLINE_S", 0.1)
+    ended = asyncio.Event()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            while (await asyncio.wait_for(receive(), 0.001))["type"] != "http.disconnect":
+                pass
+        except TimeoutError:
+            pass
+        for _ in range(1000):
+            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+        ended.set()
+
+    async with serve_http("127.0.0.1:0", app) as port, raw(port) as (_, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(10):
+            await ended.wait()
+
+
+async def test_an_upgrade_is_served_as_a_plain_request():
+    async with serve_http("127.0.0.1:0", APP) as port, raw(port) as (reader, writer):
+        about = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n" + about + b"Sec-WebSocket-Key: a\r\n\r\n")
+        assert await answer(reader) == b"HTTP/1.1 200 OK"

@@ -1,0 +1,131 @@
+"""Services make certificates of days themselves, from an authority that may sit under another."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from services.common import errors
+from services.common.rpc.client import call, open_channel
+from services.common.rpc.server import serve
+from services.common.security.credentials import Identity, acting_as
+from services.common.security.issuer import LIFETIME, IssuedTls, Issuer
+from services.common.security.run_tokens import issue_token
+from services.common.security.tls import TlsFiles
+from slipstream.controller.v1 import membership_pb2 as pb
+from slipstream.controller.v1 import membership_pb2_grpc as pb_grpc
+from tests.unit.common.security.test_credentials import KEY, register
+
+PEM = serialization.Encoding.PEM
+DAY_S = 86_400.0
+
+
+class Clock:
+    def __init__(self):
+        self.now = datetime.now(UTC).timestamp()
+
+    def time(self):
+        return self.now
+
+
+def make_issuer(folder, *, above=None, ends_after=timedelta(days=30), is_authority=True):
+    """Write an authority: of its own, or under another one; returns its certificate and key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, folder.name)])
+    signer, signing_key = above or (None, key)
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(signer.subject if signer else name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + ends_after)
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        .sign(signing_key, hashes.SHA256())
+    )
+    folder.mkdir(exist_ok=True)
+    (folder / "tls.crt").write_bytes(made.public_bytes(PEM))
+    private = serialization.PrivateFormat.TraditionalOpenSSL
+    (folder / "tls.key").write_bytes(key.private_bytes(PEM, private, serialization.NoEncryption()))
+    (folder / "ca.crt").write_bytes((signer or made).public_bytes(PEM))
+    return made, key
+
+
+def ends_of(certificate):
+    return x509.load_pem_x509_certificate(certificate.chain).not_valid_after_utc.timestamp()
+
+
+@pytest.mark.parametrize("is_under_another", [False, True])
+async def test_a_worker_reaches_a_service_with_what_an_issuer_made_for_its_run(
+    tmp_path, is_under_another
+):
+    above = make_issuer(tmp_path / "root") if is_under_another else None
+    make_issuer(tmp_path / "issuer", above=above)
+    issuer = Issuer(tmp_path / "issuer")
+    service = Identity(tls=IssuedTls(issuer, "controller.slipstream"), issue=issuer.issue, key=KEY)
+    made = service.certificate_for("run_a")
+    parts = {"certificate": made.chain, "key": made.key, "authority": made.authority}
+    for part, pem in parts.items():
+        (tmp_path / part).write_bytes(pem)
+    files = TlsFiles(**{part: tmp_path / part for part in parts})
+    with acting_as(service):
+        serving = serve("127.0.0.1:0", register)
+        port = await serving.__aenter__()
+    with acting_as(Identity(tls=files, run_token=issue_token(KEY, "run_a"))):
+        channel = open_channel(f"127.0.0.1:{port}", "controller")
+    async with channel:
+        stub = pb_grpc.RendezvousServiceStub(channel)
+        answer = await call(stub.GetValue, pb.GetValueRequest(scope="run_a/1"), timeout_s=5.0)
+    assert answer.value == b"run_a"
+    await serving.__aexit__(None, None, None)
+
+
+def test_certificates_last_days_and_are_renewed_when_half_of_their_time_is_over(tmp_path):
+    make_issuer(tmp_path / "issuer")
+    clock = Clock()
+    own = IssuedTls(Issuer(tmp_path / "issuer", clock=clock), "controller.slipstream")
+    first = own.current()
+    assert ends_of(first) == pytest.approx(clock.now + LIFETIME.total_seconds(), abs=2)
+    clock.now += 1.4 * DAY_S
+    assert own.current() is first
+    clock.now += 0.2 * DAY_S
+    second = own.current()
+    assert second is not first
+    assert second.key != first.key
+    assert ends_of(second) > ends_of(first)
+
+
+def test_a_certificate_ends_no_later_than_its_issuer(tmp_path):
+    make_issuer(tmp_path / "issuer", ends_after=timedelta(hours=10))
+    clock = Clock()
+    own = IssuedTls(Issuer(tmp_path / "issuer", clock=clock), "controller.slipstream")
+    assert ends_of(own.current()) == pytest.approx(clock.now + 36_000, abs=2)
+    first = own.current()
+    clock.now += 11 * 3600
+    assert own.current() is first, "what cannot be renewed is shown to its end"
+    make_issuer(tmp_path / "issuer")
+    assert own.current() is not first
+
+
+def test_another_authority_renews_at_once(tmp_path):
+    make_issuer(tmp_path / "issuer")
+    own = IssuedTls(Issuer(tmp_path / "issuer"), "controller.slipstream")
+    first = own.current()
+    make_issuer(tmp_path / "issuer")
+    assert own.current().authority != first.authority
+
+
+def test_what_is_no_authority_is_refused(tmp_path):
+    make_issuer(tmp_path / "leaf", is_authority=False)
+    make_issuer(tmp_path / "old", ends_after=timedelta(minutes=-1))
+    make_issuer(tmp_path / "torn")
+    (tmp_path / "torn" / "tls.key").write_text("nothing")
+    problems = {"leaf": "CA:TRUE", "old": "ended at", "torn": "is no authority", "none": "tls.crt"}
+    for name, problem in problems.items():
+        with pytest.raises(errors.InvalidArgumentError, match=problem):
+            Issuer(tmp_path / name).issue("controller.slipstream")

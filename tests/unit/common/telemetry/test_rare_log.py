@@ -1,0 +1,21 @@
+"""Lines that a stranger can cause do not fill the log."""
+
+import logging
+
+import pytest
+
+from services.common.telemetry.logging import RareLog
+
+
+def test_a_message_is_told_once_a_minute_with_how_often_it_happened(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 0.0
+    log = RareLog(logging.getLogger("doors"), lambda: now)
+    for _ in range(1000):
+        log.warning("refused", peer="a")
+    log.warning("something else")
+    now = 61.0
+    log.warning("refused", peer="b")
+    told = [(line.message, line.untold) for line in caplog.records]  # type: ignore[attr-defined]
+    assert told == [("refused", 0), ("something else", 0), ("refused", 999)]

@@ -1,0 +1,117 @@
+"""GPUs are split where that gives the most."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.controller.planning.gpu_splits import Room, plan_splits
+from services.controller.planning.lengths import Geometric
+from services.controller.planning.rates import DecodeTime, Rates, Setting
+
+RATES = Rates(
+    train_tokens_per_s=10_000.0,
+    decode=DecodeTime(fixed_s=0.005, sample_s=1e-4, most_samples=32),
+    lengths=Geometric(mean_tokens=100, max_tokens=400),
+)
+BASE = Setting(
+    trainer_gpus=1, rollouts=1, places=32, max_staleness=1, groups_per_step=8, group_size=4
+)
+
+
+def _in_turns(way):
+    return way.placement == "colocated"
+
+
+def planned(rates=RATES, *, gpus=4, bounds=(0, 1, 4), **changes):
+    room = Room(
+        gpus=gpus,
+        **{k: changes.pop(k) for k in ("engine_gpus",) if k in changes} or {"engine_gpus": 1},
+    )
+    given = {"places": lambda max_staleness, rollouts: 32, "most_places": 32, **changes}
+    return plan_splits(rates, BASE, room=room, bounds=bounds, **given)
+
+
+def test_every_gpu_is_used_and_every_lag_is_tried():
+    found = planned()
+    ways = {
+        (s.setting.trainer_gpus, s.setting.rollouts, s.setting.max_staleness) for s in found.splits
+    }
+    assert ways == {(t, 4 - t, max_staleness) for t in (1, 2, 3) for max_staleness in (0, 1, 4)}
+
+
+@pytest.mark.parametrize(("train_tokens_per_s", "trainer_gpus"), [(500.0, 3), (1e6, 1)])
+def test_the_slower_side_gets_more(train_tokens_per_s, trainer_gpus):
+    found = planned(replace(RATES, train_tokens_per_s=train_tokens_per_s))
+    assert found.best.setting.trainer_gpus == trainer_gpus
+
+
+def test_what_is_recommended_gives_nearly_the_most():
+    found = planned()
+    most = max(split.prediction.samples_per_s for split in found.splits)
+    assert found.best.prediction.samples_per_s >= 0.95 * most
+
+
+def test_of_equals_the_least_lag_is_taken():
+    slow = replace(RATES, train_tokens_per_s=200.0)
+    assert planned(slow, bounds=(1, 2, 4)).best.setting.max_staleness == 1
+
+
+def test_engines_of_two_gpus_take_two_each():
+    found = planned(gpus=6, engine_gpus=2)
+    assert {(s.setting.trainer_gpus, s.setting.rollouts) for s in found.splits} == {(2, 2), (4, 1)}
+
+
+def test_more_places_are_tried_where_there_is_room():
+    rates = replace(RATES, decode=DecodeTime(fixed_s=0.005, sample_s=0.0, most_samples=1000))
+    found = planned(rates, gpus=2, places=lambda max_staleness, rollouts: 8, most_places=16)
+    assert found.best.setting.places == 16
+
+
+def test_what_cannot_be_is_left_out_with_its_reason():
+    found = planned(refused=lambda way: "too small" if way.trainer_gpus == 1 else "")
+    assert found.refused == {"1": "too small"}
+    assert all(split.setting.trainer_gpus > 1 for split in found.splits)
+
+
+def test_too_few_gpus_are_refused_with_the_figures():
+    with pytest.raises(ValueError, match=r"1 GPU\(s\) are not enough.*2 together"):
+        planned(gpus=1)
+
+
+def test_a_plan_of_which_nothing_fits_says_why():
+    reason = r"^4 GPU\(s\) are too few; 3 for the trainer: needs 90 GB$"
+    with pytest.raises(ValueError, match=reason):
+        planned(gpus=4, refused=lambda way: "needs 90 GB")
+    # What two GPUs are too few for, one may do in turns, but for its memory.
+    with pytest.raises(ValueError, match="1 in turns for the trainer: needs 90 GB"):
+        planned(gpus=1, refused=lambda way: "needs 90 GB", may_take_turns=lambda way: True)
+
+
+def test_many_gpus_are_not_tried_one_by_one():
+    assert len(Room(gpus=512, engine_gpus=1).trainer_sizes()) <= 8
+
+
+def test_turns_on_all_gpus_are_tried_where_they_may_be():
+    found = planned(gpus=4, bounds=(0, 1), may_take_turns=lambda way: way.max_staleness < 2)
+    turns = [split.setting for split in found.splits if split.setting.takes_turns]
+    assert [(s.trainer_gpus, s.rollouts, s.in_turns, s.placement) for s in turns[::2]] == [
+        *((1, 4, 1, "mixed"), (2, 4, 2, "mixed"), (3, 4, 3, "mixed"), (4, 4, 4, "colocated")),
+    ]
+    assert [s.max_staleness for s in turns] == 4 * [0, 1]
+    assert all(s.gpus == 4 for s in turns)
+    assert not [split for split in planned().splits if split.setting.takes_turns]
+
+
+def test_one_gpu_can_only_be_used_in_turns():
+    (split,) = planned(gpus=1, bounds=(0,), may_take_turns=_in_turns).splits
+    assert (split.setting.trainer_gpus, split.setting.rollouts) == (1, 1)
+    assert split.setting.takes_turns
+    with pytest.raises(ValueError, match=r"1 GPU.* not enough to split"):
+        planned(gpus=1, bounds=(0,))
+
+
+def test_turns_are_recommended_where_handovers_cost_little():
+    quick = replace(RATES, handover_s=0.0, transfer_s=0.0, copy_s=0.0, stall_s=0.0)
+    slow = replace(RATES, handover_s=60.0)
+    assert planned(quick, gpus=2, bounds=(0,), may_take_turns=_in_turns).best.setting.takes_turns
+    assert not planned(slow, gpus=2, bounds=(0,), may_take_turns=_in_turns).best.setting.takes_turns

@@ -1,0 +1,293 @@
+"""What is generated next, and where."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.runspec.data import CurriculumSpec
+from services.controller.client import GroupFailure
+from services.controller.rules.difficulty import Difficulty
+from services.controller.rules.groups import GroupState, LedgerState
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.prompts import Mixture, PromptOrder, ReturnedRows
+from services.controller.run.dispatch.dispatcher import GenerationError, Handout
+from services.controller.run.dispatch.sample_index import StoredGroups
+from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.state.requests import CurrentSpec
+from services.rollout.client import TriedPrompt
+from tests.helpers.specs import spec_with
+
+SPEC = spec_with(
+    rollout={"group_size": 2, "max_response_tokens": 8},
+    trainer={"steps": 10},
+    algorithm={"max_staleness": 1},
+)
+
+
+class Recorder:
+    """A journal that writes nothing."""
+
+    async def save(self, ledger):
+        ledger.take_changes()
+
+
+class OneRollout:
+    """A rollout that takes everything."""
+
+    num_replicas = 1
+
+    def __init__(self):
+        self.started, self.assignments, self.asked = [], [], []
+
+    def choose(self, holder, *, room):
+        self.asked.append((holder, room))
+        return "rollout-0", 0
+
+    def assigned(self, worker_id):
+        """Loads do not matter here."""
+
+    finished = assigned
+
+    def part_with_ending(self):
+        """It stays."""
+
+    def newest_version(self):
+        return 0
+
+    async def start(self, by_worker):
+        self.assignments += [a for groups in by_worker.values() for a in groups]
+        self.started += [a.group_id for groups in by_worker.values() for a in groups]
+
+
+class Nothing:
+    """A transferqueue without samples."""
+
+    async def discard(self, groups):
+        """There are none."""
+
+
+def handout_of(ledger, *, rows=100, quarantined=(), curriculum=None):
+    rollouts = OneRollout()
+    chosen = None if curriculum is None else CurriculumSpec.model_validate(curriculum)
+    spec = SPEC.model_copy(update={"data": SPEC.data.model_copy(update={"curriculum": chosen})})
+    order = PromptOrder(
+        Mixture({"train": rows}),
+        seed=0,
+        shuffle=False,
+        quarantined=quarantined,
+        difficulty=None if chosen is None else Difficulty(rows, chosen),
+    )
+    clock = SimpleNamespace(monotonic=lambda: 1.0)
+    handout = Handout(
+        CurrentSpec(spec),
+        "run_1",
+        ledger=ledger,
+        order=order,
+        journal=Recorder(),
+        replicas=rollouts,
+        stored=StoredGroups(None, "run_1/train", group_size=2, required_fields=()),
+        clock=clock,
+    )
+    return handout, rollouts
+
+
+async def hand_out(handout):
+    async with asyncio.TaskGroup() as starts:
+        await handout.hand_out(starts)
+
+
+async def test_as_many_groups_start_as_the_gate_lets_in():
+    ledger = Ledger(max_attempts=3)
+    handout, rollouts = handout_of(ledger)
+    handout.published_step = 0
+    await hand_out(handout)
+    await hand_out(handout)
+    assert len(rollouts.started) == 8
+
+
+async def test_groups_that_wait_after_a_rewind_do_not_pass_the_gate():
+    ledger = Ledger(max_attempts=3)
+    for row in range(12):
+        ledger.issue(row, position=row + 1)
+    handout, rollouts = handout_of(ledger)
+    handout.published_step = 0
+    await hand_out(handout)
+    assert rollouts.started == [f"g{sequence:08d}" for sequence in range(8)]
+    assert ledger.count(GroupState.PENDING) == 4
+    handout.published_step = 1
+    await hand_out(handout)
+    assert len(rollouts.started) == 12
+
+
+async def test_interrupted_groups_go_on_first_and_the_one_with_the_least_left_before_others():
+    ledger = Ledger(max_attempts=3)
+    handout, rollouts = handout_of(ledger)
+    handout.published_step = 0
+    await hand_out(handout)
+    far, near = ledger.running()[:2]
+    ledger.interrupt(far, num_unfinished=2, num_tokens=9)
+    ledger.interrupt(near, num_unfinished=1, num_tokens=3)
+    rollouts.started.clear()
+    await hand_out(handout)
+    assert rollouts.started == [near.group_id, far.group_id]
+
+
+async def test_who_has_computed_a_group_is_known_after_the_run_was_entered_again():
+    ledger = Ledger(max_attempts=3)
+    handout, _ = handout_of(ledger)
+    handout.published_step = 0
+    await hand_out(handout)
+    aside, lost, stalled = ledger.running()[:3]
+    ledger.interrupt(aside)
+    ledger.lose(lost)
+    ledger.interrupt(stalled)
+    ledger.stall(stalled)
+    state = LedgerState(groups=tuple(ledger.in_state(GroupState.PARTIAL)), num_issued=8)
+    handout, rollouts = handout_of(Ledger.restore(state, max_attempts=3, now=0.0))
+    await hand_out(handout)
+    # Two samples take two places.
+    room = SPEC.rollout.max_running_samples // 2
+    assert len(rollouts.asked) >= 3
+    assert [one for one in rollouts.asked if one[0]] == [("rollout-0", room)]
+
+
+async def test_the_function_of_a_curriculum_is_asked_before_a_prompt_is_tried():
+    ledger = Ledger(max_attempts=3)
+    handout, rollouts = handout_of(ledger, rows=20, curriculum={"function": "mine:wants"})
+    handout._order.difficulty.observe(0, [0.5], step=0)
+    handout.published_step = 0
+    await hand_out(handout)
+    tried = [assignment.tried for assignment in rollouts.assignments]
+    assert tried[:2] == [
+        TriedPrompt(step=0, tries=1, mean_reward=0.5),
+        TriedPrompt(step=0, tries=0, mean_reward=0.0),
+    ]
+    # One that failed is asked for again; one that was wanted and interrupted goes on.
+    failed, interrupted = ledger.running()[:2]
+    ledger.retry(failed, "reward_timeout")
+    ledger.interrupt(interrupted, num_tokens=3)
+    assert handout.assignment(failed, [0]).tried is not None
+    assert handout.assignment(interrupted, [0]).tried is None
+    # A function that has every prompt wait holds nothing up.
+    handout.num_passed_over = 20
+    assert handout.assignment(failed, [0]).tried is None
+
+
+async def test_a_group_that_failed_samples_other_responses_and_one_that_was_interrupted_the_same():
+    ledger = Ledger(max_attempts=9)
+    handout, rollouts = handout_of(ledger)
+    handout.published_step = 0
+    await hand_out(handout)
+    failed, interrupted, first = *ledger.running()[:2], rollouts.assignments
+    seeds = {tuple(first[0].seeds)}
+    for _ in range(3):
+        ledger.retry(failed, "reward_error")
+        again = handout.assignment(failed, (0, 1))
+        assert again.first_attempt == again.attempt
+        seeds.add(again.seeds)
+        ledger.lease(failed, "rollout-0", version=0, now=0.0)
+    assert len({seed for pair in seeds for seed in pair}) == 8
+    ledger.interrupt(interrupted, num_tokens=3)
+    again = handout.assignment(interrupted, (0, 1))
+    assert (again.attempt, again.first_attempt, again.seeds) == (2, 1, first[1].seeds)
+
+
+async def test_a_prompt_that_waits_is_passed_over_and_nothing_is_held_against_it():
+    ledger = Ledger(max_attempts=1)
+    handout, rollouts = handout_of(ledger, curriculum={"function": "mine:wants"})
+    handout.published_step = 0
+    await hand_out(handout)
+    generation = Generation(
+        handout._spec,
+        ledger=ledger,
+        order=handout._order,
+        journal=Recorder(),
+        replicas=rollouts,
+        stored=Nothing(),
+        handout=handout,
+    )
+    waits = rollouts.assignments[:3]
+    await generation.fail(
+        [
+            GroupFailure(
+                group_id=a.group_id,
+                attempt=a.attempt,
+                reason="set_aside",
+                message="",
+                retryable=True,
+                worker_id="rollout-0",
+            )
+            for a in waits
+        ]
+    )
+    assert ledger.reasons() == {"set_aside": 3}
+    assert ledger.counts()["quarantined"] == 0
+    assert handout.num_passed_over == 3
+    await hand_out(handout)
+    rows = [assignment.row for assignment in rollouts.assignments]
+    assert rows == list(range(11))
+
+
+async def test_a_run_without_prompts_left_says_so():
+    handout, _ = handout_of(Ledger(max_attempts=3), rows=2, quarantined=(0, 1))
+    handout.published_step = 0
+    async with asyncio.TaskGroup() as starts:
+        with pytest.raises(GenerationError, match="quarantined"):
+            await handout.hand_out(starts)
+
+
+def test_a_row_that_is_given_back_comes_once_more_at_the_end_of_its_epoch():
+    order = PromptOrder(Mixture({"train": 3}), seed=0, shuffle=False)
+    assert [order.next_row() for _ in range(2)] == [0, 1]
+    assert order.give_back(0)
+    assert not order.give_back(0)
+    assert [order.next_row() for _ in range(5)] == [2, 0, 0, 1, 2]
+    assert order.position == 6
+
+
+def test_returned_rows_survive_a_restart():
+    order = PromptOrder(Mixture({"train": 3}), seed=0, shuffle=False, position=2)
+    order.give_back(1)
+    again = PromptOrder(
+        Mixture({"train": 3}),
+        seed=0,
+        shuffle=False,
+        position=2,
+        returned=ReturnedRows(**vars_of(order.returned)),
+    )
+    assert [again.next_row() for _ in range(3)] == [2, 1, 0]
+
+
+def vars_of(returned):
+    return {"epoch": returned.epoch, "waiting": returned.waiting, "known": returned.known}
+
+
+async def test_a_rollout_that_is_slow_to_take_a_group_keeps_no_other_waiting():
+    ledger = Ledger(max_attempts=3)
+    handout, rollouts = handout_of(ledger)
+    is_asked, takes, is_taken = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    start = rollouts.start
+
+    async def start_slowly(by_worker):
+        is_asked.set()
+        await takes.wait()
+        await start(by_worker)
+
+    async def start_at_once(by_worker):
+        await start(by_worker)
+        is_taken.set()
+
+    async with asyncio.TaskGroup() as starts:
+        rollouts.start = start_slowly
+        handout.published_step = 0
+        await handout.hand_out(starts)
+        await is_asked.wait()
+        rollouts.start = start_at_once
+        handout.published_step = 1
+        await handout.hand_out(starts)
+        await is_taken.wait()
+        assert rollouts.started == [f"g{sequence:08d}" for sequence in range(8, 12)]
+        takes.set()
+    assert len(rollouts.started) == 12
+    assert ledger.count(GroupState.GENERATING) == 12

@@ -1,0 +1,48 @@
+"""A run ends where nothing succeeds any more, and not where all that runs fails once."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.controller.client import GroupFailure
+from services.controller.run.dispatch.dispatcher import GenerationError
+from services.controller.run.dispatch.scheduler import Failures
+from services.controller.run.state.requests import CurrentSpec
+from tests.helpers.specs import spec_with
+
+
+def failures(max_staleness: int) -> Failures:
+    """Of a run with two prompts in each step, whose groups are tried again."""
+    spec = spec_with(trainer={"prompts_per_step": 2}, algorithm={"max_staleness": max_staleness})
+    order: Any = SimpleNamespace(mixture=SimpleNamespace(name=lambda row: f"row {row}"))
+    ledger: Any = SimpleNamespace(retry=lambda group, reason: True)
+    handout: Any = SimpleNamespace(first_failure="")
+    return Failures(CurrentSpec(spec), ledger=ledger, order=order, handout=handout)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 4])
+def test_a_run_survives_the_failure_of_all_that_runs_and_ends_when_nothing_succeeds(
+    max_staleness: int,
+) -> None:
+    found = failures(max_staleness)
+    failure = GroupFailure(
+        group_id="g1",
+        attempt=1,
+        reason="environment_failed",
+        message="it is gone",
+        retryable=True,
+    )
+    group: Any = SimpleNamespace(row=7)
+    num_running = 2 * (1 + max_staleness)
+    for _ in range(num_running):
+        found.blame(group, failure)
+    found.check_that_some_succeed()
+    for _ in range(6):
+        found.blame(group, failure)
+    with pytest.raises(
+        GenerationError, match=r"groups failed in a row, the first one of row 7: env"
+    ):
+        found.check_that_some_succeed()
+    found.end_the_row()
+    found.check_that_some_succeed()

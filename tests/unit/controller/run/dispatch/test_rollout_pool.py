@@ -1,0 +1,128 @@
+"""Rollouts that take turns give way; those that do not go on with what was put aside."""
+
+import pytest
+
+from services.common.errors import UnavailableError
+from services.controller.membership.registry import Worker
+from services.controller.run.dispatch import rollout_pool as module
+from services.controller.run.dispatch.rollout_pool import Replicas
+
+
+class Rollout:
+    """One that writes down what it is told."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    async def interrupt_groups(self, group_ids=()):
+        self.log.append(f"{self.name} interrupted")
+
+    async def sleep(self, *, timeout_s):
+        self.log.append(f"{self.name} sleeps")
+
+    async def wake(self, *, timeout_s):
+        self.log.append(f"{self.name} wakes")
+
+
+def worker(name, version=3):
+    return Worker(
+        run_id="run",
+        worker_id=name,
+        incarnation="1",
+        role="rollout",
+        address="127.0.0.1:1",
+        host_id="here",
+        last_heard=0.0,
+        weight_version=version,
+    )
+
+
+@pytest.fixture
+async def opened(monkeypatch):
+    """Opens two or three rollouts, of which some take turns; returns them, with what they are told."""
+    found = Replicas()
+
+    async def open_(count, in_turns):
+        log, names = [], [f"rollout-{index}" for index in range(count)]
+        clients = iter([Rollout(name, log) for name in names])
+        monkeypatch.setattr(module, "RolloutClient", lambda channel: next(clients))
+        await found.open([worker(name) for name in names], in_turns=names[:in_turns])
+        return found, log
+
+    yield open_
+    await found.close()
+
+
+async def test_rollouts_that_share_gpus_hand_over_to_those_that_do_not(opened):
+    replicas, log = await opened(3, in_turns=2)
+    await replicas.put_aside_for_others()
+    assert sorted(log) == ["rollout-0 interrupted", "rollout-1 interrupted"]
+    assert (replicas.num_replicas, replicas.choose("", room=4)) == (1, ("rollout-2", 3))
+    assert replicas.choose("rollout-0", room=4) == ("rollout-2", 3)
+    log.clear()
+    await replicas.sleep(timeout_s=1)
+    await replicas.wake(timeout_s=1)
+    assert sorted(log) == [f"rollout-{n} {what}" for n in (0, 1) for what in ("sleeps", "wakes")]
+    assert replicas.num_replicas == 3
+
+
+async def test_where_all_sleep_groups_wait_where_they_are(opened):
+    replicas, log = await opened(2, in_turns=2)
+    await replicas.put_aside_for_others()
+    assert not log
+    assert replicas.num_replicas == 2
+
+
+async def test_a_rollout_that_joins_gets_groups_once_it_serves_what_the_others_serve(
+    opened, monkeypatch
+):
+    replicas, log = await opened(1, in_turns=0)
+    monkeypatch.setattr(module, "RolloutClient", lambda channel: Rollout("rollout-1", log))
+    late = worker("rollout-1", version=-1)
+    await replicas.join([late])
+    replicas.assigned("rollout-0")
+    replicas.bring_back()
+    assert (replicas.num_replicas, replicas.choose("", room=4)) == (1, ("rollout-0", 3))
+    assert replicas.present() == ["rollout-0"]
+    late.weight_version = 3
+    replicas.bring_back()
+    assert (replicas.num_replicas, replicas.choose("", room=4)) == (2, ("rollout-1", 3))
+
+
+async def test_where_all_others_are_lent_groups_wait_where_they_are(opened):
+    replicas, log = await opened(3, in_turns=2)
+    assert replicas.lend(1) == ["rollout-2"]
+    await replicas.put_aside_for_others()
+    assert not log
+
+
+async def test_where_all_others_are_about_to_leave_groups_wait_where_they_are(opened):
+    replicas, log = await opened(3, in_turns=2)
+    replicas.part_with(["rollout-2"])
+    await replicas.put_aside_for_others()
+    assert not log
+
+
+async def test_a_rollout_that_ends_is_woken_and_gets_nothing(opened):
+    replicas, _ = await opened(3, in_turns=2)
+    replicas._workers["rollout-0"].state = "draining"
+    replicas.part_with_ending()
+    await replicas.put_aside_for_others()
+    await replicas.wake(timeout_s=1)
+    assert replicas.present() == ["rollout-1", "rollout-2"]
+    assert replicas.choose("rollout-0", room=4) != ("rollout-0", 3)
+
+
+async def test_a_rollout_that_refuses_groups_is_no_loss_if_it_is_about_to_leave(opened):
+    replicas, _ = await opened(2, in_turns=0)
+
+    async def refuse(groups):
+        raise UnavailableError("this replica is ending")
+
+    replicas._clients["rollout-1"].start_groups = refuse
+    with pytest.raises(ExceptionGroup):
+        await replicas.start({"rollout-1": []})
+    replicas.part_with(["rollout-1"])
+    await replicas.start({"rollout-1": []})
+    replicas.leave(["rollout-1"])
+    await replicas.start({"rollout-1": []})

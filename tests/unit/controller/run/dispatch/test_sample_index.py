@@ -1,0 +1,107 @@
+"""Samples of groups, taken from messages that describe many."""
+
+from services.common.batch import KVBatchMeta
+from services.controller.rules.groups import Group
+from services.controller.run.dispatch.sample_index import (
+    GroupSamples,
+    StoredGroups,
+    length_facts,
+    spread_of,
+)
+
+
+class Messages:
+    """A transferqueue that sends what it was given."""
+
+    def __init__(self, *batches):
+        self._batches = batches
+        self.released = []
+
+    async def watch(self, partition, revision):
+        for batch in self._batches:
+            yield batch
+
+    async def release(self, partition, keys):
+        self.released += keys
+
+
+def samples(*keys):
+    groups = tuple(key.partition(".")[0] for key in keys)
+    members = tuple(int(key.partition(".")[2]) for key in keys)
+    tags = {"group_id": groups, "member": members, "attempt": (1,) * len(keys)}
+    return KVBatchMeta(partition_id="run_1/train", keys=keys, tags=tags)
+
+
+def group(number):
+    return Group(sequence=number, row=number)
+
+
+def test_the_spread_of_a_batch_is_by_its_oldest_version_and_its_length():
+    # The last one failed.
+    tags = {"v_min": (4, 5, -1), "response_tokens": (7, 100, 0)}
+    batch = KVBatchMeta(partition_id="run_1/train", keys=("a.0", "a.1", "a.2"), tags=tags)
+    spread = spread_of(batch, weight_version=5, max_staleness=1)
+    assert spread == {"staleness": {"0": 1, "1": 1}, "response_tokens": {"0": 1, "8": 1, "128": 1}}
+
+
+def test_a_sample_counts_as_old_as_what_trains_of_it():
+    tags = {"v_min": (2,), "response_tokens": (7,)}
+    batch = KVBatchMeta(partition_id="run_1/train", keys=("a.0",), tags=tags)
+    spread = spread_of(batch, weight_version=5, max_staleness=1)
+    assert spread["staleness"] == {"1": 1}, "its older tokens are masked"
+
+
+def test_the_95th_percentile_of_lengths_is_one_of_them_and_leaves_out_failed_ones():
+    lengths = (*range(1, 101), 0, 0)
+    finishes = ("stop",) * 100 + ("failed",) * 2
+    tags = {"response_tokens": lengths, "finish_reason": finishes}
+    keys = tuple(f"a.{member}" for member in range(102))
+    batch = KVBatchMeta(partition_id="run_1/train", keys=keys, tags=tags)
+    assert length_facts(batch) == {"response_length_p95": 95, "response_length_max": 100}
+    assert length_facts(batch.select([3])) == {"response_length_p95": 4, "response_length_max": 4}
+    assert length_facts(batch.select([100])) == {}
+
+
+async def test_samples_of_several_messages_come_in_the_order_of_the_groups():
+    a, b, c = (group(number).group_id for number in range(3))
+    queue = Messages(samples(f"{a}.0", f"{c}.0", f"{c}.1"), samples(f"{b}.0", f"{a}.1", f"{b}.1"))
+    stored = StoredGroups(queue, "run_1/train", group_size=2, required_fields=())
+    arrived = []
+    async for groups in stored.arrived():
+        for group_id, found in groups:
+            one = group(int(group_id[1:]))
+            whole = stored.add(one, found)
+            if whole is not None:
+                arrived.append(group_id)
+                stored.keep(one, whole)
+    assert arrived == [c, b, a]
+    meta = stored.meta([group(0), group(1), group(2)])
+    assert meta.keys == (f"{a}.0", f"{a}.1", f"{b}.0", f"{b}.1", f"{c}.0", f"{c}.1")
+    await stored.release([group(1)])
+    assert queue.released == [f"{b}.0", f"{b}.1"]
+    assert group(1) not in stored
+    assert stored.meta([]).num_keys == 0
+
+
+async def test_samples_that_come_again_count_once_and_can_be_discarded():
+    a = group(0).group_id
+    queue = Messages()
+    stored = StoredGroups(queue, "run_1/train", group_size=3, required_fields=())
+    for keys in ((f"{a}.0",), (f"{a}.0", f"{a}.2")):
+        assert stored.add(group(0), GroupSamples(samples(*keys), range(len(keys)))) is None
+    assert stored.members(group(0)) == {0, 2}
+    await stored.discard([group(0), group(1)])
+    assert queue.released == [f"{a}.0", f"{a}.2"]
+    assert stored.members(group(0)) == set()
+
+
+async def test_samples_of_groups_that_alternate_in_a_message_keep_apart():
+    a, b = (group(number).group_id for number in range(2))
+    queue = Messages(samples(f"{a}.0", f"{b}.0", f"{b}.1", f"{a}.1"))
+    stored = StoredGroups(queue, "run_1/train", group_size=2, required_fields=())
+    (groups,) = [groups async for groups in stored.arrived()]
+    for number, (group_id, found) in enumerate(groups):
+        assert found.keys == (f"{group_id}.0", f"{group_id}.1")
+        assert found.numbers("member") == (0, 1)
+        stored.keep(group(number), found)
+    assert stored.meta([group(0), group(1)]).keys == (f"{a}.0", f"{a}.1", f"{b}.0", f"{b}.1")

@@ -1,0 +1,349 @@
+"""Evaluations: which rollouts answer, what keeps their weights, and every way to an end."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.batch import KVBatchMeta
+from services.common.runspec.loader import parse_spec
+from services.controller.client import GroupFailure
+from services.controller.rules.evaluation import BegunEvaluation, Evaluation
+from services.controller.run.evaluate.evaluator import Evaluator
+from services.controller.run.state.requests import CurrentSpec
+from services.transferqueue.types import Loss
+from tests.helpers.rest import SPEC
+
+ROWS = 3
+
+
+class Queue:
+    """A transferqueue that hands on what a test puts into it."""
+
+    def __init__(self):
+        self.batches, self.losses = asyncio.Queue(), asyncio.Queue()
+        self.released = []
+
+    async def watch(self, partition, revision):
+        while True:
+            yield await self.batches.get()
+
+    async def watch_losses(self, partition):
+        while True:
+            yield await self.losses.get()
+
+    async def get_batch(self, partition):
+        return KVBatchMeta(partition_id=partition, keys=())
+
+    async def release(self, partition, keys):
+        self.released += keys
+
+
+class Rollouts:
+    """Rollouts that take groups; a test answers them, or nobody does."""
+
+    def __init__(self):
+        self.started, self.cancelled, self.interrupted = {}, [], []
+        self.lent = set()
+        self.has_started = asyncio.Event()
+
+    def present(self):
+        return [name for name in ("rollout-0", "rollout-1", "rollout-2") if name not in self.lent]
+
+    def lend(self, count):
+        lent = self.present()[:count]
+        self.lent |= set(lent)
+        return lent
+
+    def take_back(self, names):
+        self.lent -= set(names)
+
+    async def interrupt(self, names):
+        self.interrupted += names
+
+    async def start(self, by_worker):
+        self.started = by_worker
+        self.has_started.set()
+
+    async def cancel(self, group_ids):
+        self.cancelled += group_ids
+
+
+class Weights:
+    """The weight plane: what is lent, and the pin."""
+
+    def __init__(self):
+        self.pin = asyncio.Lock()
+        self.version = -1
+        self.lent = set()
+
+    def lend(self, names):
+        assert self.pin.locked()
+        self.lent |= set(names)
+
+    async def take_back(self, names):
+        async with self.pin:
+            self.lent -= set(names)
+
+
+class Stage:
+    """An evaluator among fakes, with its tasks running."""
+
+    def __init__(self, tasks, **validation):
+        self.queue, self.rollouts, self.weights = Queue(), Rollouts(), Weights()
+        self.told = []
+        spec = parse_spec(
+            {
+                **SPEC,
+                "rollout": {**SPEC["rollout"], "replicas": 3, "partial_rollout": True},
+                "data": {**SPEC["data"], "heldout": SPEC["data"]["train"]},
+                "validation": {"every": 2, **validation},
+            }
+        )
+        parts = SimpleNamespace(
+            heldout_rows={"heldout": ROWS}, attempt=1, replicas=self.rollouts, weights=self.weights
+        )
+
+        async def tell(what, request):
+            self.told.append(what)
+
+        self.evaluator = Evaluator(
+            CurrentSpec(spec),
+            "run_1",
+            parts,
+            queue=self.queue,
+            mailbox=SimpleNamespace(get=lambda kind: None),
+            tell=tell,
+        )
+        self.tasks = [
+            tasks.create_task(self.evaluator.run()),
+            tasks.create_task(self.evaluator.collect()),
+            tasks.create_task(self.evaluator.leave_out_lost()),
+        ]
+
+    @property
+    def results(self):
+        ended = [what for what in self.told if isinstance(what, Evaluation)]
+        return [(result.version, result.status, result.num_samples) for result in ended]
+
+    def answer(self, *, finish_reason="stop", but=()):
+        """Every group that was started gets its two samples."""
+        for groups in self.rollouts.started.values():
+            for group in groups:
+                if group.group_id not in but:
+                    self.queue.batches.put_nowait(samples_of(group.group_id, finish_reason))
+
+    def end(self):
+        for task in self.tasks:
+            task.cancel()
+
+
+def samples_of(group_id, finish_reason="stop"):
+    return KVBatchMeta(
+        partition_id="run_1/validation",
+        keys=(f"{group_id}.0", f"{group_id}.1"),
+        tags={
+            "group_id": (group_id, group_id),
+            "reward": (1.0, 0.0),
+            "answer": ("a", "b"),
+            "data_source": ("math", "math"),
+            "finish_reason": (finish_reason, finish_reason),
+            "terms": ('{"right": 1}', '{"right": 0}'),
+            "greedy": (1, 0),
+        },
+    )
+
+
+async def test_shared_rollouts_all_answer_while_the_weights_wait():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        await stage.evaluator.published(4, step=4)
+        await stage.rollouts.has_started.wait()
+        assert stage.weights.pin.locked()
+        assert sorted(stage.rollouts.started) == ["rollout-0", "rollout-1", "rollout-2"]
+        stage.answer()
+        await stage.evaluator.idle()
+        assert not stage.weights.pin.locked()
+        assert stage.told[0] == BegunEvaluation(4, "periodic")
+        assert stage.results == [(4, "ok", 6)]
+        assert len(stage.queue.released) == 6
+        stage.end()
+
+
+async def test_lent_rollouts_answer_while_new_weights_go_to_the_others():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks, replicas=1)
+        await stage.evaluator.published(4, step=4)
+        await stage.rollouts.has_started.wait()
+        assert not stage.weights.pin.locked()
+        assert stage.weights.lent == stage.rollouts.lent == {"rollout-0"}
+        assert list(stage.rollouts.started) == stage.rollouts.interrupted == ["rollout-0"]
+        await stage.evaluator.published(5, step=5)
+        stage.answer()
+        await stage.evaluator.idle()
+        assert stage.weights.lent == stage.rollouts.lent == set()
+        assert stage.results == [(4, "ok", 6)]
+        stage.end()
+
+
+async def test_the_final_version_is_evaluated_on_all_rollouts():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks, replicas=1)
+        await stage.evaluator.published(3, step=3, is_last=True)
+        await stage.rollouts.has_started.wait()
+        assert len(stage.rollouts.started) == 3
+        stage.answer()
+        await stage.evaluator.idle()
+        stage.end()
+
+
+async def test_a_version_that_is_replaced_before_it_can_be_pinned_is_reported_as_missed():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        async with stage.weights.pin:  # a publication
+            await stage.evaluator.published(4, step=4)
+            await stage.evaluator.published(5, step=5)
+        await stage.evaluator.idle()
+        assert stage.results == [(4, "missed", 0)]
+        assert not stage.weights.pin.locked()
+        stage.end()
+
+
+async def test_a_version_is_missed_too_when_its_successor_is_served_but_not_told_of_yet():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        async with stage.weights.pin:
+            await stage.evaluator.published(4, step=4)
+            stage.weights.version = 5
+        await stage.evaluator.idle()
+        assert stage.results == [(4, "missed", 0)]
+        stage.end()
+
+
+async def test_a_version_that_is_evaluated_again_is_answered_again():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        await stage.evaluator.published(4, step=4)
+        asked = []
+        for _ in range(2):
+            await stage.rollouts.has_started.wait()
+            stage.rollouts.has_started.clear()
+            asked += [
+                group.group_id for groups in stage.rollouts.started.values() for group in groups
+            ]
+            stage.answer()
+            await stage.evaluator.idle()
+            await stage.evaluator.trigger()
+        assert len(set(asked)) == len(asked) == 2 * ROWS
+        assert stage.results == [(4, "ok", 6)] * 2
+        stage.end()
+
+
+@pytest.mark.parametrize(
+    ("begun", "served", "reason"),
+    [
+        (BegunEvaluation(4, "manual"), 4, "manual"),
+        (BegunEvaluation(4, "manual"), 5, "manual"),
+        (BegunEvaluation(2, "periodic"), 4, "periodic"),
+        (BegunEvaluation(0, "initial"), 5, "periodic"),
+    ],
+)
+async def test_an_interrupted_evaluation_is_repeated_under_what_is_served(begun, served, reason):
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        await stage.evaluator.restore((), begun)
+        assert stage.evaluator.interrupted == begun.version
+        await stage.evaluator.published(served, step=served)
+        await stage.rollouts.has_started.wait()
+        stage.answer()
+        await stage.evaluator.idle()
+        assert stage.evaluator.interrupted is None
+        assert stage.told[0] == BegunEvaluation(served, reason)
+        assert stage.results == [(served, "ok", 6)]
+        stage.end()
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+async def test_an_evaluation_that_takes_too_long_is_reported_and_gives_everything_back(is_pinned):
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks, timeout_s=0.05)
+        if is_pinned:
+            await stage.weights.pin.acquire()
+        await stage.evaluator.published(4, step=4)
+        await stage.evaluator.idle()
+        assert stage.results == [(4, "timeout", 0)]
+        assert stage.weights.pin.locked() == is_pinned
+        assert len(stage.rollouts.cancelled) == (0 if is_pinned else ROWS)
+        stage.end()
+
+
+async def test_samples_that_come_too_late_are_deleted_and_never_counted():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        late = samples_of("v000002-1-000000")
+        stage.queue.batches.put_nowait(late)
+        await stage.evaluator.published(4, step=4)
+        await stage.rollouts.has_started.wait()
+        stage.answer()
+        await stage.evaluator.idle()
+        assert stage.results == [(4, "ok", 6)]
+        assert stage.queue.released[:2] == list(late.keys)
+        stage.end()
+
+
+async def test_a_sample_without_a_reward_is_no_wrong_answer():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        await stage.evaluator.published(4, step=4)
+        await stage.rollouts.has_started.wait()
+        stage.answer(finish_reason="failed", but=("v000004-1-000001",))
+        failure = GroupFailure(
+            group_id="v000004-1-000001", attempt=1, reason="timeout", message="", retryable=True
+        )
+        await stage.evaluator.fail([failure])
+        await stage.evaluator.idle()
+        assert stage.results == [(4, "ok", 0)]
+        stage.end()
+
+
+async def test_what_a_shard_took_with_it_is_not_waited_for():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        await stage.evaluator.published(4, step=4)
+        await stage.rollouts.has_started.wait()
+        lost = samples_of("v000004-1-000001")
+        stage.queue.batches.put_nowait(lost.select(lost.keys[:1]))
+        await asyncio.sleep(0)
+        stage.queue.losses.put_nowait(Loss(keys=lost.keys, shard_id="shard-1"))
+        stage.answer(but=("v000004-1-000001",))
+        await stage.evaluator.idle()
+        assert stage.results == [(4, "ok", 5)]
+        stage.end()
+
+
+@pytest.mark.parametrize(
+    ("validation", "is_evaluated"),
+    [
+        ({"every": 0}, False),
+        ({"every": 2}, True),
+        ({"every": 2, "before_train": False}, False),
+        ({"every": 0, "before_train": True}, True),
+        ({"every": 0, "only": True}, True),
+    ],
+)
+async def test_initial_weights_are_evaluated_if_later_ones_are_or_somebody_asks(
+    validation, is_evaluated
+):
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks, **validation)
+        await stage.evaluator.published(0, step=0)
+        assert stage.evaluator.is_busy is is_evaluated
+        stage.end()
+
+
+async def test_versions_between_the_periodic_ones_are_not_evaluated():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        await stage.evaluator.published(3, step=3)
+        assert not stage.evaluator.is_busy
+        stage.end()

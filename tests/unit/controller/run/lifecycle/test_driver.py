@@ -1,0 +1,75 @@
+"""Which ends of workers end their run, and which it goes on after."""
+
+import asyncio
+
+import pytest
+
+from services.controller.launch.launcher import WorkerExit
+from services.controller.store.records import EventFilter, Submission
+from tests.helpers.rest import open_manager
+from tests.unit.controller.workers import MemoryQueue, Workers, specification
+
+
+@pytest.fixture
+def workers(monkeypatch) -> Workers:
+    workers = Workers(MemoryQueue())
+    monkeypatch.setattr("services.controller.run.lifecycle.loop.assemble", workers.assemble)
+    monkeypatch.setattr("services.controller.run.lifecycle.driver._EXIT_REPORT_S", 0.0)
+    return workers
+
+
+def ended(run_id, worker_id, code=1) -> WorkerExit:
+    return WorkerExit(run_id=run_id, worker_id=worker_id, code=code, last_lines="no memory")
+
+
+@pytest.mark.parametrize(
+    ("is_running", "is_other_there", "code", "ends_the_run"),
+    [
+        (False, True, 1, True),
+        (True, False, 1, True),
+        (True, True, 1, False),
+        (False, True, -9, False),
+    ],
+    ids=["at the start", "nobody is left", "others go on", "killed"],
+)
+async def test_a_rollout_that_cannot_load_ends_a_run_that_cannot_go_on(
+    database, workers, is_running, is_other_there, code, ends_the_run
+):
+    workers.has_rollout = is_other_there
+    workers.may_train.clear()
+    if not is_running:
+        workers.may_connect.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await (workers.trains if is_running else workers.connects).wait()
+        workers.connects.clear()
+        manager.drivers.worker_exited(ended(run_id, "rollout-1", code))
+        if ends_the_run:
+            await manager.drivers.wait()
+            run = await manager.get(run_id)
+            assert (run.state, run.state_reason) == ("FAILED", "WorkerLost")
+            assert "no memory" in run.message
+        else:
+            await workers.connects.wait()
+            assert not (await manager.get(run_id)).is_terminal
+
+
+@pytest.mark.parametrize(("state", "is_heard"), [("draining", True), ("loaded", False)])
+async def test_the_end_of_a_rollout_that_stores_its_work_is_waited_for(
+    database, workers, state, is_heard
+):
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        manager.workers(run_id)[0].state = state
+        workers.connects.clear()
+        workers.lose()
+        asyncio.get_running_loop().call_later(
+            0.2, manager.drivers.worker_exited, ended(run_id, "rollout-0")
+        )
+        await workers.connects.wait()
+        (lost,) = await manager.feed.page(
+            run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
+        )
+        assert ("rollout-0 ended with exit code 1" in lost.message) is is_heard

@@ -1,0 +1,381 @@
+"""New rollouts are taken in once they have loaded; a run keeps its size when they do not come up."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import pytest
+
+from services.common.errors import FailedPreconditionError
+from services.controller.launch.launcher import WorkerExit
+from services.controller.membership.registry import Membership, Worker
+from services.controller.run.lifecycle.elastic import ResizedError, Resizing
+from services.controller.run.state.requests import CurrentSpec
+from services.controller.store.rows import Request
+from services.rollout.client import rows_gauge
+from tests.helpers.specs import spec_with
+
+RUN = "run_1"
+
+
+def spec_of(replicas: int):
+    return spec_with(rollout={"replicas": replicas}, trainer={"prompts_per_step": 1})
+
+
+def worker(index: int) -> Worker:
+    """A rollout that has loaded."""
+    return Worker(
+        run_id=RUN,
+        worker_id=f"rollout-{index}",
+        incarnation="i",
+        role="rollout",
+        address="a:1",
+        host_id="h",
+        last_heard=0.0,
+        state="loaded",
+        gauges={rows_gauge("train"): 8.0},
+    )
+
+
+@dataclass
+class FakeLauncher:
+    refuses: bool = False
+    started: list[int] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+
+    async def start(self, run_id, spec):
+        if self.refuses and spec.rollout.replicas > 1:
+            raise FailedPreconditionError("no room")
+        self.started.append(spec.rollout.replicas)
+
+    async def end(self, run_id, worker_id):
+        self.ended.append(worker_id)
+
+
+@dataclass
+class FakeJournal:
+    kinds: list[str] = field(default_factory=list)
+
+    async def note(self, note, *, also):
+        self.kinds.append(note.type)
+
+
+@dataclass
+class FakeRun:
+    """Brings weights to whoever joins, and lets go of whoever leaves."""
+
+    reaches: bool = True
+    has_other_data: bool = False
+    joined: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    may_serve: asyncio.Event = field(default_factory=asyncio.Event)
+    may_leave: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self):
+        self.may_leave.set()
+
+    async def admit(self, rollouts):
+        if self.has_other_data:
+            raise FailedPreconditionError("other data")
+        self.joined += [rollout.worker_id for rollout in rollouts]
+        return self.reaches
+
+    async def all_serve(self):
+        await self.may_serve.wait()
+
+    async def part_with(self, names):
+        self.left += sorted(names)
+        await self.may_leave.wait()
+
+    @property
+    def publishing(self):
+        return self
+
+
+@dataclass
+class FakeMailbox:
+    """At most one request, for another size."""
+
+    request: Request | None = None
+
+    def get(self, kind):
+        return self.request
+
+    def done(self, request):
+        return None
+
+
+class Case:
+    """A run of one rollout that is asked for another size."""
+
+    def __init__(
+        self, *, replicas: int = 1, refuses: bool = False, request: Request | None = None, **run
+    ) -> None:
+        self.launcher, self.journal = FakeLauncher(refuses), FakeJournal()
+        self.run = FakeRun(**run)
+        self.entered = asyncio.get_running_loop().create_future()
+        self.membership = Membership(time, 30.0)
+        self.membership.open_run(RUN)
+        self.spec = CurrentSpec(spec_of(replicas))
+        self.resizing = Resizing(
+            RUN,
+            self.spec,
+            launcher=self.launcher,
+            membership=self.membership,
+            journal=self.journal,
+            mailbox=FakeMailbox(request),
+        )
+
+    async def register(self, index: int) -> None:
+        await self.membership.register(worker(index))
+
+    def ask(self, replicas: int) -> None:
+        self.spec.now = spec_of(replicas)
+        self.resizing.ask()
+
+    def enter(self) -> None:
+        """The loop is entered."""
+        self.entered.set_result(self.run)
+
+    async def watch(self, *present: str) -> None:
+        await self.resizing.watch(present or ["rollout-0"], live=self.entered)
+
+    async def told(self, kind: str) -> None:
+        while kind not in self.journal.kinds:  # noqa: ASYNC110 -- a test of events that are written
+            await asyncio.sleep(0)
+
+
+async def test_new_rollouts_join_once_all_have_loaded_and_the_loop_goes_on():
+    case = Case()
+    await case.register(0)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        case.ask(3)
+        await case.register(1)
+        await asyncio.sleep(0)
+        assert not case.run.joined
+        await case.register(2)
+        case.enter()
+        while not case.run.joined:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert not case.journal.kinds
+        case.run.may_serve.set()
+        await case.told("Resized")
+        assert not watching.done()
+        watching.cancel()
+    assert case.run.joined == ["rollout-1", "rollout-2"]
+    assert case.launcher.started == [3]
+
+
+async def test_the_end_of_a_rollout_that_has_joined_is_that_of_any_other():
+    case = Case()
+    await case.register(0)
+    await case.register(1)
+    case.enter()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        case.ask(2)
+        while not case.run.joined:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
+        assert not case.resizing.takes_exit(ended)
+        watching.cancel()
+
+
+async def test_the_loop_is_left_if_weights_do_not_reach_new_rollouts_as_they_travel_now():
+    case = Case(reaches=False)
+    await case.register(0)
+    await case.register(1)
+    case.enter()
+    case.ask(2)
+    async with asyncio.timeout(30):
+        with pytest.raises(ResizedError):
+            await case.watch()
+    assert await case.resizing.settle() == {}
+    assert case.journal.kinds == ["Resized"]
+
+
+async def test_new_rollouts_with_other_data_are_ended_and_the_run_keeps_its_size():
+    case = Case(has_other_data=True)
+    await case.register(0)
+    await case.register(1)
+    case.enter()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        case.ask(2)
+        await case.told("ResizeFailed")
+        while case.launcher.started != [2, 1]:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        watching.cancel()
+    assert case.launcher.ended == ["rollout-1"]
+    assert case.spec.now.rollout.replicas == 1
+    assert case.journal.kinds == ["ResizeFailed"]
+
+
+async def test_rollouts_leave_while_the_loop_goes_on_also_after_others_have_joined():
+    case = Case()
+    case.run.may_serve.set()
+    case.enter()
+    for index in range(3):
+        await case.register(index)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        case.ask(3)
+        await case.told("Resized")
+        case.journal.kinds.clear()
+        case.ask(1)
+        await case.told("Resized")
+        watching.cancel()
+    assert case.run.left == case.launcher.ended == ["rollout-1", "rollout-2"]
+    assert [worker.worker_id for worker in case.membership.workers(RUN)] == ["rollout-0"]
+    assert case.launcher.started == [3, 1]
+
+
+async def test_the_loop_is_left_if_one_that_it_waits_for_is_not_wanted_any_more():
+    case = Case()
+    case.ask(1)
+    async with asyncio.timeout(30):
+        with pytest.raises(ResizedError):
+            await case.watch("rollout-0", "rollout-1")
+
+
+async def test_new_rollouts_are_not_waited_for_once_they_are_not_wanted_any_more():
+    case = Case()
+    await case.register(0)
+    case.enter()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        case.ask(3)
+        while not case.launcher.started:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await case.register(1)
+        case.ask(2)
+        case.run.may_serve.set()
+        await case.told("Resized")
+        watching.cancel()
+    assert (case.run.joined, case.run.left) == (["rollout-1"], [])
+    assert case.launcher.ended == ["rollout-2"]
+
+
+async def test_a_size_that_is_taken_back_before_it_is_reached_is_told_of():
+    case = Case()
+    await case.register(0)
+    case.enter()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        case.ask(2)
+        while not case.launcher.started:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        case.resizing._mailbox.request = Request(kind="resize", request_id="r", options={"has": 1})
+        case.ask(1)
+        await case.told("Resized")
+        watching.cancel()
+    assert (case.launcher.ended, case.run.joined) == (["rollout-1"], [])
+
+
+async def test_rollouts_that_were_about_to_leave_when_the_loop_was_left_are_ended():
+    case = Case(replicas=2)
+    await case.register(0)
+    await case.register(1)
+    case.enter()
+    case.run.may_leave.clear()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch("rollout-0", "rollout-1"))
+        case.ask(1)
+        while not case.run.left:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        watching.cancel()  # another worker was lost
+    assert not case.launcher.ended
+    assert case.resizing.present() == {"rollout-0"}
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        await case.told("Resized")
+        watching.cancel()
+    assert case.launcher.ended == ["rollout-1"]
+
+
+async def test_a_rollout_that_ends_while_it_leaves_is_no_loss():
+    case = Case()
+    ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=-9, last_lines="")
+    assert case.resizing.takes_exit(ended)
+
+
+async def test_new_rollouts_that_an_earlier_controller_was_asked_for_are_not_waited_for():
+    case = Case(request=Request(kind="resize", request_id="req", options={"has": 1}))
+    case.spec.now = spec_of(2)
+    case.resizing.begin()
+    assert case.resizing.present() == {"rollout-0"}
+    case.enter()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        while not case.launcher.started:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
+        assert case.resizing.takes_exit(ended)
+        await case.told("ResizeFailed")
+        watching.cancel()
+    assert case.spec.now.rollout.replicas == 1
+
+
+async def test_rollouts_that_were_to_leave_under_an_earlier_controller_are_ended():
+    case = Case(request=Request(kind="resize", request_id="req", options={"has": 3}))
+    case.resizing.begin()
+    case.enter()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        await case.told("Resized")
+        watching.cancel()
+    assert case.launcher.ended == ["rollout-1", "rollout-2"]
+
+
+async def test_a_lost_rollout_is_waited_for_while_the_others_go_on():
+    case = Case(replicas=2)
+    await case.register(0)
+    assert case.resizing.absent() == {"rollout-1"}
+    case.enter()
+    case.run.may_serve.set()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        assert case.resizing.present() == {"rollout-0"}
+        watching = tasks.create_task(case.watch())
+        await asyncio.sleep(0)
+        await case.register(1)
+        await case.told("Replaced")
+        watching.cancel()
+    assert case.run.joined == ["rollout-1"]
+
+
+async def test_a_run_whose_rollouts_are_all_gone_waits_for_them():
+    assert Case().resizing.absent() == set()
+
+
+async def test_rollouts_that_are_too_many_are_ended():
+    case = Case()
+    for index in range(3):
+        await case.register(index)
+    assert set(await case.resizing.settle()) == {"rollout-1", "rollout-2"}
+    assert case.launcher.ended == ["rollout-1", "rollout-2"]
+    assert [worker.worker_id for worker in case.membership.workers(RUN)] == ["rollout-0"]
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+async def test_a_run_keeps_its_size_when_new_rollouts_do_not_come_up(refuses):
+    case = Case(refuses=refuses)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        case.ask(2)
+        while not refuses and not case.launcher.started:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
+        assert refuses or case.resizing.takes_exit(ended)
+        while not case.launcher.ended:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        watching.cancel()
+    assert case.spec.now.rollout.replicas == 1
+    assert case.journal.kinds == ["ResizeFailed"]
+    assert case.launcher.ended == ["rollout-1"]
+
+
+async def test_the_end_of_a_rollout_that_the_run_needs_is_not_taken():
+    ended = WorkerExit(run_id=RUN, worker_id="rollout-0", code=1, last_lines="")
+    assert not Case().resizing.takes_exit(ended)

@@ -1,0 +1,159 @@
+"""A live run says which side is short, once, and again when that changes."""
+
+import asyncio
+
+from services.common.runspec.run import RunSpec
+from services.controller.rules.ledger import Ledger
+from services.controller.run.observe.advisor import Advisor
+from services.controller.run.observe.progress import Progress
+from services.controller.run.state.requests import CurrentSpec
+from tests.helpers.specs import spec_with
+
+SPEC = spec_with(
+    rollout={"replicas": 1},
+    algorithm={"max_staleness": 1},
+    trainer={"steps": 100, "prompts_per_step": 8},
+)
+
+
+RESIZED = object()
+"""In place of a step: the run has other rollouts from there on."""
+
+
+class Journal:
+    def __init__(self):
+        self.told = []
+
+    async def note(self, note, ledger):
+        self.told.append(note)
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+def step(**changes):
+    """One of a run whose generation is short; it takes what its rates give."""
+    return {
+        "seconds": 2.2,
+        "trainer_wait_s": 1.2,
+        "seconds_total": 0.8,
+        "response_tokens": 6_000.0,
+        "decode_fixed_s": 0.008,
+        "decode_sample_s": 1e-5,
+        "decode_most_samples": 64.0,
+        "histograms": {"response_tokens": {"64": 30, "128": 20, "256": 10, "384": 4}},
+        **changes,
+    }
+
+
+def advised(*batches, pause_s=4000.0, spec=SPEC, gpus=3):
+    """What is told of steps that come in batches, with pauses between them."""
+    journal, progress, clock = Journal(), Progress(1), Clock()
+
+    async def run():
+        advisor = Advisor(
+            spec=CurrentSpec(spec),
+            journal=journal,
+            progress=progress,
+            ledger=Ledger(3),
+            clock=clock,
+            gpus=lambda: gpus,
+        )
+        for batch in batches:
+            for one in batch:
+                if one is RESIZED:
+                    advisor.begin_anew()
+                else:
+                    advisor.stepped(one)
+            await advisor.look()
+            clock.now += pause_s
+
+    asyncio.run(run())
+    return journal.told, progress
+
+
+def test_a_run_that_is_too_young_says_nothing():
+    told, progress = advised([step()] * 9)
+    assert told == []
+    assert progress.summary(Ledger(3))["advice"] == {}
+
+
+def test_what_is_found_is_an_event_and_part_of_the_summary():
+    told, progress = advised([step()] * 12)
+    (note,) = told
+    assert note.type == "Advice"
+    assert note.data["short"] == "generation"
+    assert "Rollouts are the bottleneck: the trainer waited 55 %" in note.message
+    advice = progress.summary(Ledger(3))["advice"]
+    assert advice["message"] == note.message
+    assert advice["remedy"] in note.message
+
+
+def test_the_same_is_not_told_twice():
+    told, _ = advised([step()] * 12, [step()] * 12, [step()] * 12)
+    assert len(told) == 1
+
+
+def test_a_change_is_told():
+    trained = {"seconds": 2.2, "seconds_total": 2.2, "trainer_wait_s": 0.0, "rollout_idle_s": 1.0}
+    told, _ = advised([step()] * 12, [step(**trained)] * 40)
+    assert [note.data["short"] for note in told] == ["generation", "training"]
+
+
+def test_changes_are_not_looked_for_all_the_time():
+    trained = {"seconds": 2.2, "seconds_total": 2.2, "trainer_wait_s": 0.0, "rollout_idle_s": 1.0}
+    told, _ = advised([step()] * 12, [step(**trained)] * 40, pause_s=10.0)
+    assert len(told) == 1
+
+
+def test_steps_that_lack_a_number_are_no_reason_to_fail():
+    told, _ = advised([step(decode_fixed_s=None)] * 12, [step()] * 12)
+    assert len(told) <= 1
+
+
+def test_steps_with_other_rollouts_than_now_do_not_count():
+    slow = [step(seconds=9.0, trainer_wait_s=8.0)] * 9
+    told, _ = advised([*slow, RESIZED, *[step()] * 9])
+    assert told == []
+    told, progress = advised([*slow, *slow], [RESIZED])
+    assert len(told) == 1
+    assert progress.summary(Ledger(3))["advice"] == {}
+    told, _ = advised([*slow, RESIZED, *[step()] * 12])
+    assert "the trainer waited 55 % of the time" in told[0].message
+
+
+def test_an_earlier_advice_is_kept_over_a_restart():
+    _, progress = advised([step()] * 12)
+    summary = progress.summary(Ledger(3))
+    again = Progress(1)
+    again.restore(summary, steps=12, syncs_ms=())
+    assert again.summary(Ledger(3))["advice"] == summary["advice"]
+
+
+def test_it_says_where_trainer_and_rollouts_are_and_what_another_placement_would_give():
+    (note,), _ = advised([step()] * 12)
+    assert note.data["placement"] == "disaggregated"
+    assert note.data["placements"].keys() == {"colocated", "mixed"}
+    assert "It is disaggregated; on the same GPUs, " in note.message
+
+
+def test_of_a_run_in_turns_no_side_is_short():
+    document = SPEC.model_dump(mode="json")
+    document["topology"]["placement"] = "colocated"
+    turns = {"handover_s": 0.2, "trainer_sleep_s": 0.05, "rollouts_wake_s": 0.05}
+    steps = [step(**turns, seconds=2.4, trainer_wait_s=1.3)] * 12
+    (note,), _ = advised(steps, spec=RunSpec.model_validate(document))
+    assert note.message.startswith("Trainer and rollouts take turns: the trainer waited 54 %")
+    assert note.data["placement"] == "colocated"
+    assert not {change["key"] for change in note.data["changes"]} & {"rollout.replicas"}
+
+
+def test_a_host_without_gpus_is_promised_nothing_of_them():
+    (note,), _ = advised([step()] * 12, gpus=0)
+    assert note.data["placements"] == {}
+    keys = {change["key"] for change in note.data["changes"]}
+    assert not keys & {"rollout.replicas", "trainer.world_size"}

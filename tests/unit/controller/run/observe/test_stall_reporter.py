@@ -1,0 +1,91 @@
+"""A run that trains no step says why: once it takes longer than usual, and again later."""
+
+import asyncio
+
+import pytest
+
+from services.controller.rules.ledger import Ledger
+from services.controller.run.observe.stall_reporter import Stillness
+from services.controller.run.observe.waits import Waits
+from services.rollout.engines.virtual_time import VirtualTimeLoop
+
+
+class Journal:
+    def __init__(self):
+        self.told = []
+
+    async def note(self, note, ledger):
+        self.told.append((note.type, note.data["reason"], note.message))
+
+
+class LoopClock:
+    def monotonic(self):
+        return asyncio.get_running_loop().time()
+
+
+def stillness(*, activity="", ledger=None):
+    return Stillness(
+        journal=Journal(),
+        waits=Waits(),
+        ledger=ledger or Ledger(3),
+        groups_per_step=4,
+        clock=LoopClock(),
+        activity=lambda: activity,
+    )
+
+
+async def watched():
+    still = stillness()
+    task = asyncio.create_task(still.watch())
+    for _ in range(3):
+        await asyncio.sleep(50)
+        still.stepped()
+    await asyncio.sleep(149)
+    assert not still.journal.told, "three such steps may pass"
+    await asyncio.sleep(2)
+    assert len(still.journal.told) == 1
+    await asyncio.sleep(299)
+    assert len(still.journal.told) == 2, "and the next time after twice as long"
+    assert still.journal.told[1][2].startswith("no step for 450 s: 0 of 4 groups are finished")
+    still.stepped()
+    await asyncio.sleep(60)
+    assert len(still.journal.told) == 2
+    task.cancel()
+
+
+def test_it_is_told_once_it_takes_longer_than_steps_do():
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(watched())
+
+
+@pytest.mark.parametrize(
+    ("waited", "reason"),
+    [
+        ("barrier", "WaitsForOldest"),
+        ("weight_sync", "WaitsForWeights"),
+        ("checkpoint", "WaitsForCheckpoint"),
+        ("no_data", "NoGroupRuns"),
+    ],
+)
+def test_the_reason_is_what_is_waited_for(waited, reason):
+    still = stillness()
+    with still.waits(waited):
+        assert still.why()[0] == reason
+    assert stillness(activity="TRAINING").why()[0] == "StepIsLong"
+
+
+def test_groups_are_counted_with_those_that_were_given_up():
+    ledger = Ledger(3)
+    first, second, _ = (ledger.issue(row, position=row) for row in range(3))
+    ledger.lease(first, "rollout-0", version=0, now=0.0)
+    ledger.complete(first, oldest_version=0)
+    ledger.drop(first, "equal_rewards")
+    ledger.lease(second, "rollout-0", version=0, now=0.0)
+    reason, why = stillness(ledger=ledger).why()
+    assert reason == "WaitsForGroups"
+    assert why == (
+        "0 of 4 groups are finished, 1 are being generated; given up so far: 1 equal_rewards"
+    )
+    ledger.requeue(second)
+    reason, why = stillness(ledger=ledger).why()
+    assert (reason, "2 wait for a rollout" in why) == ("NoGroupRuns", True)

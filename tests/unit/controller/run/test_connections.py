@@ -1,0 +1,36 @@
+"""What a run finds in the transferqueue when it is taken up."""
+
+from types import SimpleNamespace
+
+from services.controller.run.connections import create_partitions
+from tests.unit.controller.run.test_refill import SPEC
+
+TRAIN = "run_a/train"
+
+
+class Queue:
+    """A transferqueue that knows how often something was stored in each partition."""
+
+    def __init__(self):
+        self.revisions = {}
+
+    async def stats(self):
+        found = self.revisions.items()
+        partitions = [SimpleNamespace(partition_id=name, revision=n) for name, n in found]
+        return SimpleNamespace(partitions=partitions)
+
+    async def create_partition(self, name, **_):
+        self.revisions.setdefault(name, 0)
+
+    async def keep_samples(self, run_id, **_):
+        pass
+
+
+async def test_a_queue_that_lost_everything_counts_as_empty_until_something_is_stored():
+    queue = Queue()
+    assert await create_partitions(queue, "run_a", SPEC)
+    assert TRAIN in queue.revisions
+    # Who created them may have died before the groups that were lost were begun again.
+    assert await create_partitions(queue, "run_a", SPEC)
+    queue.revisions[TRAIN] = 8
+    assert not await create_partitions(queue, "run_a", SPEC)

@@ -1,0 +1,179 @@
+"""Weights are published beside training: the newest, one after the other, and the gate opens behind them."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.errors import UnavailableError
+from services.controller.run.publisher import Publishing
+from services.controller.run.weights.session import SyncReport
+
+
+class Parts:
+    """A weight plane that publishes when the test lets it."""
+
+    are_needed = False
+
+    def __init__(self):
+        self.may_publish = asyncio.Event()
+        self.may_publish.set()
+        self.published, self.opened, self.lost = [], [], ()
+        self.weights = self
+        self.serving = [rollout("rollout-0")]
+        self.replicas = SimpleNamespace(bring_back=lambda: None)
+        self.is_reached, self.copied, self.near, self.version = True, -1, [], -1
+
+    def has_copy(self, version):
+        return version == self.copied
+
+    async def admit(self, rollouts):
+        self.serving.extend(rollouts)
+        return self.is_reached
+
+    async def bring(self, names):
+        return self.near
+
+    async def publish(self, newest):
+        await self.may_publish.wait()
+        self.published.append(newest())
+        self.copied = self.version = newest()
+        receivers = tuple(worker.worker_id for worker in self.serving)
+        times = dict.fromkeys(
+            ("copy_s", "prepare_s", "transfer_s", "adopt_s", "check_s", "stall_s"), 0.0
+        )
+        return SyncReport(
+            version=newest(), digest="", num_bytes=1, receivers=receivers, lost=self.lost, **times
+        )
+
+
+async def nothing(*args, **kwargs):
+    """Nobody evaluates, and nothing is written down."""
+
+
+def rollout(name):
+    return SimpleNamespace(worker_id=name, weight_version=-1)
+
+
+def publishing(parts):
+    return Publishing(
+        spec=SimpleNamespace(num_steps=9),
+        journal=SimpleNamespace(note=nothing),
+        parts=parts,
+        ledger=None,
+        generation=SimpleNamespace(published=parts.opened.append),
+        evaluator=SimpleNamespace(published=nothing),
+        shifts=parts,
+        progress=SimpleNamespace(synced=lambda report: None, summary=lambda ledger: {}),
+        version_offset=100,
+    )
+
+
+async def test_versions_that_are_overtaken_are_never_sent():
+    parts = Parts()
+    one = publishing(parts)
+    parts.may_publish.clear()
+    task = asyncio.create_task(one.run())
+    for step in (1, 2, 3):
+        await one.offer(step)
+        assert one.is_busy
+    parts.may_publish.set()
+    await one.served(2)
+    assert parts.published == [103]
+    assert parts.opened == [3]
+    assert parts.serving[0].weight_version == 103
+    await one.settled()
+    assert not one.is_busy
+    task.cancel()
+
+
+async def test_what_was_served_before_opens_the_gate_and_is_not_sent_again():
+    parts = Parts()
+    one = publishing(parts)
+    task = asyncio.create_task(one.run())
+    await one.already(4)
+    await one.served(4)
+    assert (parts.published, parts.opened) == ([], [4])
+    task.cancel()
+
+
+async def test_a_rollout_that_joins_gets_what_is_served_and_nothing_is_evaluated_again():
+    parts, evaluated = Parts(), []
+    one = publishing(parts)
+
+    async def published(version, **kwargs):
+        evaluated.append(version)
+
+    one.evaluator.published = published
+    task = asyncio.create_task(one.run())
+    await one.offer(1)
+    await one.served(1)
+    late = rollout("rollout-1")
+    assert await one.admit([late])
+    assert one.is_busy
+    await one.all_serve()
+    assert (parts.published, evaluated, late.weight_version) == ([101, 101], [101], 101)
+    assert parts.opened == [1, 1]
+    assert not one.is_busy
+    task.cancel()
+
+
+async def test_a_rollout_that_joins_waits_for_the_next_version_where_no_copy_is_left():
+    parts = Parts()
+    one = publishing(parts)
+    task = asyncio.create_task(one.run())
+    await one.already(4)
+    late = rollout("rollout-1")
+    assert await one.admit([late])
+    assert not one.is_busy
+    await one.offer(5)
+    await one.all_serve()
+    assert (parts.published, late.weight_version) == ([105], 105)
+    task.cancel()
+
+
+async def test_in_turns_nothing_is_published_for_a_rollout_that_joins_alone():
+    parts = Parts()
+    one = publishing(parts)
+    task = asyncio.create_task(one.run())
+    await one.offer(1)
+    await one.served(1)
+    parts.are_needed = True
+    late = rollout("rollout-1")
+    assert await one.admit([late])
+    assert not one.is_busy
+    await one.offer(2)
+    await one.all_serve()
+    assert (parts.published, late.weight_version) == ([101, 102], 102)
+    task.cancel()
+
+
+async def test_what_a_peer_has_sent_is_not_sent_again():
+    parts = Parts()
+    one = publishing(parts)
+    task = asyncio.create_task(one.run())
+    await one.offer(1)
+    await one.served(1)
+    late, parts.near = rollout("rollout-1"), ["rollout-1"]
+    assert await one.admit([late])
+    await one.all_serve()
+    assert (parts.published, parts.opened, late.weight_version) == ([101], [1, 1], 101)
+    task.cancel()
+
+
+async def test_a_rollout_that_weights_do_not_reach_is_not_waited_for():
+    parts = Parts()
+    parts.is_reached = False
+    one = publishing(parts)
+    assert not await one.admit([rollout("rollout-1")])
+    await one.all_serve()
+
+
+async def test_a_rollout_that_took_no_part_is_a_loss():
+    parts = Parts()
+    parts.lost = ("rollout-0",)
+    one = publishing(parts)
+    await one.offer(1)
+    with pytest.raises(UnavailableError, match="rollout-0 did not take part"):
+        await one.run()
+    assert not parts.opened

@@ -1,0 +1,135 @@
+"""Trainer and rollouts have shared GPUs one after the other: who sleeps and wakes when, and who waits."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.errors import UnavailableError
+from services.controller.run.train.gpu_time_sharing import Shifts
+
+
+class Side:
+    """A trainer, or all rollouts."""
+
+    def __init__(self, name, log):
+        self.name, self.log, self.is_lost = name, log, False
+
+    async def put_aside_for_others(self):
+        self.log.append(f"{self.name} put aside")
+
+    async def sleep(self, *, timeout_s):
+        await self._do("sleeps", timeout_s)
+
+    async def wake(self, *, timeout_s):
+        await self._do("wakes", timeout_s)
+
+    async def _do(self, what, timeout_s):
+        assert timeout_s == 7
+        await asyncio.sleep(0)
+        if self.is_lost:
+            raise UnavailableError(f"{self.name} is gone")
+        self.log.append(f"{self.name} {what}")
+
+
+class Weights:
+    """A weight plane that writes down what it does."""
+
+    def __init__(self, log):
+        self.log, self.pin = log, asyncio.Lock()
+
+    async def publish(self, newest):
+        self.log.append(f"publish {newest()}")
+
+    async def replace(self, newest, *, on_copied):
+        assert self.pin.locked()
+        self.log.append(f"copy {newest()}")
+        await on_copied()
+        await on_copied()  # as when a version is sent again
+        self.log.append("adopt")
+
+
+class Run:
+    def __init__(self, *, takes_turns=True, partial=False):
+        self.log = []
+        self.trainer, self.replicas = Side("trainer", self.log), Side("rollouts", self.log)
+        self.weights = Weights(self.log)
+        spec = SimpleNamespace(
+            topology=SimpleNamespace(takes_turns=takes_turns),
+            rollout=SimpleNamespace(partial_rollout=partial),
+            limits=SimpleNamespace(step_timeout_s=7),
+        )
+        self.shifts = Shifts(
+            spec=SimpleNamespace(now=spec),
+            parts=self,
+            evaluator=SimpleNamespace(leased=self._leased),
+        )
+
+    async def _leased(self):
+        """No evaluation waits for rollouts."""
+
+
+async def test_each_side_sleeps_before_the_other_one_wakes():
+    run = Run()
+    for version in (1, 2):
+        await run.shifts.begin_training()
+        await run.shifts.begin_training()
+        await run.shifts.publish(lambda version=version: version)
+        assert run.log == [
+            *("rollouts sleeps", "trainer wakes", f"copy {version}"),
+            *("trainer sleeps", "rollouts wakes", "adopt"),
+        ]
+        run.log.clear()
+
+
+async def test_responses_that_may_go_on_elsewhere_are_put_aside_before_engines_sleep():
+    run = Run(partial=True)
+    await run.shifts.begin_training()
+    assert run.log == ["rollouts put aside", "rollouts sleeps", "trainer wakes"]
+
+
+async def test_weights_that_nobody_trained_are_copied_in_the_trainers_shift():
+    run = Run()
+    await run.shifts.publish(lambda: 0)
+    assert run.log[:3] == ["rollouts sleeps", "trainer wakes", "copy 0"]
+
+
+async def test_an_evaluation_ends_before_the_trainer_begins_and_the_next_waits_for_new_weights():
+    run = Run()
+    await run.weights.pin.acquire()
+    begins = asyncio.create_task(run.shifts.begin_training())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not begins.done()
+    assert run.log == []
+    run.weights.pin.release()
+    await begins
+    assert run.weights.pin.locked()
+    await run.shifts.publish(lambda: 1)
+    assert not run.weights.pin.locked()
+
+
+async def test_a_side_that_is_lost_ends_the_shift():
+    run = Run()
+    run.replicas.is_lost = True
+    with pytest.raises(UnavailableError, match="rollouts is gone"):
+        await run.shifts.begin_training()
+    assert run.log == []
+
+
+async def test_seconds_of_handovers_are_taken_once():
+    run = Run()
+    await run.shifts.publish(lambda: 1)
+    seconds = run.shifts.take_seconds()
+    parts = {"rollouts_sleep_s", "trainer_wake_s", "trainer_sleep_s", "rollouts_wake_s"}
+    assert seconds.keys() == parts | {"handover_s"}
+    assert seconds["handover_s"] == pytest.approx(sum(seconds[part] for part in parts))
+    assert run.shifts.take_seconds() == {}
+
+
+async def test_sides_with_gpus_of_their_own_never_sleep():
+    run = Run(takes_turns=False)
+    await run.shifts.begin_training()
+    await run.shifts.publish(lambda: 1)
+    assert run.log == ["publish 1"]
+    assert run.shifts.take_seconds() == {}

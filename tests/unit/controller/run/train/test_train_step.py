@@ -1,0 +1,100 @@
+"""A step is committed only if what it trained is within the run's bound."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.batch import KVBatchMeta
+from services.controller.rules.groups import GroupState
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.prompts import Mixture
+from services.controller.run.observe.progress import Progress
+from services.controller.run.observe.waits import Waits
+from services.controller.run.state.requests import CurrentSpec
+from services.controller.run.train.train_step import StalenessError, Steps
+from services.trainer.client import TrainedStep
+from tests.helpers.specs import spec_with
+
+BOUND = 2
+
+
+class Recorder:
+    """A journal that keeps what it is told."""
+
+    def __init__(self):
+        self.committed = []
+
+    async def commit_step(self, step, ledger, *, note, metrics):
+        self.committed.append((step, note.summary["staleness"]))
+
+
+class Samples:
+    """A transferqueue that has lost the samples: the trainer answers without them."""
+
+    def __contains__(self, group):
+        return False
+
+    def meta(self, groups):
+        return KVBatchMeta(partition_id="run_1/train", keys=())
+
+
+def steps_of(ledger, *, staleness_max):
+    """Steps of a run whose trainer reports ``staleness_max``."""
+
+    async def answer(*args, **kwargs):
+        numbers = {"loss": 0.0, "staleness_max": staleness_max, "staleness_mean": 1.0}
+        return TrainedStep(step=1, metrics=numbers, skipped=False)
+
+    async def pass_on(samples, **kwargs):
+        return samples
+
+    async def nothing(*args, **kwargs):
+        return {}
+
+    parts = SimpleNamespace(
+        trained=0,
+        trainer=SimpleNamespace(train_step=answer),
+        scoring=SimpleNamespace(add_proximal=pass_on),
+        critic=SimpleNamespace(add_values=pass_on, train=nothing),
+        weights=SimpleNamespace(turn=asyncio.Lock()),
+        replicas=SimpleNamespace(idle_seconds=dict, tokens_total=lambda: 0.0, decode_times=dict),
+    )
+    return Steps(
+        run_id="run_1",
+        spec=CurrentSpec(spec_with(algorithm={"max_staleness": BOUND})),
+        journal=Recorder(),
+        waits=Waits(),
+        parts=parts,
+        ledger=ledger,
+        mixture=Mixture({"train": 4}),
+        generation=SimpleNamespace(stored=Samples(), release=nothing),
+        progress=Progress(BOUND),
+        shifts=SimpleNamespace(begin_training=nothing, take_seconds=dict),
+        advisor=SimpleNamespace(stepped=lambda data: None),
+        version_offset=0,
+    )
+
+
+def batch_of(ledger):
+    group = ledger.issue(0, position=1)
+    ledger.lease(group, "rollout-0", version=0, now=0.0)
+    ledger.complete(group, oldest_version=0)
+    ledger.train([group])
+    return [group]
+
+
+async def test_a_step_within_the_bound_is_committed():
+    ledger = Ledger(max_attempts=3)
+    steps = steps_of(ledger, staleness_max=2.0)
+    await steps.train(1, batch_of(ledger), begin=0.0)
+    assert steps.journal.committed == [(1, {"max": 2, "mean": 1.0, "bound": BOUND})]
+
+
+async def test_a_step_that_trained_over_the_bound_fails_the_run_and_is_not_committed():
+    ledger = Ledger(max_attempts=3)
+    steps = steps_of(ledger, staleness_max=3.0)
+    with pytest.raises(StalenessError, match="max_staleness"):
+        await steps.train(1, batch_of(ledger), begin=0.0)
+    assert steps.journal.committed == []
+    assert ledger.count(GroupState.TRAINING) == 1

@@ -1,0 +1,72 @@
+"""The user's function of a curriculum: what it is told, and what its answers mean."""
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from services.common.runspec.data import CurriculumSpec
+from services.rollout.calls.pool import CallPool
+from services.rollout.client import TriedPrompt
+from services.rollout.data.curriculum import Curriculum
+from services.rollout.failures import GroupError
+
+MINE = """
+def wants(row, tried, *, answers):
+    if answers == "told":
+        raise ValueError(f"{row} {tried}")
+    return answers[row["number"]]
+"""
+NEW = TriedPrompt(step=4, tries=0, mean_reward=0.0)
+
+
+async def answers(folder: Path, row: dict[str, int], tried: TriedPrompt, given: object) -> str:
+    """Reason of the failure, and its message; nothing if the prompt is wanted."""
+    (folder / "mine.py").write_text(dedent(MINE))
+    spec = CurriculumSpec(function=f"{folder}/mine.py:wants", arguments={"answers": given})
+    async with CallPool(1) as calls:
+        try:
+            await Curriculum(spec, calls).check(row, tried)
+        except GroupError as error:
+            return f"{error.reason}: {error.message}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (True, ""),
+        (False, "set_aside: "),
+        (
+            1,
+            "curriculum_invalid_value: data.curriculum.function: .*mine.py:wants.* True .*returned 1",
+        ),
+        (None, "curriculum_invalid_value: .* returned None"),
+    ],
+)
+async def test_only_true_has_a_prompt_answered_and_only_false_has_it_wait(
+    tmp_path: Path, answer: object, told: str
+) -> None:
+    found = await answers(tmp_path, {"number": 0}, NEW, [answer])
+    if not told:
+        assert found == ""
+    else:
+        with pytest.raises(AssertionError, match=told):
+            raise AssertionError(found)
+
+
+async def test_it_is_told_the_row_and_how_its_prompt_did(tmp_path: Path) -> None:
+    told = await answers(tmp_path, {"number": 7}, NEW, "told")
+    assert told.startswith("curriculum_exception: data.curriculum.function: ")
+    assert "{'number': 7} {'step': 4, 'tries': 0, 'mean_reward': None}" in told
+    tried = TriedPrompt(step=9, tries=2, mean_reward=0.5)
+    told = await answers(tmp_path, {"number": 7}, tried, "told")
+    assert "{'step': 9, 'tries': 2, 'mean_reward': 0.5}" in told
+
+
+def test_its_function_takes_the_place_of_the_bounds() -> None:
+    alone = CurriculumSpec(function="mine:wants")
+    assert (alone.solved_from, alone.hopeless_to) == (None, None)
+    both = CurriculumSpec.model_validate({"function": "mine:wants", "solved_from": 0.8})
+    assert (both.solved_from, both.hopeless_to) == (0.8, None)
+    assert CurriculumSpec().solved_from == 0.9

@@ -1,0 +1,164 @@
+"""Prompt sources."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from services.common.models.tokenizer import load_tokenizer
+from services.common.runspec.data import DataSpec
+from services.common.runspec.run import ModelSpec
+from services.rollout.data.prompts import PromptBook
+from services.rollout.data.sources import column_value, open_sources
+
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(5)]
+
+
+def data(source: str, path: object, **changes: Any) -> DataSpec:
+    train = {"source": source, "path": str(path)} | changes.pop("train", {})
+    return DataSpec(train=train, **changes)  # type: ignore[arg-type]  # pydantic converts
+
+
+@pytest.mark.parametrize("code", ["raise OSError('no disk')", "yield 1 / 0"])
+def test_what_a_function_of_rows_raises_is_told_with_its_key(tmp_path: Path, code: str) -> None:
+    (tmp_path / "rows.py").write_text(f"def rows():\n    {code}\n")
+    with pytest.raises(
+        ValueError, match=r"data\.train: .*rows' raised (OSError|ZeroDivisionError)"
+    ):
+        open_sources(data("python", f"{tmp_path}/rows.py:rows"))
+
+
+def test_jsonl_rows_are_addressed_by_index_and_blank_lines_do_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n\n".join(json.dumps(row) for row in ROWS) + "\n\n")
+    source = open_sources(data("jsonl", file))["train"]
+    assert [source[index] for index in (3, 0)] == [ROWS[3], ROWS[0]]
+    assert len(source) == 5
+
+
+def test_parquet_rows_are_addressed_by_index(tmp_path: Path) -> None:
+    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    source = open_sources(data("parquet", tmp_path / "rows.parquet"))["train"]
+    assert source[4] == ROWS[4]
+    assert len(source) == 5
+
+
+def test_a_dotted_name_reaches_into_a_nested_column(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "1+1="}],
+            "reward_model": {"style": "rule", "ground_truth": "2"},
+        }
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows), file)
+    source = open_sources(data("parquet", file, answer_column="reward_model.ground_truth"))["train"]
+    assert column_value(source[0], "reward_model.ground_truth") == "2"
+    with pytest.raises(ValueError, match=r"answer_column is 'reward_model\.truth'"):
+        open_sources(data("parquet", file, answer_column="reward_model.truth"))
+    assert column_value({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
+
+
+def test_limit_keeps_the_first_rows(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in ROWS))
+    assert len(open_sources(data("jsonl", file, train={"limit": 2}))["train"]) == 2
+
+
+def test_python_function_gives_rows(tmp_path: Path) -> None:
+    file = tmp_path / "task.py"
+    file.write_text(
+        "def rows(count):\n    return ({'prompt': 'a', 'answer': i} for i in range(count))\n"
+    )
+    source = open_sources(data("python", f"{file}:rows", train={"arguments": {"count": 3}}))[
+        "train"
+    ]
+    assert source[2] == {"prompt": "a", "answer": 2}
+
+
+def test_reasoning_gym_task_gives_rows() -> None:
+    spec = data(
+        "reasoning_gym",
+        "basic_arithmetic",
+        train={"arguments": {"size": 4, "seed": 1}},
+        prompt_column="question",
+    )
+    source = open_sources(spec)["train"]
+    assert len(source) == 4
+    assert "metadata" in source[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "message"),
+    [
+        (None, {}, r"data\.train\.path: there is no file"),
+        ("", {}, r"data\.train: .* has no rows"),
+        ('{"question": "x"}', {}, r"data\.prompt_column is 'prompt', but .* columns 'question'"),
+        ('{"prompt": "x"}', {}, r"data\.answer_column is 'answer', .* or to null"),
+        ("not json", {}, r"row 0 of .* is no JSON"),
+        ("[1, 2]", {}, r"row 0 of .* is a list"),
+    ],
+)
+def test_bad_sources_name_the_key_and_the_fix(
+    tmp_path: Path, content: str | None, changes: dict[str, Any], message: str
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        open_sources(data("jsonl", file, **changes))
+
+
+def test_wrong_parquet_and_wrong_calls_name_the_key(tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_text("hello")
+    (tmp_path / "task.py").write_text("def rows():\n    return 3\n")
+    with pytest.raises(ValueError, match=r"data\.train: .* is no Parquet file"):
+        open_sources(data("parquet", tmp_path / "rows.parquet"))
+    with pytest.raises(ValueError, match=r"data\.train: .* returned a int"):
+        open_sources(data("python", f"{tmp_path}/task.py:rows"))
+    with pytest.raises(ValueError, match=r"data\.train\.arguments"):
+        open_sources(data("python", f"{tmp_path}/task.py:rows", train={"arguments": {"x": 1}}))
+    with pytest.raises(ValueError, match=r"data\.train: reasoning-gym cannot make"):
+        open_sources(data("reasoning_gym", "no_such_task"))
+
+
+def test_sets_have_columns_and_templates_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"question": "2*3", "solution": {"value": "6"}}))
+    spec = DataSpec(
+        train={  # type: ignore[arg-type]  # pydantic converts
+            "sums": {"source": "jsonl", "path": str(tmp_path / "a.jsonl")},
+            "products": {
+                "source": "jsonl",
+                "path": str(tmp_path / "b.jsonl"),
+                "prompt_column": "question",
+                "answer_column": "solution.value",
+                "prompt_template": "Q: {prompt}=",
+            },
+        }
+    )
+    book = PromptBook(
+        spec,
+        open_sources(spec),
+        load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")),
+    )
+    assert [book.num_rows(split) for split in book.splits] == [5, 1]
+    one, other = book.prompt("train.sums", 2), book.prompt("train.products", 0)
+    assert (one.text, one.answer) == ("2+1=", "3")
+    assert (other.text, other.answer) == ("Q: 2*3=", "6")
+
+
+def test_a_large_parquet_file_is_mapped_and_has_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"{n}", "answer": {"deep": [n, n + 1]}} for n in range(1000)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=64)
+    monkeypatch.setattr("services.rollout.data.sources._MOST_BYTES_HELD", 0)
+    monkeypatch.setattr("services.rollout.data.sources._ROWS_COPIED", 100)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    source = open_sources(data("parquet", tmp_path / "rows.parquet"))["train"]
+    assert len(source) == 1000
+    assert [source[index] for index in (999, 0, 500)] == [rows[999], rows[0], rows[500]]

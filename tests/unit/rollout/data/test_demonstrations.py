@@ -1,0 +1,201 @@
+"""Rows that bring their own answers: exactly the assistant's tokens train, or the row is refused."""
+
+from typing import Any
+
+import pytest
+
+from services.common.models.tokenizer import Tokenizer, load_tokenizer
+from services.common.runspec.data import DataSpec
+from services.common.runspec.run import ModelSpec
+from services.rollout.data.demonstrations import Demonstration, of_chat
+from services.rollout.data.prompts import PromptBook
+from services.rollout.failures import GroupError
+
+# The same conversations, with and without marks of what the assistant says.
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}<eos>"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+# Thoughts are left out of all answers but the last.
+FORGETFUL = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<eos>{{ '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "<think>easy</think>2"},
+    {"role": "user", "content": "and one more?"},
+    {"role": "assistant", "content": "3"},
+]
+
+
+def tokenizer(template: str | None = None) -> Tokenizer:
+    loaded = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes"))
+    if template is not None:
+        loaded._inner.chat_template = template
+    return loaded
+
+
+def parts(shown: Demonstration, template: str | None = None) -> list[tuple[str, bool]]:
+    """The prompt and all stretches as text, ends included, with whether they train."""
+    decode = tokenizer(template)._inner.decode
+    stretches = [(decode(list(s.token_ids)), s.is_answer) for s in shown.stretches]
+    return [(decode(list(shown.prompt_ids)), False), *stretches]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_exactly_what_the_assistant_says_trains(template: str) -> None:
+    shown = of_chat(TALK, (), tokenizer(template), turns="all")
+    assert parts(shown) == [
+        ("system: be brief\nuser: 1+1?\nassistant: ", False),
+        ("<think>easy</think>2<eos>", True),
+        ("\nuser: and one more?\nassistant: ", False),
+        ("3<eos>", True),
+    ]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_the_last_answer_alone_may_train(template: str) -> None:
+    shown = of_chat(TALK, (), tokenizer(template), turns="last")
+    before = (
+        "system: be brief\nuser: 1+1?\nassistant: <think>easy</think>2<eos>\nuser: and one more?\n"
+    )
+    assert parts(shown) == [(f"{before}assistant: ", False), ("3<eos>", True)]
+
+
+def test_the_tokens_are_those_of_the_whole_rendered_conversation() -> None:
+    used = tokenizer(PLAIN)
+    shown = of_chat(TALK, (), used, turns="all")
+    whole = used.encode(used.render_chat(TALK, opens_answer=False))
+    found = [*shown.prompt_ids, *(t for s in shown.stretches for t in s.token_ids)]
+    assert found == whole[: len(found)]
+    assert used.decode(whole[len(found) :]).strip() == ""
+
+
+def test_a_template_that_rewrites_history_is_refused_unless_the_last_answer_trains() -> None:
+    with pytest.raises(ValueError, match=r"data\.demonstration\.turns.*'last'"):
+        of_chat(TALK, (), tokenizer(FORGETFUL), turns="all")
+    shown = of_chat(TALK, (), tokenizer(FORGETFUL), turns="last")
+    assert "easy" not in parts(shown)[0][0]
+    assert parts(shown)[1] == ("3<eos>", True)
+
+
+def test_a_template_that_opens_answers_in_another_way_than_it_writes_them_is_refused() -> None:
+    odd = PLAIN.replace("%}assistant: {%", "%}ASSISTANT> {%")
+    with pytest.raises(ValueError, match="where the answer begins"):
+        of_chat(TALK, (), tokenizer(odd), turns="all")
+
+
+def test_a_template_without_ends_gets_one_behind_the_last_answer() -> None:
+    shown = of_chat(TALK, (), tokenizer(), turns="last")
+    assert parts(shown)[1] == ("3<eos>", True)
+
+
+def book(rows: list[Any], *, num_demonstrations: int = 1, **changes: Any) -> PromptBook:
+    source: Any = {"source": "jsonl", "path": "rows"}
+    data = DataSpec(train=source, heldout=source, **changes)
+    sources: Any = {"train": rows, "heldout": rows}
+    used = tokenizer(PLAIN)
+    return PromptBook(
+        data, sources, used, num_demonstrations=num_demonstrations, answers_heldout=True
+    )
+
+
+def test_text_is_answered_by_text_and_an_end() -> None:
+    prompt = book([{"prompt": "21=", "answer": "12"}]).prompt("train", 0)
+    (shown,) = prompt.demonstrations
+    assert parts(shown) == [("21=", False), ("12<eos>", True)]
+    assert prompt.answer == "12"
+
+
+def test_a_held_out_conversation_is_asked_for_its_last_answer() -> None:
+    rows = [{"talk": TALK}]
+    changes = {"prompt_column": "talk", "answer_column": None, "chat_template": True}
+    prompt = book(rows, **changes).prompt("heldout", 0)
+    assert prompt.demonstrations == ()
+    assert prompt.answer == "3"
+    used = tokenizer(PLAIN)
+    assert list(prompt.token_ids) == used.encode(used.render_chat(TALK[:-1]))
+
+
+CHAT = {"answer_column": None, "chat_template": True}
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "words"),
+    [
+        ({"prompt": "a"}, {}, "data.answer_column 'answer'.*but holds None"),
+        ({"prompt": "a", "answer": ""}, {}, "data.answer_column"),
+        ({"prompt": "a"}, {"answer_column": None}, "ends with a message of 'user'"),
+        ({"prompt": TALK, "answer": "b"}, {}, "data.chat_template is false"),
+        ({"prompt": TALK[:-1]}, CHAT, "ends with a message of 'user'.*data.answer_column"),
+        ({"prompt": TALK[2:]}, CHAT, "begins with a message of 'assistant'"),
+        ({"prompt": []}, CHAT, "must hold chat messages"),
+        ({"prompt": [{"content": "x"}]}, CHAT, "must hold chat messages"),
+        ({"prompt": "a" * 2000, "answer": "b"}, {}, "data.max_prompt_tokens"),
+    ],
+)
+def test_a_row_without_an_answer_is_refused_with_the_reason(
+    row: Any, changes: Any, words: str
+) -> None:
+    with pytest.raises(GroupError, match=words) as raised:
+        book([row], **changes).prompt("train", 0)
+    assert not raised.value.retryable
+
+
+def test_a_cut_keeps_what_fits() -> None:
+    shown = of_chat(TALK, (), tokenizer(PLAIN), turns="all")
+    first = len(shown.stretches[0].token_ids)
+    cut = shown.cut(first + 3)
+    assert cut.num_tokens == first + 3
+    assert [part.is_answer for part in cut.stretches] == [True, False]
+    assert shown.cut(shown.num_tokens) == shown
+
+
+ASKED, NO, YES = TALK[1], {"role": "assistant", "content": "no"}, TALK[4]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1?", "chosen": "3", "rejected": "no"},
+        {"prompt": [ASKED], "chosen": "3", "rejected": "no"},
+        {"prompt": [ASKED], "chosen": [YES], "rejected": [NO]},
+        {"prompt": "1+1?", "chosen": [ASKED, YES], "rejected": [ASKED, NO]},
+    ],
+    ids=["text", "messages", "answers", "conversations"],
+)
+def test_a_pair_may_be_given_as_people_have_it(row: Any) -> None:
+    columns: Any = {"answer_column": "chosen", "chat_template": True}
+    prompt = book([row], num_demonstrations=2, **columns).prompt("train", 0)
+    chosen, rejected = prompt.demonstrations
+    assert chosen.prompt_ids == rejected.prompt_ids == prompt.token_ids
+    assert parts(chosen) == [("user: 1+1?\nassistant: ", False), ("3<eos>", True)]
+    assert parts(rejected)[1] == ("no<eos>", True)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"chosen": "3", "rejected": "3"}, "hold the same"),
+        ({"chosen": "3"}, r"data\.rejected_column 'rejected' of row 0"),
+        ({"chosen": "", "rejected": "3"}, r"data\.answer_column 'chosen' of row 0"),
+        ({"chosen": [TALK[0], ASKED, YES], "rejected": "no"}, "follow different prompts"),
+        ({"chosen": [YES, ASKED], "rejected": [NO]}, "ends with a message of 'user'"),
+        ({"chosen": [YES], "rejected": [{"text": "no"}]}, "each with role"),
+    ],
+)
+def test_a_pair_that_cannot_be_compared_is_refused_alone(row: Any, told: str) -> None:
+    rows = [{"prompt": [ASKED], **row}, {"prompt": [ASKED], "chosen": "3", "rejected": "no"}]
+    columns: Any = {"answer_column": "chosen", "chat_template": True}
+    pairs = book(rows, num_demonstrations=2, **columns)
+    with pytest.raises(GroupError, match=told):
+        pairs.prompt("train", 0)
+    assert len(pairs.prompt("train", 1).demonstrations) == 2

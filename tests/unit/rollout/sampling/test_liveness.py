@@ -1,0 +1,63 @@
+"""A dead engine is found; a busy or idle one is left alone."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.rollout.engines.base import EngineStats
+from services.rollout.sampling.liveness import EngineStalledError, EpisodeWatch, ProgressWatch
+
+
+def stats(num_running: int, tokens_total: int, weight_version: int = 0) -> EngineStats:
+    return EngineStats(
+        num_running=num_running,
+        num_waiting=0,
+        tokens_total=tokens_total,
+        kv_used_fraction=0.0,
+        idle_seconds=0.0,
+        weight_version=weight_version,
+    )
+
+
+def test_requests_without_tokens_past_the_deadline_are_a_stall() -> None:
+    watch = ProgressWatch(deadline_s=10)
+    watch.check(stats(3, 100), now=0)
+    watch.check(stats(3, 100), now=10)
+    with pytest.raises(EngineStalledError, match="holds 3 requests but made no token for 11 s"):
+        watch.check(stats(3, 100), now=11)
+
+
+def test_tokens_updates_and_idleness_are_no_stall() -> None:
+    watch = ProgressWatch(deadline_s=10)
+    for now, seen in enumerate(
+        [stats(3, 1), stats(3, 2), stats(0, 2), stats(3, 2), stats(3, 2, weight_version=1)]
+    ):
+        watch.check(seen, now=9.0 * now)
+    watch.check(stats(3, 2, weight_version=1), now=9.0 * 5)
+
+
+def test_an_engine_that_sleeps_is_no_stall() -> None:
+    watch = ProgressWatch(deadline_s=10)
+    watch.check(stats(3, 1), now=0)
+    watch.check(replace(stats(3, 1), is_asleep=True), now=100)
+    watch.check(stats(3, 1), now=110)
+    with pytest.raises(EngineStalledError):
+        watch.check(stats(3, 1), now=111)
+
+
+def test_an_episode_is_stalled_by_what_it_does_not_do_and_never_by_its_age() -> None:
+    watch = EpisodeWatch(deadline_s=600)
+    day_s = 86_400
+    for second in range(0, day_s, 300):
+        assert watch.look({"g1": {0: second, 1: 7 * second}}, now=second) == {}
+    assert watch.look({"g1": {0: 0, 1: 0}}, now=day_s) == {}
+    assert watch.look({"g1": {0: 0, 1: 1}}, now=day_s + 600) == {}
+    (why,) = watch.look({"g1": {0: 0, 1: 2}}, now=day_s + 601).values()
+    assert why.startswith("member 0 made no token and no call for 601 s")
+
+
+def test_an_episode_that_begins_again_begins_anew() -> None:
+    watch = EpisodeWatch(deadline_s=10)
+    watch.look({"g1": {0: 5}}, now=0)
+    watch.look({}, now=5)
+    assert watch.look({"g1": {0: 5}}, now=20) == {}
