@@ -62,8 +62,8 @@ def main() -> None:
     if arguments.lora is not None:
         lora = {"rank": arguments.lora, "target_modules": LINEAR}
         shape = replace(shape, trainer={**shape.trainer, "lora": lora})
-    is_in_turns = "topology.placement=colocated" in arguments.set
-    parts = ["one-gpu", *(["lora"] * bool(arguments.lora)), *(["colocated"] * is_in_turns)]
+    is_colocated = "topology.placement=colocated" in arguments.set
+    parts = ["one-gpu", *(["lora"] * bool(arguments.lora)), *(["colocated"] * is_colocated)]
     name = f"{'-'.join(parts)}.json"
     with tempfile.TemporaryDirectory() as temporary, _watched() as peaks:
         folder = (arguments.folder or Path(temporary)).resolve()
@@ -72,7 +72,7 @@ def main() -> None:
         if not model.exists():
             shape.save_model(model)
         document = shape.spec(model, steps=10_000)
-        if is_in_turns:
+        if is_colocated:
             document["topology"] = {"placement": "colocated"}
         spec.write_text(json.dumps(document))
         run = run_for(arguments.steps, folder, arguments.set, spec=spec)
@@ -81,7 +81,7 @@ def main() -> None:
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "settings": arguments.set,
             **facts(run, first=_FIRST),
-            **({"switch": switches(run.steps[_FIRST - 1 :], folder)} if is_in_turns else {}),
+            **({"switch": switches(run.steps[_FIRST - 1 :], folder)} if is_colocated else {}),
             "logprob_difference": median(step["rollout_logprob_abs_diff"] for step in run.steps),
             "trainer_allocated_gb": max(
                 step.get("gpu_memory_peak_bytes", 0.0) for step in run.steps
@@ -99,7 +99,7 @@ def _planned(spec: RunSpec, model: Path) -> dict[str, float]:
     """GB of the trainer and of the engine with its weight plane."""
     config = AutoConfig.from_pretrained(model)
     total = int(_query("memory.total")[0]) << 20
-    engines = 0 if spec.topology.takes_turns else 1
+    engines = 0 if spec.topology.is_colocated else 1
     parts = trainer_memory(spec, config, gpu_bytes=total, engines=engines).parts
     planned = {
         "trainer": sum(size for name, size in parts.items() if name != SLEEPING),

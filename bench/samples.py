@@ -35,7 +35,7 @@ from services.common.runspec.run import ModelSpec
 from services.rollout.client import GroupAssignment
 from services.rollout.data.prompts import Prompt
 from services.rollout.publish.publisher import GroupPublisher
-from services.rollout.publish.sample_recorder import SampleTeller
+from services.rollout.publish.sample_recorder import SampleRecorder
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.turns import Turn
@@ -150,7 +150,7 @@ async def rollout(num_groups: int, rounds: int) -> dict[str, object]:
         ):
             await queue.create_partition("run_1/train", required_fields=ROLLOUT_FIELDS)
             await queue.keep_samples("run_1", max_bytes=4 << 30, max_steps=0)
-            teller = SampleTeller(data, parse_spec(SPEC), tokenizer, lambda split: 1)
+            teller = SampleRecorder(data, parse_spec(SPEC), tokenizer, lambda split: 1)
             without, keeping = GroupPublisher(data), GroupPublisher(data, teller=teller)
             putting = Putting(queue, child)
             for publisher in (without, keeping):  # warms up

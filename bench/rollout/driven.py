@@ -10,7 +10,7 @@ import torch
 
 from services.rollout.engines.base import Engine, GenerationRequest
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_order import EngineOrder
+from services.rollout.engines.engine_order import EngineConfig
 
 Directly = Callable[[str, Sequence[int], int], Any]
 """Generates: name, prompt, number of tokens."""
@@ -26,16 +26,16 @@ async def serving(engine: Engine) -> AsyncIterator[None]:
         running.cancel()
 
 
-def order(config: Any, *, dtype: torch.dtype, max_running: int, **changes: Any) -> EngineOrder:
+def order(config: Any, *, dtype: torch.dtype, max_running: int, **changes: Any) -> EngineConfig:
     """An engine on the GPU, if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return EngineOrder(
+    return EngineConfig(
         config=config, dtype=dtype, device=device, max_running=max_running, **changes
     )
 
 
 @asynccontextmanager
-async def opened(name: str, ordered: EngineOrder) -> AsyncIterator[Engine]:
+async def opened(name: str, ordered: EngineConfig) -> AsyncIterator[Engine]:
     """An engine that serves behind its adapter."""
     engine = make_engine(name, ordered)
     async with serving(engine):
@@ -43,7 +43,7 @@ async def opened(name: str, ordered: EngineOrder) -> AsyncIterator[Engine]:
 
 
 @asynccontextmanager
-async def alone(name: str, ordered: EngineOrder) -> AsyncIterator[Directly]:
+async def alone(name: str, ordered: EngineConfig) -> AsyncIterator[Directly]:
     """Another project's engine without our adapter; it answers once, with logprobs, at the end."""
     # Its environment and its arguments on this device are the adapter's.
     engine: Any = make_engine(name, ordered)

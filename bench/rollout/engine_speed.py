@@ -29,7 +29,7 @@ from bench.rollout.driven import alone, opened, order, requests
 from bench.rollout.report import GrowingReport
 from services.common.task_group import TaskGroup
 from services.rollout.engines.base import Engine
-from services.rollout.engines.engine_order import EngineOrder
+from services.rollout.engines.engine_order import EngineConfig
 
 _VOCABULARY = 258
 
@@ -69,7 +69,7 @@ def median(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 async def behind_adapter(
-    name: str, ordered: EngineOrder, *, num_tokens: int, repeats: int, num_updates: int
+    name: str, ordered: EngineConfig, *, num_tokens: int, repeats: int, num_updates: int
 ) -> dict[str, Any]:
     """Rates of an engine behind its adapter, undisturbed and with updates."""
     async with opened(name, ordered) as engine:
@@ -113,7 +113,7 @@ async def _update(
 
 
 async def by_itself(
-    name: str, ordered: EngineOrder, *, num_tokens: int, repeats: int
+    name: str, ordered: EngineConfig, *, num_tokens: int, repeats: int
 ) -> dict[str, float]:
     """Rates of the engine alone."""
     async with alone(name, ordered) as directly:

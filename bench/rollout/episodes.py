@@ -31,8 +31,8 @@ from bench.rollout.episodes_hour import hour
 from bench.rollout.report import GrowingReport
 from bench.rollout.served_episodes import Asked, Episodes, Load, milliseconds
 from services.common.http.limits import raise_descriptor_limit
-from services.rollout.calls.reach import Reach
-from services.rollout.gc_tuning import spare_what_stays
+from services.rollout.calls.reach import AddressPolicy
+from services.rollout.gc_tuning import freeze_startup_objects
 from services.rollout.openai.agent import Agent
 
 
@@ -46,8 +46,8 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
     raise_descriptor_limit()
     workflow = Agent(agent="bench.rollout.tool_agent:use_tools")
     episodes = Episodes(load)
-    spare_what_stays()
-    reach, here = Reach(("127.0.0.1",)), "127.0.0.1"
+    freeze_startup_objects()
+    reach, here = AddressPolicy(("127.0.0.1",)), "127.0.0.1"
     async with (
         workflow.serving(f"{here}:0", host=here, temperature=1.0, reach=reach),
         episodes.running(workflow),

@@ -13,7 +13,7 @@ import psutil
 from bench.rollout.served_episodes import Episodes, Load, milliseconds
 from bench.rollout.tool_agent import converse
 from services.rollout.engines.virtual_time import VirtualTimeLoop
-from services.rollout.gc_tuning import spare_what_stays
+from services.rollout.gc_tuning import freeze_startup_objects
 from services.rollout.openai.agent import Agent
 from services.rollout.openai.endpoint import Endpoint
 
@@ -77,7 +77,7 @@ class _WorkingTimeLoop(VirtualTimeLoop):
 
 async def _grown(load: Load, minutes: int) -> dict[str, Any]:
     workflow, episodes, process = _Here(agent="here"), Episodes(load), psutil.Process()
-    spare_what_stays()
+    freeze_startup_objects()
     sizes, overheads = [], Counter[float]()
     async with workflow.answering(), episodes.running(workflow):
         await asyncio.sleep(60 * _WARM_MINUTES)

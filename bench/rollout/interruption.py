@@ -26,8 +26,8 @@ from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
-from services.rollout.data.prompts import Prompt, PromptBook
-from services.rollout.sampling.group import Tools
+from services.rollout.data.prompts import Prompt, PromptStore
+from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import Sample
@@ -64,7 +64,7 @@ async def replica(address: str) -> AsyncIterator[tuple[GroupSampler, CountedEngi
     """A replica as ``services.rollout`` builds it."""
     outcome, engine = Outcome(), tiny_engine(max_running=GROUP_SIZE * 1024)
     data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column=None)  # type: ignore[arg-type]
-    prompts = PromptBook(
+    prompts = PromptStore(
         data, {"train": [{"prompt": f"{i:03}="} for i in range(1000)]}, tokenizer()
     )
     spec = RolloutSpec(
@@ -80,7 +80,7 @@ async def replica(address: str) -> AsyncIterator[tuple[GroupSampler, CountedEngi
         TransferQueueClient.connect(address) as metadata,
         asyncio.TaskGroup() as tasks,
     ):
-        tools = Tools(
+        tools = GroupServices(
             engine=engine,
             tokenizer=tokenizer(),
             workflow=SingleTurn(),

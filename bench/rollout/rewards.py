@@ -23,11 +23,11 @@ from bench.rollout.report import report_to
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.client import GroupAssignment
-from services.rollout.data.prompts import Prompt, PromptBook
+from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.rewards.scorer import Scorer
-from services.rollout.sampling.group import Tools
+from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.single_turn import SingleTurn
@@ -66,17 +66,19 @@ async def sample_groups(
         rewards=[{"bounds": (0, 1), "timeout_s": DEADLINE_S, **reward}],  # type: ignore[arg-type]
     )
     data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column=None)  # type: ignore[arg-type]
-    prompts = PromptBook(
+    prompts = PromptStore(
         data, {"train": [{"prompt": f"{i:03}="} for i in range(1000)]}, tokenizer()
     )
     engine, outcome = tiny_engine(max_running=256), Outcome()
     async with (
         CallPool(4) as pool,
-        Scorer.open(spec.rewards, pool, Reach(), concurrency=spec.reward_concurrency) as scorer,
+        Scorer.open(
+            spec.rewards, pool, AddressPolicy(), concurrency=spec.reward_concurrency
+        ) as scorer,
         asyncio.TaskGroup() as tasks,
     ):
         await asyncio.gather(*[scorer.check() for _ in range(4)])
-        tools = Tools(
+        tools = GroupServices(
             engine=engine, tokenizer=tokenizer(), workflow=SingleTurn(), reward=scorer, calls=pool
         )
         decoding = tasks.create_task(engine.run())

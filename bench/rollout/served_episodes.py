@@ -18,14 +18,14 @@ from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.run import LimitsSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
-from services.rollout.data.prompts import Prompt, PromptBook
+from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.monitor import monitor
 from services.rollout.openai.agent import Agent
 from services.rollout.rewards.base import RewardInput, Score
-from services.rollout.sampling.group import Tools
+from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields, sample_tags
@@ -185,7 +185,7 @@ class Episodes:
                 await self.engine.adopt_weights(0, random_weights())
             queue: Any = _Queue()
             served: Any = self.engine
-            tools = Tools(
+            tools = GroupServices(
                 engine=served,
                 tokenizer=tokenizer(),
                 workflow=workflow,
@@ -193,7 +193,7 @@ class Episodes:
                 calls=calls,
             )
             async with GroupSampler(
-                PromptBook(data, {"train": _Rows(self._load)}, tokenizer()),
+                PromptStore(data, {"train": _Rows(self._load)}, tokenizer()),
                 tools,
                 spec,
                 publisher=self,

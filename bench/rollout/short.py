@@ -19,12 +19,12 @@ from bench.rollout.report import report_to
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.client import GroupAssignment
-from services.rollout.data.prompts import Prompt, PromptBook
+from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.fake import FakeEngine
 from services.rollout.rewards.scorer import Scorer
-from services.rollout.sampling.group import Tools
+from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.single_turn import SingleTurn
@@ -65,7 +65,7 @@ async def measure(groups: int, tokens: int, profile: cProfile.Profile | None) ->
     )
     data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column="answer")  # type: ignore[arg-type]
     rows = [{"prompt": f"{i:03}=", "answer": "7"} for i in range(1000)]
-    prompts = PromptBook(data, {"train": rows}, tokenizer())
+    prompts = PromptStore(data, {"train": rows}, tokenizer())
     engine = FakeEngine(
         max_running=4096,
         step_seconds=lambda _: 1e-4,
@@ -75,11 +75,13 @@ async def measure(groups: int, tokens: int, profile: cProfile.Profile | None) ->
     outcome = _Outcome()
     async with (
         CallPool(spec.reward_concurrency) as pool,
-        Scorer.open(spec.rewards, pool, Reach(), concurrency=spec.reward_concurrency) as scorer,
+        Scorer.open(
+            spec.rewards, pool, AddressPolicy(), concurrency=spec.reward_concurrency
+        ) as scorer,
         asyncio.TaskGroup() as tasks,
     ):
         await asyncio.gather(*[scorer.check() for _ in range(spec.reward_concurrency)])
-        tools = Tools(
+        tools = GroupServices(
             engine=engine, tokenizer=tokenizer(), workflow=SingleTurn(), reward=scorer, calls=pool
         )
         decoding = tasks.create_task(engine.run())

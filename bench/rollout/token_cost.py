@@ -21,7 +21,7 @@ from transformers import Qwen2Config
 from bench.rollout.report import report_to
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_order import EngineOrder
+from services.rollout.engines.engine_order import EngineConfig
 
 _INTERVAL = 16
 
@@ -30,10 +30,10 @@ class Core:
     """In place of vLLM's client of its engine process: every request gets a token a step."""
 
     def __init__(self, num_tokens: int) -> None:
-        from services.rollout.engines.vllm.scheduler import Gatherer
+        from services.rollout.engines.vllm.scheduler import TokenBatcher
 
         self._num_tokens = num_tokens
-        self._gatherer = Gatherer(_INTERVAL)
+        self._gatherer = TokenBatcher(_INTERVAL)
         self.requests: list[str] = []
         self.started = asyncio.Event()
         self.seconds = {"stand_in": 0.0, "gather": 0.0, "codec": 0.0}
@@ -90,7 +90,7 @@ async def _deliver(backend: Any) -> None:
 
 async def measure(running: int, num_tokens: int) -> dict[str, float]:
     """Microseconds of processor time per token, by part."""
-    order = EngineOrder(
+    order = EngineConfig(
         config=Qwen2Config(
             vocab_size=258, num_hidden_layers=1, hidden_size=64, intermediate_size=64
         ),

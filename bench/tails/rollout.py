@@ -11,9 +11,9 @@ from services.controller.client import GroupFailure
 from services.controller.membership.registry import Worker
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
-from services.rollout.data.prompts import PromptBook
+from services.rollout.data.prompts import PromptStore
 from services.rollout.rewards.base import RewardInput, Score
-from services.rollout.sampling.group import Tools
+from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.liveness import EpisodeWatch
 from services.rollout.sampling.sampler import Failure, GroupSampler, ProgressCache, Publisher
 from services.rollout.weights import WeightReceiver
@@ -63,7 +63,7 @@ class SimulatedRollout:
         setting: Setting,
         *,
         caches: Caches,
-        prompts: PromptBook,
+        prompts: PromptStore,
         tokenizer: Any,
         publisher: Publisher,
         progress: ProgressCache,
@@ -88,7 +88,7 @@ class SimulatedRollout:
             kv_policy=setting.kv_policy,
             prefill_tokens_per_s=setting.prefill_tokens_per_s,
         )
-        tools = Tools(
+        tools = GroupServices(
             engine=self.engine,
             tokenizer=tokenizer,
             workflow=SingleTurn(),

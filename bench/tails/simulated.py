@@ -23,15 +23,15 @@ from services.controller.client import GroupFailure
 from services.controller.rules.groups import TERMINAL, GroupState, LedgerState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.prompts import Mixture, PromptOrder
-from services.controller.run.dispatch.dispatcher import Handout
-from services.controller.run.dispatch.rollout_pool import Replicas
-from services.controller.run.dispatch.sample_index import StoredGroups
-from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.dispatch.dispatcher import Dispatcher
+from services.controller.run.dispatch.rollout_pool import RolloutPool
+from services.controller.run.dispatch.sample_index import SampleIndex
+from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.observe.waits import Waits
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.run.train.batcher import take_batch
 from services.rollout.client import GroupAssignment
-from services.rollout.data.prompts import Prompt, PromptBook
+from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.virtual_time import VirtualTimeLoop
 from services.rollout.sampling.samples import Sample
 
@@ -63,7 +63,7 @@ class _Journal:
         self.notes.append(f"{note.type}: {note.message}")
 
 
-class _LocalReplicas(Replicas):
+class _LocalReplicas(RolloutPool):
     """Rollouts of this process."""
 
     def __init__(self, rollouts: dict[str, SimulatedRollout]) -> None:
@@ -81,13 +81,13 @@ class SimulatedRun:
         self.setting = setting
         self._spec = CurrentSpec(setting.specification())
         self._tokenizer: Any = Tokenizer()
-        self._prompts = PromptBook(
+        self._prompts = PromptStore(
             self._spec.now.data, {"train": [{"prompt": "x"}] * _ROWS}, self._tokenizer
         )
         self._queue, self._progress, self._journal = MemoryQueue(), MemoryProgress(), _Journal()
         self._caches = Caches()
         self._ledger = Ledger(max_attempts=self._spec.now.rollout.max_attempts)
-        self._generation: Generation
+        self._generation: GenerationScheduler
         self._order = PromptOrder(Mixture({"train": _ROWS}), seed=0, shuffle=False)
         self._rollouts: dict[str, SimulatedRollout] = {}
         self._killed: list[SimulatedRollout] = []
@@ -229,8 +229,8 @@ class SimulatedRun:
                 self._tasks.create_task(self._generation.supply()),
             ]
 
-    def _built(self) -> Generation:
-        stored: Any = StoredGroups(
+    def _built(self) -> GenerationScheduler:
+        stored: Any = SampleIndex(
             self._queue,  # type: ignore[arg-type]  # holds what it is given
             partition_id(RUN, "train"),
             group_size=self.setting.group_size,
@@ -243,8 +243,8 @@ class SimulatedRun:
             "replicas": _LocalReplicas(self._rollouts),
             "stored": stored,
         }
-        handout = Handout(self._spec, RUN, clock=_Clock(), **shared)
-        return Generation(self._spec, handout=handout, **shared)
+        dispatcher = Dispatcher(self._spec, RUN, clock=_Clock(), **shared)
+        return GenerationScheduler(self._spec, dispatcher=dispatcher, **shared)
 
     async def _report(self) -> dict[str, Any]:
         setting = self.setting

@@ -34,11 +34,11 @@ from bench.trainer.workload import (
 from services.common.models.loading import build_model
 from services.trainer.algorithm.logprobs import OutputHead, token_logprobs
 from services.trainer.batch.packing import pack
-from services.trainer.batch.plan import Bounds, StepPlan, plan_step, share_of
+from services.trainer.batch.plan import Bounds, StepPlan, plan_step, shard_of
 from services.trainer.batch.samples import Samples
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.model.flops import peak_flops
-from services.trainer.model.parallel import Topology, build_topology, distribute, join_processes
+from services.trainer.model.parallel import RankTopology, build_topology, distribute, join_processes
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.build import sequence_cost
 from services.trainer.steps.step import StepRunner
@@ -150,7 +150,7 @@ def study(
 
 def prepare(
     scale: Scale, trainer: dict[str, Any], device: torch.device, launch: Launch
-) -> tuple[Callable[[], Any], StepRunner, StepPlan, Topology]:
+) -> tuple[Callable[[], Any], StepRunner, StepPlan, RankTopology]:
     """A step of this rank, and what it is made of."""
     spec = spec_of(scale, **trainer)
     model = build_model(scale.config, dtype=torch.float32, device=device)
@@ -162,7 +162,7 @@ def prepare(
     distribute(policy, spec.trainer, topology)
     samples, cohort = make_samples(scale)
     shares = spec.trainer.share_prefixes
-    rows = share_of(
+    rows = shard_of(
         cohort,
         num_updates=1,
         rank=topology.data.rank,
@@ -258,7 +258,7 @@ def measure_logits_memory(scale: Scale, device: torch.device) -> dict[str, Any]:
     return row
 
 
-def measure_checkpoint(runner: StepRunner, topology: Topology) -> dict[str, Any]:
+def measure_checkpoint(runner: StepRunner, topology: RankTopology) -> dict[str, Any]:
     """Time for which a save blocks training, asynchronous and whole."""
     # One path for all ranks.
     root = Path(tempfile.gettempdir()) / "slipstream-bench-checkpoints"

@@ -31,11 +31,11 @@ from services.common.runspec.run import RunSpec
 from services.common.settings import set_defaults
 from services.trainer.batch import flash
 from services.trainer.batch.packing import Work
-from services.trainer.batch.plan import StepPlan, plan_step, share_of
-from services.trainer.batch.samples import Cohort, Samples, pack_samples
+from services.trainer.batch.plan import StepPlan, plan_step, shard_of
+from services.trainer.batch.samples import BatchFacts, Samples, pack_samples
 from services.trainer.model.flops import active_weights, peak_flops, training_flops
 from services.trainer.model.parallel import (
-    Topology,
+    RankTopology,
     build_topology,
     distribute,
 )
@@ -129,7 +129,7 @@ class _Sides:
         self._topology = build_topology(self._spec.trainer, device=device, rank=0, world_size=1)
         distribute(self._policy, self._spec.trainer, self._topology)
 
-    def measure(self, samples: Samples, cohort: Cohort, *, rounds: int) -> dict[str, Any]:
+    def measure(self, samples: Samples, cohort: BatchFacts, *, rounds: int) -> dict[str, Any]:
         """Both sides, at one shape."""
         ours = _OurStep(
             self._policy, self._spec, self._topology, self._cost, samples=samples, cohort=cohort
@@ -214,11 +214,11 @@ class _OurStep:
         self,
         policy: Policy,
         spec: RunSpec,
-        topology: Topology,
+        topology: RankTopology,
         cost: Any,
         *,
         samples: Samples,
-        cohort: Cohort,
+        cohort: BatchFacts,
     ) -> None:
         self._runner = StepRunner(
             policy, reference=None, spec=spec, ranks=topology.data, device=topology.device
@@ -245,7 +245,7 @@ class _OurStep:
 
     def plan(self) -> tuple[Samples, StepPlan]:
         """The samples in the order of their plan, as a rank has them."""
-        share = share_of(
+        share = shard_of(
             self._cohort,
             num_updates=1,
             rank=0,
@@ -257,7 +257,7 @@ class _OurStep:
         plan = plan_step(
             share,
             samples,
-            bounds=self._runner.outgrown.bounds,
+            bounds=self._runner.oom_limits.bounds,
             ranks=self._ranks,
             shares_prefixes=self._spec.shares_prefixes,
         )

@@ -20,11 +20,11 @@ from bench.trainer.workload import Scale, full_scale, smoke_scale, spec_of
 from services.common.jagged import Jagged
 from services.common.models.loading import build_model
 from services.trainer.batch import flash
-from services.trainer.batch.plan import Bounds, plan_step, share_of
-from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.batch.plan import Bounds, plan_step, shard_of
+from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.model.compiling import compile_ahead
 from services.trainer.model.parallel import (
-    Topology,
+    RankTopology,
     build_topology,
     distribute,
 )
@@ -117,10 +117,10 @@ class _Step:
         policy: Policy,
         scale: Scale,
         trainer: dict[str, Any],
-        topology: Topology,
+        topology: RankTopology,
         cost: Any,
         samples: Samples,
-        cohort: Cohort,
+        cohort: BatchFacts,
         *,
         shares: bool,
     ) -> None:
@@ -130,7 +130,7 @@ class _Step:
             policy, reference=None, spec=spec, ranks=ranks, device=topology.device
         )
         self._cohort = cohort
-        share = share_of(
+        share = shard_of(
             cohort, num_updates=1, rank=0, num_ranks=1, cost=cost, shares_prefixes=shares
         )
         self._samples = samples.select(share.rows)
@@ -163,7 +163,7 @@ def _figures(step: _Step, seconds: list[float], peak: float) -> dict[str, float]
 
 def make_groups(
     scale: Scale, num_groups: int, prompt: int, response: int
-) -> tuple[Samples, Cohort]:
+) -> tuple[Samples, BatchFacts]:
     """Groups of one prompt each, with log-normal lengths of responses."""
     generator = torch.Generator().manual_seed(2)
     count = num_groups * _GROUP_SIZE
@@ -189,7 +189,7 @@ def make_groups(
             "token_versions": torch.zeros(total, dtype=torch.int64),
         },
     )
-    cohort = Cohort(
+    cohort = BatchFacts(
         groups=torch.arange(count) // _GROUP_SIZE,
         lengths=tuple((lengths + prompt).tolist()),
         prompt_lengths=(prompt,) * count,

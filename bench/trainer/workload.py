@@ -11,7 +11,7 @@ from services.common.jagged import Jagged
 from services.common.models.loading import build_model
 from services.common.models.presets import preset_config
 from services.common.runspec.run import RunSpec
-from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.model.flops import active_weights, training_flops
 
 
@@ -80,7 +80,7 @@ def spec_of(scale: Scale, *, algorithm: Mapping[str, Any] | None = None, **train
     )
 
 
-def make_samples(scale: Scale) -> tuple[Samples, Cohort]:
+def make_samples(scale: Scale) -> tuple[Samples, BatchFacts]:
     """The whole batch: an eighth of each sequence is its prompt."""
     generator = torch.Generator().manual_seed(1)
     lengths = long_tailed_lengths(scale)
@@ -107,7 +107,7 @@ def make_samples(scale: Scale) -> tuple[Samples, Cohort]:
         },
     )
     none = torch.zeros(len(lengths), dtype=torch.bool)
-    cohort = Cohort(
+    cohort = BatchFacts(
         groups=torch.arange(len(lengths)) // 8,
         lengths=tuple(lengths),
         prompt_lengths=tuple(prompts),

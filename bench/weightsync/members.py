@@ -22,7 +22,7 @@ from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.weights import WeightReceiver
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy
-from services.trainer.ranks.command_group import Crew, Kind, Order
+from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.weights import WeightExport
@@ -56,16 +56,18 @@ def run_trainer_rank(rank: int, options: Any, controller: str, port: int, member
     weights = WeightExport(
         policy, dtype=getattr(torch, options.dtype), device=device, senders=options.senders
     )
-    crew = Crew(options.trainers)
+    command_group = CommandGroup(options.trainers)
     threading.Thread(
-        target=_step_when_told, args=(policy, weights, crew, rank, options, store), daemon=True
+        target=_step_when_told,
+        args=(policy, weights, command_group, rank, options, store),
+        daemon=True,
     ).start()
-    asyncio.run(_serve_rank(rank, crew, weights, device, controller, members))
+    asyncio.run(_serve_rank(rank, command_group, weights, device, controller, members))
 
 
 async def _serve_rank(
     rank: int,
-    crew: Crew,
+    command_group: CommandGroup,
     weights: WeightExport,
     device: torch.device,
     controller: str,
@@ -74,11 +76,11 @@ async def _serve_rank(
     source: Leader | Follower
     if rank == 0:
         source = Leader()
-        source.attach(cast("Any", _NOT_TRAINED), crew, weights=weights)
+        source.attach(cast("Any", _NOT_TRAINED), command_group, weights=weights)
     else:
-        source = Follower(crew, cast("Any", _NOT_TRAINED), weights=weights)
+        source = Follower(command_group, cast("Any", _NOT_TRAINED), weights=weights)
     async with _member(controller, device, source=source) as (member, port):
-        addresses = await asyncio.to_thread(crew.gather, f"127.0.0.1:{port}")
+        addresses = await asyncio.to_thread(command_group.gather, f"127.0.0.1:{port}")
         if weights.sends_rows:
             member.source_addresses = addresses
         members.put((f"trainer-{rank}", port))
@@ -136,7 +138,12 @@ async def _decode_on(engine: TorchEngine, name: str) -> None:
 
 
 def _step_when_told(
-    policy: Policy, weights: WeightExport, crew: Crew, rank: int, options: Any, store: Any
+    policy: Policy,
+    weights: WeightExport,
+    command_group: CommandGroup,
+    rank: int,
+    options: Any,
+    store: Any,
 ) -> None:
     """Stands for the optimizer: changes every weight a little."""
     _use(next(policy.parameters()).device)
@@ -151,7 +158,7 @@ def _step_when_told(
         store.set(f"stepped/{version}/{rank}", "1")
     store.wait(["end"])
     if rank == 0:
-        crew.tell(Order(Kind.GATHER))
+        command_group.tell(Command(CommandKind.GATHER))
         store.set("digest/trainer", _digest(weights.weight_tensors()))
 
 

@@ -21,7 +21,7 @@ from bench.weightsync.sides import (
     raw_broadcast,
     synchronize,
 )
-from services.weightsync.group import Seat, form_group
+from services.weightsync.group import RankAssignment, form_group
 from services.weightsync.member import WeightMember
 from services.weightsync.plan import fsdp_shards, make_plan, version_digest
 from services.weightsync.transfer import TransferOrder
@@ -71,7 +71,7 @@ class Bench:
         group = form_group(
             self._transport,
             Store(self._store, "usual"),
-            Seat(
+            RankAssignment(
                 sources=(0,),
                 num_sources=1,
                 rank=0 if self._source == 0 else self._number - self._arguments.sources + 1,

@@ -13,7 +13,7 @@ from services.weightsync.canary import Canary
 from services.weightsync.endpoints import Place
 from services.weightsync.group import Channel
 from services.weightsync.modes.placing import live_placer
-from services.weightsync.plan import Shard, TensorSpec, WeightPlan
+from services.weightsync.plan import TensorSpec, WeightPlan, WeightShard
 
 
 class Store:
@@ -36,7 +36,7 @@ class TrainerRank:
     """fp32 master weights in the rows that FSDP2 gives this rank."""
 
     def __init__(
-        self, specs: Sequence[TensorSpec], shards: Sequence[Shard], device: torch.device
+        self, specs: Sequence[TensorSpec], shards: Sequence[WeightShard], device: torch.device
     ) -> None:
         self._specs = specs
         self.shards = shards

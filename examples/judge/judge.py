@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from services.common.http.server import serve_http
-from services.common.lifetime import until_told_to_stop
+from services.common.lifetime import wait_for_shutdown
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.rpc.server import serve
 from services.common.runspec.run import ModelSpec, WarmStartSpec
@@ -149,7 +149,7 @@ async def run(http: str, grpc_bind: str) -> None:
         ):
             sys.stdout.write(f"judge at http port {http_port}, gRPC port {grpc_port}\n")
             sys.stdout.flush()
-            await until_told_to_stop()
+            await wait_for_shutdown()
         decoding.cancel()
 
 

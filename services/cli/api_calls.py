@@ -16,7 +16,7 @@ from services.cli import known_tokens
 from services.cli.api import Api, ApiError
 from services.cli.local import ServiceExitedError
 from services.cli.names import find_run, is_id, may_be_run
-from services.cli.output import console, errors, fail, patient
+from services.cli.output import console, errors, fail, tolerate_broken_pipe
 from services.cli.settings import CliSettings
 from services.cli.state_directory import StateInUseError
 from services.common.runspec.loader import SpecError
@@ -202,7 +202,7 @@ def run_until_signal(work: Coroutine[Any, Any, Any], *, needs_reader: bool = Tru
         return task.result()
 
     try:
-        with patient(console, None if needs_reader else _terminate):
+        with tolerate_broken_pipe(console, None if needs_reader else _terminate):
             return asyncio.run(main())
     except BrokenPipeError:
         raise typer.Exit(0) from None  # whoever read has read enough, as `head` does

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from services.cli.api import ApiError
-from services.common.security.confinement import Allowance
+from services.common.security.confinement import CodePolicy
 from services.common.task_group import TaskGroup
 from services.controller.api.app import build_app
 from services.controller.api.principals import DEFAULT_PROJECT, Principal
@@ -40,7 +40,7 @@ async def ended_runs(state_directory: Path) -> AsyncIterator[httpx.AsyncClient]:
                 queue=_Nowhere(),  # type: ignore[arg-type]
                 tasks=tasks,
                 defaults=limits,
-                allowance=Allowance(),
+                allowance=CodePolicy(),
             )
             logs = RunLogs(state_directory, manager.is_ended)
             api = RunApi(manager, RunAudit(database), logs, _Owner(), RequestLimits(manager.limits))

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from services.cli import known_tokens
-from services.cli.state_directory import owned_folder, sole_use
+from services.cli.state_directory import lock_state_directory, process_folder
 from services.common.task_group import TaskGroup
 from services.controller.launch.log_files import last_lines
 
@@ -122,7 +122,7 @@ async def local_services(
     strangers = psutil.Process().children()
     services = LocalServices(max_restarts=max_restarts, token=f"slp_{secrets.token_urlsafe(32)}")
 
-    with _files_of_this_user(), sole_use(state_directory), owned_folder() as folder:
+    with _files_of_this_user(), lock_state_directory(state_directory), process_folder() as folder:
         logs.mkdir(parents=True, exist_ok=True)
 
         def service(name: str, settings: dict[str, str]) -> _Service:

@@ -15,7 +15,7 @@ import psutil
 
 from services.cli.settings import MachineSettings
 from services.common.host import missing_compiler, missing_cxx_compiler, usable_processors
-from services.common.models.made_tokenizers import is_made, tokenizer_name
+from services.common.models.made_tokenizers import is_builtin_tokenizer, tokenizer_name
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.task_groups import TaskGroupError
@@ -238,7 +238,7 @@ def _slow_on_cpus(spec: RunSpec, slowdown: Callable[[], float]) -> Iterator[str]
 def hub_is_needed(spec: RunSpec) -> bool:
     """Whether a model, a tokenizer or data come from Hugging Face."""
     for model in (spec.model, spec.of_reference.model):
-        if not (is_made(name := tokenizer_name(model)) or _is_folder(name)):
+        if not (is_builtin_tokenizer(name := tokenizer_name(model)) or _is_folder(name)):
             return True
         if not (model.is_tiny or _is_folder(model.path)):
             return True
@@ -294,7 +294,7 @@ def _too_many(spec: RunSpec, gpus: int) -> Iterator[str]:
         worker_id, most = max(needs.items(), key=lambda item: item[1])
         if spec.topology.placement == "mixed" and total_gpus(spec) > gpus:
             yield (
-                f"topology.placement is 'mixed': with {spec.rollout.replicas - spec.rollouts_in_turns} "
+                f"topology.placement is 'mixed': with {spec.rollout.replicas - spec.colocated_rollouts} "
                 f"rollout(s) beside the trainer's {spec.trainer.world_size} GPU(s) the run needs "
                 f"{total_gpus(spec)} GPUs, but this machine has {gpus}; lower trainer.world_size or "
                 "rollout.replicas, set topology.placement to 'colocated', or say --elsewhere"

@@ -13,104 +13,104 @@ from services.cli.output import print_traceback
 _COMMANDS = {
     "Train": {
         "run": (
-            "local_commands:run",
+            "local:run",
             "Start all services on this machine, train, show progress, and end everything.",
         ),
         "validate": (
-            "spec_commands:validate",
+            "spec:validate",
             "Check a specification and everything it names, without starting anything.",
         ),
         "plan": (
-            "plan_command:plan",
+            "plan:plan",
             "Predict step time, idle shares, staleness and memory for splits of the GPUs, and recommend one.",
         ),
         "init": (
-            "init_command:init",
+            "init:init",
             "Write a commented specification for a model and a data set.",
         ),
         "up": (
-            "local_commands:up",
+            "local:up",
             "Start controller and transferqueue, and keep them running for submitted runs.",
         ),
-        "submit": ("submit_command:submit", "Submit a run and print its id."),
+        "submit": ("spec:submit", "Submit a run and print its id."),
     },
     "Look": {
-        "list": ("look_commands:list_", "List runs, newest first."),
-        "watch": ("run_commands:watch", "Show a run's progress until it ends."),
-        "get": ("look_commands:get", "Show one run."),
-        "events": ("look_commands:events", "Show what happened to a run."),
-        "logs": ("look_commands:logs", "Show what the workers of a run wrote."),
+        "list": ("inspect:list_", "List runs, newest first."),
+        "watch": ("control:watch", "Show a run's progress until it ends."),
+        "get": ("inspect:get", "Show one run."),
+        "events": ("inspect:events", "Show what happened to a run."),
+        "logs": ("inspect:logs", "Show what the workers of a run wrote."),
         "metrics": (
-            "look_commands:metrics",
+            "inspect:metrics",
             "Show a number of each step, or which numbers there are.",
         ),
         "groups": (
-            "look_commands:groups",
+            "inspect:groups",
             "List the groups that steps trained, then those in flight and those that were given up.",
         ),
         "samples": (
-            "sample_commands:samples",
+            "samples:samples",
             "Show what a run's model wrote: prompts, responses, rewards and what came of them.",
         ),
         "checkpoints": (
-            "look_commands:checkpoints",
+            "inspect:checkpoints",
             "List the checkpoints of a run, newest first.",
         ),
-        "workers": ("look_commands:workers", "List the workers of a run and what they are doing."),
+        "workers": ("inspect:workers", "List the workers of a run and what they are doing."),
         "track": (
-            "track_command:track",
+            "track:track",
             "Write runs to wandb, tensorboard, mlflow or trackio while they go on, or later.",
         ),
         "compare": (
-            "compare_command:compare",
+            "compare:compare",
             "Compare two runs: results, and keys of their specifications that differ.",
         ),
         "page": (
-            "project_commands:page",
+            "project:page",
             "Print a link to the run page that signs one browser in, once.",
         ),
     },
     "Steer": {
         "pause": (
-            "run_commands:pause",
+            "control:pause",
             "Finish the current step, save a checkpoint and stop the run's workers.",
         ),
-        "resume": ("run_commands:resume", "Let a paused run go on from its checkpoint."),
-        "cancel": ("run_commands:cancel", "End a run."),
+        "resume": ("control:resume", "Let a paused run go on from its checkpoint."),
+        "cancel": ("control:cancel", "End a run."),
         "checkpoint": (
-            "run_commands:checkpoint",
+            "control:checkpoint",
             "Save a checkpoint at the end of the current step.",
         ),
         "eval": (
-            "run_commands:evaluate",
+            "control:evaluate",
             "Evaluate the weights that are served now, and show the result.",
         ),
         "fork": (
-            "run_commands:fork",
+            "control:fork",
             "Start a new run that goes on from a checkpoint, and print its id.",
         ),
         "export": (
-            "export_command:export",
+            "export:export",
             "Write a run's weights as a Hugging Face folder, adapters merged, with its tokenizer.",
         ),
-        "delete": ("run_commands:delete", "Forget a run that has ended."),
+        "delete": ("control:delete", "Forget a run that has ended."),
         "delete-checkpoint": (
-            "run_commands:delete_checkpoint",
+            "control:delete_checkpoint",
             "Delete a checkpoint that no run needs.",
         ),
     },
     "Controller": {
         "quota": (
-            "project_commands:quota",
+            "project:quota",
             "Show what the project uses, and what it may use.",
         ),
-        "version": ("project_commands:version", "Show the release of the controller."),
+        "version": ("project:version", "Show the release of the controller."),
         "backup": (
-            "backup_commands:backup",
+            "project:backup",
             "Copy the database, also while a controller works; checkpoints are files and not part of it.",
         ),
         "restore": (
-            "backup_commands:restore",
+            "project:restore",
             "Put a copy in the place of the database, while no controller uses it.",
         ),
     },
@@ -140,7 +140,7 @@ def load(name: str) -> Any:
     references = {name: where for panel in _COMMANDS.values() for name, (where, _) in panel.items()}
     module, _, function = references[name].partition(":")
     part = typer.Typer(add_completion=False)
-    part.command(name)(getattr(import_module(f"services.cli.{module}"), function))
+    part.command(name)(getattr(import_module(f"services.cli.commands.{module}"), function))
     return typer.main.get_command(part)
 
 

@@ -144,7 +144,9 @@ class _Output(io.TextIOBase):
 
 
 @contextmanager
-def patient(console: Console, on_reader_gone: Callable[[], None] | None = None) -> Iterator[None]:
+def tolerate_broken_pipe(
+    console: Console, on_reader_gone: Callable[[], None] | None = None
+) -> Iterator[None]:
     """Let a console's writers go on although nobody reads; at the end, wait for the reader.
 
     Args:
@@ -168,7 +170,7 @@ def patient(console: Console, on_reader_gone: Callable[[], None] | None = None) 
         output.finish(timeout_s)
 
 
-def say(console: Console, text: str) -> None:
+def print_line(console: Console, text: str) -> None:
     """Print a sentence without breaking it into lines."""
     console.print(text, soft_wrap=True)
 
@@ -179,7 +181,7 @@ def write(text: str) -> None:
 
 
 @contextmanager
-def told(what: str, console: Console) -> Iterator[None]:
+def describe(what: str, console: Console) -> Iterator[None]:
     """Say what is being done and for how long until the block ends: in place on a terminal, else in lines."""
     is_done = threading.Event()
     begin = time.monotonic()
@@ -189,8 +191,8 @@ def told(what: str, console: Console) -> Iterator[None]:
         status = shown = console.status(what, refresh_per_second=4)
         every_s, show = TELL_EVERY_S, shown.update
     else:
-        say(console, what)
-        status, every_s, show = nullcontext(), REPEAT_EVERY_S, partial(say, console)
+        print_line(console, what)
+        status, every_s, show = nullcontext(), REPEAT_EVERY_S, partial(print_line, console)
 
     def tick() -> None:
         with suppress(BrokenPipeError):  # whoever writes next is told of it
@@ -199,7 +201,7 @@ def told(what: str, console: Console) -> Iterator[None]:
 
     with status:
         # What is done may keep an event loop busy, or have none.
-        threading.Thread(target=tick, name="told", daemon=True).start()
+        threading.Thread(target=tick, name="describe", daemon=True).start()
         try:
             yield
         finally:

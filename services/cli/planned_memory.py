@@ -64,7 +64,7 @@ class Memory:
         None where engines have room beside them too. Without a size of the GPUs, of H200s.
         """
         from services.common.models.training_memory import state_memory
-        from services.common.models.turns_memory import what_stays
+        from services.common.models.turns_memory import resident_memory
 
         spec = self._spec
         engines = max(1, spec.trainer.world_size // spec.engine_gpus)
@@ -73,7 +73,7 @@ class Memory:
             "rollout": spec.rollout.model_copy(update={"replicas": engines}),
         }
         spec, total = spec.model_copy(update=parts), self._total or int(_H200)
-        stays = what_stays(spec, self._config, gpu_bytes=total)
+        stays = resident_memory(spec, self._config, gpu_bytes=total)
         if stays != "nothing":
             return None if stays == "all" else 0.0
         return float(state_memory(spec, self._config, gpu_bytes=total))

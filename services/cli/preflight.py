@@ -33,7 +33,7 @@ from services.cli.settings import MachineSettings
 from services.common.callables import bind_callable, load_callable
 from services.common.models.configs import full_config, read_config
 from services.common.models.families import check_trainer
-from services.common.models.made_tokenizers import Vocabulary, made_vocabulary, tokenizer_name
+from services.common.models.made_tokenizers import Vocabulary, builtin_vocabulary, tokenizer_name
 from services.common.models.weight_files import file_problems
 from services.common.runspec.built_in import AGENTS, EARNED, REWARDS, WORKFLOWS
 from services.common.runspec.data import kind_of
@@ -42,7 +42,7 @@ from services.common.runspec.loader import Draft, SpecError, read_draft
 from services.common.runspec.run import ModelSpec, RunSpec
 from services.common.runspec.suggestions import did_you_mean
 from services.common.runspec.trainer import OF_EXPERTS
-from services.common.security.secrets import plain_secrets
+from services.common.security.secrets import find_plain_secrets
 from services.rollout.data.prompts import check_prompt
 from services.rollout.data.sources import PromptSource, open_source
 from services.rollout.workflows.base import load_workflow
@@ -74,7 +74,7 @@ def read_checked(path: Path, overrides: Sequence[str] = (), *, is_here: bool = T
     examined = draft.examined
     problems = list(examined.problems)
     if examined.spec is not None:
-        problems += plain_secrets(examined.spec)
+        problems += find_plain_secrets(examined.spec)
     if examined.spec is not None and is_here:
         found = _examined_here(examined.spec, tries_functions=not problems)
         problems += [each for each in found.problems if not examined.is_about_stand_ins(each)]
@@ -270,7 +270,7 @@ def _adapter_names(spec: RunSpec) -> Iterator[str]:
 
 
 def _vocabulary(spec: RunSpec) -> Vocabulary:
-    made = made_vocabulary(tokenizer_name(spec.model))
+    made = builtin_vocabulary(tokenizer_name(spec.model))
     if made is not None:
         return made
     # It loads transformers, which takes a second.

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from services.cli.api import Api
-from services.cli.output import say
+from services.cli.output import print_line
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
 from services.controller.api.operations import (
@@ -20,7 +20,7 @@ from services.controller.models import ListedRun
 from services.controller.rules.run_state import TERMINAL
 
 
-async def submit_or_go_on(
+async def submit_or_resume(
     api: Api, spec: RunSpec, console: Console, *, resume: bool = False
 ) -> str:
     """Submit a run, unless the same one was paused or cut off before: then that one goes on.
@@ -46,17 +46,17 @@ async def submit_or_go_on(
         how = "paused" if left.state == "PAUSED" else "cut off"
         cut_off = f"{left.id} was {how} after step {left.step}"
         if (await api.get(left.id)).spec == wanted:
-            say(console, f"{cut_off}; it goes on")
+            print_line(console, f"{cut_off}; it goes on")
             if left.state == "PAUSED":
                 await api.call(ResumeRun(run_id=left.id))
             return left.id
-        say(console, f"{cut_off}, with another specification; it is cancelled")
+        print_line(console, f"{cut_off}, with another specification; it is cancelled")
         await api.call(CancelRun(run_id=left.id))
         async for _ in api.watch(left.id):
             pass
     ended = await _newest_with_checkpoint(api, spec.name)
     if ended is not None and resume:
-        say(
+        print_line(
             console,
             f"{ended.id} ended {ended.state} after step {ended.step}; a new run goes on from there",
         )
@@ -69,7 +69,7 @@ async def submit_or_go_on(
             ]
         )
     if ended is not None:
-        say(
+        print_line(
             console,
             f"{ended.id} ended {ended.state} after step {ended.step}; this is a new run from step 0, and "
             "--resume would go on from there",

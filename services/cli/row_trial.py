@@ -14,7 +14,7 @@ from services.common.runspec.run import RunSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import TriedPrompt
 from services.rollout.data.curriculum import Curriculum
-from services.rollout.data.prompts import Prompt, PromptBook
+from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.data.sources import PromptSource
 from services.rollout.failures import CallError, GroupError
 from services.rollout.rewards.base import RewardInput
@@ -47,7 +47,7 @@ def try_rows(
         What was found, and the prompts by split.
     """
     trial, prompts = Trial(), dict[str, list[Prompt]]()
-    book = PromptBook(
+    book = PromptStore(
         spec.data,
         sources,
         tokenizer,

@@ -86,7 +86,7 @@ def _planned(
     beside_trainer, beside_rollout = _neighbours(
         spec, gpus=total_gpus(spec) if gpus is None else gpus
     )
-    engines = 0 if spec.topology.takes_turns else beside_trainer.count("rollout")
+    engines = 0 if spec.topology.is_colocated else beside_trainer.count("rollout")
     trainer = trainer_memory(spec, config, gpu_bytes=gpu_bytes, engines=engines)
     chosen = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
     rollout = plan_of(spec, config, gpu_bytes=gpu_bytes, roles=beside_rollout, checks=False)
@@ -156,7 +156,7 @@ def _changes(spec: RunSpec) -> Iterator[_Changes]:
         yield {"trainer.cpu_offload": "optimizer"}
     if not trainer.activation_offloading:
         yield {"trainer.activation_offloading": True}
-    if not (spec.topology.takes_turns or spec.topology.task_groups):
+    if not (spec.topology.is_colocated or spec.topology.task_groups):
         yield {"topology.placement": "colocated"}
     if trainer.zero_stage == 3 and trainer.cpu_offload is not True:
         yield {"trainer.cpu_offload": True}

@@ -9,14 +9,14 @@ from contextlib import suppress
 from rich.console import Console
 
 from services.cli.api import Api, ApiError
-from services.cli.output import say
+from services.cli.output import print_line
 from services.controller.api.operations import CancelRun, ListRuns, PauseRun
 from services.controller.rules.run_state import TERMINAL
 
 _PAUSE_TIMEOUT_S = 300.0
 
 
-class Interrupts:
+class SignalHandler:
     """Signals that ask this process to end, from now on; they do not end it by themselves."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Interrupts:
         active = await _active(api)
         if not active:
             return
-        say(console, "pausing behind the current step; Ctrl-C again cancels instead")
+        print_line(console, "pausing behind the current step; Ctrl-C again cancels instead")
         pausing = []
         for run_id in active:
             with suppress(ApiError):  # what is only being started has nothing to save
@@ -50,7 +50,9 @@ class Interrupts:
             async with asyncio.timeout(_PAUSE_TIMEOUT_S):
                 await asyncio.wait((paused, again), return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
-            say(console, f"not paused within {_PAUSE_TIMEOUT_S:.0f} s: it is cut off where it is")
+            print_line(
+                console, f"not paused within {_PAUSE_TIMEOUT_S:.0f} s: it is cut off where it is"
+            )
         finally:
             again.cancel()
             paused.cancel()
@@ -58,9 +60,9 @@ class Interrupts:
             for run_id in active:
                 with suppress(ApiError):  # it may have ended
                     await api.call(CancelRun(run_id=run_id))
-            say(console, "cancelled")
+            print_line(console, "cancelled")
         else:
-            say(console, "paused: the same command goes on from there")
+            print_line(console, "paused: the same command goes on from there")
 
     def _interrupted(self) -> None:
         (self._again if self._came.is_set() else self._came).set()

@@ -21,7 +21,7 @@ class StateInUseError(RuntimeError):
 
 
 @contextmanager
-def sole_use(state_directory: Path) -> Iterator[None]:
+def lock_state_directory(state_directory: Path) -> Iterator[None]:
     """Have a state directory until the block ends or this process does.
 
     Raises:
@@ -56,7 +56,7 @@ _OWNER = "owner"
 
 
 @contextmanager
-def owned_folder() -> Iterator[Path]:
+def process_folder() -> Iterator[Path]:
     """A folder for secrets, until the block ends; those of processes that were killed are removed."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         if _is_left_behind(left):

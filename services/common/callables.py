@@ -143,7 +143,7 @@ def source_digest(reference: str) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def told(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """What a user's code raised, for whoever called it: its kind, and the beginning of its text."""
     return f"{type(error).__name__}: {error}"[:_MOST_ERROR_CHARACTERS]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-async def until_told_to_stop(*, stop_on_stdin_eof: bool = False) -> None:
+async def wait_for_shutdown(*, stop_on_stdin_eof: bool = False) -> None:
     """Return at SIGTERM or SIGINT or, if asked for, when standard input ends.
 
     A parent that keeps the other end of standard input open need not do anything: when it dies in
@@ -24,7 +24,7 @@ async def until_told_to_stop(*, stop_on_stdin_eof: bool = False) -> None:
     await stopped.wait()
 
 
-def announce(ready_file: Path | None, addresses: Mapping[str, str]) -> None:
+def report_ready(ready_file: Path | None, addresses: Mapping[str, str]) -> None:
     """Write the bound addresses as one line of JSON; readers see all of it or nothing."""
     if ready_file is None:
         return

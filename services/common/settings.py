@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.common.errors import InvalidArgumentError
 from services.common.metrics_server import serve_metrics
-from services.common.security.confinement import Allowance
+from services.common.security.confinement import CodePolicy
 from services.common.security.credentials import Identity, read_key
 from services.common.security.tls import Peer, TlsFiles, peer_name
 
@@ -172,9 +172,9 @@ class SpecSettings(ServiceSettings):
     only with ``allowed_roots``."""
 
     @property
-    def allowance(self) -> Allowance:
+    def allowance(self) -> CodePolicy:
         """What specifications may name."""
-        return Allowance(
+        return CodePolicy(
             roots=self.allowed_roots, code_roots=self.code_roots, commands=self.allowed_commands
         )
 

@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.common.http.limits import raise_descriptor_limit
 from services.common.http.server import serve_http
-from services.common.lifetime import announce, until_told_to_stop
+from services.common.lifetime import report_ready, wait_for_shutdown
 from services.common.rpc.client import open_channel
 from services.common.rpc.server import serve
 from services.common.security.credentials import acting_as
@@ -100,9 +100,9 @@ async def run_controller(settings: ControllerSettings) -> None:
         stack.push_async_callback(manager.close, leave=settings.leave_runs)
         await manager.start()
         rest_url = await stack.enter_async_context(_serve_rest(api, tokens, settings))
-        announce(settings.ready_file, {"grpc": address, "rest": rest_url})
+        report_ready(settings.ready_file, {"grpc": address, "rest": rest_url})
         keeping = tasks.create_task(leadership.keep())
-        await until_told_to_stop(stop_on_stdin_eof=settings.stop_on_stdin_eof)
+        await wait_for_shutdown(stop_on_stdin_eof=settings.stop_on_stdin_eof)
         keeping.cancel()
 
 

@@ -13,7 +13,7 @@ import torch
 from services.common.errors import ServiceError
 from services.common.fields import partition_id
 from services.common.http.limits import raise_descriptor_limit
-from services.common.lifetime import announce, until_told_to_stop
+from services.common.lifetime import report_ready, wait_for_shutdown
 from services.common.models.loading import load_config
 from services.common.models.routers import routing_shape
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
@@ -27,22 +27,22 @@ from services.common.task_group import TaskGroup, until_first, unwrapped
 from services.common.telemetry.logging import configure
 from services.controller.client import GroupFailure, WorkerSession
 from services.rollout.calls.pool import CallPool
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.data.curriculum import Curriculum
-from services.rollout.data.prompts import PromptBook
+from services.rollout.data.prompts import PromptStore
 from services.rollout.data.sources import open_sources
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import build_engine
 from services.rollout.engines.memory import plan_of
 from services.rollout.environments.workflow import Environments
 from services.rollout.frozen_weights import FrozenWeights
-from services.rollout.gc_tuning import spare_what_stays
+from services.rollout.gc_tuning import freeze_startup_objects
 from services.rollout.monitor import monitor
 from services.rollout.openai.agent import Agent
 from services.rollout.publish.publisher import GroupPublisher
-from services.rollout.publish.sample_recorder import SampleTeller
+from services.rollout.publish.sample_recorder import SampleRecorder
 from services.rollout.rewards.scorer import ScorerOfSets
-from services.rollout.sampling.group import Tools
+from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.server import RolloutServicer
@@ -106,12 +106,12 @@ async def run(settings: RolloutSettings) -> None:
         ]
         await engine.wait_ready()
         frozen = await reading
-        spare_what_stays()
+        freeze_startup_objects()
         servicer.attach(sampler)
         receiver.attach(
             engine, sampler, is_partial=session.spec.rollout.partial_rollout, frozen=frozen
         )
-        announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
+        report_ready(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         if session.spec.has_engine:
             session.report(state="loaded", activity="")
         else:  # no weights come, and none are waited for
@@ -137,7 +137,7 @@ async def _load(
     sources = await asyncio.to_thread(open_sources, spec.data)
     pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
-    reach = Reach(settings.reward_hosts)
+    reach = AddressPolicy(settings.reward_hosts)
     # Processes for rewards start, and import what these need, while the engine's model is read.
     with unwrapped():
         async with TaskGroup() as loading:
@@ -152,7 +152,7 @@ async def _load(
                     plan=partial(plan_of, spec, roles=settings.gpu_neighbours),
                     is_written_in_place=spec.sends_adapters
                     or weight_mode(spec.weight_sync.mode).is_in_place,
-                    sleeps=spec.is_in_turns(settings.worker_id),
+                    sleeps=spec.is_colocated(settings.worker_id),
                 )
             )
             scorer = await stack.enter_async_context(ScorerOfSets.open(spec, pool, reach))
@@ -162,7 +162,7 @@ async def _load(
     metadata = await stack.enter_async_context(TransferQueueClient.connect(address))
     replays = spec.rollout.routing_replay != "off"
     routing = routing_shape(load_config(spec.model, tokenizer).to_dict()) if replays else None
-    prompts = PromptBook(
+    prompts = PromptStore(
         spec.data,
         sources,
         tokenizer,
@@ -170,7 +170,7 @@ async def _load(
         answers_heldout=bool(spec.rollout.rewards),
     )
     num_heldout = sum(map(prompts.num_rows, spec.data.heldout_sets))
-    teller = SampleTeller(data, spec, tokenizer, num_heldout) if spec.samples.is_on else None
+    teller = SampleRecorder(data, spec, tokenizer, num_heldout) if spec.samples.is_on else None
     rewards = chain.from_iterable(spec.rewards.values())
     publisher = GroupPublisher(
         data,
@@ -183,7 +183,7 @@ async def _load(
     curriculum = Curriculum(asked, calls) if asked is not None and has_function else None
     sampler = GroupSampler(
         prompts,
-        Tools(
+        GroupServices(
             engine=engine,
             tokenizer=tokenizer,
             workflow=await _open_workflow(stack, spec, settings, reach, tokenizer),
@@ -214,7 +214,7 @@ async def _open_workflow(
     stack: AsyncExitStack,
     spec: RunSpec,
     settings: RolloutSettings,
-    reach: Reach,
+    reach: AddressPolicy,
     tokenizer: Tokenizer,
 ) -> Workflow:
     """How episodes are made, with what they need served until the stack is closed."""
@@ -256,7 +256,7 @@ async def _serve_until_stopped(
     session: WorkerSession, sampler: GroupSampler, *, drain_timeout_s: float
 ) -> None:
     """Serve until the controller orders the end, or a signal asks for a drain."""
-    ordered, _ = await until_first(session.stopped(), until_told_to_stop())
+    ordered, _ = await until_first(session.stopped(), wait_for_shutdown())
     sampler.refuse()
     if ordered.cancelled():
         session.report(state="draining", activity="ending")

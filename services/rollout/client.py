@@ -11,7 +11,7 @@ from services.common.rpc.client import call
 from slipstream.rollout.v1 import rollout_pb2 as pb
 from slipstream.rollout.v1 import rollout_pb2_grpc
 
-SET_ASIDE: Final = "set_aside"
+PASSED_OVER: Final = "set_aside"
 """Reason of groups that were not begun, because the curriculum's function has their prompts wait."""
 
 _TIMEOUT_S = 30.0

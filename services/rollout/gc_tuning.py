@@ -3,7 +3,7 @@
 import gc
 
 
-def spare_what_stays() -> None:
+def freeze_startup_objects() -> None:
     """Leave out all that exists by now, and look through old objects rarely.
 
     Modules, engine and data stay, and little of what an episode makes is a cycle: by default all of it would

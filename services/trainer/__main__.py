@@ -19,7 +19,7 @@ from torch import distributed
 from transformers.utils import logging as transformers_logging
 
 from services.common.host import usable_processors
-from services.common.lifetime import announce
+from services.common.lifetime import report_ready
 from services.common.rpc.server import serve
 from services.common.runspec.loader import parse_spec
 from services.common.security.credentials import acting_as
@@ -32,7 +32,7 @@ from services.trainer.algorithm.own import OwnFunctionError
 from services.trainer.critic import serve_critic
 from services.trainer.model.parallel import join_processes
 from services.trainer.ranks.build import build_critic, build_rank, device_of, gpu_names
-from services.trainer.ranks.command_group import Crew, RankFailedError
+from services.trainer.ranks.command_group import CommandGroup, RankFailedError
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.start import Build, connect_data, load, until_stopped
@@ -42,7 +42,7 @@ from services.trainer.scoring.worker import serve_logp, serve_ref_logp
 from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.step import StepResult
-from services.trainer.transfers import Transfers
+from services.trainer.transfers import QueueTransfers
 from services.weightsync.member import WeightMember
 from services.weightsync.server import serve_member
 from slipstream.trainer.v1 import trainer_pb2_grpc
@@ -52,10 +52,10 @@ _T = TypeVar("_T")
 
 async def lead(settings: TrainerSettings) -> None:
     """Serve one run as rank 0."""
-    leader, crew = Leader(), Crew(settings.world_size)
+    leader, command_group = Leader(), CommandGroup(settings.world_size)
     # Who calls while this ends is told that nobody is here, before what would have answered is closed.
     async with AsyncExitStack() as stack, AsyncExitStack() as serving:
-        stack.enter_context(crew.listening())
+        stack.enter_context(command_group.listening())
         member = WeightMember(
             source=leader,
             device=device_of(settings),
@@ -81,33 +81,37 @@ async def lead(settings: TrainerSettings) -> None:
         session = await stack.enter_async_context(
             WorkerSession(settings, role="trainer", port=port)
         )
-        built = await load(stack, session, crew, settings, build_rank)
-        addresses = await asyncio.to_thread(crew.gather, f"{settings.advertise_host}:{port}")
+        built = await load(stack, session, command_group, settings, build_rank)
+        addresses = await asyncio.to_thread(
+            command_group.gather, f"{settings.advertise_host}:{port}"
+        )
         if built.weights.sends_rows:
             member.source_addresses = addresses
-        leader.attach(built.rank, crew, weights=built.weights, state=built.state, step=built.step)
-        if session.spec.topology.takes_turns:  # rollouts load next, in the same memory
+        leader.attach(
+            built.rank, command_group, weights=built.weights, state=built.state, step=built.step
+        )
+        if session.spec.topology.is_colocated:  # rollouts load next, in the same memory
             await leader.sleep()
-        announce(settings.ready_file, {"role": "trainer", "gpus": ",".join(gpu_names())})
+        report_ready(settings.ready_file, {"role": "trainer", "gpus": ",".join(gpu_names())})
         session.report(state="ready", activity="", weight_version=built.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
-        await until_stopped(session, crew)
+        await until_stopped(session, command_group)
 
 
 async def run_follower(settings: TrainerSettings) -> None:
     """Follow rank 0."""
-    crew = Crew(settings.world_size)
-    with crew.listening():
-        await _follow(settings, crew)
+    command_group = CommandGroup(settings.world_size)
+    with command_group.listening():
+        await _follow(settings, command_group)
 
 
-async def _follow(settings: TrainerSettings, crew: Crew) -> None:
+async def _follow(settings: TrainerSettings, command_group: CommandGroup) -> None:
     loop = asyncio.get_running_loop()
-    order = await asyncio.to_thread(crew.hear)
+    order = await asyncio.to_thread(command_group.receive)
     start = json.loads(order.payload)
     spec = parse_spec(start["spec"])
     async with connect_data(start["transferqueue_address"], spec) as data:
-        transfers = Transfers(data, loop)
+        transfers = QueueTransfers(data, loop)
 
         def build(build_part: Build[_T]) -> _T:
             return build_part(
@@ -119,17 +123,17 @@ async def _follow(settings: TrainerSettings, crew: Crew) -> None:
 
         if settings.role == "critic":
             critic = await asyncio.to_thread(build, build_critic)
-            follower = Follower(crew, critic.rank, values=critic.values)
+            follower = Follower(command_group, critic.rank, values=critic.values)
             await asyncio.to_thread(follower.follow)
             return
         if settings.role in ("logp", "ref_logp"):
             scoring = await asyncio.to_thread(build, build_scorer)
-            await asyncio.to_thread(follow, crew, scoring.scorer, scoring.fields)
+            await asyncio.to_thread(follow, command_group, scoring.scorer, scoring.fields)
             return
         built = await asyncio.to_thread(build, build_rank)
-        follower = Follower(crew, built.rank, weights=built.weights, state=built.state)
+        follower = Follower(command_group, built.rank, weights=built.weights, state=built.state)
         async with _serve_rows(settings, follower) as address:
-            await asyncio.to_thread(crew.gather, address)
+            await asyncio.to_thread(command_group.gather, address)
             await asyncio.to_thread(follower.follow)
         await transfers.finish()
 

@@ -70,7 +70,7 @@ class Ranks:
         return carried.to(values.device)
 
 
-class Tally:
+class MetricTotals:
     """Means and maxima that are gathered over micro-batches and then over ranks."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Tally:
             highest = torch.maximum(highest, self._maxima[name])
         self._maxima[name] = highest
 
-    def merge(self, other: "Tally") -> None:
+    def merge(self, other: "MetricTotals") -> None:
         """Add what another one has counted."""
         for name, (total, count) in other._sums.items():  # noqa: SLF001 -- of the same class
             known_total, known_count = self._sums.get(name, (0.0, 0.0))

@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 
 from services.common.batch import KVBatchMeta
-from services.common.lifetime import announce
+from services.common.lifetime import report_ready
 from services.common.rpc.server import serve
 from services.controller.client import WorkerSession
 from services.trainer import metrics
 from services.trainer.ranks.build import build_critic
-from services.trainer.ranks.command_group import Crew
+from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.start import load, until_stopped
 from services.trainer.server import TrainerServicer
@@ -50,10 +50,10 @@ class ValuesServicer(scoring_pb2_grpc.ScoringServiceServicer):
 
 async def serve_critic(settings: TrainerSettings) -> None:
     """Serve one run as rank 0 of its critic."""
-    leader, crew = Leader(may_miss_steps=True), Crew(settings.world_size)
+    leader, command_group = Leader(may_miss_steps=True), CommandGroup(settings.world_size)
 
     async with AsyncExitStack() as stack:
-        stack.enter_context(crew.listening())
+        stack.enter_context(command_group.listening())
 
         def on_saving(activity: str, gauges: Mapping[str, float]) -> None:
             session.report(activity=activity, gauges=gauges)
@@ -67,12 +67,12 @@ async def serve_critic(settings: TrainerSettings) -> None:
 
         port = await stack.enter_async_context(serve(settings.bind, register))
         session = await stack.enter_async_context(WorkerSession(settings, role="critic", port=port))
-        built = await load(stack, session, crew, settings, build_critic)
-        leader.attach(built.rank, crew, values=built.values, step=built.step)
-        announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
+        built = await load(stack, session, command_group, settings, build_critic)
+        leader.attach(built.rank, command_group, values=built.values, step=built.step)
+        report_ready(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="ready", activity="", weight_version=built.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
-        await until_stopped(session, crew)
+        await until_stopped(session, command_group)
 
 
 def _reporter(run_id: str, report: Callable[[int], None]) -> Callable[[int, StepResult], None]:

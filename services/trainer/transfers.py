@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 
-class Transfers:
+class QueueTransfers:
     """Moves samples on the event loop. Its methods block.
 
     Args:

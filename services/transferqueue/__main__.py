@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from services.common.ids import new_id
-from services.common.lifetime import announce, until_told_to_stop
+from services.common.lifetime import report_ready, wait_for_shutdown
 from services.common.rpc.client import open_channel
 from services.common.rpc.server import serve
 from services.common.security.credentials import acting_as
@@ -97,13 +97,13 @@ async def _shard_of(settings: TransferQueueSettings) -> AsyncIterator[None]:
 
 
 def _tell_ready(settings: TransferQueueSettings, address: str, shard: Shard) -> None:
-    announce(settings.ready_file, {"address": address, "data": shard.endpoint})
+    report_ready(settings.ready_file, {"address": address, "data": shard.endpoint})
     logger.info("transferqueue ready", extra={"address": address, "shard_id": shard.shard_id})
 
 
 async def _main(settings: TransferQueueSettings) -> None:
     async with settings.serving_metrics(), transferqueue(settings):
-        await until_told_to_stop(stop_on_stdin_eof=settings.stop_on_stdin_eof)
+        await wait_for_shutdown(stop_on_stdin_eof=settings.stop_on_stdin_eof)
 
 
 def main() -> None:

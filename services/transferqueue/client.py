@@ -14,7 +14,7 @@ from services.transferqueue.registry_client import shard_from_proto
 from services.transferqueue.types import (
     AcquireRequest,
     KeptSampleQuery,
-    Loss,
+    LostSamples,
     PartitionStats,
     Shard,
     ShardStats,
@@ -108,7 +108,7 @@ class TransferQueueClient:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, "WatchBatches") from error
 
-    async def watch_losses(self, partition_id: str) -> AsyncIterator[Loss]:
+    async def watch_losses(self, partition_id: str) -> AsyncIterator[LostSamples]:
         """Samples that die with a shard before they are acknowledged, as it happens.
 
         Begins with the losses that the partition has had.
@@ -120,7 +120,7 @@ class TransferQueueClient:
         request = pb.WatchLossesRequest(partition_id=partition_id)
         try:
             async for response in self._stub.WatchLosses(request):
-                yield Loss(keys=tuple(response.keys), shard_id=response.shard_id)
+                yield LostSamples(keys=tuple(response.keys), shard_id=response.shard_id)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, "WatchLosses") from error
 

@@ -88,7 +88,7 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class LostSamples:
     """Samples that died with a shard."""
 
     keys: tuple[str, ...]

@@ -156,7 +156,7 @@ class WeightGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class RankAssignment:
     """A member's place in a group."""
 
     sources: Sequence[int]
@@ -172,7 +172,7 @@ class Seat:
 def form_group(
     backend: str,
     values: KeyValueStore,
-    seat: Seat,
+    seat: RankAssignment,
     *,
     host: str,
     device: torch.device,
@@ -225,7 +225,13 @@ def form_group(
 
 
 def open_gloo(
-    store: Any, seat: Seat, *, host: str, timeout_s: float, device: torch.device, folder: Path
+    store: Any,
+    seat: RankAssignment,
+    *,
+    host: str,
+    timeout_s: float,
+    device: torch.device,
+    folder: Path,
 ) -> Any:
     """A channel's process group between hosts' memories."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
@@ -235,7 +241,13 @@ def open_gloo(
 
 
 def open_nccl(
-    store: Any, seat: Seat, *, host: str, timeout_s: float, device: torch.device, folder: Path
+    store: Any,
+    seat: RankAssignment,
+    *,
+    host: str,
+    timeout_s: float,
+    device: torch.device,
+    folder: Path,
 ) -> Any:
     """A channel's process group between GPUs."""
     options = dist.ProcessGroupNCCL.Options()

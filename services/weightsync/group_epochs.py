@@ -11,7 +11,7 @@ import torch
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.weightsync.checksum import write_checksum
 from services.weightsync.endpoints import OwnThread, on_device
-from services.weightsync.group import KeyValueStore, Seat, WeightGroup, form_group
+from services.weightsync.group import KeyValueStore, RankAssignment, WeightGroup, form_group
 from services.weightsync.plan import BUCKET_ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Epochs:
     async def form(
         self,
         epoch: int,
-        seat: Seat,
+        seat: RankAssignment,
         *,
         backend: str,
         device: torch.device,

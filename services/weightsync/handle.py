@@ -31,8 +31,8 @@ from torch import Tensor
 
 from services.common.errors import FailedPreconditionError
 from services.common.host import short_path
-from services.weightsync.group import Seat, Work
-from services.weightsync.shared_buffers import Room, RoomError, lend, open_room
+from services.weightsync.group import RankAssignment, Work
+from services.weightsync.shared_buffers import RoomError, SharedBuffer, lend, open_room
 
 _CHUNK_BYTES = 128 << 20
 _HALVES = 2
@@ -46,11 +46,17 @@ _MAX_SILENT = 16
 
 # Rooms that this process lent and that no group uses any more: CUDA's memory is slow to take, and receivers
 # that were killed may still have it open.
-_FREE: dict[str, list[Room]] = {}
+_FREE: dict[str, list[SharedBuffer]] = {}
 
 
 def open_handle(
-    store: Any, seat: Seat, *, host: str, timeout_s: float, device: torch.device, folder: Path
+    store: Any,
+    seat: RankAssignment,
+    *,
+    host: str,
+    timeout_s: float,
+    device: torch.device,
+    folder: Path,
 ) -> "SharedRoom":
     """A channel between processes that share a device.
 
@@ -85,7 +91,7 @@ def open_handle(
 class _Met:
     """What a member has of the others before they agree."""
 
-    room: Room
+    room: SharedBuffer
     line: socket.socket
     """To the source; the source's listens."""
     secret: bytes
@@ -97,7 +103,7 @@ class _Met:
 @contextmanager
 def _lent(store: Any, device: torch.device, folder: Path) -> Iterator[_Met]:
     """A room of this process, a line that listens, and why they cannot be used."""
-    free, room, why = _FREE.setdefault(str(device), []), Room(torch.empty(0), ""), ""
+    free, room, why = _FREE.setdefault(str(device), []), SharedBuffer(torch.empty(0), ""), ""
     secret, path = secrets.token_bytes(_SECRET_BYTES), Path()
     with ExitStack() as stack:
         line = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -121,10 +127,10 @@ def _lent(store: Any, device: torch.device, folder: Path) -> Iterator[_Met]:
 def _opened(store: Any, device: torch.device, folder: Path) -> Iterator[_Met]:
     """The source's room, a line to the source, and why they cannot be used."""
     handle, path, secret = json.loads(store.get(_KEY))
-    room, why = Room(torch.empty(0), handle), ""
+    room, why = SharedBuffer(torch.empty(0), handle), ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         try:
-            room = Room(open_room(handle, device), handle)
+            room = SharedBuffer(open_room(handle, device), handle)
             with short_path(Path(path)) as short:
                 line.connect(short)
             line.send(bytes.fromhex(secret))
@@ -202,7 +208,7 @@ def _knows(one: socket.socket, secret: bytes) -> bool:
         return False
 
 
-def _first_reason(store: Any, seat: Seat, why: str) -> str:
+def _first_reason(store: Any, seat: RankAssignment, why: str) -> str:
     """What somebody says against the room: all members hear the same, so that none waits for the others."""
     if seat.rank > 0:
         store.set(f"said/{seat.rank}", why or _NOTHING)

@@ -27,7 +27,7 @@ from services.common.runspec.weight_modes import weight_mode
 from services.weightsync import metrics
 from services.weightsync.canary import Canary, difference
 from services.weightsync.endpoints import WeightSink, WeightSource, on_device
-from services.weightsync.group import KeyValueStore, Seat, WeightGroup
+from services.weightsync.group import KeyValueStore, RankAssignment, WeightGroup
 from services.weightsync.group_epochs import Epochs
 from services.weightsync.metrics import TransferReport, explained
 from services.weightsync.modes.base import Lender, Receiver, Sender
@@ -175,7 +175,7 @@ class WeightMember:
             raise FailedPreconditionError("this rollout keeps no weights that it could send on")
         if lender is not None:
             source = 0
-        seat = Seat(
+        seat = RankAssignment(
             sources=range(num_sources) if source is None else (source,),
             num_sources=num_sources,
             rank=receiver + 1 if source is None else 0,

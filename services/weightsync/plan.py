@@ -54,7 +54,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class WeightShard:
     """Rows of one tensor."""
 
     tensor: int
@@ -79,7 +79,7 @@ class Bucket:
 class Source:
     """What one trainer rank sends."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[WeightShard, ...]
     """In sending order."""
     offsets: tuple[int, ...]
     """First byte of each shard in the arena."""
@@ -106,25 +106,27 @@ class WeightPlan:
         return sum(source.arena_bytes for source in self.sources)
 
 
-def fsdp_shards(tensors: Sequence[TensorSpec], num_ranks: int) -> tuple[tuple[Shard, ...], ...]:
+def fsdp_shards(
+    tensors: Sequence[TensorSpec], num_ranks: int
+) -> tuple[tuple[WeightShard, ...], ...]:
     """The shards of each rank under FSDP2, which gives every rank ``ceil(rows / ranks)`` rows.
 
     The last ranks have fewer or none where the rows do not divide.
     """
-    ranks: list[list[Shard]] = [[] for _ in range(num_ranks)]
+    ranks: list[list[WeightShard]] = [[] for _ in range(num_ranks)]
     for index, tensor in enumerate(tensors):
         rows = -(-tensor.num_rows // num_ranks)
         for rank, shards in enumerate(ranks):
             start, stop = (min(rows * r, tensor.num_rows) for r in (rank, rank + 1))
             if start < stop:
-                shards.append(Shard(index, start, stop))
+                shards.append(WeightShard(index, start, stop))
     return tuple(tuple(shards) for shards in ranks)
 
 
 def make_plan(
     tensors: Sequence[TensorSpec],
     bucket_bytes: int,
-    shards: Sequence[Sequence[Shard]] | None = None,
+    shards: Sequence[Sequence[WeightShard]] | None = None,
 ) -> WeightPlan:
     """Lay out tensors and cut the arenas into buckets.
 
@@ -161,7 +163,7 @@ def version_digest(source_digests: Sequence[str]) -> str:
     return hashlib.sha256(":".join(source_digests).encode()).hexdigest()
 
 
-def _lay_out(tensors: Sequence[TensorSpec], shards: Sequence[Shard], step: int) -> Source:
+def _lay_out(tensors: Sequence[TensorSpec], shards: Sequence[WeightShard], step: int) -> Source:
     offsets: list[int] = []
     end = 0
     for shard in shards:
@@ -191,12 +193,12 @@ def _check_tensors(tensors: Sequence[TensorSpec], bucket_bytes: int) -> None:
         raise ValueError(f"bucket_bytes must be at least {BUCKET_ALIGNMENT}, but is {bucket_bytes}")
 
 
-def _check_shards(tensors: Sequence[TensorSpec], shards: Sequence[Sequence[Shard]]) -> None:
+def _check_shards(tensors: Sequence[TensorSpec], shards: Sequence[Sequence[WeightShard]]) -> None:
     if not all(shards):
         raise ValueError(
             "every source must hold at least one shard; leave out ranks that hold none"
         )
-    held: dict[int, list[Shard]] = {index: [] for index in range(len(tensors))}
+    held: dict[int, list[WeightShard]] = {index: [] for index in range(len(tensors))}
     for shard in itertools.chain.from_iterable(shards):
         held[shard.tensor].append(shard)
     for index, tensor in enumerate(tensors):

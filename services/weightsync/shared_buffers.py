@@ -129,7 +129,7 @@ class RoomError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SharedBuffer:
     """Memory that is lent."""
 
     memory: Tensor
@@ -138,7 +138,7 @@ class Room:
     """What others open it with."""
 
 
-def lend(num_bytes: int, device: torch.device) -> Room:
+def lend(num_bytes: int, device: torch.device) -> SharedBuffer:
     """Make a room; it is there as long as its memory is kept.
 
     Raises:
@@ -152,7 +152,7 @@ def lend(num_bytes: int, device: torch.device) -> Room:
             memory, parts = _lend_file(num_bytes)
     except (OSError, AttributeError, CudaMemoryError) as error:
         raise RoomError(f"memory of {device} cannot be lent: {error}") from error
-    return Room(memory, json.dumps({"num_bytes": num_bytes, **parts}))
+    return SharedBuffer(memory, json.dumps({"num_bytes": num_bytes, **parts}))
 
 
 def open_room(handle: str, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from services.common.runspec.engines import ENGINES
 from services.rollout.engines.base import Engine, GenerationRequest
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_order import EngineOrder
+from services.rollout.engines.engine_order import EngineConfig
 from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.engines.torch.engine import TorchEngine
 from tests.helpers.engines import running
@@ -151,7 +151,7 @@ async def close_shared() -> None:
 def _open_parted(
     name: str, *, tied: bool, arguments: dict[str, Any], in_place: bool = False
 ) -> AbstractAsyncContextManager[Engine]:
-    order = EngineOrder(
+    order = EngineConfig(
         config=model_config(tied=tied),
         dtype=torch.float32,
         device=torch.device("cpu"),

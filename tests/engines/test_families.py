@@ -23,7 +23,7 @@ from services.common.runspec.rollout import RewardSpec, RolloutSpec
 from services.common.runspec.run import ModelSpec
 from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
 from services.rollout.engines.build import build_engine, make_engine
-from services.rollout.engines.engine_order import EngineOrder
+from services.rollout.engines.engine_order import EngineConfig
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
 from tests.helpers.engines import running
@@ -143,7 +143,7 @@ def _config(family: str, engine_name: str) -> Any:
 async def _serving(
     engine_name: str, config: Any, *, dtype: torch.dtype, tells_experts: bool
 ) -> AsyncIterator[Engine]:
-    order = EngineOrder(
+    order = EngineConfig(
         config=config,
         dtype=dtype,
         device=torch.device("cpu"),

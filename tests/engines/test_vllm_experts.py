@@ -11,7 +11,7 @@ from services.common.models.loading import build_model, stored_tensors
 from services.common.models.routers import RouterWatch
 from services.rollout.engines.base import GenerationResult
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_order import EngineOrder
+from services.rollout.engines.engine_order import EngineConfig
 from services.rollout.workflows.turns import NOTHING_SAMPLED, routed_experts
 from tests.helpers.engines import request, running, until
 from tests.helpers.mixtures import mixture_shape
@@ -66,7 +66,7 @@ def _check(result: GenerationResult, prompt: tuple[int, ...], *, known: int = 0)
 
 
 async def test_experts_are_told_once_for_every_token() -> None:
-    order = EngineOrder(
+    order = EngineConfig(
         config=_model(0).config,
         dtype=torch.float32,
         device=torch.device("cpu"),

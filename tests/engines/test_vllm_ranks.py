@@ -7,8 +7,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_order import EngineOrder
-from services.rollout.engines.external import PartedEngine
+from services.rollout.engines.engine_order import EngineConfig
+from services.rollout.engines.external import ExternalEngine
 from tests.helpers.engines import running
 from tests.helpers.placing import place_all
 
@@ -39,7 +39,7 @@ async def test_weights_in_place_are_those_of_the_trainer_on_two_ranks(
         initializer_range=0.2,
         architectures=["Qwen2ForCausalLM"],
     )
-    order = EngineOrder(
+    order = EngineConfig(
         config=config,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -48,7 +48,7 @@ async def test_weights_in_place_are_those_of_the_trainer_on_two_ranks(
         is_written_in_place=True,
     )
     engine = make_engine("vllm", order)
-    assert isinstance(engine, PartedEngine)
+    assert isinstance(engine, ExternalEngine)
     async with running(engine), asyncio.timeout(500):
         for version in range(3):
             torch.manual_seed(version)

@@ -8,7 +8,7 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from services.rollout.engines.vllm.scheduler import Gatherer
+from services.rollout.engines.vllm.scheduler import TokenBatcher
 
 
 def sampled(name: str, token: int, *, reason: FinishReason | None = None) -> EngineCoreOutput:
@@ -20,7 +20,7 @@ def sampled(name: str, token: int, *, reason: FinishReason | None = None) -> Eng
 
 
 def test_tokens_travel_together_and_nothing_is_lost_at_the_end() -> None:
-    gatherer = Gatherer(3)
+    gatherer = TokenBatcher(3)
     sent = []
     for token in range(1, 9):
         step = [sampled("a", token)]
@@ -42,7 +42,7 @@ def test_tokens_travel_together_and_nothing_is_lost_at_the_end() -> None:
 
 
 def test_every_token_says_in_which_era_it_was_sampled() -> None:
-    gatherer = Gatherer(4)
+    gatherer = TokenBatcher(4)
     assert not gatherer.passed([sampled("a", 1), sampled("b", 1)])
     assert not gatherer.passed([sampled("a", 2)])
     gatherer.forget(["b"])
@@ -58,4 +58,4 @@ def test_every_token_says_in_which_era_it_was_sampled() -> None:
 
 def test_what_holds_no_sampled_token_passes_at_once() -> None:
     scored = EngineCoreOutput("s", [5], finish_reason=FinishReason.LENGTH)
-    assert Gatherer(8).passed([scored]) == [scored]
+    assert TokenBatcher(8).passed([scored]) == [scored]

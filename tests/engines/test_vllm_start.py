@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 
 from services.common.runspec.engines import ENGINES
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_order import EngineOrder
+from services.rollout.engines.engine_order import EngineConfig
 
 pytest.importorskip("vllm")
 
@@ -71,7 +71,7 @@ def test_vllms_children_start_after_this_process_used_its_device(tmp_path: objec
 
 
 def test_an_option_that_vllm_does_not_have_is_refused_before_it_starts() -> None:
-    order = EngineOrder(
+    order = EngineConfig(
         config=Qwen2Config(),
         dtype=torch.float32,
         device=torch.device("cpu"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.model.host_copy import HostCopy
+from services.trainer.model.host_copy import OffloadedState
 from tests.helpers.gpu_runs import train_on_gpus
 
 pytestmark = [
@@ -65,7 +65,7 @@ def test_a_trainer_that_sleeps_leaves_the_gpu_and_trains_on_as_before() -> None:
 
     step()
     expected = [p.detach().clone().cpu() for p in module.parameters()]
-    state = HostCopy([module], [optimizer], device=device)
+    state = OffloadedState([module], [optimizer], device=device)
     before = torch.cuda.memory_allocated(device)
     state.put_away()
     # Workspaces of the matrix products stay.

@@ -7,8 +7,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_order import EngineOrder
-from services.rollout.engines.external import PartedEngine
+from services.rollout.engines.engine_order import EngineConfig
+from services.rollout.engines.external import ExternalEngine
 from tests.helpers.engines import running
 from tests.helpers.placing import place_all
 
@@ -36,7 +36,7 @@ async def test_weights_written_into_an_engine_are_those_that_a_copy_brings(
         max_position_embeddings=512,
         architectures=["Qwen2ForCausalLM"],
     )
-    order = EngineOrder(
+    order = EngineConfig(
         config=config,
         dtype=torch.bfloat16,
         device=torch.device("cuda"),
@@ -45,7 +45,7 @@ async def test_weights_written_into_an_engine_are_those_that_a_copy_brings(
         is_written_in_place=True,
     )
     engine = make_engine(engine_name, order)
-    assert isinstance(engine, PartedEngine)
+    assert isinstance(engine, ExternalEngine)
     async with running(engine):
         await engine.wait_ready()
         for version in range(3):

@@ -14,7 +14,7 @@ from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import pack
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
-from services.trainer.model.parallel import Topology
+from services.trainer.model.parallel import RankTopology
 from services.trainer.model.policy import Critic, Policy
 from services.trainer.ranks.rank import NO_PROFILES, Rank, StepProfiler
 from services.trainer.steps.critic import CriticRunner
@@ -161,7 +161,7 @@ def rank_of(
         runner.parts(),
         root=root or Path("no-checkpoints"),
         keep=2,
-        topology=Topology(device=CPU, data=ranks),
+        topology=RankTopology(device=CPU, data=ranks),
         saves_frozen=saves_frozen,
     )
     return Rank(

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from services.common.security.confinement import Allowance
+from services.common.security.confinement import CodePolicy
 from services.controller.api.app import build_app
 from services.controller.api.principals import Principal
 from services.controller.api.request_limits import RequestLimits
@@ -70,7 +70,7 @@ async def open_manager(
             defaults=Limits(
                 max_active_runs=max_active_runs, max_queued_runs=max_queued_runs, **limits
             ),
-            allowance=allowance or Allowance(),
+            allowance=allowance or CodePolicy(),
         )
         manager.drivers.services = Services(
             membership=membership,

@@ -13,7 +13,7 @@ from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.collectives import Ranks
 from services.trainer.model.compiling import compile_ahead
-from services.trainer.model.parallel import Topology, distribute
+from services.trainer.model.parallel import RankTopology, distribute
 from services.trainer.model.policy import Policy
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_no_pack_is_compiled_for_after_compile_ahead() -> None:
     )
     policy = Policy(build_model(config, dtype=torch.float32, device="cpu", seed=0), temperature=1.0)
     spec = TrainerSpec(steps=1, prompts_per_step=1, compile=True, tokens_per_micro_batch=8192)
-    distribute(policy, spec, Topology(device=CPU, data=Ranks()))
+    distribute(policy, spec, RankTopology(device=CPU, data=Ranks()))
     before = {name: value.detach().clone() for name, value in policy.named_parameters()}
     counters.clear()
     compile_ahead(policy, spec, device=CPU)

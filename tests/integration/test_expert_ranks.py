@@ -19,7 +19,7 @@ from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
 from services.trainer.model.lora import add_adapters, begin_adapters, merged_parameters
 from services.trainer.model.optim import build_optimizer, clip_gradients, gradient_norm
-from services.trainer.model.parallel import Topology, build_topology, distribute
+from services.trainer.model.parallel import RankTopology, build_topology, distribute
 from services.trainer.model.policy import Policy
 from services.trainer.model.sharded import fill
 from services.trainer.weights import WeightExport
@@ -62,7 +62,7 @@ def _compare(rank: int, store: str, shared: int, families: tuple[str, ...], rank
     distributed.destroy_process_group()
 
 
-def _join(rank: int, store: str, ranks: int, shared: int) -> tuple[Topology, TrainerSpec]:
+def _join(rank: int, store: str, ranks: int, shared: int) -> tuple[RankTopology, TrainerSpec]:
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
@@ -176,7 +176,7 @@ def test_what_ranks_load_send_and_save_is_the_whole_model(
         {"": (policy, optimizer)},
         root=tmp_path / "run",
         keep=1,
-        topology=Topology(device=_CPU, data=Ranks()),
+        topology=RankTopology(device=_CPU, data=Ranks()),
     )
     alone.load()
     trained = torch.load(tmp_path / "trained.pt")

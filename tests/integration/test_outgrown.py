@@ -17,7 +17,7 @@ from services.common.jagged import Jagged
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import Bounds
 from services.trainer.model.parallel import build_topology, distribute
-from services.trainer.ranks.command_group import Crew, RankFailedError
+from services.trainer.ranks.command_group import CommandGroup, RankFailedError
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of
@@ -55,7 +55,7 @@ def _train(rank: int, folder: str, spec_json: str) -> None:
         # Nothing of a pass that broke is left for the next step.
         trained.train(2, queue.meta)
         if kind == "scores":
-            divided = float(runner.outgrown.has_learned)
+            divided = float(runner.oom_limits.has_learned)
         found.append((divided, first, _flat(recorder.gradients)))
         distributed.destroy_process_group()
     torch.save(found, f"{folder}/found.pt")
@@ -76,15 +76,15 @@ def _short_of_memory(rank: int, ranks: int, folder: str, spec_json: str) -> None
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=ranks)
     distribute(policy, spec.trainer, topology)
     trained = rank_of(spec, policy, queue, ranks=topology.data)
-    crew = Crew(ranks)
+    command_group = CommandGroup(ranks)
     if rank == 1:
         limited(policy, 1, in_backward=False)
     if rank > 0:
         with pytest.raises(RankFailedError, match=CAUSE):
-            Follower(crew, trained).follow()
+            Follower(command_group, trained).follow()
     else:
         leader = Leader()
-        leader.attach(trained, crew)
+        leader.attach(trained, command_group)
         with pytest.raises(RankFailedError, match=CAUSE):
             asyncio.run(leader.train_step(1, queue.meta))
         leader.stop()
@@ -95,15 +95,18 @@ def _idle_rank(rank: int, folder: str, port: int) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
     )
-    crew = Crew(2)
-    with crew.listening():
+    command_group = CommandGroup(2)
+    with command_group.listening():
         if rank == 1:
-            with pytest.raises(RankFailedError, match="rank 1: no room"), crew.together(ends=True):
+            with (
+                pytest.raises(RankFailedError, match="rank 1: no room"),
+                command_group.together(ends=True),
+            ):
                 raise ValueError("no room")
         else:
             with pytest.raises(RankFailedError, match="rank 1: no room"):
-                asyncio.run(crew.failed())
-        with pytest.raises(RankFailedError, match="rank 1: no room"), crew.together():
+                asyncio.run(command_group.failed())
+        with pytest.raises(RankFailedError, match="rank 1: no room"), command_group.together():
             """Whatever was computed meanwhile counts for nothing."""
     assert not distributed.is_initialized()
 
@@ -113,10 +116,10 @@ def _end_well(rank: int, folder: str, port: int) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
     )
-    crew = Crew(2)
-    with crew.listening(), crew.together():
-        crew.gather(str(rank))
-    assert not crew.has_failed
+    command_group = CommandGroup(2)
+    with command_group.listening(), command_group.together():
+        command_group.gather(str(rank))
+    assert not command_group.has_failed
     assert [thread for thread in threading.enumerate() if thread.name == "crew"] == []
     distributed.destroy_process_group()
 
@@ -133,7 +136,7 @@ def _leave_out(rank: int, folder: str, spec_json: str) -> None:
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=2)
     distribute(policy, spec.trainer, topology)
     trained = rank_of(spec, policy, queue, ranks=topology.data)
-    trained.runner.outgrown.learn(Bounds(max_tokens=40, too_long=_longest(queue)))
+    trained.runner.oom_limits.learn(Bounds(max_tokens=40, too_long=_longest(queue)))
     recorder: Any = Recorder(policy)
     runner: Any = trained.runner
     runner.optimizer = recorder

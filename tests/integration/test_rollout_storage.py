@@ -17,7 +17,7 @@ from services.rollout.client import GroupAssignment
 from services.rollout.data.prompts import Prompt
 from services.rollout.failures import GroupError
 from services.rollout.publish.publisher import GroupPublisher
-from services.rollout.publish.sample_recorder import SampleTeller
+from services.rollout.publish.sample_recorder import SampleRecorder
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.progress_cache import (
     GroupProgress,
@@ -143,7 +143,7 @@ async def test_a_kept_group_can_be_read_when_training_has_released_it(
 ) -> None:
     spec = parse_spec(SPEC | {"samples": {"groups_per_step": 4}})
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789"))
-    publisher = GroupPublisher(data, teller=SampleTeller(data, spec, tokenizer, lambda split: 10))
+    publisher = GroupPublisher(data, teller=SampleRecorder(data, spec, tokenizer, lambda split: 10))
     await metadata.keep_samples("run", max_bytes=1 << 20, max_steps=0)
     samples = [
         Sample(
@@ -184,7 +184,7 @@ async def test_a_group_that_cannot_be_kept_is_trained_all_the_same(
     data: DataClient, metadata: TransferQueueClient
 ) -> None:
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789"))
-    teller = SampleTeller(data, parse_spec(SPEC), tokenizer, lambda split: 10)
+    teller = SampleRecorder(data, parse_spec(SPEC), tokenizer, lambda split: 10)
     sample = Sample(
         member=0,
         prompt_ids=PROMPT.token_ids,

@@ -10,7 +10,7 @@ from torch import distributed
 
 from services.common.errors import NotFoundError, UnavailableError
 from services.common.runspec.run import RunSpec
-from services.trainer.ranks.command_group import Crew, RankFailedError
+from services.trainer.ranks.command_group import CommandGroup, RankFailedError
 from services.trainer.scoring.build import BuiltScorer, build_scorer
 from services.trainer.scoring.leader import ScoringLeader, follow
 from services.trainer.settings import TrainerSettings
@@ -101,9 +101,11 @@ def _rank(rank: int, ranks: int, folder: str, spec_json: str, role: str) -> None
     spec = RunSpec.model_validate_json(spec_json)
     scorer = built(spec, Path(folder), role=role, rank=rank)
     if rank > 0:
-        follow(Crew(ranks), scorer.scorer, scorer.fields)
+        follow(CommandGroup(ranks), scorer.scorer, scorer.fields)
     else:
-        leader = ScoringLeader(scorer.scorer, scorer.fields, crew=Crew(ranks), version=0)
+        leader = ScoringLeader(
+            scorer.scorer, scorer.fields, command_group=CommandGroup(ranks), version=0
+        )
         work(leader, queue_for(spec), spec, Path(folder), role)
         gone = random_queue(policy_of(spec), num_groups=5).meta.select(list(range(12, 20)))
         with pytest.raises(NotFoundError):
@@ -125,9 +127,9 @@ def _outgrow(rank: int, folder: str, spec_json: str, limit: int) -> None:
     if rank > 0:
         limited(scorer.scorer._policy, limit, scores=True)
         with pytest.raises(RankFailedError, match=cause):
-            follow(Crew(2), scorer.scorer, scorer.fields)
+            follow(CommandGroup(2), scorer.scorer, scorer.fields)
         return
-    leader = ScoringLeader(scorer.scorer, scorer.fields, crew=Crew(2), version=0)
+    leader = ScoringLeader(scorer.scorer, scorer.fields, command_group=CommandGroup(2), version=0)
     with pytest.raises(RankFailedError, match=cause):
         leader.add(queue_for(spec).meta)
     leader.stop()
@@ -140,7 +142,9 @@ def _lose(rank: int, ranks: int, folder: str, spec_json: str) -> None:
     spec = RunSpec.model_validate_json(spec_json)
     scorer = built(spec, Path(folder), role="ref_logp", rank=rank)
     if rank == 0:
-        leader = ScoringLeader(scorer.scorer, scorer.fields, crew=Crew(ranks), version=0)
+        leader = ScoringLeader(
+            scorer.scorer, scorer.fields, command_group=CommandGroup(ranks), version=0
+        )
         with pytest.raises(UnavailableError, match="a rank is gone"):
             leader.add(queue_for(spec).meta)
 

@@ -8,9 +8,9 @@ import torch
 from torch import distributed
 
 from services.common.runspec.run import RunSpec
-from services.trainer.model.host_copy import HostCopy
+from services.trainer.model.host_copy import OffloadedState
 from services.trainer.model.parallel import build_topology, distribute
-from services.trainer.ranks.command_group import Crew
+from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.weights import WeightExport
@@ -29,13 +29,13 @@ def _train(rank: int, folder: str, spec_json: str, sleeps: bool) -> None:
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=size)
     distribute(policy, spec.trainer, topology)
     trained = rank_of(spec, policy, queue, ranks=topology.data)
-    state = HostCopy([policy], [trained.runner.optimizer], device=CPU)
-    weights, crew = WeightExport(policy, dtype=torch.float32), Crew(size)
+    state = OffloadedState([policy], [trained.runner.optimizer], device=CPU)
+    weights, command_group = WeightExport(policy, dtype=torch.float32), CommandGroup(size)
     if rank > 0:
-        Follower(crew, trained, weights=weights, state=state).follow()
+        Follower(command_group, trained, weights=weights, state=state).follow()
     else:
         leader = Leader()
-        leader.attach(trained, crew, weights=weights, state=state)
+        leader.attach(trained, command_group, weights=weights, state=state)
         asyncio.run(_lead(leader, queue, sleeps=sleeps))
     torch.save(dict(weights.weight_rows()), Path(folder) / f"rows-{sleeps}-{rank}.pt")
     distributed.destroy_process_group()

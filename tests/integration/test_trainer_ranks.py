@@ -16,7 +16,7 @@ from services.common.runspec.run import RunSpec, WeightSyncSpec
 from services.trainer.batch.samples import IncompleteBatchError
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.model.parallel import build_topology, distribute
-from services.trainer.ranks.command_group import Crew
+from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank
@@ -125,14 +125,14 @@ def _save(rank: int, world_size: int, folder: str, spec_json: str) -> None:
 def _serve(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     """Rank 0 trains, gathers weights, saves and stops; the other one follows."""
     trained, weights, queue = _rank_of_several(rank, world_size, folder, spec_json)
-    crew = Crew(world_size)
+    command_group = CommandGroup(world_size)
     if rank > 0:
-        follower = Follower(crew, trained, weights=weights)
+        follower = Follower(command_group, trained, weights=weights)
         follower.follow()
         torch.save(dict(follower.weight_tensors()), Path(folder) / "rows-1.pt")
     else:
         leader = Leader()
-        leader.attach(trained, crew, weights=weights)
+        leader.attach(trained, command_group, weights=weights)
         asyncio.run(_lead(leader, queue, Path(folder)))
     distributed.destroy_process_group()
 
@@ -143,10 +143,10 @@ def _lose(rank: int, world_size: int, folder: str, spec_json: str, is_midway: bo
     if rank > 0:
         if is_midway:
             trained.runner._policy.forward = lambda *_, **__: os._exit(0)
-            Follower(Crew(world_size), trained, weights=weights).follow()
+            Follower(CommandGroup(world_size), trained, weights=weights).follow()
         return
     leader = Leader()
-    leader.attach(trained, Crew(world_size), weights=weights)
+    leader.attach(trained, CommandGroup(world_size), weights=weights)
     with pytest.raises(UnavailableError, match="a rank is gone"):
         asyncio.run(leader.train_step(1, queue.meta))
 

@@ -7,7 +7,7 @@ import typer
 
 from services.cli.api import Api, ApiError
 from services.cli.api_calls import RunId, Url, of_run
-from services.cli.output import console, errors, fail, say
+from services.cli.output import console, errors, fail, print_line
 from services.common.errors import ServiceError
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import RunSpec
@@ -45,7 +45,7 @@ def export(
     if not checkpoint.is_dir():
         fail(f"{checkpoint} is not on this machine; export where the run's checkpoints are")
         raise typer.Exit(1)
-    say(errors, f"exporting {checkpoint}")
+    print_line(errors, f"exporting {checkpoint}")
     try:
         _write(checkpoint, spec, folder)
         if push:
@@ -98,4 +98,4 @@ def _upload(folder: Path, repository: str) -> None:
     hub = HfApi()
     hub.create_repo(repository, exist_ok=True)
     hub.upload_folder(repo_id=repository, folder_path=folder)
-    say(errors, f"uploaded to {repository}")
+    print_line(errors, f"uploaded to {repository}")

@@ -19,7 +19,7 @@ _PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "m
 _ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "output")
 _EXAMPLE = ("sort4.yaml", "sort4.py")
 # Beside the package in the repository, within it where it is installed.
-_EXAMPLE_FOLDERS = (Path(__file__).parents[2] / "examples", Path(__file__).parents[1] / "examples")
+_EXAMPLE_FOLDERS = (Path(__file__).parents[3] / "examples", Path(__file__).parents[2] / "examples")
 _PROMPTS_PER_STEP = 32
 # Rows that are looked at for the form of their answers.
 _MAX_ROWS = 16

@@ -13,9 +13,9 @@ from services.cli.api_calls import DEFAULT_STATE, UP_FILE, StateDirectory, run_u
 from services.cli.commands.spec import Overrides, SpecPath, load_checked
 from services.cli.follow import follow
 from services.cli.local import LocalServices, local_services
-from services.cli.output import console, say, told, write
-from services.cli.resume import submit_or_go_on
-from services.cli.signals import Interrupts
+from services.cli.output import console, describe, print_line, write
+from services.cli.resume import submit_or_resume
+from services.cli.signals import SignalHandler
 from services.cli.trackers.beside import has_any_tracker, tracking
 from services.common.runspec.run import RunSpec
 from services.common.task_group import until_first
@@ -51,7 +51,7 @@ def run(
     the run after its step, with a checkpoint; Ctrl-C again cancels it.
     One that was paused or cut off goes on when its specification is run again.
     """
-    with told(f"checking {spec}", console):
+    with describe(f"checking {spec}", console):
         loaded = load_checked(spec, overrides)
     work = _run(loaded, state_directory.resolve(), port, resume=resume)
     ended = run_until_signal(work, needs_reader=False)
@@ -78,9 +78,9 @@ async def _run(
     """Returns the ended run, or None where a signal came first."""
     restarts = spec.limits.max_restarts
     async with _started(state_directory, port=port, max_restarts=restarts) as (services, api):
-        run_id = await submit_or_go_on(api, spec, console, resume=resume)
+        run_id = await submit_or_resume(api, spec, console, resume=resume)
         link = (await api.page_link()).replace("/page/", f"/runs/{run_id}")
-        say(console, f"run page, for one browser: {link}")
+        print_line(console, f"run page, for one browser: {link}")
         tracked = tracking(services, state_directory, console, run_id=run_id)
         async with tracked if spec.trackers else nullcontext():
             return await _follow_beside(services, api, run_id, state_directory)
@@ -92,7 +92,7 @@ async def _follow_beside(
     """Follow a run; a dying service ends that, and a signal, for which None is returned."""
     following, *_ = await until_first(
         follow(api, run_id, state_directory=state_directory, console=console),
-        Interrupts().pause_runs(api, console),
+        SignalHandler().pause_runs(api, console),
         services.keep(),
     )
     return None if following.cancelled() else following.result()
@@ -100,13 +100,13 @@ async def _follow_beside(
 
 async def _up(state_directory: Path, port: int) -> None:
     async with _started(state_directory, port=port, max_restarts=_UP_RESTARTS) as (services, api):
-        say(
+        print_line(
             console,
             f"controller at {services.url}, API documentation at {services.url}/docs, gRPC at "
             f"{services.grpc_address}; Ctrl-C pauses runs and ends it\n"
             f"run page, for one browser: {await api.page_link()}",
         )
-        interrupts = Interrupts()
+        interrupts = SignalHandler()
         tracked = tracking(services, state_directory, console)
         async with tracked if has_any_tracker() else nullcontext():
             await until_first(interrupts.pause_runs(api, console), services.keep())
@@ -121,7 +121,7 @@ async def _started(
     Commands in the folder find them meanwhile.
     """
     async with AsyncExitStack() as stack:
-        with told("starting the controller and the transferqueue", console):
+        with describe("starting the controller and the transferqueue", console):
             services = await stack.enter_async_context(
                 local_services(state_directory, port=port, max_restarts=max_restarts)
             )

@@ -12,14 +12,14 @@ from rich.table import Table
 
 from services.cli.api_calls import Url, ask
 from services.cli.commands.spec import Overrides, SpecPath, load_checked
-from services.cli.output import console, errors, fail, say, write
+from services.cli.output import console, errors, fail, print_line, write
 from services.cli.planned_memory import Memory, gpu_bytes
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec, default_places
 from services.controller.api.operations import GetRun, ListMetrics
 from services.controller.models import MetricPage
-from services.controller.planning.gpu_splits import Plan, Room, Split, plan_splits
-from services.controller.planning.inputs import ASSUMPTIONS, assumed_rates, with_given
+from services.controller.planning.gpu_splits import GpuCapacity, Split, SplitPlan, plan_splits
+from services.controller.planning.inputs import ASSUMPTIONS, default_rates, with_overrides
 from services.controller.planning.measured import Step, measured_step_s, rates_of, setting_of
 from services.controller.planning.placements import may_take_turns, placed, trainer_unit
 from services.controller.planning.rates import Rates, Setting
@@ -88,7 +88,7 @@ def _known(
     if run:
         rates, sources = _measured(run, url=url)
     else:
-        rates = assumed_rates(
+        rates = default_rates(
             weights=memory.weights,
             active_weights=memory.active_weights,
             engine_gpus=spec.engine_gpus,
@@ -97,7 +97,7 @@ def _known(
         )
         sources = [f"assumed, of an H200: {text}" for text in ASSUMPTIONS]
     if path is not None:
-        rates = with_given(rates, yaml.safe_load(path.read_text(encoding="utf-8")))
+        rates = with_overrides(rates, yaml.safe_load(path.read_text(encoding="utf-8")))
         sources = [f"{path}: in place of what follows, where it says so", *sources]
     return _Known(rates, sources, is_measured=bool(run))
 
@@ -135,7 +135,7 @@ def _lengths(page: MetricPage) -> Mapping[int, int]:
 
 def _planned(
     spec: RunSpec, memory: Memory, rates: Rates, *, gpus: int | None, most_staleness: int
-) -> Plan:
+) -> SplitPlan:
     base, kind = setting_of(spec), engine_kind(spec.rollout.engine)
     most = memory.most_places(kind.most_running, mean_tokens=rates.lengths.mean())
 
@@ -155,7 +155,7 @@ def _planned(
     return plan_splits(
         rates,
         base,
-        room=Room(
+        room=GpuCapacity(
             gpus=count,
             engine_gpus=spec.engine_gpus,
             trainer_unit=trainer_unit(spec),
@@ -172,7 +172,7 @@ def _planned(
     )
 
 
-def _show(spec: RunSpec, found: Plan, known: _Known, *, memory: Memory) -> None:
+def _show(spec: RunSpec, found: SplitPlan, known: _Known, *, memory: Memory) -> None:
     columns = (
         "",
         "trainer",
@@ -191,23 +191,23 @@ def _show(spec: RunSpec, found: Plan, known: _Known, *, memory: Memory) -> None:
         table.add_row("now", *_cells(found.now))
     console.print(table, highlight=False)
     for way, reason in found.refused.items():
-        say(console, f"\nnot with {way} for the trainer: {reason}")
-    say(console, f"\nrecommended ({_why(found)}):")
+        print_line(console, f"\nnot with {way} for the trainer: {reason}")
+    print_line(console, f"\nrecommended ({_why(found)}):")
     for key, value in _keys(found.best).items():
-        say(console, f"  {key}: {value}")
+        print_line(console, f"  {key}: {value}")
     if text := memory.tables(found.best.setting.trainer_gpus):
-        say(console, f"\n{text}")
-    say(console, "\nrates:")
+        print_line(console, f"\n{text}")
+    print_line(console, "\nrates:")
     for source in known.sources:
-        say(console, f"  {source}")
+        print_line(console, f"  {source}")
     if not known.is_measured:
-        say(
+        print_line(
             errors,
             "note: nothing was measured here; --from RUN takes the rates of a run of yours, after ten steps",
         )
 
 
-def _why(found: Plan) -> str:
+def _why(found: SplitPlan) -> str:
     best = found.best.prediction
     text = f"{best.samples_per_s:.1f} samples/s"
     if found.now is not None and found.now.setting != found.best.setting:
@@ -221,7 +221,7 @@ def _why(found: Plan) -> str:
 
 def _cells(split: Split) -> Iterator[str]:
     setting, found = split.setting, split.prediction
-    together = f", {setting.in_turns} in turns" if setting.takes_turns else ""
+    together = f", {setting.in_turns} in turns" if setting.is_colocated else ""
     yield from (str(setting.trainer_gpus), f"{setting.rollouts}{together}")
     yield from map(str, (setting.max_staleness, setting.places))
     yield from (f"{found.step_s:.2f}", f"{found.samples_per_s:.1f}")
@@ -242,7 +242,7 @@ def _keys(split: Split) -> dict[str, int | str]:
     }
 
 
-def _document(found: Plan, known: _Known, memory: Memory) -> dict[str, Any]:
+def _document(found: SplitPlan, known: _Known, memory: Memory) -> dict[str, Any]:
     def of(split: Split | None) -> dict[str, Any] | None:
         if split is None:
             return None

@@ -7,7 +7,7 @@ import typer
 
 from services.cli.api_calls import Url, call_api
 from services.cli.machine import shared_gpus, slow_settings
-from services.cli.output import console, errors, fail, say, write
+from services.cli.output import console, errors, fail, print_line, write
 from services.cli.planned_memory import memory_table
 from services.cli.preflight import read_checked
 from services.common.runspec.loader import SpecError
@@ -38,12 +38,12 @@ def load_checked(
     try:
         draft = read_checked(path, overrides or (), is_here=is_here)
         for note in draft.notes:
-            say(errors, f"note: {note}")
+            print_line(errors, f"note: {note}")
         spec = draft.examined.spec
         assert spec is not None
         for note in (shared_gpus(spec), slow_settings(spec)) if is_here else ():
             if note:
-                say(errors, f"note: {note}")
+                print_line(errors, f"note: {note}")
         if gpu_gb is not None:
             table = memory_table(spec, gpu_bytes=int(gpu_gb * 1e9), gpus=gpus)
             console.print(table, highlight=False)

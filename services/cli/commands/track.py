@@ -9,7 +9,7 @@ from services.cli.api import Api
 from services.cli.api_calls import Url, find_controller, run_until_signal
 from services.cli.names import find_run
 from services.cli.trackers.processes import TrackerProcesses
-from services.common.lifetime import until_told_to_stop
+from services.common.lifetime import wait_for_shutdown
 from services.common.runspec.suggestions import did_you_mean
 from services.common.runspec.trackers import TRACKERS
 from services.common.task_group import until_first
@@ -52,7 +52,7 @@ def track(
             one = await find_run(api, run) if run else ""
             following = processes.follow(one, kinds) if one else processes.follow_project()
             if stop_on_stdin_eof:
-                await until_first(following, until_told_to_stop(stop_on_stdin_eof=True))
+                await until_first(following, wait_for_shutdown(stop_on_stdin_eof=True))
             else:
                 await following
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from services.cli.api import Api, ApiError
 from services.cli.settings import CliSettings
-from services.cli.trackers.cursor import GONE, Cursor, Order, cursor_path
+from services.cli.trackers.cursor import GONE, Cursor, TrackerJob, cursor_path
 from services.cli.trackers.tracker import Moment, OpenTracker, Split, Tracker, row_of
 from services.common.callables import load_callable
-from services.common.lifetime import until_told_to_stop
+from services.common.lifetime import wait_for_shutdown
 from services.common.runspec.trackers import TRACKERS, TrackerSpec
 from services.common.task_group import until_first
 from services.controller.api.operations import ListSamples, ReportTracker
@@ -40,7 +40,7 @@ class Writer:
         run: The run.
     """
 
-    def __init__(self, order: Order, api: Api, run: RunView) -> None:
+    def __init__(self, order: TrackerJob, api: Api, run: RunView) -> None:
         self._order = order
         self._api = api
         self._run = run
@@ -171,13 +171,13 @@ def _scores(data: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 yield f"{prefix}/{name}", float(score)
 
 
-def _report(order: Order, *, is_writing: bool, message: str = "") -> ReportTracker:
+def _report(order: TrackerJob, *, is_writing: bool, message: str = "") -> ReportTracker:
     return ReportTracker(
         run_id=order.run_id, tracker=order.kind, is_writing=is_writing, message=message
     )
 
 
-async def _write(order: Order) -> None:
+async def _write(order: TrackerJob) -> None:
     async with Api(order.url, token=CliSettings().token, patience_s=_PATIENCE_S) as api:
         run = await api.get(order.run_id)
         with _alone(order):
@@ -185,7 +185,7 @@ async def _write(order: Order) -> None:
 
 
 @contextmanager
-def _alone(order: Order) -> Iterator[None]:
+def _alone(order: TrackerJob) -> Iterator[None]:
     """Wait until no other process writes the run to the tracker: one may be ending, with its last call."""
     path = cursor_path(order.folder, order.run_id, order.kind).with_suffix(".lock")
     with path.open("a") as file:
@@ -195,9 +195,9 @@ def _alone(order: Order) -> Iterator[None]:
 
 def main() -> None:
     """Entry point."""
-    order, code = Order.model_validate_json(sys.argv[1]), 0
+    order, code = TrackerJob.model_validate_json(sys.argv[1]), 0
     try:
-        asyncio.run(until_first(_write(order), until_told_to_stop(stop_on_stdin_eof=True)))
+        asyncio.run(until_first(_write(order), wait_for_shutdown(stop_on_stdin_eof=True)))
     except* ApiError as group:
         code = GONE
         sys.stderr.write(f"{group.exceptions[0]}\n")

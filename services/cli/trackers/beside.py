@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from services.cli.local import LocalServices
-from services.cli.output import say
+from services.cli.output import print_line
 from services.cli.trackers.child import run_to_end
 from services.common.runspec.trackers import TRACKERS
 from services.common.task_group import TaskGroup
@@ -44,7 +44,7 @@ async def tracking(
         try:
             yield
             if run_id:
-                say(console, "the trackers get the last numbers")
+                print_line(console, "the trackers get the last numbers")
                 await asyncio.wait((keeping,), timeout=_LAST_NUMBERS_S)
         finally:
             keeping.cancel()
@@ -65,5 +65,5 @@ async def _keep(
         )
         if code == 0:
             return
-        say(console, f"no tracker is written to, runs go on: {last_lines(log, 1)}")
+        print_line(console, f"no tracker is written to, runs go on: {last_lines(log, 1)}")
         await asyncio.sleep(_AGAIN_S)

@@ -12,7 +12,7 @@ GONE = 3
 """It ends with this if the controller is gone, which is no fault of its tracker."""
 
 
-class Order(BaseModel):
+class TrackerJob(BaseModel):
     """One run, one tracker."""
 
     model_config = ConfigDict(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from services.cli.api import Api, ApiError
 from services.cli.trackers.child import run_to_end
-from services.cli.trackers.cursor import CURSORS, GONE, Cursor, Order, cursor_path
+from services.cli.trackers.cursor import CURSORS, GONE, Cursor, TrackerJob, cursor_path
 from services.common.task_group import TaskGroup
 from services.controller.api.operations import ListRuns, ReportTracker
 from services.controller.launch.log_files import last_lines
@@ -105,7 +105,7 @@ class TrackerProcesses:
         clock = asyncio.get_running_loop().time
         pause_s, is_told = _FIRST_PAUSE_S, False
         while True:
-            order = Order(
+            order = TrackerJob(
                 url=self._url,
                 run_id=run_id,
                 kind=kind,
@@ -126,7 +126,7 @@ class TrackerProcesses:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _run(self, order: Order) -> int:
+    async def _run(self, order: TrackerJob) -> int:
         return await run_to_end(
             "services.cli.trackers",
             order.model_dump_json(),
@@ -135,7 +135,7 @@ class TrackerProcesses:
             environment=self._environment,
         )
 
-    async def _tell(self, order: Order, why: str) -> bool:
+    async def _tell(self, order: TrackerJob, why: str) -> bool:
         report = ReportTracker(
             run_id=order.run_id, tracker=order.kind, is_writing=False, message=why
         )
@@ -152,7 +152,7 @@ class TrackerProcesses:
             return error.status == HTTPStatus.NOT_FOUND
         return False
 
-    def _why(self, order: Order, code: int) -> str:
+    def _why(self, order: TrackerJob, code: int) -> str:
         if code == -signal.SIGALRM:
             return f"it did not answer within {order.deadline_s:.0f} s"
         if code < 0:
@@ -160,7 +160,7 @@ class TrackerProcesses:
         text = last_lines(self._log(order), 1).replace("\0", "")
         return text[-1000:] or f"its process ended with exit code {code}"
 
-    def _log(self, order: Order) -> Path:
+    def _log(self, order: TrackerJob) -> Path:
         return cursor_path(self._folder, order.run_id, order.kind).with_suffix(".log")
 
 

@@ -36,7 +36,7 @@ class Vocabulary(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MadeVocabulary:
+class BuiltinVocabulary:
     """That of a tokenizer that is made on the spot, known without making it."""
 
     vocab_size: int
@@ -50,12 +50,12 @@ def tokenizer_name(model: ModelSpec) -> str:
     return model.tokenizer or ("bytes" if model.is_tiny else model.path)
 
 
-def is_made(name: str) -> bool:
+def is_builtin_tokenizer(name: str) -> bool:
     """Whether a tokenizer is made on the spot."""
     return name == "bytes" or name.startswith(CHARS_PREFIX)
 
 
-def make_tokenizer(name: str) -> Tokenizer | None:
+def make_builtin_tokenizer(name: str) -> Tokenizer | None:
     """The tokenizer of a name; None if it is not made here.
 
     ``chars:SYMBOLS`` has ``<pad>`` (0), ``<eos>`` (1), then one token for each symbol; ``bytes`` has
@@ -69,19 +69,19 @@ def make_tokenizer(name: str) -> Tokenizer | None:
     return _chars(name.removeprefix(CHARS_PREFIX)) if name.startswith(CHARS_PREFIX) else None
 
 
-def made_vocabulary(name: str) -> MadeVocabulary | None:
+def builtin_vocabulary(name: str) -> BuiltinVocabulary | None:
     """What is known of a tokenizer that is made here; None if it is another one.
 
     Raises:
-        ValueError: As :func:`make_tokenizer`.
+        ValueError: As :func:`make_builtin_tokenizer`.
     """
-    made = make_tokenizer(name)
+    made = make_builtin_tokenizer(name)
     if made is None:
         return None
     eos_id, pad_id = made.token_to_id(EOS), made.token_to_id(PAD)
     assert eos_id is not None
     assert pad_id is not None
-    return MadeVocabulary(made.get_vocab_size(), eos_id, pad_id)
+    return BuiltinVocabulary(made.get_vocab_size(), eos_id, pad_id)
 
 
 def _chars(symbols: str) -> Tokenizer:

@@ -13,7 +13,7 @@ from services.common.models.made_tokenizers import (
     CHARS_PREFIX,
     EOS,
     PAD,
-    make_tokenizer,
+    make_builtin_tokenizer,
     tokenizer_name,
 )
 from services.common.runspec.run import ModelSpec
@@ -272,7 +272,7 @@ def load_tokenizer(
         ValueError: If there is no such tokenizer; the message names the key and the fix.
     """
     name = tokenizer_name(model)
-    made = make_tokenizer(name)
+    made = make_builtin_tokenizer(name)
     inner = _pretrained(name, model) if made is None else _fast(made)
     stop_ids = [] if model.is_tiny else _end_ids(model)
     return Tokenizer(inner, name=name, stop_ids=stop_ids, template_arguments=template_arguments)

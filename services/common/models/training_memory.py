@@ -194,7 +194,7 @@ def _memory_of(
         "weights on their way": _sent(spec, shapes, item=item),
         "context": _CONTEXT,
     }
-    if spec.topology.takes_turns:
+    if spec.topology.is_colocated:
         parts[SLEEPING] = item * weights / spec.engine_gpus + _SLEEPING
     if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
         parts["reference"] = item * weights / frozen_ranks + _gathered(
@@ -377,6 +377,6 @@ def _sent(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]], *, item: int) ->
 
 def _lent(spec: RunSpec) -> int:
     """The room that a trainer lends to rollouts with which it shares its only GPU."""
-    backend, num_here = spec.weight_sync.backend, spec.rollouts_in_turns
+    backend, num_here = spec.weight_sync.backend, spec.colocated_rollouts
     share_one = spec.trainer.world_size == 1 and 0 < num_here == spec.rollout.replicas
     return ROOM if backend == "handle" or (backend == "auto" and share_one) else 0

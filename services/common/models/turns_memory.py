@@ -29,7 +29,7 @@ Stays = Literal["all", "state", "nothing"]
 _LARGEST_SHARE: Final = 0.9
 
 
-def what_stays(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Stays:
+def resident_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Stays:
     """What a trainer in turns leaves on the GPU while rollouts decode: as much as fits beside them.
 
     Where all of it does, engines give up nothing either. Both sides reckon it, from the same numbers.
@@ -39,13 +39,13 @@ def what_stays(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> St
         config: Shape of its model.
         gpu_bytes: Memory of one GPU.
     """
-    if not spec.rollouts_in_turns:
+    if not spec.colocated_rollouts:
         return "nothing"
     dtype = getattr(torch, spec.trainer.dtype)
     weights, size = weight_bytes(config, dtype), spec.engine_gpus
     # Keys and values of few heads are on all GPUs of an engine.
     engine = weight_copies(spec) * weights / size + kv_bytes(spec, config, dtype) + ENGINE
-    engines = spec.rollouts_in_turns * size / spec.trainer.world_size
+    engines = spec.colocated_rollouts * size / spec.trainer.world_size
     for stays in ("all", "state"):
         kept = _kept(stays, spec, config, gpu_bytes=gpu_bytes)
         if kept + engines * engine <= _LARGEST_SHARE * gpu_bytes:
@@ -53,9 +53,9 @@ def what_stays(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> St
     return "nothing"
 
 
-def kept_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
+def sleeping_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
     """Bytes that a trainer in turns keeps on each of its GPUs while rollouts decode."""
-    stays = what_stays(spec, config, gpu_bytes=gpu_bytes)
+    stays = resident_memory(spec, config, gpu_bytes=gpu_bytes)
     return _kept(stays, spec, config, gpu_bytes=gpu_bytes)
 
 

@@ -12,7 +12,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from services.common.errors import InternalError, InvalidArgumentError, ServiceError, to_status
 from services.common.rpc import headers
-from services.common.security.access import HEALTH, admit, certify, know
+from services.common.security.access import HEALTH, authenticate, authorize, check_peer_certificate
 from services.common.security.credentials import Identity, current_identity
 from services.common.security.tls import server_credentials
 from services.common.telemetry import tracing
@@ -131,7 +131,7 @@ class _Edge(grpc.aio.ServerInterceptor):
             if user is not None:
                 await user(authorization)
             else:
-                know(self._identity, method, authorization)
+                authenticate(self._identity, method, authorization)
         except Exception as error:  # noqa: BLE001  the edge: an unforeseen fault must reach the caller
             return _refusal(method, error)
         return guarded
@@ -140,8 +140,10 @@ class _Edge(grpc.aio.ServerInterceptor):
         """See that the request is one, and that the caller may make it."""
         _read(method, request, context)
         if self._identity.tls is not None:
-            certify(method, context.auth_context().get("x509_subject_alternative_name", ()))
-        admit(method, request)
+            check_peer_certificate(
+                method, context.auth_context().get("x509_subject_alternative_name", ())
+            )
+        authorize(method, request)
 
     def _guard(self, handler: Any, method: str, *, is_users: bool) -> Any:
         sees = _read if is_users else self._check

@@ -77,7 +77,7 @@ _MAX_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class ValidationResult:
     """A specification and what is wrong with it."""
 
     spec: RunSpec | None
@@ -92,7 +92,7 @@ class Examined:
         return any(_names(problem, key) for key in self.wrong_keys)
 
 
-def examine(document: Mapping[str, Any]) -> Examined:
+def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
     """Validate a mapping, whose keys have no other names."""
     mended, problems, wrong = deepcopy(dict(document)), list[str](), set[str]()
     for _ in range(_MAX_ROUNDS):
@@ -109,11 +109,11 @@ def examine(document: Mapping[str, Any]) -> Examined:
             if num_mended < max(len(by_place), 1):
                 break
         else:
-            found = Examined(spec, (), frozenset(wrong))
+            found = ValidationResult(spec, (), frozenset(wrong))
             across = [*_too_large(spec.model_dump(mode="json")), *broken_rules(spec)]
             problems += [each for each in across if not found.is_about_stand_ins(each)]
-            return Examined(spec, tuple(problems), frozenset(wrong))
-    return Examined(None, tuple(problems), frozenset(wrong))
+            return ValidationResult(spec, tuple(problems), frozenset(wrong))
+    return ValidationResult(None, tuple(problems), frozenset(wrong))
 
 
 def _place(error: Any) -> tuple[int | str, ...]:

@@ -12,7 +12,7 @@ import yaml
 from services.common.callables import is_reference, parse_reference
 from services.common.runspec.aliases import let_win, make_way, own_name, without_aliases
 from services.common.runspec.data import set_documents
-from services.common.runspec.examining import Examined, examine
+from services.common.runspec.examining import ValidationResult, validate_spec
 from services.common.runspec.run import TINY_PREFIX, RunSpec
 
 MAX_DOCUMENT_BYTES = 256 << 10
@@ -58,7 +58,7 @@ class SpecError(ValueError):
 class Draft:
     """A specification file that was read, whatever is wrong with it."""
 
-    examined: Examined
+    examined: ValidationResult
     notes: tuple[str, ...] = ()
     """Other names of keys that it uses."""
     left_out: frozenset[str] = frozenset()
@@ -90,7 +90,7 @@ def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
         raise SpecError(refused)
     renamed = without_aliases(document)
     let_win(renamed.document, given)
-    found = examine(renamed.document)
+    found = validate_spec(renamed.document)
     spec = None if found.spec is None else resolve_paths(found.spec, path.resolve().parent)
     problems = (*renamed.problems, *found.problems)
     return Draft(
@@ -127,11 +127,11 @@ def parse_spec(document: Mapping[str, Any] | str) -> RunSpec:
     if problem := shape_problem(document):
         raise SpecError([f"the specification {problem}"])
     renamed = without_aliases(document)
-    found = examine(renamed.document)
+    found = validate_spec(renamed.document)
     return _right(replace(found, problems=(*renamed.problems, *found.problems)))
 
 
-def _right(found: Examined) -> RunSpec:
+def _right(found: ValidationResult) -> RunSpec:
     if found.problems:
         raise SpecError(found.problems)
     assert found.spec is not None

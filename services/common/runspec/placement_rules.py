@@ -10,7 +10,7 @@ from services.common.runspec.weight_modes import HOST_MODE, MODES
 def placement(spec: RunSpec) -> Iterator[str]:
     """What is wrong with the task groups, or with turns on the same GPUs."""
     topology = spec.topology
-    if topology.takes_turns:
+    if topology.is_colocated:
         yield from _turns(spec)
         return
     if not topology.task_groups:
@@ -192,7 +192,7 @@ def _at_once(spec: RunSpec) -> Iterator[str]:
             f"engine {spec.rollout.engine!r} does not give up its GPU memory while the trainer works; choose "
             f"one of {able}"
         )
-    num_others = max(0, spec.rollout.replicas - spec.rollouts_in_turns)
+    num_others = max(0, spec.rollout.replicas - spec.colocated_rollouts)
     if spec.algorithm.max_staleness > 1 and not num_others:
         yield (
             "rollouts cannot run ahead of training by algorithm.max_staleness "

@@ -335,15 +335,15 @@ class RunSpec(SpecPart):
         return self.rollout.engine != "none"
 
     @property
-    def rollouts_in_turns(self) -> int:
+    def colocated_rollouts(self) -> int:
         """Rollouts on the trainer's GPUs, the first ones of all: one side sleeps while the other works."""
         if self.topology.placement == "mixed":
             return self.trainer.world_size // self.engine_gpus
-        return self.rollout.replicas if self.topology.takes_turns else 0
+        return self.rollout.replicas if self.topology.is_colocated else 0
 
-    def is_in_turns(self, worker_id: str) -> bool:
+    def is_colocated(self, worker_id: str) -> bool:
         """Whether a worker is a rollout on the trainer's GPUs."""
-        return worker_id in {f"rollout-{index}" for index in range(self.rollouts_in_turns)}
+        return worker_id in {f"rollout-{index}" for index in range(self.colocated_rollouts)}
 
     def num_steps(self, num_rows: int) -> int:
         """Steps of the whole run.
@@ -425,13 +425,13 @@ class RunSpec(SpecPart):
         if not (isinstance(trainer, Mapping) and isinstance(rollout, Mapping)):
             return values
         engine_arguments = rollout.get("engine_arguments", {})
-        is_given = topology.task_groups or topology.takes_turns
+        is_given = topology.task_groups or topology.is_colocated
         if not is_given or not isinstance(engine_arguments, Mapping):
             return values
         kind = ENGINES.get(rollout.get("engine", "torch"))
         try:
             engine_gpus = 1 if kind is None else kind.num_gpus(engine_arguments)
-            if topology.takes_turns:
+            if topology.is_colocated:
                 ranks = TrainerSpec.model_validate(trainer).world_size
                 num_others = 1 if topology.placement == "mixed" else 0
                 counts = ranks, max(1, ranks // engine_gpus) + num_others

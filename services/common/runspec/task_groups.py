@@ -59,7 +59,7 @@ class PlacedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class TaskGroupPlacement:
     """Task groups with their GPUs."""
 
     groups: tuple[PlacedGroup, ...]
@@ -79,7 +79,7 @@ def place_groups(
     gpus_per_node: int,
     granularity: Literal["gpu", "node"] = "gpu",
     parallelism: Mapping[str, int] | None = None,
-) -> Placement:
+) -> TaskGroupPlacement:
     """Split GPUs among task groups.
 
     Args:
@@ -110,7 +110,7 @@ def place_groups(
                 "let it share a group",
             )
         _check_parallelism(group, count, parallelism or {})
-    return Placement(
+    return TaskGroupPlacement(
         groups=tuple(
             PlacedGroup(group, count, _pods(count, gpus_per_node))
             for group, count in zip(groups, counts, strict=True)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from services.common.runspec.base import SpecPart
-from services.common.runspec.task_groups import ALIASES, Placement, place_groups
+from services.common.runspec.task_groups import ALIASES, TaskGroupPlacement, place_groups
 
 
 class TopologySpec(SpecPart):
@@ -55,11 +55,11 @@ class TopologySpec(SpecPart):
         ]
 
     @property
-    def takes_turns(self) -> bool:
+    def is_colocated(self) -> bool:
         """Whether there are GPUs that the trainer and rollouts have one after the other."""
         return self.placement != "disaggregated"
 
-    def place(self, parallelism: Mapping[str, int] | None = None) -> Placement:
+    def place(self, parallelism: Mapping[str, int] | None = None) -> TaskGroupPlacement:
         """The groups with their GPUs.
 
         Args:

@@ -53,7 +53,7 @@ def caller_run() -> str | None:
     return None if caller == SERVICES else caller
 
 
-def know(identity: Identity, method: str, authorization: str) -> None:
+def authenticate(identity: Identity, method: str, authorization: str) -> None:
     """See who calls, before the request is read, and remember it while that is served.
 
     Args:
@@ -74,7 +74,7 @@ def know(identity: Identity, method: str, authorization: str) -> None:
         raise
 
 
-def certify(method: str, names: Iterable[bytes]) -> None:
+def check_peer_certificate(method: str, names: Iterable[bytes]) -> None:
     """See that the caller that is known by its token shows a certificate of the same bearer.
 
     Args:
@@ -102,7 +102,7 @@ def certify(method: str, names: Iterable[bytes]) -> None:
         )
 
 
-def admit(method: str, request: Any) -> None:
+def authorize(method: str, request: Any) -> None:
     """See that the caller that is known may make a request.
 
     Args:

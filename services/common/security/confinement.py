@@ -126,7 +126,7 @@ _RUN = re.compile(r"run_[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allowance:
+class CodePolicy:
     """What specifications may name. Without folders, everything: a machine that only its owner uses."""
 
     roots: tuple[Path, ...] = ()
@@ -152,7 +152,7 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class _Judge:
-    allowance: Allowance
+    allowance: CodePolicy
     resolved: Callable[[Path], Path]
     is_here: bool
 

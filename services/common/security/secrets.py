@@ -47,7 +47,7 @@ _FIX_URL: Final = (
 )
 
 
-def plain_secrets(spec: RunSpec) -> list[str]:
+def find_plain_secrets(spec: RunSpec) -> list[str]:
     """Values of a specification that look like secrets and would be stored as they are.
 
     Returns:

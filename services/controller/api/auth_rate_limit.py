@@ -22,7 +22,7 @@ def peer_of(request: Request) -> str:
     return request.client.host if request.client else ""
 
 
-class Strangers:
+class AuthRateLimit:
     """Counts calls with tokens that nobody knows. Belongs to the event loop's thread.
 
     Args:

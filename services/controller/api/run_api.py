@@ -9,7 +9,7 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 
 from services.common.errors import UnauthenticatedError
-from services.controller.api.auth_rate_limit import Strangers
+from services.controller.api.auth_rate_limit import AuthRateLimit
 from services.controller.api.handlers import Call, Handlers, Items
 from services.controller.api.operations import OfRun, Operation
 from services.controller.api.principals import Authenticator, Principal
@@ -54,7 +54,7 @@ class RunApi:
         self._handlers = Handlers(manager, audit, logs, limits)
         self._users = users
         self._known: dict[str, tuple[Principal, float]] = {}
-        self._strangers = Strangers()
+        self._auth_rate_limit = AuthRateLimit()
         self.limits = limits
         """How much callers may ask."""
 
@@ -74,15 +74,15 @@ class RunApi:
         if who is None or deadline < now:
             is_stranger = who is None  # one that was known is none, whoever else comes from there
             if is_stranger:
-                self._strangers.admit(peer)
+                self._auth_rate_limit.admit(peer)
             try:
-                async with self._strangers.lookup() if is_stranger else nullcontext():
+                async with self._auth_rate_limit.lookup() if is_stranger else nullcontext():
                     who = await run_in_threadpool(self._users.authenticate, authorization)
             except UnauthenticatedError:
                 self._known.pop(authorization, None)
                 raise
             if is_stranger:
-                self._strangers.forgive(peer)
+                self._auth_rate_limit.forgive(peer)
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             who = replace(who, authorization=authorization)

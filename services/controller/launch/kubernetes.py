@@ -19,7 +19,7 @@ from services.controller.launch import job_set, kueue, pod_state
 from services.controller.launch.follow import Seen
 from services.controller.launch.launcher import ExitHandler, WorkerExit
 from services.controller.launch.pod_api import PodApi
-from services.controller.launch.pod_state import KnownPod, check_growth
+from services.controller.launch.pod_state import PodRecord, check_growth
 from services.controller.launch.run_secrets import RunSecrets
 from services.controller.launch.scale import RolloutScales
 from services.controller.launch.worker_pods import (
@@ -77,7 +77,7 @@ class KubernetesLauncher:
         self._on_pending = on_pending
         self._pending_timeout_s = pending_timeout_s
         self._scales = scales
-        self._runs: dict[str, dict[str, KnownPod]] = {}
+        self._runs: dict[str, dict[str, PodRecord]] = {}
         self._changed = asyncio.Condition()
         self.secrets = RunSecrets(api, owner=owner)
 
@@ -171,11 +171,11 @@ class KubernetesLauncher:
                 if pod.uid == event["involvedObject"]["uid"] and not pod.is_running:
                     self._hinder(run_id, name, found)
 
-    def _pods(self) -> list[tuple[str, str, KnownPod]]:
+    def _pods(self) -> list[tuple[str, str, PodRecord]]:
         """All pods, each with its run and its place."""
         return [(run, name, pod) for run, pods in self._runs.items() for name, pod in pods.items()]
 
-    async def _without_leftovers(self, run_id: str, bodies: Sequence[Pod]) -> dict[str, KnownPod]:
+    async def _without_leftovers(self, run_id: str, bodies: Sequence[Pod]) -> dict[str, PodRecord]:
         """Pods of a run, after those are gone that would not serve its workers."""
         watched = frozenset(self._runs.get(run_id, ()))
         known = await self._find(run_id)
@@ -194,7 +194,7 @@ class KubernetesLauncher:
             await self._remove(run_id, name)
         return known
 
-    async def _find(self, run_id: str) -> dict[str, KnownPod]:
+    async def _find(self, run_id: str) -> dict[str, PodRecord]:
         """Pods of a run, those included that an earlier controller process made."""
         known = self._runs.setdefault(run_id, {})
         for body in await self._api.list(f"{RUN_LABEL}={run_id}"):
@@ -226,7 +226,7 @@ class KubernetesLauncher:
     def _expect(self, run_id: str, body: Mapping[str, Any]) -> None:
         """Keep a pod, which is given up should it not run in time."""
         name = job_set.place_of(body)
-        self._runs[run_id][name] = KnownPod.of(body)
+        self._runs[run_id][name] = PodRecord.of(body)
         self._start_timer(run_id, name)
 
     async def _take_in(self, seen: Seen) -> None:
@@ -291,7 +291,7 @@ class KubernetesLauncher:
         pod = self._runs[run_id][name]
         pod.timer = loop.call_later(self._pending_timeout_s, self._give_up, run_id, name)
 
-    def _hinder(self, run_id: str, name: str, found: pod_state.Obstacle) -> None:
+    def _hinder(self, run_id: str, name: str, found: pod_state.StartFailure) -> None:
         """Keep what hinders a pod; tell it once per reason."""
         pod = self._runs[run_id][name]
         before, pod.obstacle = pod.obstacle, found

@@ -101,7 +101,7 @@ def gpu_needs(spec: RunSpec) -> dict[str, int]:
 def gpu_hosts(spec: RunSpec) -> dict[str, str]:
     """The workers that are on another one's GPUs, and on whose."""
     names = [worker_id for _, worker_id in worker_names(spec)]
-    return {worker_id: "trainer-0" for worker_id in names if spec.is_in_turns(worker_id)}
+    return {worker_id: "trainer-0" for worker_id in names if spec.is_colocated(worker_id)}
 
 
 def total_gpus(spec: RunSpec) -> int:

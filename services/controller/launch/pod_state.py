@@ -27,7 +27,7 @@ Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Obstacle:
+class StartFailure:
     """Why a pod does not run yet."""
 
     reason: str
@@ -76,25 +76,25 @@ def is_over(pod: Json) -> bool:
     return has_phase or (bool(statuses) and all("terminated" in s["state"] for s in statuses))
 
 
-def obstacle(pod: Json) -> Obstacle | None:
+def obstacle(pod: Json) -> StartFailure | None:
     """What keeps the pod from running, if anything is known."""
     status = pod["status"]
     for condition in status.get("conditions", []):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             reason = condition.get("reason", "Unschedulable")
             message = _wait_in_queue(pod) if reason == _GATED else ""
-            return Obstacle(reason=reason, message=message or condition.get("message", ""))
+            return StartFailure(reason=reason, message=message or condition.get("message", ""))
     for container in status.get("containerStatuses", []):
         waiting = container["state"].get("waiting", {})
         if waiting.get("reason") in _BLOCKED:
-            return Obstacle(reason=waiting["reason"], message=waiting.get("message", ""))
+            return StartFailure(reason=waiting["reason"], message=waiting.get("message", ""))
     return None
 
 
-def warning(event: Json) -> Obstacle | None:
+def warning(event: Json) -> StartFailure | None:
     """What an event says that the status of its pod does not."""
     if event["reason"] in _TOLD_BY_EVENTS and event.get("count", 1) >= _REPEATED:
-        return Obstacle(reason=event["reason"], message=event["message"])
+        return StartFailure(reason=event["reason"], message=event["message"])
     return None
 
 
@@ -131,7 +131,7 @@ def _status(code: int) -> int:
 
 
 @dataclass(slots=True)
-class KnownPod:
+class PodRecord:
     """A pod that is not gone, or one that its JobSet has not made yet."""
 
     workers: list[str]
@@ -149,7 +149,7 @@ class KnownPod:
     """Whether a queue holds it back, for as long as that takes."""
     reported: set[str] = field(default_factory=set)
     """Workers whose end was told."""
-    obstacle: Obstacle | None = None
+    obstacle: StartFailure | None = None
     """Why it does not run."""
     timer: asyncio.TimerHandle | None = None
     """When it is given up because it does not run."""
@@ -193,7 +193,7 @@ class KnownPod:
 
 
 def check_growth(
-    bodies: Sequence[Mapping[str, Any]], known: Mapping[str, KnownPod], *, admitted: int
+    bodies: Sequence[Mapping[str, Any]], known: Mapping[str, PodRecord], *, admitted: int
 ) -> None:
     """See that pods which are there may be joined by those that are not.
 

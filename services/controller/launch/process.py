@@ -18,7 +18,7 @@ from services.common.errors import FailedPreconditionError
 from services.common.host import usable_processors
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
-from services.common.security.confinement import Allowance
+from services.common.security.confinement import CodePolicy
 from services.common.security.credentials import current_identity
 from services.common.task_group import TaskGroup
 from services.controller.client import WorkerRole
@@ -77,7 +77,7 @@ class ProcessLauncher:
         state_directory: Path,
         on_exit: ExitHandler,
         tasks: TaskGroup,
-        allowance: Allowance = Allowance(),  # noqa: B008 -- frozen
+        allowance: CodePolicy = CodePolicy(),  # noqa: B008 -- frozen
         gpus: Sequence[str] = (),
         forks: ForkServer | None = None,
         metric_targets: Path | None = None,
@@ -274,7 +274,7 @@ async def open_process_launcher(
     state_directory: Path,
     on_exit: ExitHandler,
     tasks: TaskGroup,
-    allowance: Allowance = Allowance(),  # noqa: B008 -- frozen
+    allowance: CodePolicy = CodePolicy(),  # noqa: B008 -- frozen
     metric_targets: Path | None = None,
 ) -> AsyncIterator[ProcessLauncher]:
     """A launcher until the block ends; its arguments are the launcher's.

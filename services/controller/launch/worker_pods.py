@@ -154,7 +154,7 @@ def build_pods(
         _name_worker(container, place, run_id, controller_address)
         _add_certificate(pod, run_id)
         _add_ports(container, place)
-        if spec.is_in_turns(place.worker_id):
+        if spec.is_colocated(place.worker_id):
             colocated_pods.join(
                 container, place.worker_id, spec, ready_file=_ready_file("trainer-0")
             )
@@ -170,8 +170,8 @@ def build_pods(
         pods.append(pod)
     if templates.topology == "bundled":
         pods = [_together(f"{run_id.replace('_', '-')}-bundle", pods)]
-    elif spec.topology.takes_turns:
-        count = 1 + spec.rollouts_in_turns  # the trainer is the first worker
+    elif spec.topology.is_colocated:
+        count = 1 + spec.colocated_rollouts  # the trainer is the first worker
         pods = [_together(pods[0]["metadata"]["name"], pods[:count]), *pods[count:]]
     for pod in pods:
         kueue.join(pod, group=run_id.replace("_", "-"), num_pods=len(pods))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
-from services.controller.manager.quotas import Lack, read_quota
+from services.controller.manager.quotas import QuotaShortage, read_quota
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.settings import Limits
 from services.controller.store.records import Event, Note, Run
@@ -22,7 +22,7 @@ _QUEUED = (
     .where(RUNS.c.state == RunState.QUEUED.value)
     .order_by(RUNS.c.priority.desc(), RUNS.c.run_id)
 )
-_BEHIND = Lack("Behind", "another run of the project comes before it")
+_BEHIND = QuotaShortage("Behind", "another run of the project comes before it")
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class _Queue:
         self._waiting: set[str] = set()
         self.done = Admitted()
 
-    def start(self, run_id: str, project: str) -> Lack | None:
+    def start(self, run_id: str, project: str) -> QuotaShortage | None:
         """Start a run if there is room for it; returns what it has to wait for."""
         if project in self._waiting:
             return _BEHIND
@@ -87,7 +87,7 @@ class _Queue:
         self.done.told.append((event, project))
         return None
 
-    def expire(self, run_id: str, lack: Lack) -> None:
+    def expire(self, run_id: str, lack: QuotaShortage) -> None:
         """End a run that has waited for too long."""
         run = get_run(self._connection, run_id, lock=True)
         message = f"the run did not start within limits.queue_timeout_s: {lack.message}"
@@ -97,7 +97,7 @@ class _Queue:
         self.done.expired.append(run)
         self.done.told.append((event, run.project))
 
-    def keep(self, run_id: str, project: str, lack: Lack, deadline: float | None) -> None:
+    def keep(self, run_id: str, project: str, lack: QuotaShortage, deadline: float | None) -> None:
         """Let a run wait, and tell once what the first run of a project waits for."""
         if deadline is not None:
             self.done.next_deadline = min(deadline, self.done.next_deadline or deadline)

@@ -12,7 +12,7 @@ from services.common.runspec.keys import flat
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec, spec_digest
 from services.common.runspec.run import RunSpec
 from services.controller.models import ForkRequest, RunPatch
-from services.controller.run.state.requests import needs_of, spec_columns
+from services.controller.run.state.requests import resource_needs, spec_columns
 from services.controller.run.train.checkpoints import Checkpoint
 from services.controller.store import ledgers
 from services.controller.store.records import NewRun, Run
@@ -92,7 +92,7 @@ def fork_of(
         name=spec.name,
         spec_json=canonical_json(spec),
         spec_digest=spec_digest(spec),
-        needs=needs_of(spec),
+        needs=resource_needs(spec),
         project=parent.project,
         priority=parent.priority,
         labels=parent.labels,

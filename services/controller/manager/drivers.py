@@ -15,7 +15,7 @@ from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.lifecycle.driver import RunDriver
 from services.controller.run.lifecycle.loop import Services
 from services.controller.run.state.journal import Journal
-from services.controller.run.state.requests import Mailbox
+from services.controller.run.state.requests import RequestQueue
 from services.controller.store.records import RELEASE, Event, Note, Run
 from services.controller.store.runs import InvalidTransitionError, RunStore
 
@@ -85,7 +85,7 @@ class Drivers:
                 store=self._store,
                 on_event=lambda event: self._on_event(event, run.project),
             ),
-            mailbox=Mailbox(run.run_id, database),
+            request_queue=RequestQueue(run.run_id, database),
             state=run.state,
             move=move,
         )

@@ -50,7 +50,7 @@ class QuotaTooSmallError(FailedPreconditionError):
 
 
 @dataclass(frozen=True, slots=True)
-class Lack:
+class QuotaShortage:
     """What a run waits for."""
 
     reason: str
@@ -70,11 +70,11 @@ class Quota:
     transferqueue_bytes: int
     checkpoint_bytes: int
 
-    def lacks(self, needs: Needs) -> Lack | None:
+    def lacks(self, needs: Needs) -> QuotaShortage | None:
         """What a further run would have to wait for; None if there is room for it."""
         limits = self.limits
         if self.active_runs >= limits.max_active_runs:
-            return Lack(
+            return QuotaShortage(
                 "ActiveRunsQuota",
                 f"project {self.project!r} has {self.active_runs} active runs, and may have "
                 f"{limits.max_active_runs}",
@@ -90,13 +90,13 @@ class Quota:
             ),
         ):
             if limit and used + needed > limit:
-                return Lack(
+                return QuotaShortage(
                     code,
                     f"the run needs {needed} {what}, but project {self.project!r} uses {used} of the "
                     f"{limit} that it may",
                 )
         if 0 < limits.max_checkpoint_bytes <= self.checkpoint_bytes:
-            return Lack(
+            return QuotaShortage(
                 "CheckpointQuota",
                 f"checkpoints of project {self.project!r} take {self.checkpoint_bytes} of the "
                 f"{limits.max_checkpoint_bytes} bytes that they may; delete some",

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from services.common.ids import new_run_id
 from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
 from services.common.runspec.run import RunSpec
-from services.common.security.confinement import Allowance
+from services.common.security.confinement import CodePolicy
 from services.common.task_group import TaskGroup
 from services.controller.manager import quotas
 from services.controller.manager.admission import admit
@@ -17,13 +17,13 @@ from services.controller.manager.changes import columns_of, fork_of, patched_spe
 from services.controller.manager.drivers import Drivers
 from services.controller.manager.event_feed import EventFeed
 from services.controller.manager.quotas import Quota
-from services.controller.manager.sample_reader import KeptSamples
+from services.controller.manager.sample_reader import SampleReader
 from services.controller.manager.spec_policy import SpecPolicy
 from services.controller.membership.registry import Membership, Worker
 from services.controller.models import CancelOptions, ForkRequest, PauseOptions, Role, RunPatch
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.connections import forget_samples
-from services.controller.run.state.requests import needs_of
+from services.controller.run.state.requests import resource_needs
 from services.controller.settings import Limits
 from services.controller.store.database import Database
 from services.controller.store.records import (
@@ -59,7 +59,7 @@ class RunManager:
         queue: TransferQueueClient,
         tasks: TaskGroup,
         defaults: Limits,
-        allowance: Allowance,
+        allowance: CodePolicy,
     ) -> None:
         self._database = database
         self._store = RunStore(database)
@@ -75,7 +75,7 @@ class RunManager:
         self.checkpoints = CheckpointArchive(database, self._checkpoint_deleted)
         """Checkpoints of all runs."""
         self._policy = SpecPolicy(allowance, self.get, self.checkpoints.runs_saved_at)
-        self.kept = KeptSamples(queue)
+        self.kept = SampleReader(queue)
         """Samples of all runs that people may read."""
         self.drivers = Drivers(
             self._store, tasks, apply=self._apply, on_event=self._publish, on_end=self._admit
@@ -107,7 +107,7 @@ class RunManager:
         """
         await self._policy.check_for(project, spec, role)
         await self._database.query(
-            quotas.check_possible, self._database, project, needs_of(spec), self._defaults
+            quotas.check_possible, self._database, project, resource_needs(spec), self._defaults
         )
 
     async def create(self, submission: Submission, *, role: Role = "operator") -> tuple[Run, bool]:
@@ -127,7 +127,7 @@ class RunManager:
             name=spec.name,
             spec_json=canonical_json(spec),
             spec_digest=spec_digest(spec),
-            needs=needs_of(spec),
+            needs=resource_needs(spec),
             project=submission.project,
             priority=submission.priority,
             labels=dict(submission.labels or {}),
@@ -219,7 +219,7 @@ class RunManager:
 
         def check(connection: sa.Connection, run: Run) -> None:
             if spec is not None:
-                quotas.check_change(connection, run, needs_of(spec), self._defaults)
+                quotas.check_change(connection, run, resource_needs(spec), self._defaults)
 
         run = await self._database.run(
             self._store.patch,

@@ -16,7 +16,7 @@ _FORGET_S = 10.0
 _FIELDS = {field.name for field in fields(KeptSampleQuery)}
 
 
-class KeptSamples:
+class SampleReader:
     """Kept samples of all runs.
 
     Args:

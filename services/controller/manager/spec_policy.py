@@ -8,8 +8,8 @@ from services.common.errors import NotFoundError, PermissionDeniedError
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
-from services.common.security.confinement import Allowance, paths_named, runs_named
-from services.common.security.secrets import plain_secrets
+from services.common.security.confinement import CodePolicy, paths_named, runs_named
+from services.common.security.secrets import find_plain_secrets
 from services.common.telemetry.logging import RareLog
 from services.controller.models import Role, covers
 from services.controller.store.records import Run
@@ -28,7 +28,7 @@ class SpecPolicy:
 
     def __init__(
         self,
-        allowance: Allowance,
+        allowance: CodePolicy,
         find: Callable[[str], Awaitable[Run]],
         saved_at: Callable[[Collection[Path]], Awaitable[Collection[str]]],
     ) -> None:
@@ -62,7 +62,7 @@ class SpecPolicy:
             )
 
     def _problems(self, spec: RunSpec) -> list[str]:
-        return [*self._allowance.problems(spec), *plain_secrets(spec)]
+        return [*self._allowance.problems(spec), *find_plain_secrets(spec)]
 
     async def check_for(self, project: str, spec: RunSpec, role: Role) -> None:
         """As :meth:`check`; and runs whose files are named must be of the project.

@@ -187,7 +187,7 @@ def _changes(
         "places": [2 * setting.places],
         "max_staleness": [bound for bound in _BOUNDS if bound > setting.max_staleness][:2],
     }
-    if setting.takes_turns:  # both sides, or none, get other GPUs
+    if setting.is_colocated:  # both sides, or none, get other GPUs
         del tried["trainer_gpus"]
     if not setting.num_others:
         del tried["rollouts"]

@@ -17,7 +17,7 @@ Places = Callable[[int, int], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class GpuCapacity:
     """The GPUs that are split."""
 
     gpus: int
@@ -49,7 +49,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SplitPlan:
     """All ways that were tried."""
 
     splits: tuple[Split, ...]
@@ -66,13 +66,13 @@ def plan_splits(
     rates: Rates,
     base: Setting,
     *,
-    room: Room,
+    room: GpuCapacity,
     bounds: Collection[int],
     places: Places,
     most_places: int,
     refused: Callable[[Setting], str] = lambda setting: "",
     may_take_turns: Callable[[Setting], bool] = lambda setting: False,
-) -> Plan:
+) -> SplitPlan:
     """Try the ways to split some GPUs.
 
     Args:
@@ -95,21 +95,21 @@ def plan_splits(
     )
     base = replace(base, engine_gpus=room.engine_gpus)
 
-    def ways(sizes: Collection[int], *, takes_turns: bool) -> list[Setting]:
+    def ways(sizes: Collection[int], *, is_colocated: bool) -> list[Setting]:
         return [
             replace(
-                on_gpus(base, room.gpus, trainer_gpus=size, takes_turns=takes_turns),
+                on_gpus(base, room.gpus, trainer_gpus=size, is_colocated=is_colocated),
                 max_staleness=bound,
             )
             for size in sizes
             for bound in sorted(bounds)
         ]
 
-    turns = [way for way in ways(room.shared_sizes(), takes_turns=True) if may_take_turns(way)]
+    turns = [way for way in ways(room.shared_sizes(), is_colocated=True) if may_take_turns(way)]
     reasons: dict[str, str] = {}
     found = []
-    for way in (*ways(room.trainer_sizes(), takes_turns=False), *turns):
-        name = f"{way.trainer_gpus}{' in turns' if way.takes_turns else ''}"
+    for way in (*ways(room.trainer_sizes(), is_colocated=False), *turns):
+        name = f"{way.trainer_gpus}{' in turns' if way.is_colocated else ''}"
         # Memory is the same whatever the bound.
         if name not in reasons:
             reasons[name] = refused(way)
@@ -127,7 +127,7 @@ def plan_splits(
     if more.places <= most_places:
         found.append(Split(setting=more, prediction=_predict(rates, more)))
         best = _recommended(found)
-    return Plan(
+    return SplitPlan(
         splits=tuple(found),
         best=Split(setting=best.setting, prediction=predict(rates, best.setting)),
         now=Split(setting=base, prediction=predict(rates, base))

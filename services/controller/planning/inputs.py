@@ -22,7 +22,7 @@ _HOST_BYTES_PER_S = 5e10
 _MEAN_LENGTH = 0.25
 
 
-def assumed_rates(
+def default_rates(
     *,
     weights: float,
     active_weights: float,
@@ -82,7 +82,7 @@ _NUMBERS = {field.name for field in fields(Rates)} - {"decode", "lengths"}
 _EXAMPLE = "lengths: {geometric: {mean_tokens: 280, max_tokens: 1024}}"
 
 
-def with_given(rates: Rates, document: Any) -> Rates:
+def with_overrides(rates: Rates, document: Any) -> Rates:
     """The rates with those that a document has.
 
     Args:

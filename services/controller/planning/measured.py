@@ -34,7 +34,7 @@ def setting_of(spec: RunSpec) -> Setting:
         trains_early=spec.trainer.accumulate_early,
         publish_every=spec.weight_sync.publish_every,
         engine_gpus=spec.engine_gpus,
-        in_turns=spec.rollouts_in_turns,
+        in_turns=spec.colocated_rollouts,
     )
 
 
@@ -87,7 +87,7 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
     # Without partial rollout an adoption waits for responses, which the simulation reckons by itself.
     waiting_ms = max(0.0, ms["adopt"] - ms["stall"]) if setting.keeps_responses else 0.0
     handover, prepared_ms = {}, ms["prepare"] - ms["copy"]
-    if setting.takes_turns:
+    if setting.is_colocated:
         back_s = median(
             _number(s, "trainer_sleep_s") + _number(s, "rollouts_wake_s") for s in found
         )

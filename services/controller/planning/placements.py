@@ -11,21 +11,21 @@ from services.controller.planning.measured import setting_of
 from services.controller.planning.rates import Setting
 
 
-def on_gpus(setting: Setting, gpus: int, *, trainer_gpus: int, takes_turns: bool) -> Setting:
+def on_gpus(setting: Setting, gpus: int, *, trainer_gpus: int, is_colocated: bool) -> Setting:
     """The same on so many GPUs, of which the trainer has some; if both take turns, rollouts are on all."""
-    left = gpus if takes_turns else gpus - trainer_gpus
+    left = gpus if is_colocated else gpus - trainer_gpus
     return replace(
         setting,
         trainer_gpus=trainer_gpus,
         rollouts=left // setting.engine_gpus,
-        in_turns=trainer_gpus // setting.engine_gpus if takes_turns else 0,
+        in_turns=trainer_gpus // setting.engine_gpus if is_colocated else 0,
     )
 
 
 def placed(spec: RunSpec, setting: Setting) -> RunSpec:
     """The run as a setting has it."""
     topology = spec.topology.model_copy(update={"placement": "disaggregated"})
-    if setting.takes_turns:
+    if setting.is_colocated:
         topology = TopologySpec(placement=setting.placement)
     changes = {
         "trainer": {"world_size": setting.trainer_gpus},
@@ -54,13 +54,13 @@ def otherwise(spec: RunSpec) -> Iterator[Setting]:
     gpus, engine_gpus = now.gpus, now.engine_gpus
     half = gpus // 2 // unit * unit
     apart = half if now.placement == "colocated" else now.trainer_gpus
-    for trainer_gpus, takes_turns in ((apart, False), (apart, True), (gpus, True)):
-        if not 0 < trainer_gpus <= gpus - (not takes_turns) * engine_gpus or trainer_gpus % unit:
+    for trainer_gpus, is_colocated in ((apart, False), (apart, True), (gpus, True)):
+        if not 0 < trainer_gpus <= gpus - (not is_colocated) * engine_gpus or trainer_gpus % unit:
             continue
-        found = on_gpus(now, gpus, trainer_gpus=trainer_gpus, takes_turns=takes_turns)
+        found = on_gpus(now, gpus, trainer_gpus=trainer_gpus, is_colocated=is_colocated)
         if found.placement == "colocated":
             found = replace(found, max_staleness=min(1, found.max_staleness))
         if found.placement == now.placement or found.gpus != gpus:
             continue
-        if not takes_turns or may_take_turns(spec, found):
+        if not is_colocated or may_take_turns(spec, found):
             yield found

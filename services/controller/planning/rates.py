@@ -113,7 +113,7 @@ class Setting:
             )
 
     @property
-    def takes_turns(self) -> bool:
+    def is_colocated(self) -> bool:
         """Whether there are GPUs that both sides use."""
         return self.in_turns > 0
 
@@ -125,7 +125,7 @@ class Setting:
     @property
     def placement(self) -> Literal["disaggregated", "colocated", "mixed"]:
         """``topology.placement``."""
-        if not self.takes_turns:
+        if not self.is_colocated:
             return "disaggregated"
         return "mixed" if self.num_others else "colocated"
 

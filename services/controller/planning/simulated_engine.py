@@ -104,7 +104,7 @@ class SimulatedEngine(Generic[_Owner]):
 
 
 @dataclass(slots=True)
-class Made:
+class SimulatedGroup:
     """A group that is being generated."""
 
     group: Group
@@ -121,15 +121,15 @@ class Made:
 
 
 @dataclass(slots=True)
-class Aside:
+class ParkedGroup:
     """What an engine that stands still had of a group, until another one takes it."""
 
-    made: Made
+    made: SimulatedGroup
     engine: int
     tokens: list[int]
     """That its samples lack."""
 
-    def go_on(self, engines: Sequence[SimulatedEngine[Made]], number: int) -> None:
+    def go_on(self, engines: Sequence[SimulatedEngine[SimulatedGroup]], number: int) -> None:
         """Give it to an engine, whose time must have been settled."""
         self.made.engines = tuple(number if n == self.engine else n for n in self.made.engines)
         engines[number].num_groups += 1
@@ -137,12 +137,12 @@ class Aside:
             engines[number].put(self.made, count)
 
 
-def put_aside(engines: Sequence[SimulatedEngine[Made]]) -> list[Aside]:
+def put_aside(engines: Sequence[SimulatedEngine[SimulatedGroup]]) -> list[ParkedGroup]:
     """Take all groups from engines, whose time must have been settled; the oldest group comes first."""
-    found: dict[tuple[int, int], Aside] = {}
+    found: dict[tuple[int, int], ParkedGroup] = {}
     for number, engine in enumerate(engines):
         for made, tokens in engine.put_aside():
             key = made.group.sequence, number
-            found.setdefault(key, Aside(made, number, [])).tokens.append(tokens)
+            found.setdefault(key, ParkedGroup(made, number, [])).tokens.append(tokens)
         engine.num_groups = 0
     return [found[key] for key in sorted(found)]

@@ -18,9 +18,14 @@ from random import Random
 from statistics import fmean
 
 from services.controller.planning.rates import DecodeTime, Rates, Setting, together
-from services.controller.planning.simulated_engine import Aside, Made, SimulatedEngine, put_aside
+from services.controller.planning.simulated_engine import (
+    ParkedGroup,
+    SimulatedEngine,
+    SimulatedGroup,
+    put_aside,
+)
 from services.controller.rules.groups import Group
-from services.controller.rules.placement import PlaceUse
+from services.controller.rules.placement import SlotUsage
 from services.controller.rules.staleness import StalenessGate, choose_batch
 
 
@@ -59,7 +64,7 @@ def least_step_s(rates: Rates, setting: Setting) -> float:
     tokens = setting.samples_per_step * rates.lengths.mean()
     made_s = tokens * rates.decode(setting.places) / setting.places / setting.rollouts
     trained_s = work_s(rates, setting, tokens) + rates.step_s
-    if setting.takes_turns:
+    if setting.is_colocated:
         trained_s += rates.handover_s
     return max(trained_s, made_s + trained_s * setting.in_turns / setting.rollouts)
 
@@ -98,9 +103,9 @@ class Simulation:
         self._gate = StalenessGate(
             max_staleness=setting.max_staleness, groups_per_step=setting.groups_per_step
         )
-        self._use = PlaceUse(setting.places, setting.group_size)
+        self._use = SlotUsage(setting.places, setting.group_size)
         self._engines = [
-            SimulatedEngine[Made](setting.places, rates.decode, self._begun)
+            SimulatedEngine[SimulatedGroup](setting.places, rates.decode, self._begun)
             for _ in range(setting.rollouts)
         ]
         self._lengths: Iterator[int] = rates.lengths.draws(Random(0))  # noqa: S311 -- no secret
@@ -110,10 +115,10 @@ class Simulation:
         self._is_publishing = False
         self._present = range(setting.rollouts)
         """Engines that get groups."""
-        self._aside: list[Aside] = []
+        self._aside: list[ParkedGroup] = []
         self._served: list[int] = [0] * setting.rollouts
-        self._running: dict[int, Made] = {}
-        self._ready: dict[int, Made] = {}
+        self._running: dict[int, SimulatedGroup] = {}
+        self._ready: dict[int, SimulatedGroup] = {}
         self._num_issued = 0
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -170,7 +175,7 @@ class Simulation:
 
     # Engines
 
-    def _begun(self, made: Made) -> None:
+    def _begun(self, made: SimulatedGroup) -> None:
         if made.version < 0:
             made.version = self._served[made.engines[0]]
 
@@ -205,7 +210,7 @@ class Simulation:
 
         self._after(end - self._now, act)
 
-    def _ended(self, made: Made) -> None:
+    def _ended(self, made: SimulatedGroup) -> None:
         """A sample is finished."""
         made.left -= 1
         if made.left:
@@ -251,7 +256,7 @@ class Simulation:
         group = Group(sequence=self._num_issued, row=0)
         group.oldest_version = min(self._served[number] for number in chosen)
         lengths = tuple(next(self._lengths) for _ in range(size))
-        made = Made(group, lengths, chosen, size)
+        made = SimulatedGroup(group, lengths, chosen, size)
         self._running[group.sequence] = made
         self._num_issued += 1
         for number in chosen:
@@ -290,12 +295,12 @@ class Simulation:
         else:
             self._note_wait("barrier" if choice.awaited else "no_data")
 
-    def _train(self, groups: list[Made]) -> None:
+    def _train(self, groups: list[SimulatedGroup]) -> None:
         tokens = sum(made.tokens for made in groups)
         trained_s = work_s(self._rates, self._setting, tokens)
         fixed_s = self._rates.piece_s if self._setting.trains_early else self._rates.step_s
         self._work_s.append(trained_s + fixed_s)
-        handed_s = self._hand_over(trained_s + fixed_s) if self._setting.takes_turns else 0.0
+        handed_s = self._hand_over(trained_s + fixed_s) if self._setting.is_colocated else 0.0
         self._occupy(handed_s + trained_s + fixed_s, self._trained)
 
     def _hand_over(self, work_s: float) -> float:
@@ -353,9 +358,9 @@ class Simulation:
         self._waits["weight_sync"] = self._waits.get("weight_sync", 0.0) + copied_s
 
         def copied() -> None:
-            back_s = self._rates.handover_s / 2 if self._setting.takes_turns else 0.0
+            back_s = self._rates.handover_s / 2 if self._setting.is_colocated else 0.0
             self._after(back_s + self._rates.transfer_s, lambda: self._adopt(version))
-            if self._setting.takes_turns:
+            if self._setting.is_colocated:
                 self._trainer.idle_since, self._trainer.why = self._now, "weight_sync"
             else:
                 self._free()
@@ -393,7 +398,7 @@ class Simulation:
     def _serve(self, version: int) -> None:
         """All of them serve it: the gate opens."""
         self._published, self._is_publishing = version, False
-        if self._setting.takes_turns:
+        if self._setting.is_colocated:
             self._note_wait("weight_sync")
             self._free()
         self._hand_out()

@@ -193,7 +193,7 @@ def is_periodic(version: int, every: int) -> bool:
     return every > 0 and version > 0 and version % every == 0
 
 
-class Turns:
+class EvaluationQueue:
     """The evaluation that has its turn, and the one behind it."""
 
     def __init__(self) -> None:

@@ -90,7 +90,7 @@ class Placement:
 _REMEMBERED = 256
 
 
-class PlaceUse:
+class SlotUsage:
     """Learns from finished groups how many places one takes on average while it is being generated.
 
     Args:
@@ -108,7 +108,7 @@ class PlaceUse:
         self._finished.append((sum(num_tokens), max(num_tokens)))
 
     @property
-    def places_per_group(self) -> float:
+    def slots_per_group(self) -> float:
         """Places that a group takes on average, from 1 to its size; its size before the first is finished."""
         total = sum(tokens for tokens, _ in self._finished)
         longest = sum(most for _, most in self._finished)
@@ -116,7 +116,7 @@ class PlaceUse:
 
     def num_groups(self, num_engines: int) -> int:
         """Groups that may be generated at once; one for each engine at least."""
-        return max(num_engines, round(self._places * num_engines / self.places_per_group))
+        return max(num_engines, round(self._places * num_engines / self.slots_per_group))
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class _Running:
     num_tokens: int = 0
 
 
-class Shares:
+class GroupShards:
     """The shares of all groups that are being generated."""
 
     def __init__(self) -> None:

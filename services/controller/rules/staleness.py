@@ -44,7 +44,7 @@ class StalenessGate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class BatchChoice:
     """What to do for the next batch."""
 
     batch: tuple[Group, ...] = ()
@@ -63,7 +63,7 @@ def choose_batch(
     trainer_version: int,
     wait_for_due: bool,
     keep_stale: bool,
-) -> Choice:
+) -> BatchChoice:
     """Choose the groups of the next batch.
 
     The oldest come first: not completion order, which would favour short responses. Groups that are faster
@@ -83,16 +83,16 @@ def choose_batch(
         if gate.is_stale(group.oldest_version, trainer_version=trainer_version)
     )
     if stale and not keep_stale:
-        return Choice(stale=stale)
+        return BatchChoice(stale=stale)
     if len(ready) < gate.groups_per_step:
-        return Choice()
+        return BatchChoice()
     by_age = sorted(ready, key=lambda group: (group.oldest_version, group.sequence))
     chosen, left = by_age[: gate.groups_per_step], by_age[gate.groups_per_step :]
     if wait_for_due:
         overdue = _overdue([*left, *running], gate=gate, trainer_version=trainer_version)
         if awaited := tuple(group for group in running if group.sequence in overdue):
-            return Choice(awaited=awaited)
-    return Choice(batch=tuple(sorted(chosen, key=lambda group: group.sequence)))
+            return BatchChoice(awaited=awaited)
+    return BatchChoice(batch=tuple(sorted(chosen, key=lambda group: group.sequence)))
 
 
 def _overdue(

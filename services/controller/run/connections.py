@@ -18,8 +18,8 @@ from services.common.rpc.client import open_channel
 from services.common.runspec.run import RunSpec
 from services.controller.launch.launcher import worker_names
 from services.controller.membership.registry import Membership, Worker
-from services.controller.run.dispatch.rollout_pool import Replicas
-from services.controller.run.scorers import BatchScoring, CriticCalls
+from services.controller.run.dispatch.rollout_pool import RolloutPool
+from services.controller.run.scorers import CriticClient, LogpScoring
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.run.weights.session import WeightSession
 from services.rollout.client import rows_gauge
@@ -35,7 +35,7 @@ _KEPT: Final = "kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assembly:
+class RunConnections:
     """A run whose workers are loaded and connected."""
 
     attempt: int
@@ -47,9 +47,9 @@ class Assembly:
     """Newest step that the trainer's weights have."""
     served: int
     """Newest weight version that all who receive weights serve; -1 if one has none, or nobody does."""
-    replicas: Replicas
-    scoring: BatchScoring
-    critic: CriticCalls
+    replicas: RolloutPool
+    scoring: LogpScoring
+    critic: CriticClient
     weights: WeightSession
     serving: list[Worker]
     """Who receives the trainer's weights: nobody, if nothing is sampled or scored."""
@@ -137,7 +137,7 @@ async def forget_samples(queue: TransferQueueClient, run_id: str) -> None:
         logger.warning("samples not dropped", extra={"run": run_id, "reason": str(error)})
 
 
-async def assemble(
+async def connect(
     stack: AsyncExitStack,
     run_id: str,
     current: CurrentSpec,
@@ -147,7 +147,7 @@ async def assemble(
     attempt: int,
     is_queue_empty: bool,
     present: Collection[str],
-) -> Assembly:
+) -> RunConnections:
     """Wait until the workers have loaded, and connect to them.
 
     Args:
@@ -179,7 +179,7 @@ async def assemble(
     )
     (trainer,) = membership.workers(run_id, "trainer")
     rollouts = [w for w in membership.workers(run_id, "rollout") if w.worker_id in names]
-    in_turns = [w for w in rollouts if spec.is_in_turns(w.worker_id)]
+    in_turns = [w for w in rollouts if spec.is_colocated(w.worker_id)]
     _check_one_host(trainer, in_turns)
     logp = membership.workers(run_id, "logp")
     drains = not spec.rollout.partial_rollout
@@ -187,18 +187,18 @@ async def assemble(
     stack.push_async_callback(weights.close)
     serving = [*(rollouts if spec.has_engine else ()), *logp]
     await weights.open(trainer, serving)
-    scoring = BatchScoring(queue, run_id)
+    scoring = LogpScoring(queue, run_id)
     stack.push_async_callback(scoring.close)
     await scoring.open(logp)
-    critic = CriticCalls(queue, run_id)
+    critic = CriticClient(queue, run_id)
     await critic.open(stack, membership.workers(run_id, "critic"))
-    replicas = Replicas()
+    replicas = RolloutPool()
     stack.push_async_callback(replicas.close)
     await replicas.open(rollouts, in_turns=[worker.worker_id for worker in in_turns])
     client = TrainerClient(
         await stack.enter_async_context(open_channel(trainer.address, "worker", run_id=run_id))
     )
-    return Assembly(
+    return RunConnections(
         attempt=attempt,
         is_queue_empty=is_queue_empty,
         trainer=client,

@@ -13,19 +13,19 @@ from services.controller.membership.registry import Worker
 from services.controller.rules.evaluation import BegunEvaluation, Evaluation, is_periodic, score_of
 from services.controller.rules.groups import RUNNING, Group
 from services.controller.rules.ledger import Ledger
-from services.controller.run.connections import Assembly
-from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.connections import RunConnections
+from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.observe.progress import Progress
-from services.controller.run.observe.stall_reporter import Stillness
+from services.controller.run.observe.stall_reporter import StallReporter
 from services.controller.run.observe.waits import Waits
-from services.controller.run.publisher import Publishing
+from services.controller.run.publisher import Publisher
 from services.controller.run.state.journal import Journal
-from services.controller.run.state.requests import CurrentSpec, Mailbox
-from services.controller.run.train.batcher import EarlyGroups, take_batch
+from services.controller.run.state.requests import CurrentSpec, RequestQueue
+from services.controller.run.train.batcher import EarlyTraining, take_batch
 from services.controller.run.train.checkpoints import Checkpoints
-from services.controller.run.train.gpu_time_sharing import Shifts
-from services.controller.run.train.train_step import Steps
+from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
+from services.controller.run.train.train_step import TrainSteps
 from services.controller.store.records import Note
 from services.controller.store.rows import Request
 from services.controller.store.runs import Work
@@ -35,24 +35,24 @@ _MOST_UNSERVED = 64
 
 
 @dataclass(slots=True, kw_only=True)
-class LiveRun:
+class TrainingPipeline:
     """A run whose workers are connected."""
 
     spec: CurrentSpec
     clock: Clock
     """For stalls."""
     journal: Journal
-    mailbox: Mailbox
+    request_queue: RequestQueue
     waits: Waits
-    parts: Assembly
+    connections: RunConnections
     ledger: Ledger
-    generation: Generation
+    scheduler: GenerationScheduler
     evaluator: Evaluator
     progress: Progress
-    steps: Steps
-    early: EarlyGroups
-    publishing: Publishing
-    shifts: Shifts
+    steps: TrainSteps
+    early: EarlyTraining
+    publisher: Publisher
+    gpu_time_sharing: GpuTimeSharing
     checkpoints: Checkpoints
     version_offset: int
     """What weight versions are above their steps."""
@@ -63,13 +63,13 @@ class LiveRun:
     published: int
     """The newest weight version that was published then; -1 before the first."""
     doing: str = ""
-    _stillness: Stillness = field(init=False)
+    _stall_reporter: StallReporter = field(init=False)
     _fault: asyncio.Future[Never] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
     def __post_init__(self) -> None:
-        self._stillness = Stillness(
+        self._stall_reporter = StallReporter(
             journal=self.journal,
             waits=self.waits,
             ledger=self.ledger,
@@ -82,7 +82,7 @@ class LiveRun:
         """What the run is doing now."""
         found = {
             self.doing: bool(self.doing),
-            "SYNCING_WEIGHTS": self.publishing.is_busy,
+            "SYNCING_WEIGHTS": self.publisher.is_busy,
             "GENERATING": self.ledger.count(*RUNNING) > 0,
             "VALIDATING": self.evaluator.is_busy,
         }
@@ -108,26 +108,26 @@ class LiveRun:
         """Whether the weights of the last step are evaluated, or generate, before anything is trained."""
         validation = self.spec.now.validation
         is_evaluated = is_periodic(self.step, validation.every) and self.is_published
-        return self.shifts.are_needed or (validation.mode == "barrier" and is_evaluated)
+        return self.gpu_time_sharing.are_needed or (validation.mode == "barrier" and is_evaluated)
 
     @property
     def is_save_due(self) -> bool:
         """Whether a checkpoint of the last step is wanted, and not the one behind the last step of all."""
-        is_asked = self.mailbox.get("save") is not None
+        is_asked = self.request_queue.get("save") is not None
         is_turn = self.checkpoints.is_due(self.step, self.spec.now.trainer.checkpoint)
         return (is_asked or is_turn) and not self.is_done
 
     def background(self) -> Sequence[Coroutine[None, None, None]]:
         """What goes on beside the steps, for ever."""
         return (
-            self.generation.collect(),
-            self.generation.replace_lost(),
+            self.scheduler.collect(),
+            self.scheduler.replace_lost(),
             self.evaluator.collect(),
             self.evaluator.leave_out_lost(),
             self.evaluator.run(),
-            self.publishing.run(),
+            self.publisher.run(),
             self._end_of_faults(),
-            self._stillness.watch(),
+            self._stall_reporter.watch(),
             self.steps.advisor.watch(),
         )
 
@@ -139,7 +139,7 @@ class LiveRun:
         """
         try:
             await self.evaluator.fail(failures)
-            await self.generation.fail(failures)
+            await self.scheduler.fail(failures)
         except UnavailableError:
             raise
         except Exception as error:  # noqa: BLE001 -- whatever it is, the run ends, and no worker
@@ -153,8 +153,8 @@ class LiveRun:
     async def catch_up(self) -> None:
         """Settle the step that was being trained; see that every rollout serves the newest weights."""
         if self.begun is not None:
-            is_untrained = self.parts.trained < self.begun
-            if self.parts.scoring.is_active and is_untrained:
+            is_untrained = self.connections.trained < self.begun
+            if self.connections.scoring.is_active and is_untrained:
                 # A worker that was started again scores the step under the weights that it starts from.
                 await self.publish()
             if await self.steps.settle(self.begun):
@@ -162,17 +162,19 @@ class LiveRun:
         served_step = self.published - self.version_offset
         is_due = served_step < self.step and self.is_published
         # Engines that slept have no weights.
-        is_served = self.parts.served == self.published and not self.shifts.are_needed
+        is_served = (
+            self.connections.served == self.published and not self.gpu_time_sharing.are_needed
+        )
         if is_served and is_due and self.evaluator.interrupted == self.published:
             # Its evaluation is repeated before another version takes its place.
-            await self.publishing.already(served_step)
+            await self.publisher.already(served_step)
             await self.offer()
         elif is_due or not is_served:
             await self.publish()
         else:
             if served_step == self.step:
-                await self.parts.weights.keep(self.published)
-            await self.publishing.already(served_step)
+                await self.connections.weights.keep(self.published)
+            await self.publisher.already(served_step)
         self._open_gate()
 
     async def take_batch(self) -> list[Group] | None:
@@ -184,56 +186,56 @@ class LiveRun:
                 self.step + 1, weight_version=version, timeout_s=spec.limits.step_timeout_s
             )
         return await take_batch(
-            self.generation,
+            self.scheduler,
             self.ledger,
             spec.algorithm,
             weight_version=version,
             clock=self.clock,
             waits=self.waits,
-            unless=self.mailbox.pausing,
+            unless=self.request_queue.pausing,
             meanwhile=meanwhile,
         )
 
     async def train(self, batch: Sequence[Group], *, begin: float) -> None:
         """Train the next step, which began to wait for its groups at ``begin``."""
         self.doing, step = "TRAINING", self.step + 1
-        if self.parts.scoring.is_active:
+        if self.connections.scoring.is_active:
             # Workers of the role logp score the batch under the weights that the step starts from.
             await self.publish()
         await self.steps.begin(step, batch)
         await self.steps.train(step, batch, begin=begin)
         self.step = step
         self._open_gate()
-        self._stillness.stepped()
+        self._stall_reporter.stepped()
 
     def _open_gate(self) -> None:
         """Let the rows of further steps be prepared, if no weights have to be published for that."""
         if self.spec.now.algorithm.num_demonstrations:
-            self.generation.published(self.step)
+            self.scheduler.published(self.step)
 
     async def admit(self, rollouts: Sequence[Worker]) -> bool:
         """Have rollouts take part that have loaded; returns whether weights reach them as they travel now."""
-        if not await self.publishing.admit(rollouts):
+        if not await self.publisher.admit(rollouts):
             return False
         self.steps.advisor.begin_anew()
         return True
 
-    async def part_with(self, names: Collection[str]) -> None:
+    async def detach(self, names: Collection[str]) -> None:
         """Have rollouts finish or hand over all that they do, and forget them."""
-        await self.generation.hand_over(names)
+        await self.scheduler.reclaim_from_leaving(names)
         await self.evaluator.without(names)
-        await self.parts.dismiss(names)
+        await self.connections.dismiss(names)
         self.steps.advisor.begin_anew()
 
     async def offer(self) -> None:
         """Have the weights of the last step brought into service beside training."""
-        await self.publishing.offer(self.step)
+        await self.publisher.offer(self.step)
 
     async def publish(self) -> None:
         """Bring the weights of the last step into service, and wait for it."""
         await self.offer()
         with self.waits("weight_sync"):
-            await self.publishing.served(self.step)
+            await self.publisher.served(self.step)
 
     async def save(self) -> None:
         """Save a checkpoint of the last step."""
@@ -242,13 +244,13 @@ class LiveRun:
         self.doing = "CHECKPOINTING"
         with self.waits("checkpoint"):
             await self.checkpoints.save(
-                self.parts.trainer,
-                self.parts.critic,
+                self.connections.trainer,
+                self.connections.critic,
                 self.ledger,
                 step=self.step,
                 version=self.step + self.version_offset,
                 keep_steps=self._kept_steps(),
-                also=self.mailbox.done(self.mailbox.get("save")),
+                also=self.request_queue.done(self.request_queue.get("save")),
             )
 
     def _kept_steps(self) -> set[int]:
@@ -262,11 +264,11 @@ class LiveRun:
         served = max(self.evaluator.version - offset, self.step - _MOST_UNSERVED)
         return kept | set(range(served + 1, self.step))
 
-    async def wind_up(self) -> None:
+    async def finish(self) -> None:
         """End the run, or hold it: what is unfinished is kept, with the checkpoint, for another day."""
         self.doing = ""
         if self.is_done:
-            await self.publishing.settled()
+            await self.publisher.settled()
             # The last weights are served already: they are evaluated while the checkpoint is written.
             async with TaskGroup() as tasks:
                 tasks.create_task(self.save())
@@ -275,8 +277,11 @@ class LiveRun:
             return
         # Weights on their way to rollouts are not waited for: these end, and get them when they start again.
         if self.spec.now.rollout.partial_rollout:
-            await self.parts.replicas.interrupt()
-        pause, is_asked = self.mailbox.get("pause"), self.mailbox.get("save") is not None
+            await self.connections.replicas.interrupt()
+        pause, is_asked = (
+            self.request_queue.get("pause"),
+            self.request_queue.get("save") is not None,
+        )
         if is_asked or pause is None or pause.options["checkpoint"]:
             await self.save()
 
@@ -293,7 +298,7 @@ class LiveRun:
                 message = f"{what.status}, {message}"
             message += self._compared(what)
         message = f"weight version {what.version}: {message}"
-        await self.note(kind, message, asdict(what), also=self.mailbox.done(request))
+        await self.note(kind, message, asdict(what), also=self.request_queue.done(request))
 
     def _compared(self, what: Evaluation) -> str:
         """See whether a checkpoint is the best one; returns what there is to say of it."""

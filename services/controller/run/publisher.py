@@ -12,28 +12,28 @@ from dataclasses import dataclass, field
 from services.common.errors import UnavailableError
 from services.controller.membership.registry import Worker
 from services.controller.rules.ledger import Ledger
-from services.controller.run.connections import Assembly
-from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.connections import RunConnections
+from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.observe.progress import Progress, sync_facts
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec
-from services.controller.run.train.gpu_time_sharing import Shifts
+from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 from services.controller.store.records import Note
 
 
 @dataclass(slots=True, kw_only=True)
-class Publishing:
+class Publisher:
     """Brings the newest step's weights into service."""
 
     spec: CurrentSpec
     journal: Journal
-    parts: Assembly
+    connections: RunConnections
     ledger: Ledger
-    generation: Generation
+    scheduler: GenerationScheduler
     evaluator: Evaluator
     progress: Progress
-    shifts: Shifts
+    gpu_time_sharing: GpuTimeSharing
     version_offset: int
     """What weight versions are above their steps."""
     _newest: int = field(default=-1, init=False)
@@ -44,9 +44,9 @@ class Publishing:
     @property
     def is_busy(self) -> bool:
         """Whether a version is on its way."""
-        is_kept = self.parts.weights.has_copy(self._served + self.version_offset)
+        is_kept = self.connections.weights.has_copy(self._served + self.version_offset)
         # In turns each step is published; for who joins alone the others would have to hand over GPUs.
-        has_to_send = bool(self._joining) and is_kept and not self.shifts.are_needed
+        has_to_send = bool(self._joining) and is_kept and not self.gpu_time_sharing.are_needed
         return self._served < self._newest or has_to_send
 
     async def already(self, step: int) -> None:
@@ -57,16 +57,16 @@ class Publishing:
             self._changed.notify_all()
 
     async def admit(self, rollouts: Sequence[Worker]) -> bool:
-        """Have rollouts take part that have loaded meanwhile; see :meth:`Assembly.admit`."""
-        if not await self.parts.admit(rollouts):
+        """Have rollouts take part that have loaded meanwhile; see :meth:`RunConnections.admit`."""
+        if not await self.connections.admit(rollouts):
             return False
-        names, weights = [worker.worker_id for worker in rollouts], self.parts.weights
+        names, weights = [worker.worker_id for worker in rollouts], self.connections.weights
         if brought := await weights.bring(names):
             for worker in rollouts:
                 if worker.worker_id in brought:
                     worker.weight_version = weights.version
-            self.parts.replicas.bring_back()
-            self.generation.published(self._served)  # there are more places
+            self.connections.replicas.bring_back()
+            self.scheduler.published(self._served)  # there are more places
         async with self._changed:
             self._joining.update(set(names) - set(brought))
             self._changed.notify_all()
@@ -103,17 +103,17 @@ class Publishing:
             await self._publish()
 
     async def _publish(self) -> None:
-        report = await self.shifts.publish(lambda: self._newest + self.version_offset)
+        report = await self.gpu_time_sharing.publish(lambda: self._newest + self.version_offset)
         if report.lost:
             raise UnavailableError(f"{', '.join(report.lost)} did not take part in weight sync")
-        version, replicas = report.version, self.parts.replicas
-        for worker in self.parts.serving:
+        version, replicas = report.version, self.connections.replicas
+        for worker in self.connections.serving:
             if worker.worker_id in report.receivers:
                 worker.weight_version = version
         replicas.bring_back()
         self.progress.synced(report)
         message = f"weight version {version} is served by every rollout"
-        if not self.parts.serving:
+        if not self.connections.serving:
             message = f"weight version {version} is sent to nobody: the run samples nothing"
         summary = self.progress.summary(self.ledger)
         note = Note("WeightsPublished", message, sync_facts(report), None, version, summary)
@@ -122,14 +122,14 @@ class Publishing:
         if step > self._served:
             await self._open_gate(step)
         else:
-            self.generation.published(step)  # there are more places
+            self.scheduler.published(step)  # there are more places
         async with self._changed:
             self._served = step
             self._joining.difference_update(report.receivers)
             self._changed.notify_all()
 
     async def _open_gate(self, step: int) -> None:
-        self.generation.published(step)
+        self.scheduler.published(step)
         await self.evaluator.published(
             step + self.version_offset, step=step, is_last=step == self.spec.num_steps
         )

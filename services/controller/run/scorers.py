@@ -11,7 +11,7 @@ from services.trainer.client import ScoringClient, TrainerClient
 from services.transferqueue.client import TransferQueueClient
 
 
-class BatchScoring:
+class LogpScoring:
     """Has batches scored; without workers the trainer does it itself.
 
     Args:
@@ -84,7 +84,7 @@ class BatchScoring:
         return [sorted(share) for share in shares]
 
 
-class CriticCalls:
+class CriticClient:
     """Calls the critic; without one nothing is done.
 
     Args:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TextIO
 
-from services.common.callables import load_callable, told
+from services.common.callables import describe_error, load_callable
 from services.common.task_group import TaskGroup
 
 _LINE_BYTES = 64 << 20
@@ -59,7 +59,7 @@ async def _run(agent: Callable[..., Any], message: dict[str, Any], answers: Text
             value = await asyncio.to_thread(agent, **message["keywords"])
         answer["value"] = _reward(value)
     except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
-        answer["error"] = told(error)
+        answer["error"] = describe_error(error)
     _answer(answers, answer)
 
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import httpx
 
 from services.common.task_group import TaskGroup
-from services.rollout.calls.outside import OutsideService
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.outside import ExternalService
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.failures import BusyError, CallError
 from services.rollout.settings import environment_of_user_code
 
@@ -136,7 +136,7 @@ class AgentProcesses:
 class AgentService:
     """An agent behind a URL: gets the keywords as JSON and answers when it has finished."""
 
-    def __init__(self, url: str, service: OutsideService) -> None:
+    def __init__(self, url: str, service: ExternalService) -> None:
         self._url = url
         self._service = service
 
@@ -158,7 +158,7 @@ class AgentService:
 
 @asynccontextmanager
 async def agent_runner(
-    agent: str, processes: int, reach: Reach, *, token: str = ""
+    agent: str, processes: int, reach: AddressPolicy, *, token: str = ""
 ) -> AsyncIterator[AgentRunner]:
     """What runs an agent, while the block runs.
 
@@ -172,7 +172,7 @@ async def agent_runner(
         ValueError: If there is no such function.
     """
     if agent.startswith(("http://", "https://")):
-        service = OutsideService(agent, reach=reach, token=token)
+        service = ExternalService(agent, reach=reach, token=token)
         try:
             yield AgentService(agent, service)
         finally:

@@ -7,13 +7,13 @@ from typing import Any
 import httpx
 
 from services.common.telemetry import tracing
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.failures import CallError
 
 _MAX_ANSWER_BYTES = 1 << 20
 
 
-class OutsideService:
+class ExternalService:
     """Sends JSON to one URL and to what is below it.
 
     Redirects are not followed, neither proxies nor credentials come from the environment, and nothing is
@@ -30,7 +30,7 @@ class OutsideService:
         self,
         url: str,
         *,
-        reach: Reach,
+        reach: AddressPolicy,
         token: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:

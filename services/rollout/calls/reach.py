@@ -35,7 +35,7 @@ _ISATAP: Final = (0x00005EFE, 0x02005EFE)
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class AddressPolicy:
     """Resolves hosts to addresses that may be connected to.
 
     Args:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from services.common.callables import load_callable, told
+from services.common.callables import describe_error, load_callable
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def _answer(request: dict[str, Any]) -> str:
         return json.dumps({"value": value}, default=_plain)
     except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
         kind = "timeout" if isinstance(error, TimeoutError) else "exception"
-        return json.dumps({"error": told(error), "kind": kind})
+        return json.dumps({"error": describe_error(error), "kind": kind})
 
 
 @functools.cache

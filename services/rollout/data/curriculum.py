@@ -2,7 +2,7 @@
 
 from services.common.runspec.data import CurriculumSpec
 from services.rollout.calls.pool import CallPool
-from services.rollout.client import SET_ASIDE, TriedPrompt
+from services.rollout.client import PASSED_OVER, TriedPrompt
 from services.rollout.data.sources import Row
 from services.rollout.failures import CallError, GroupError
 
@@ -49,7 +49,7 @@ class Curriculum:
                 f"{answer!r:.60}",
             )
         if not answer:
-            raise GroupError(SET_ASIDE, "the curriculum has this prompt wait", retryable=True)
+            raise GroupError(PASSED_OVER, "the curriculum has this prompt wait", retryable=True)
 
 
 def _failed(kind: str, message: str) -> GroupError:

@@ -17,7 +17,7 @@ Turns = Literal["all", "last"]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class DemonstrationTurn:
     """Tokens of a demonstration that one side said."""
 
     token_ids: tuple[int, ...]
@@ -31,17 +31,17 @@ class Demonstration:
 
     prompt_ids: tuple[int, ...]
     """Tokens before the first answer that trains."""
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[DemonstrationTurn, ...]
     """The response; its first stretch is an answer."""
     text: str
     """The last answer as people read it."""
 
     def cut(self, num_tokens: int) -> "Demonstration":
         """The same with so many tokens behind the prompt."""
-        kept: list[Stretch] = []
+        kept: list[DemonstrationTurn] = []
         for stretch in self.stretches:
             if num_tokens > 0:
-                kept.append(Stretch(stretch.token_ids[:num_tokens], stretch.is_answer))
+                kept.append(DemonstrationTurn(stretch.token_ids[:num_tokens], stretch.is_answer))
             num_tokens -= len(stretch.token_ids)
         return Demonstration(prompt_ids=self.prompt_ids, stretches=tuple(kept), text=self.text)
 
@@ -56,7 +56,7 @@ def of_text(prompt: str, answer: str, tokenizer: Tokenizer) -> Demonstration:
     answer_ids = (*tokenizer.encode(answer), tokenizer.eos_id)
     return Demonstration(
         prompt_ids=tuple(tokenizer.encode_prompt(prompt)),
-        stretches=(Stretch(answer_ids, is_answer=True),),
+        stretches=(DemonstrationTurn(answer_ids, is_answer=True),),
         text=answer,
     )
 
@@ -132,7 +132,7 @@ def check_answered(messages: Messages, what: str) -> None:
 
 def _rendered(
     messages: Messages, tools: Messages, tokenizer: Tokenizer, turns: Turns
-) -> Iterator[Stretch]:
+) -> Iterator[DemonstrationTurn]:
     """Stretches between one rendering of the conversation's beginnings and the next."""
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     text, left = "", list[int]()
@@ -151,10 +151,10 @@ def _rendered(
                 "the answer begins; look at data.chat_template_arguments, or give the template "
                 "{% generation %} marks"
             )
-        yield Stretch((*left, *tokenizer.encode(before[len(text) :])), is_answer=False)
+        yield DemonstrationTurn((*left, *tokenizer.encode(before[len(text) :])), is_answer=False)
         is_last = place == places[-1]
         answer, left = _ended(after[len(before) :], tokenizer, is_last=is_last)
-        yield Stretch(tuple(answer), is_answer=True)
+        yield DemonstrationTurn(tuple(answer), is_answer=True)
         text = after
 
 
@@ -173,10 +173,12 @@ def _ended(text: str, tokenizer: Tokenizer, *, is_last: bool) -> tuple[list[int]
     return token_ids, []
 
 
-def _of_marks(token_ids: Sequence[int], is_answer: Sequence[bool], turns: Turns) -> list[Stretch]:
+def _of_marks(
+    token_ids: Sequence[int], is_answer: Sequence[bool], turns: Turns
+) -> list[DemonstrationTurn]:
     pairs = zip(token_ids, is_answer, strict=True)
     runs = [
-        Stretch(tuple(token for token, _ in run), is_answer=marked)
+        DemonstrationTurn(tuple(token for token, _ in run), is_answer=marked)
         for marked, run in groupby(pairs, key=lambda pair: pair[1])
     ]
     # What the template writes behind the last answer, such as a line's end, is nobody's.
@@ -184,5 +186,5 @@ def _of_marks(token_ids: Sequence[int], is_answer: Sequence[bool], turns: Turns)
     runs = runs[: last + 1]
     if turns == "last" and last > 0:
         before = tuple(token for run in runs[:last] for token in run.token_ids)
-        runs = [Stretch(before, is_answer=False), runs[last]]
+        runs = [DemonstrationTurn(before, is_answer=False), runs[last]]
     return runs

@@ -44,7 +44,7 @@ class Prompt:
     """Whether such an answer may lose its end where it is too long."""
 
 
-class PromptBook:
+class PromptStore:
     """The prompts of a run by split and row.
 
     A prompt that cannot be used is refused alone: it raises, and its neighbours are not touched.

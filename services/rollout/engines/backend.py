@@ -4,17 +4,17 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from services.rollout.engines.base import EngineCapabilities
-from services.rollout.engines.request_segments import Chunk, Part
+from services.rollout.engines.request_segments import Segment, TokenChunk
 
 
 class EngineDiedError(RuntimeError):
     """The engine's process is gone or does not answer; only a restart helps."""
 
 
-class PartStream(Protocol):
+class SegmentStream(Protocol):
     """The tokens of one part."""
 
-    async def next(self) -> Chunk:
+    async def next(self) -> TokenChunk:
         """Return what came since; a chunk with a finish reason is the last. Raises EngineDiedError."""
         ...
 
@@ -40,7 +40,7 @@ class Backend(Protocol):
         """Start, call ``started``, and serve until cancelled. Raises EngineDiedError."""
         ...
 
-    async def submit(self, part: Part) -> PartStream:
+    async def submit(self, part: Segment) -> SegmentStream:
         """Hand over a part; from then on :meth:`cut` reaches it."""
         ...
 
@@ -69,7 +69,7 @@ class Backend(Protocol):
         ...
 
 
-class Freezer(Protocol):
+class PausableBackend(Protocol):
     """A backend that can hold what runs while weights change."""
 
     async def freeze(self) -> None:

@@ -17,14 +17,14 @@ from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.run import ModelSpec
 from services.common.settings import set_defaults
 from services.rollout.engines.base import Engine
-from services.rollout.engines.engine_order import EngineOrder
+from services.rollout.engines.engine_order import EngineConfig
 from services.rollout.engines.memory import MemoryPlan, engine_share
 from services.rollout.engines.stop_texts import split_stop_texts
 
 logger = logging.getLogger(__name__)
 
 
-class Plan(Protocol):
+class MemoryPlanner(Protocol):
     """Says what a GPU of the engine will hold."""
 
     def __call__(self, config: PretrainedConfig, *, gpu_bytes: int) -> MemoryPlan:
@@ -38,7 +38,7 @@ def build_engine(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    plan: Plan | None = None,
+    plan: MemoryPlanner | None = None,
     is_written_in_place: bool = False,
     sleeps: bool = False,
 ) -> Engine:
@@ -66,7 +66,7 @@ def build_engine(
         logger.info("memory planned", extra={"table": memory.table()})
         arguments |= engine_share(memory, engine_kind(spec.engine), arguments)
         sleeps = sleeps and not memory.stays_awake
-    order = EngineOrder(
+    order = EngineConfig(
         config=config,
         dtype=dtype,
         device=device,
@@ -86,7 +86,7 @@ def build_engine(
     return engine
 
 
-def make_engine(name: str, order: EngineOrder) -> Engine:
+def make_engine(name: str, order: EngineConfig) -> Engine:
     """An engine, not started yet; on a CPU with the settings that it needs there.
 
     Raises:

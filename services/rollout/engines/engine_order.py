@@ -48,7 +48,7 @@ def model_shape(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOrder:
+class EngineConfig:
     """An engine, not started yet, with random weights: the real ones arrive over the weight plane."""
 
     config: PretrainedConfig

@@ -18,7 +18,12 @@ from torch import Tensor
 
 from services.common.phases import Phases
 from services.rollout import metrics
-from services.rollout.engines.backend import Backend, EngineDiedError, Freezer, PartStream
+from services.rollout.engines.backend import (
+    Backend,
+    EngineDiedError,
+    PausableBackend,
+    SegmentStream,
+)
 from services.rollout.engines.base import (
     EngineStats,
     GenerationRequest,
@@ -29,12 +34,12 @@ from services.rollout.engines.base import (
     check_tensors,
 )
 from services.rollout.engines.busy_time import BusyTime
-from services.rollout.engines.engine_order import EngineOrder, ModelShape, model_shape
+from services.rollout.engines.engine_order import EngineConfig, ModelShape, model_shape
 from services.rollout.engines.gate import Gate
 from services.rollout.engines.in_place import place_in_workers
-from services.rollout.engines.request_segments import Progress
+from services.rollout.engines.request_segments import RequestProgress
 from services.rollout.engines.shared_tensors import shared
-from services.rollout.engines.slots import Places
+from services.rollout.engines.slots import Slots
 from services.rollout.engines.stop_texts import Decode
 from services.weightsync.endpoints import Place
 from services.weightsync.plan import TensorSpec, WeightPlan
@@ -45,7 +50,7 @@ _CUT_TIMEOUT_S = 60.0
 """A cut part ends at the next step; an engine that takes this long makes no steps any more."""
 
 
-class PartedEngine:
+class ExternalEngine:
     """The engine protocol over a backend.
 
     Attributes:
@@ -59,7 +64,7 @@ class PartedEngine:
         *,
         max_running: int,
         kv_policy: str = "recompute",
-        freezer: Freezer | None = None,
+        freezer: PausableBackend | None = None,
         decode: Decode | None = None,
     ) -> None:
         """Wrap a backend; :meth:`run` starts it.
@@ -80,10 +85,10 @@ class PartedEngine:
         self._model = model
         self._decode = decode
         self._started = asyncio.Event()
-        self._places = Places(max_running)
+        self._places = Slots(max_running)
         self._gate = Gate()
         self._arrivals = asyncio.Lock()
-        self._running: dict[str, Progress] = {}
+        self._running: dict[str, RequestProgress] = {}
         self._weight_version = -1
         self._num_caches = 0
         self._num_scored = 0
@@ -97,10 +102,10 @@ class PartedEngine:
     def ordered(
         cls,
         backend: Backend,
-        order: EngineOrder,
+        order: EngineConfig,
         *,
         length_argument: str,
-        freezer: Freezer | None = None,
+        freezer: PausableBackend | None = None,
     ) -> Self:
         """Wrap the backend of an order.
 
@@ -145,7 +150,7 @@ class PartedEngine:
         if request.stop_texts and self._decode is None:
             raise ValueError("stop texts need a tokenizer, but this engine was built without one")
         await self._started.wait()
-        progress = Progress(request, self._decode)
+        progress = RequestProgress(request, self._decode)
         async with self._places.take(request) as is_admitted:
             if not is_admitted:
                 return progress.result("aborted")
@@ -307,27 +312,27 @@ class PartedEngine:
             is_asleep=self._is_blank,
         )
 
-    async def _generate(self, progress: Progress) -> GenerationResult:
+    async def _generate(self, progress: RequestProgress) -> GenerationResult:
         """Decode a request in one or more parts, each under one weight version."""
         while True:
-            stream: PartStream | None = None
+            stream: SegmentStream | None = None
             try:
                 async with self._gate.passage(give_up=lambda: progress.is_aborted):
                     if progress.is_aborted:
                         return progress.result("aborted")
                     assert not self._is_blank, "an engine without weights decodes nothing"
                     version = self._weight_version
-                    part = progress.next_part(str(self._num_caches))
+                    part = progress.next_segment(str(self._num_caches))
                     stream = await self.backend.submit(part)
                 reason = await self._collect(stream, progress, version)
             finally:
                 if stream is not None:
                     await stream.close()
-                progress.end_part()
+                progress.end_segment()
             if reason != "abort":
                 return progress.result("stop" if reason == "stop" else "length")
 
-    async def _collect(self, stream: PartStream, progress: Progress, version: int) -> str:
+    async def _collect(self, stream: SegmentStream, progress: RequestProgress, version: int) -> str:
         """Take in tokens until the part ends; returns the engine's reason."""
         num_tokens, num_sampled = progress.num_tokens, progress.num_sampled
         self._prompt_tokens_total += num_tokens
@@ -345,7 +350,7 @@ class PartedEngine:
             if chunk.finish_reason is not None:
                 return chunk.finish_reason
 
-    async def _cut(self, running: Iterable[Progress]) -> None:
+    async def _cut(self, running: Iterable[RequestProgress]) -> None:
         """End the parts of requests and wait until they have ended."""
         parts = [progress for progress in running if progress.part_id is not None]
         await self.backend.cut([progress.part_id for progress in parts if progress.part_id])

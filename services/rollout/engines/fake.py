@@ -23,7 +23,7 @@ from services.rollout.engines.base import (
     check_scorable,
     check_supported,
 )
-from services.rollout.engines.engine_order import EngineOrder
+from services.rollout.engines.engine_order import EngineConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ class LongTail:
         return max(1, round(math.exp(drawn)))
 
 
-def build(order: EngineOrder) -> "FakeEngine":
+def build(order: EngineConfig) -> "FakeEngine":
     """The engine with the lengths and the speed that its arguments say."""
     token_seconds = order.arguments.get("token_seconds", 0.01)
     return FakeEngine(
@@ -69,7 +69,7 @@ def build(order: EngineOrder) -> "FakeEngine":
     )
 
 
-def build_none(order: EngineOrder) -> "FakeEngine":
+def build_none(order: EngineConfig) -> "FakeEngine":
     """One that is asked for nothing, because rows bring their answers; they are bounded as the model is."""
     engine = FakeEngine(max_running=order.max_running)
     engine.max_tokens = int(order.config.max_position_embeddings)

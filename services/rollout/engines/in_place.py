@@ -42,7 +42,7 @@ async def place_in_workers(
     Args:
         plan: The layout of what is received.
         slots: Buffers of each source, in which buckets lie in turn.
-        load: Hands an order to every worker, which gives it to :func:`obey`.
+        load: Hands an order to every worker, which gives it to :func:`handle_weight_command`.
 
     Returns:
         What places a received bucket; called from another thread than that of this event loop.
@@ -88,7 +88,7 @@ _WRITERS: "WeakKeyDictionary[nn.Module, _Writer]" = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def obey(
+def handle_weight_command(
     order: str, model: nn.Module, *, rank: int, ranks: int, has_plain_experts: bool = False
 ) -> bool:
     """Carry out an order of :func:`place_in_workers`, in a worker; returns False if it is none.

@@ -21,7 +21,7 @@ from services.common.models.training_memory import (
     weight_bytes,
     weight_copies,
 )
-from services.common.models.turns_memory import kept_memory, what_stays
+from services.common.models.turns_memory import resident_memory, sleeping_memory
 from services.common.runspec.engines import EngineKind, engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import LoraSpec
@@ -103,7 +103,7 @@ class WeightPlane:
         num_sources = 1 if is_whole else trainer.world_size
         # Whole tensors beside the rows that came, where those are kept as they came.
         # NCCL sends nothing between processes of one GPU.
-        mode = MODES[HOST_MODE if spec.topology.takes_turns else sync.mode]
+        mode = MODES[HOST_MODE if spec.topology.is_colocated else sync.mode]
         copies = 2 if mode.keeps_rows and num_sources > 1 else 1
         return cls(
             num_copies=0 if weight_copies(spec) == 1 else copies,
@@ -284,8 +284,8 @@ def memory_of_others(
             continue
         if role in {"trainer", "critic"}:
             taken += (
-                kept_memory(spec, config, gpu_bytes=gpu_bytes)
-                if spec.topology.takes_turns
+                sleeping_memory(spec, config, gpu_bytes=gpu_bytes)
+                if spec.topology.is_colocated
                 else SPARE
                 * trainer_memory(spec, config, gpu_bytes=gpu_bytes, engines=num_rollouts).used
             )
@@ -320,7 +320,7 @@ def plan_of(
             f"rollout.engine_arguments.{name} is {arguments[name]}: what that takes of a GPU is not planned, "
             f"so weight sync may find no room; remove it, or set {kind.unplanned[name]} in its place"
         )
-    is_in_turns = spec.topology.takes_turns and "trainer" in roles
+    is_in_turns = spec.topology.is_colocated and "trainer" in roles
     plan = plan_memory(
         ModelSize.of(config, getattr(torch, spec.trainer.dtype)),
         WeightPlane.of(spec, config),
@@ -329,7 +329,7 @@ def plan_of(
         arguments=arguments,
         others=memory_of_others(roles, spec, config, gpu_bytes=gpu_bytes),
         most_kv_tokens=most_kv_tokens(spec, config) if is_in_turns else inf,
-        stays_awake=is_in_turns and what_stays(spec, config, gpu_bytes=gpu_bytes) == "all",
+        stays_awake=is_in_turns and resident_memory(spec, config, gpu_bytes=gpu_bytes) == "all",
     )
     if not checks:
         return plan

@@ -21,7 +21,7 @@ from services.rollout.engines.stop_texts import Decode, ends_in_stop_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Segment:
     """What an engine decodes in one go."""
 
     part_id: str
@@ -41,7 +41,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class TokenChunk:
     """Some more tokens of a part."""
 
     token_ids: Sequence[int]
@@ -58,7 +58,7 @@ class Chunk:
     """Chosen experts of the tokens that follow those told before, from the part's ``experts_from`` on."""
 
 
-class Progress:
+class RequestProgress:
     """What a request has so far."""
 
     def __init__(self, request: GenerationRequest, decode: Decode | None) -> None:
@@ -83,12 +83,12 @@ class Progress:
         """Tokens of the response, those from before it came here included."""
         return self.request.draw_offset + len(self.token_ids)
 
-    def next_part(self, cache_salt: str) -> Part:
+    def next_segment(self, cache_salt: str) -> Segment:
         """Describe what is left to decode."""
         request, num_done = self.request, len(self.token_ids)
         self.part_id = f"{request.request_id}+{num_done}/{cache_salt}"
         self.part_over.clear()
-        return Part(
+        return Segment(
             part_id=self.part_id,
             context_ids=[*request.context_ids, *self.token_ids],
             max_tokens=request.max_tokens - num_done,
@@ -98,12 +98,12 @@ class Progress:
             request=request,
         )
 
-    def end_part(self) -> None:
+    def end_segment(self) -> None:
         """Note that the part makes no more tokens."""
         self.part_id = None
         self.part_over.set()
 
-    def extend(self, chunk: Chunk, version: int) -> bool:
+    def extend(self, chunk: TokenChunk, version: int) -> bool:
         """Take in tokens; True if they completed a stop text, and what came after it was left out."""
         first = len(self.token_ids)
         self.token_ids += chunk.token_ids
@@ -161,7 +161,7 @@ def as_told(experts: RoutedExperts, routing: RoutingShape) -> RoutedExperts:
     return told
 
 
-def part_seed(seed: int, draw_offset: int) -> int:
+def segment_seed(seed: int, draw_offset: int) -> int:
     """A seed for what follows an offset, where random streams cannot be entered in their middle."""
     if draw_offset == 0:
         return seed

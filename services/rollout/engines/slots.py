@@ -18,7 +18,7 @@ class _Waiting:
     admitted: asyncio.Future[bool] = field(compare=False)
 
 
-class Places:
+class Slots:
     """A bounded number of running requests; who was begun under an old version goes first."""
 
     def __init__(self, size: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from services.rollout.calls.outside import OutsideService
+from services.rollout.calls.outside import ExternalService
 from services.rollout.environments.protocol import (
     PROTOCOL,
     Message,
@@ -56,7 +56,7 @@ class HttpEnvironment:
     """
 
     def __init__(
-        self, name: str, service: OutsideService, *, timeout_s: float, wait_s: float
+        self, name: str, service: ExternalService, *, timeout_s: float, wait_s: float
     ) -> None:
         self.name = name
         self.timeout_s = timeout_s

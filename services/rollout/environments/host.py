@@ -31,7 +31,7 @@ from starlette.routing import Route
 
 from services.common.callables import load_callable
 from services.common.errors import InvalidArgumentError
-from services.common.lifetime import until_told_to_stop
+from services.common.lifetime import wait_for_shutdown
 from services.rollout.calls.guard import add_options, serve_guarded
 from services.rollout.environments.protocol import MAX_ANSWER_BYTES, PROTOCOL, wire_size
 
@@ -248,7 +248,7 @@ async def serve(given: argparse.Namespace, answers: TextIO) -> None:
     )
     async with serve_guarded(host.app(), given) as port:
         answers.write(json.dumps({"port": port}) + "\n")
-        await until_told_to_stop(stop_on_stdin_eof=given.child)
+        await wait_for_shutdown(stop_on_stdin_eof=given.child)
 
 
 def main() -> None:

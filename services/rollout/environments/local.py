@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from services.rollout.calls.outside import OutsideService
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.outside import ExternalService
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.environments.client import HttpEnvironment, HttpSession
 from services.rollout.environments.protocol import Message, Observation
 from services.rollout.failures import CallError
@@ -52,7 +52,7 @@ class LocalEnvironment:
         self._timeout_s, self._wait_s = timeout_s, wait_s
         self._starting = asyncio.Lock()
         self._process: Process | None = None
-        self._service: OutsideService | None = None
+        self._service: ExternalService | None = None
         self._environment: HttpEnvironment | None = None
 
     async def check(self) -> None:
@@ -134,9 +134,9 @@ class LocalEnvironment:
             raise CallError(
                 "exception", f"environment {self._reference!r} cannot be loaded: {answer['error']}"
             )
-        self._service = OutsideService(
+        self._service = ExternalService(
             f"http://{_HERE}",
-            reach=Reach((_HERE,)),
+            reach=AddressPolicy((_HERE,)),
             transport=httpx.AsyncHTTPTransport(uds=str(path), limits=_UNLIMITED),
         )
         self._environment = HttpEnvironment(

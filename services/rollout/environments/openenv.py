@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.environments.protocol import (
     MAX_ANSWER_BYTES,
     Message,
@@ -43,7 +43,7 @@ class OpenEnv:
         self,
         url: str,
         *,
-        reach: Reach,
+        reach: AddressPolicy,
         action: Mapping[str, Any],
         observe: str | None,
         timeout_s: float,

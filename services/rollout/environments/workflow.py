@@ -11,15 +11,15 @@ from pydantic import ValidationError
 
 from services.common.telemetry import tracing
 from services.rollout import metrics
-from services.rollout.calls.outside import OutsideService
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.outside import ExternalService
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.environments.client import Environment, HttpEnvironment
 from services.rollout.environments.local import local_environments
 from services.rollout.environments.openenv import SCHEMES, OpenEnv
 from services.rollout.environments.protocol import Message, Observation
 from services.rollout.failures import CallError
 from services.rollout.openai.endpoint import MODEL_NAME
-from services.rollout.openai.record import Record
+from services.rollout.openai.record import EpisodeRecord
 from services.rollout.openai.requests import ApiError, ChatRequest
 from services.rollout.openai.requests import Message as ChatMessage
 from services.rollout.workflows.base import Episode
@@ -89,7 +89,7 @@ class Environments:
         self._environment: Environment | None = None
 
     @asynccontextmanager
-    async def serving(self, reach: Reach) -> AsyncIterator[None]:
+    async def serving(self, reach: AddressPolicy) -> AsyncIterator[None]:
         """Have the environment while the block runs.
 
         Args:
@@ -161,14 +161,14 @@ class Environments:
         return {"reward": terms, "metrics": measured}
 
     @asynccontextmanager
-    async def _opened(self, reach: Reach) -> AsyncIterator[Environment]:
+    async def _opened(self, reach: AddressPolicy) -> AsyncIterator[Environment]:
         name = self._name
         if name.startswith(SCHEMES):
             yield self._openenv(reach)
         elif name.startswith(("http://", "https://")):
             if self._arguments:
                 raise ValueError(f"{_KEY}.arguments: give them to the host of {name!r}, not here")
-            service = OutsideService(name, reach=reach, token=self._token)
+            service = ExternalService(name, reach=reach, token=self._token)
             try:
                 yield HttpEnvironment(name, service, timeout_s=self._timeout_s, wait_s=self._wait_s)
             finally:
@@ -183,7 +183,7 @@ class Environments:
             ) as environments:
                 yield environments
 
-    def _openenv(self, reach: Reach) -> OpenEnv:
+    def _openenv(self, reach: AddressPolicy) -> OpenEnv:
         if unknown := sorted(set(self._arguments) - {"action", "observe"}):
             raise ValueError(
                 f"{_KEY}.arguments of an OpenEnv server are action and observe, not {', '.join(unknown)}"
@@ -211,7 +211,7 @@ class _Chat:
 
     def __init__(self, episode: Episode, max_tokens: int | None) -> None:
         self._episode = episode
-        self._record = Record(episode)
+        self._record = EpisodeRecord(episode)
         self._max_tokens = max_tokens
         self._messages: list[ChatMessage] = []
         self._tools: tuple[Message, ...] = ()

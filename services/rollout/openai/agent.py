@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from services.common.runspec.built_in import AGENTS
 from services.rollout.calls.agents import AgentRunner, agent_runner
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.openai.endpoint import Endpoint
 from services.rollout.workflows.base import Episode
@@ -62,7 +62,7 @@ class Agent:
 
     @asynccontextmanager
     async def serving(
-        self, bind: str, *, host: str, temperature: float, reach: Reach
+        self, bind: str, *, host: str, temperature: float, reach: AddressPolicy
     ) -> AsyncIterator[None]:
         """Serve the endpoint and hold the agent's processes while the block runs.
 

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.http.server import serve_http
 from services.common.task_group import TaskGroup, leaves
-from services.rollout.openai.record import Listen, Record, Replies
+from services.rollout.openai.record import EpisodeRecord, Listen, Replies
 from services.rollout.openai.replies import Formatter
 from services.rollout.openai.requests import (
     ApiError,
@@ -63,7 +63,7 @@ class _Session:
 
     def __init__(self, episode: Episode, tasks: TaskGroup, temperature: float) -> None:
         self.episode = episode
-        self.record = Record(episode)
+        self.record = EpisodeRecord(episode)
         self._tasks = tasks
         self._temperature = temperature
         self._running: set[_Answer] = set()

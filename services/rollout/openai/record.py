@@ -24,7 +24,7 @@ from services.rollout.openai.requests import (
     invalid,
     too_long,
 )
-from services.rollout.workflows.base import Draw, Episode, Interrupted
+from services.rollout.workflows.base import Episode, Interrupted, SamplingChoice
 from services.rollout.workflows.turns import Turn, num_tokens, observed, token_ids
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class _Conversation:
     """Whether the last reply has text."""
 
 
-class Record:
+class EpisodeRecord:
     """Everything that was sampled for one episode.
 
     Args:
@@ -224,7 +224,7 @@ class Record:
         number = self._num_asked[context]
         self._num_asked[context] += request.n
         draws = [
-            Draw(
+            SamplingChoice(
                 seed=self._seed(context, request.seed, number=number, index=index),
                 offset=0,
                 max_tokens=room if max_tokens is None else min(room, max_tokens),

@@ -10,7 +10,7 @@ from services.rollout import metrics
 from services.rollout.client import GroupAssignment
 from services.rollout.data.prompts import Prompt
 from services.rollout.failures import GroupError
-from services.rollout.publish.sample_recorder import SampleTeller
+from services.rollout.publish.sample_recorder import SampleRecorder
 from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields, sample_tags
 from services.transferqueue.dataclient import DataClient
 
@@ -31,7 +31,7 @@ class GroupPublisher:
         routing: RoutingShape | None = None,
         *,
         has_token_rewards: bool = False,
-        teller: SampleTeller | None = None,
+        teller: SampleRecorder | None = None,
     ) -> None:
         self._data = data
         self._routing = routing

@@ -29,7 +29,7 @@ _COLUMNS = ("response_ids", "rollout_logprobs", "version_runs")
 _TIMEOUT_S = 5.0
 
 
-class SampleTeller:
+class SampleRecorder:
     """Puts the records of samples that are kept, which follow from the names of their groups.
 
     Args:

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from services.common.errors import InvalidArgumentError
-from services.common.lifetime import until_told_to_stop
+from services.common.lifetime import wait_for_shutdown
 from services.common.task_group import TaskGroup
 from services.rollout.calls.guard import add_options, serve_guarded
 
@@ -154,7 +154,7 @@ async def _serve(service: ClassifierService, given: argparse.Namespace) -> None:
         scoring = tasks.create_task(service.run())
         sys.stdout.write(f"scoring on port {port}\n")
         sys.stdout.flush()
-        await until_told_to_stop()
+        await wait_for_shutdown()
         scoring.cancel()
 
 

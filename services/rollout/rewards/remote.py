@@ -12,8 +12,8 @@ import httpx
 
 from services.common.rpc.client import CHANNEL_OPTIONS
 from services.common.telemetry import tracing
-from services.rollout.calls.outside import OutsideService
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.outside import ExternalService
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.failures import BusyError, CallError
 from services.rollout.rewards.base import RewardInput
 from slipstream.reward.v1 import reward_pb2 as pb
@@ -165,12 +165,12 @@ class HttpRewardService:
         self,
         url: str,
         *,
-        reach: Reach,
+        reach: AddressPolicy,
         token: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._url = url
-        self._service = OutsideService(url, reach=reach, token=token, transport=transport)
+        self._service = ExternalService(url, reach=reach, token=token, transport=transport)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -225,7 +225,7 @@ class GrpcRewardService:
         token: Is shown to the service with each call.
     """
 
-    def __init__(self, url: str, *, reach: Reach, token: str = "") -> None:
+    def __init__(self, url: str, *, reach: AddressPolicy, token: str = "") -> None:
         self._url = httpx.URL(url)
         self._reach = reach
         self._headers = {"authorization": f"Bearer {token}"} if token else {}

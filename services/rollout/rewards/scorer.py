@@ -9,7 +9,7 @@ from services.common.runspec.rollout import RewardSpec
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup, unwrapped
 from services.rollout.calls.pool import CallPool
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.rewards.comparison import Comparison
@@ -54,7 +54,7 @@ class Scorer:
         cls,
         specs: Sequence[RewardSpec],
         pool: CallPool,
-        reach: Reach,
+        reach: AddressPolicy,
         *,
         concurrency: int,
         key: str = "rollout.rewards",
@@ -161,7 +161,7 @@ class ScorerOfSets:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, spec: RunSpec, pool: CallPool, reach: Reach
+        cls, spec: RunSpec, pool: CallPool, reach: AddressPolicy
     ) -> AsyncIterator["ScorerOfSets"]:
         """The scorers of a run.
 
@@ -202,7 +202,7 @@ def is_url(name: str) -> bool:
     return name.startswith(SERVICES)
 
 
-def _service(spec: RewardSpec, reach: Reach) -> RewardService:
+def _service(spec: RewardSpec, reach: AddressPolicy) -> RewardService:
     token = str(spec.arguments.get("token", ""))
     if spec.name.startswith(_GRPC):
         return GrpcRewardService(spec.name, reach=reach, token=token)

@@ -13,7 +13,7 @@ from services.rollout.sampling.samples import Sample, answer_digest
 from services.rollout.workflows.turns import shown
 
 
-async def demonstrated(
+async def demonstration_sample(
     prompt: Prompt, member: int, spec: RolloutSpec, engine: Engine, *, is_training: bool
 ) -> Sample:
     """A sample of an answer that a row has.

@@ -23,7 +23,7 @@ from services.rollout.failures import CallError, GroupError
 from services.rollout.rewards.base import Reward, RewardInput, Score
 from services.rollout.rewards.comparison import Comparison
 from services.rollout.rewards.terms import joined
-from services.rollout.sampling.demonstrated import demonstrated
+from services.rollout.sampling.demonstrated import demonstration_sample
 from services.rollout.sampling.progress_cache import GroupProgress, MemberProgress
 from services.rollout.sampling.samples import Sample, answer_digest, placed_rewards
 from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, Workflow
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tools:
+class GroupServices:
     """What a group is made with."""
 
     engine: Engine
@@ -64,7 +64,9 @@ class RunningGroup:
         stalled: Why it was told to stop, if it had come to a halt.
     """
 
-    def __init__(self, assignment: GroupAssignment, tools: Tools, spec: RolloutSpec) -> None:
+    def __init__(
+        self, assignment: GroupAssignment, tools: GroupServices, spec: RolloutSpec
+    ) -> None:
         self.assignment = assignment
         self.is_interrupted = False
         self.is_cut = False
@@ -157,7 +159,7 @@ class RunningGroup:
     async def _sample_member(self, prompt: Prompt, member: int) -> Sample | None:
         """Sample and score one member; after a failed score, as often as the specification says."""
         if prompt.demonstrations:
-            return await demonstrated(
+            return await demonstration_sample(
                 prompt, member, self._spec, self._tools.engine, is_training=self._is_training
             )
         earlier = self._earlier.get(member, _NOTHING)

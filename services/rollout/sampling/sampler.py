@@ -20,12 +20,12 @@ from services.common.runspec.rollout import RolloutSpec
 from services.common.task_group import TaskGroup
 from services.common.telemetry import tracing
 from services.rollout import metrics
-from services.rollout.client import SET_ASIDE, GroupAssignment
-from services.rollout.data.prompts import Prompt, PromptBook
+from services.rollout.client import PASSED_OVER, GroupAssignment
+from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.base import GenerationResult
 from services.rollout.failures import GroupError, InterruptedGroupError
 from services.rollout.sampling.admission import Admission
-from services.rollout.sampling.group import RunningGroup, Tools
+from services.rollout.sampling.group import GroupServices, RunningGroup
 from services.rollout.sampling.liveness import EpisodeWatch
 from services.rollout.sampling.progress_cache import GroupProgress
 from services.rollout.sampling.samples import Sample
@@ -91,8 +91,8 @@ class GroupSampler:
 
     def __init__(
         self,
-        prompts: PromptBook,
-        tools: Tools,
+        prompts: PromptStore,
+        tools: GroupServices,
         spec: RolloutSpec,
         *,
         publisher: Publisher,
@@ -323,7 +323,7 @@ class GroupSampler:
                 await self._park([group])
         except GroupError as error:
             metrics.GROUPS.labels(outcome=error.reason).inc()
-            level = logging.DEBUG if error.reason == SET_ASIDE else logging.WARNING
+            level = logging.DEBUG if error.reason == PASSED_OVER else logging.WARNING
             logger.log(level, "group failed", extra={"group_id": group_id, "reason": error.reason})
             await self._report_failures([(assignment, error)])
         self._end(group)

@@ -70,7 +70,7 @@ class EpisodeLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class SamplingChoice:
     """How one turn is drawn."""
 
     seed: int
@@ -251,7 +251,7 @@ class Episode:
         room = self.remaining_tokens
         if started is None and room < 1:
             raise ValueError("the response has no room left; look at remaining_tokens first")
-        draw = Draw(
+        draw = SamplingChoice(
             seed=self.limits.seed,
             offset=num_sampled(self.turns),
             max_tokens=room if max_tokens is None else min(room, max_tokens),
@@ -288,7 +288,7 @@ class Episode:
     async def sample_after(
         self,
         turns: Sequence[Turn],
-        draw: Draw,
+        draw: SamplingChoice,
         *,
         started: Turn | None = None,
         on_tokens: OnTokens | None = None,
@@ -330,7 +330,7 @@ class Episode:
         self,
         turns: tuple[Turn, ...],
         started: Turn,
-        draw: Draw,
+        draw: SamplingChoice,
         wanted: int,
         on_tokens: OnTokens | None,
     ) -> GenerationRequest:

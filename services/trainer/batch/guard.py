@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from services.common.errors import InternalError
-from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.batch.samples import BatchFacts, Samples
 
 _CHECKED_COLUMNS = ("rollout_logprobs", "ref_logprobs", "proximal_logprobs", "values")
 
@@ -53,7 +53,7 @@ class NonFiniteGuard:
         return True
 
 
-def nonfinite_inputs(samples: Samples, cohort: Cohort) -> tuple[str, ...]:
+def nonfinite_inputs(samples: Samples, cohort: BatchFacts) -> tuple[str, ...]:
     """Names of the inputs that are not finite where they count: ``rewards`` and columns."""
     member = cohort.is_member[samples.rows]
     # A greedy response is no member, but the baseline of those that are.

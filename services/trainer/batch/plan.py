@@ -22,12 +22,12 @@ from services.trainer.batch.prefixes import (
     part,
     unshared,
 )
-from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.collectives import Ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShard:
     """A rank's samples of a step."""
 
     rows: tuple[int, ...]
@@ -70,8 +70,8 @@ class Bounds:
         return Bounds(min(self.max_tokens, other.max_tokens), min(self.too_long, other.too_long))
 
 
-def share_of(
-    cohort: Cohort,
+def shard_of(
+    cohort: BatchFacts,
     *,
     num_updates: int,
     rank: int,
@@ -79,7 +79,7 @@ def share_of(
     cost: Callable[[int], float] = float,
     shares_prefixes: bool,
     keeps_groups: bool = False,
-) -> Share:
+) -> RankShard:
     """Split a batch into updates by whole groups, then over ranks by cost.
 
     A batch of fewer groups than updates gives one update for each group.
@@ -111,11 +111,11 @@ def share_of(
         own = _deal(cohort, members, num_ranks, cost, divides=not keeps_groups)[rank]
         updates.append(tuple(range(len(rows), len(rows) + len(own))))
         rows += own
-    return Share(rows=tuple(rows), updates=tuple(updates))
+    return RankShard(rows=tuple(rows), updates=tuple(updates))
 
 
 def plan_step(
-    share: Share,
+    share: RankShard,
     samples: Samples,
     *,
     bounds: Bounds,
@@ -256,7 +256,7 @@ def _whole_groups(
 
 
 def _deal(
-    cohort: Cohort,
+    cohort: BatchFacts,
     groups: list[list[int]],
     num_ranks: int,
     cost: Callable[[int], float],

@@ -157,7 +157,7 @@ def idle_samples() -> Samples:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cohort:
+class BatchFacts:
     """What every rank knows about the whole batch, from its tags alone."""
 
     groups: Tensor
@@ -185,7 +185,7 @@ class Cohort:
         return lost[self.groups]
 
     @classmethod
-    def from_meta(cls, meta: KVBatchMeta) -> "Cohort":
+    def from_meta(cls, meta: KVBatchMeta) -> "BatchFacts":
         """Read the tags of a batch."""
         names = list(dict.fromkeys(meta.tag("group_id")))
         numbers = {name: index for index, name in enumerate(names)}
@@ -241,7 +241,7 @@ def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
 def build_samples(
     fields: Mapping[str, Jagged],
     rows: Sequence[int],
-    cohort: Cohort,
+    cohort: BatchFacts,
     *,
     spec: AlgorithmSpec,
     weight_version: int,

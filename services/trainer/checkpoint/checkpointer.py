@@ -32,7 +32,7 @@ from services.common.errors import FailedPreconditionError
 from services.common.models.loading import stored_tensors
 from services.trainer.checkpoint import manifest
 from services.trainer.model.local_parts import local_part, spread_like
-from services.trainer.model.parallel import Topology
+from services.trainer.model.parallel import RankTopology
 
 FILE_BYTES = 512 << 20
 """Of a file, as near as whole tensors come to it."""
@@ -136,7 +136,7 @@ class Checkpointer:
         *,
         root: Path,
         keep: int,
-        topology: Topology,
+        topology: RankTopology,
         read: Callable[[Tensor], Tensor] = local_part,
         saves_frozen: bool = True,
     ) -> None:

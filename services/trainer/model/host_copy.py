@@ -16,7 +16,7 @@ from services.trainer.model.local_parts import local_part
 from services.trainer.model.parallel import free_gathered
 
 
-class HostCopy:
+class OffloadedState:
     """Moves weights, buffers and optimizer state to host memory and back.
 
     Args:

@@ -48,7 +48,7 @@ _MOST_KINDS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Topology:
+class RankTopology:
     """This process among the trainer processes of the run."""
 
     device: torch.device
@@ -107,7 +107,7 @@ def abort_processes() -> None:
 
 def build_topology(
     spec: TrainerSpec, *, device: torch.device, rank: int, world_size: int
-) -> Topology:
+) -> RankTopology:
     """Lay the processes out as data-parallel ranks and those that share samples with one of them.
 
     One process in float32 needs no mesh. Sharding over one rank still gives mixed precision and
@@ -126,12 +126,12 @@ def build_topology(
     _use_few_threads(spec, device)
     if world_size == 1:
         if spec.dtype == "float32" and not spec.offloads_weights:
-            return Topology(device=device, data=Ranks())
+            return RankTopology(device=device, data=Ranks())
         join_processes(device=device, rank=0, world_size=1)
     mesh, packs = _meshes(spec, device)
     data = mesh["dp"] if packs is None else packs["data"]
     everyone = Ranks(rank=rank, size=world_size, group=distributed.group.WORLD)
-    return Topology(
+    return RankTopology(
         device=device,
         data=Ranks(
             rank=data.get_local_rank(),
@@ -185,7 +185,7 @@ def _context(packs: DeviceMesh) -> ContextRanks:
     return ContextRanks(context.get_group(), context.get_local_rank(), context.size())
 
 
-def distribute(module: Policy | Critic, spec: TrainerSpec, topology: Topology) -> None:
+def distribute(module: Policy | Critic, spec: TrainerSpec, topology: RankTopology) -> None:
     """Spread a policy or critic in place; its parameters become sharded where there is a mesh.
 
     Args:
@@ -217,7 +217,7 @@ def distribute(module: Policy | Critic, spec: TrainerSpec, topology: Topology) -
         _shard(module, layers, spec, topology)
 
 
-def _is_seen(module: nn.Module, topology: Topology) -> bool:
+def _is_seen(module: nn.Module, topology: RankTopology) -> bool:
     """Whether nothing in a layer is hidden from the compiler: what ranks exchange, experts, other kernels."""
     config: Any = module.get_submodule("model").config
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
@@ -226,7 +226,7 @@ def _is_seen(module: nn.Module, topology: Topology) -> bool:
 
 
 def _divide(
-    module: nn.Module, layers: nn.ModuleList, spec: TrainerSpec, topology: Topology
+    module: nn.Module, layers: nn.ModuleList, spec: TrainerSpec, topology: RankTopology
 ) -> None:
     """Give this rank its part of what ranks share: heads and columns, and experts."""
     if topology.mesh is not None and spec.tensor_parallel > 1:
@@ -240,7 +240,9 @@ def _divide(
             _share(experts, topology.experts["experts"])
 
 
-def _shard(module: nn.Module, layers: nn.ModuleList, spec: TrainerSpec, topology: Topology) -> None:
+def _shard(
+    module: nn.Module, layers: nn.ModuleList, spec: TrainerSpec, topology: RankTopology
+) -> None:
     """Spread parameters, gradients and optimizer over the ranks that hold the same of a layer."""
     assert topology.mesh is not None
     options: dict[str, Any] = {

@@ -14,17 +14,17 @@ from services.common.models.loading import build_model, load_config
 from services.common.models.teachers import check_teacher
 from services.common.models.tokenizer import load_tokenizer
 from services.common.models.training_memory import fitted, trainer_memory
-from services.common.models.turns_memory import Stays, what_stays
+from services.common.models.turns_memory import Stays, resident_memory
 from services.common.runspec.run import RunSpec
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.manifest import STEP_PREFIX
 from services.trainer.model.compiling import compile_ahead
 from services.trainer.model.flops import active_weights
-from services.trainer.model.host_copy import HostCopy
+from services.trainer.model.host_copy import OffloadedState
 from services.trainer.model.local_parts import local_part
 from services.trainer.model.lora import add_adapters, begin_adapters
 from services.trainer.model.parallel import (
-    Topology,
+    RankTopology,
     build_topology,
     distribute,
 )
@@ -32,14 +32,14 @@ from services.trainer.model.policy import Critic, Policy, freeze
 from services.trainer.model.sharded import fill, materialize
 from services.trainer.model.warm_start import Progress, base_folder, load_base_model
 from services.trainer.ranks.rank import Rank, Runner, StepProfiler
-from services.trainer.ranks.training_recorder import TrainingTeller
+from services.trainer.ranks.training_recorder import TrainingRecorder
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.critic_step import CriticStepRunner
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.steps.oom import recall
 from services.trainer.steps.step import StepRunner
-from services.trainer.transfers import Transfers, of_vocabulary
+from services.trainer.transfers import QueueTransfers, of_vocabulary
 from services.trainer.weights import WeightExport
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Built:
 
     rank: Rank
     weights: WeightExport
-    state: HostCopy
+    state: OffloadedState
     step: int
     """Newest trained step: 0, or that of the checkpoint that training resumes from."""
 
@@ -74,7 +74,7 @@ def build_rank(
     spec: RunSpec,
     settings: TrainerSettings,
     *,
-    transfers: Transfers,
+    transfers: QueueTransfers,
     progress: Progress,
 ) -> Built:
     """Load the model and everything around it. Blocks; runs in a thread. All ranks call it.
@@ -91,7 +91,7 @@ def build_rank(
     )
     spec = fitted_to_gpu(spec, settings, device=topology.device)
     loader = Loader(spec, settings, topology, progress)
-    outgrown = recall(settings, spec.trainer, ranks=topology.data)
+    oom_limits = recall(settings, spec.trainer, ranks=topology.data)
     policy = load_policy(loader, spec)
     cost = sequence_cost(policy)
     reference = None
@@ -104,7 +104,7 @@ def build_rank(
     if spec.algorithm.advantage_kind.needs_critic and not spec.topology.own_gpus("critic"):
         module = loader.load(Critic)
         critic = CriticRunner(
-            module, spec=spec, ranks=topology.data, device=topology.device, outgrown=outgrown
+            module, spec=spec, ranks=topology.data, device=topology.device, oom_limits=oom_limits
         )
     runner = StepRunner(
         policy,
@@ -113,16 +113,16 @@ def build_rank(
         spec=spec,
         ranks=topology.data,
         device=topology.device,
-        outgrown=outgrown,
+        oom_limits=oom_limits,
     )
     root = checkpoint_root(spec, settings)
     fetch = of_vocabulary(transfers.fetch, policy.model.config.vocab_size)
     is_told = spec.samples.is_on and topology.is_first_of_pack
-    teller = TrainingTeller(transfers.tell, spec) if is_told else None
-    if teller is not None:
-        runner.hear_of(teller.take)
+    recorder = TrainingRecorder(transfers.tell, spec) if is_told else None
+    if recorder is not None:
+        runner.hear_of(recorder.take)
     frozen = [] if reference is None else [reference]
-    state = _state(runner, frozen, topology, stays=loader.what_stays())
+    state = _state(runner, frozen, topology, stays=loader.resident_memory())
     rank = Rank(
         runner,
         fetch=fetch,
@@ -131,7 +131,7 @@ def build_rank(
         cost=cost,
         checkpointer=_checkpointer(runner, root, spec=spec, topology=topology, state=state),
         profiler=_profiler("profiles", spec, settings),
-        teller=teller,
+        recorder=recorder,
     )
     weights = WeightExport(
         policy,
@@ -147,7 +147,7 @@ def build_rank(
 
 
 def build_critic(
-    spec: RunSpec, settings: TrainerSettings, *, transfers: Transfers, progress: Progress
+    spec: RunSpec, settings: TrainerSettings, *, transfers: QueueTransfers, progress: Progress
 ) -> BuiltCritic:
     """Load the critic, where it has processes of its own. Blocks; runs in a thread. All ranks call it.
 
@@ -167,9 +167,9 @@ def build_critic(
     spec = fitted_to_gpu(spec, settings, device=topology.device)
     module = Loader(spec, settings, topology, progress).load(Critic)
     cost = sequence_cost(module)
-    outgrown = recall(settings, spec.trainer, ranks=topology.data)
+    oom_limits = recall(settings, spec.trainer, ranks=topology.data)
     critic = CriticRunner(
-        module, spec=spec, ranks=topology.data, device=topology.device, outgrown=outgrown
+        module, spec=spec, ranks=topology.data, device=topology.device, oom_limits=oom_limits
     )
     runner = CriticStepRunner(critic, spec=spec, ranks=topology.data)
     root = checkpoint_root(spec, settings) / _CRITIC
@@ -192,7 +192,7 @@ def build_critic(
         ranks=topology.data,
         cost=cost,
         shares_prefixes=spec.shares_prefixes,
-        outgrown=outgrown,
+        oom_limits=oom_limits,
     )
     start_from = spec.trainer.checkpoint.start_from
     folder = Path(start_from).parent / _CRITIC / Path(start_from).name if start_from else None
@@ -200,15 +200,20 @@ def build_critic(
 
 
 def _state(
-    runner: Runner, frozen: Sequence[Policy], topology: Topology, *, stays: Stays
-) -> HostCopy:
+    runner: Runner, frozen: Sequence[Policy], topology: RankTopology, *, stays: Stays
+) -> OffloadedState:
     """What is moved to host memory while others have the GPUs, unless there is room for both."""
     modules, optimizers = zip(*runner.parts().values(), strict=True)
-    return HostCopy([*modules, *frozen], optimizers, device=topology.device, stays=stays)
+    return OffloadedState([*modules, *frozen], optimizers, device=topology.device, stays=stays)
 
 
 def _checkpointer(
-    runner: Runner, root: Path, *, spec: RunSpec, topology: Topology, state: HostCopy | None = None
+    runner: Runner,
+    root: Path,
+    *,
+    spec: RunSpec,
+    topology: RankTopology,
+    state: OffloadedState | None = None,
 ) -> Checkpointer:
     read = local_part if state is None else state.read
     keep = spec.trainer.checkpoint.keep
@@ -273,7 +278,7 @@ class Loader:
     """
 
     def __init__(
-        self, spec: RunSpec, settings: TrainerSettings, topology: Topology, progress: Progress
+        self, spec: RunSpec, settings: TrainerSettings, topology: RankTopology, progress: Progress
     ) -> None:
         self._spec = spec
         self._topology = topology
@@ -327,14 +332,14 @@ class Loader:
         materialize(module, device=device)
         return module
 
-    def what_stays(self) -> Stays:
+    def resident_memory(self) -> Stays:
         """What stays on a GPU that others use in turns."""
         device = self._topology.device
         if device.type == "cpu":
             return "nothing"
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory
         config = load_config(self._spec.model, self._tokenizer)
-        return what_stays(self._spec, config, gpu_bytes=gpu_bytes)
+        return resident_memory(self._spec, config, gpu_bytes=gpu_bytes)
 
     def _on_meta(self, make: Callable[[PreTrainedModel], _Module]) -> _Module:
         config = load_config(self._spec.model, self._tokenizer)
@@ -368,7 +373,7 @@ def fitted_to_gpu(spec: RunSpec, settings: TrainerSettings, *, device: torch.dev
         return spec.model_copy(update={"trainer": trainer})
     config = load_config(spec.model, load_tokenizer(spec.model))
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory
-    engines = 0 if spec.topology.takes_turns else settings.gpu_neighbours.count("rollout")
+    engines = 0 if spec.topology.is_colocated else settings.gpu_neighbours.count("rollout")
     memory = trainer_memory(spec, config, gpu_bytes=gpu_bytes, engines=engines)
     chosen = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
     logger.info(

@@ -24,7 +24,7 @@ from torch import distributed
 
 from services.common.errors import UnavailableError
 from services.trainer.model.parallel import abort_processes
-from services.trainer.steps.oom import OutgrownError
+from services.trainer.steps.oom import OomLimitError
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _LISTEN = timedelta(days=365)
 _JOIN_S = 5.0
 
 
-class Kind(IntEnum):
+class CommandKind(IntEnum):
     """What is ordered."""
 
     START = 1
@@ -66,10 +66,10 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Command:
     """One order to all ranks."""
 
-    kind: Kind
+    kind: CommandKind
     """What to do."""
     step: int = 0
     """Step that it is about."""
@@ -88,7 +88,7 @@ class RankFailedError(UnavailableError):
         super().__init__(f"a rank is gone, and all of them start again: {cause}")
 
 
-class Crew:
+class CommandGroup:
     """All processes of a worker; one process has nobody to tell.
 
     Args:
@@ -160,7 +160,7 @@ class Crew:
             logger.error("a rank failed, and this one ends with it", extra={"cause": cause})
             abort_processes()
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: Command) -> None:
         """Send an order from rank 0 to the others, if none of them has failed."""
         if self._size == 1 or self.has_failed:
             return
@@ -171,7 +171,7 @@ class Crew:
             _broadcast(bytearray(order.payload))
 
     @contextmanager
-    def together(self, *, ends: bool = False) -> Iterator[None]:
+    def guard(self, *, ends: bool = False) -> Iterator[None]:
         """Around what all ranks do: the loss of one is an outage, which the run waits out.
 
         Args:
@@ -186,7 +186,7 @@ class Crew:
         try:
             yield
         except Exception as error:
-            leaves_others = isinstance(error, OutgrownError) or _is_of_a_collective(error)
+            leaves_others = isinstance(error, OomLimitError) or _is_of_a_collective(error)
             if ends and not (leaves_others or self.has_failed):
                 logger.exception("this rank fails")
             if ends or leaves_others or self.has_failed:
@@ -206,12 +206,12 @@ class Crew:
         distributed.all_gather(found, mine)
         return [bytes(each.tolist()).rstrip(b"\0").decode() for each in found]
 
-    def hear(self) -> Order:
+    def receive(self) -> Command:
         """Wait for rank 0's next order."""
         header = _broadcast(bytearray(_HEADER.size))
         kind, step, weight_version, num_steps, size = _HEADER.unpack(header)
         payload = bytes(_broadcast(bytearray(size))) if size else b""
-        return Order(Kind(kind), step, weight_version, payload, num_steps)
+        return Command(CommandKind(kind), step, weight_version, payload, num_steps)
 
 
 def _is_of_a_collective(error: Exception) -> bool:

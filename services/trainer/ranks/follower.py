@@ -10,11 +10,11 @@ from torch import Tensor
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, ServiceError
-from services.trainer.model.host_copy import HostCopy
-from services.trainer.ranks.command_group import Crew, Kind, Order
+from services.trainer.model.host_copy import OffloadedState
+from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
 from services.trainer.ranks.rank import Rank
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.oom import OutgrownError
+from services.trainer.steps.oom import OomLimitError
 from services.trainer.weights import WeightExport
 from services.weightsync.canary import Canary
 from services.weightsync.plan import TensorSpec
@@ -26,7 +26,7 @@ class Follower:
     """Takes part in whatever rank 0 starts.
 
     Args:
-        crew: Brings rank 0's orders.
+        command_group: Brings rank 0's orders.
         rank: This process's part.
         weights: The policy's weights; a critic's go nowhere.
         values: Scores batches, of a critic.
@@ -35,14 +35,14 @@ class Follower:
 
     def __init__(
         self,
-        crew: Crew,
+        command_group: CommandGroup,
         rank: Rank,
         *,
         weights: WeightExport | None = None,
         values: FieldScoring | None = None,
-        state: HostCopy | None = None,
+        state: OffloadedState | None = None,
     ) -> None:
-        self._crew = crew
+        self._command_group = command_group
         self._rank = rank
         self._weights = weights
         self._values = values
@@ -58,12 +58,12 @@ class Follower:
         """
         with (
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint") as writer,
-            self._crew.together(ends=True),
+            self._command_group.guard(ends=True),
         ):
             writing: Future[Path] | None = None
-            while (order := self._crew.hear()).kind is not Kind.STOP:
+            while (order := self._command_group.receive()).kind is not CommandKind.STOP:
                 with self._turn:
-                    if order.kind is Kind.SAVE:
+                    if order.kind is CommandKind.SAVE:
                         if writing is not None:
                             _await_written(writing)  # its buffers are used again
                         snapshot = self._rank.snapshot(order.step)
@@ -86,17 +86,17 @@ class Follower:
         """Only rank 0 is asked; this rank takes part when rank 0 orders it."""
         raise FailedPreconditionError("ask rank 0 for the canary: all ranks score it together")
 
-    def _take_part(self, order: Order) -> None:
+    def _take_part(self, order: Command) -> None:
         try:
             self._obey(order)
         except (ServiceError, ValueError) as error:
-            if isinstance(error, OutgrownError) or self._crew.has_failed:
+            if isinstance(error, OomLimitError) or self._command_group.has_failed:
                 raise  # others wait for this rank
             # Rank 0 met the same and reports it; the next order may be a good one.
             logger.warning("order failed", extra={"order": order.kind.name, "error": str(error)})
 
-    def _obey(self, order: Order) -> None:
-        if order.kind is Kind.TRAIN:
+    def _obey(self, order: Command) -> None:
+        if order.kind is CommandKind.TRAIN:
             meta = KVBatchMeta.from_bytes(order.payload)
             self._rank.train(
                 order.step,
@@ -104,21 +104,21 @@ class Follower:
                 weight_version=order.weight_version,
                 num_steps=order.num_steps or None,
             )
-        elif order.kind is Kind.ACCUMULATE:
+        elif order.kind is CommandKind.ACCUMULATE:
             meta = KVBatchMeta.from_bytes(order.payload)
             self._rank.accumulate(meta, weight_version=order.weight_version)
-        elif order.kind is Kind.GATHER:
+        elif order.kind is CommandKind.GATHER:
             for _ in self._exported().weight_tensors():
                 pass
-        elif order.kind is Kind.SLEEP and self._state is not None:
+        elif order.kind is CommandKind.SLEEP and self._state is not None:
             self._state.put_away()
-            self._crew.gather("moved")
-        elif order.kind is Kind.WAKE and self._state is not None:
+            self._command_group.gather("moved")
+        elif order.kind is CommandKind.WAKE and self._state is not None:
             self._state.bring_back()
-            self._crew.gather("moved")
-        elif order.kind is Kind.SCORE:
+            self._command_group.gather("moved")
+        elif order.kind is CommandKind.SCORE:
             self._exported().score_canary()
-        elif order.kind is Kind.ADD_FIELD and self._values is not None:
+        elif order.kind is CommandKind.ADD_FIELD and self._values is not None:
             self._values.add(KVBatchMeta.from_bytes(order.payload))
 
     def _exported(self) -> WeightExport:

@@ -16,9 +16,9 @@ from torch import Tensor
 from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.trainer.checkpoint.checkpointer import Snapshot
-from services.trainer.model.host_copy import HostCopy
+from services.trainer.model.host_copy import OffloadedState
 from services.trainer.phases import IdleClock, PhaseTimer
-from services.trainer.ranks.command_group import Crew, Kind, Order
+from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
 from services.trainer.ranks.rank import Rank
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.steps.step import StepResult
@@ -55,8 +55,8 @@ class Leader:
         self._rank: Rank | None = None
         self._weights: WeightExport | None = None
         self._values: FieldScoring | None = None
-        self._state: HostCopy | None = None
-        self._crew = Crew(1)
+        self._state: OffloadedState | None = None
+        self._command_group = CommandGroup(1)
         self._newest: tuple[int, StepResult | None] = (0, None)
         self._newest_version = 0
         self._begun: tuple[int, Future[StepResult]] | None = None
@@ -70,25 +70,25 @@ class Leader:
     def attach(
         self,
         rank: Rank,
-        crew: Crew,
+        command_group: CommandGroup,
         *,
         weights: WeightExport | None = None,
         values: FieldScoring | None = None,
-        state: HostCopy | None = None,
+        state: OffloadedState | None = None,
         step: int = 0,
     ) -> None:
         """Start to answer, with the other ranks following.
 
         Args:
             rank: This process's part.
-            crew: The other ranks.
+            command_group: The other ranks.
             weights: The policy's weights; a critic's go nowhere.
             values: Scores batches, of a critic.
             state: The policy's state, which can be moved to host memory.
             step: Newest step that is trained already.
         """
         self._newest = (step, None)
-        self._crew = crew
+        self._command_group = command_group
         self._weights = weights
         self._values = values
         self._state = state
@@ -136,8 +136,10 @@ class Leader:
     def _accumulate(self, meta: KVBatchMeta, weight_version: int) -> None:
         rank = self._attached()
         with self._turn, self._awake(), self._idle.working():
-            order = Order(Kind.ACCUMULATE, weight_version=weight_version, payload=meta.to_bytes())
-            self._crew.tell(order)
+            order = Command(
+                CommandKind.ACCUMULATE, weight_version=weight_version, payload=meta.to_bytes()
+            )
+            self._command_group.tell(order)
             rank.accumulate(meta, weight_version=weight_version)
 
     async def newest_step(self) -> int:
@@ -190,7 +192,9 @@ class Leader:
         with self._turn, self._awake():
             version = step - 1 if weight_version is None else weight_version
             idle = self._idle.step_begins(waits)
-            self._crew.tell(Order(Kind.TRAIN, step, version, meta.to_bytes(), num_steps or 0))
+            self._command_group.tell(
+                Command(CommandKind.TRAIN, step, version, meta.to_bytes(), num_steps or 0)
+            )
             result = rank.train(step, meta, weight_version=version, num_steps=num_steps)
             result.metrics.update({f"idle_seconds_{why}": spent for why, spent in idle.items()})
             self._newest, self._newest_version = (step, result), version
@@ -222,11 +226,11 @@ class Leader:
         return self._attached().checkpointer.progress()
 
     def _write(self, rank: Rank, snapshot: Snapshot, keep_steps: Collection[int]) -> Path:
-        with self._crew.together():
+        with self._command_group.guard():
             return rank.checkpointer.write(snapshot, keep_steps)
 
     def _snapshot(self, rank: Rank, step: int) -> Snapshot:
-        with self._turn, self._crew.together():
+        with self._turn, self._command_group.guard():
             # A step may have ended while this waited for its turn, so the check belongs here.
             newest, _ = self._newest
             if step != newest and not self._may_miss_steps:
@@ -235,7 +239,7 @@ class Leader:
                     step=step,
                     newest=newest,
                 )
-            self._crew.tell(Order(Kind.SAVE, step))
+            self._command_group.tell(Command(CommandKind.SAVE, step))
             return rank.snapshot(step)
 
     async def add_values(self, meta: KVBatchMeta) -> None:
@@ -245,28 +249,28 @@ class Leader:
     def _add_values(self, meta: KVBatchMeta) -> None:
         self._attached()
         assert self._values is not None, "only a critic is asked for values"
-        with self._turn, self._crew.together():
-            self._crew.tell(Order(Kind.ADD_FIELD, payload=meta.to_bytes()))
+        with self._turn, self._command_group.guard():
+            self._command_group.tell(Command(CommandKind.ADD_FIELD, payload=meta.to_bytes()))
             self._values.add(meta)
 
     async def sleep(self) -> None:
         """Move the training state of all ranks to host memory, once nothing is trained. Safe to repeat."""
-        await asyncio.to_thread(self._move, Kind.SLEEP)
+        await asyncio.to_thread(self._move, CommandKind.SLEEP)
 
     async def wake(self) -> None:
         """Move the training state of all ranks back. Safe to repeat."""
-        await asyncio.to_thread(self._move, Kind.WAKE)
+        await asyncio.to_thread(self._move, CommandKind.WAKE)
 
-    def _move(self, kind: Kind) -> None:
+    def _move(self, kind: CommandKind) -> None:
         self._attached()
         assert self._state is not None, "only the policy's trainer shares GPUs"
-        with self._turn, self._crew.together():
-            self._crew.tell(Order(kind))
-            if kind is Kind.SLEEP:
+        with self._turn, self._command_group.guard():
+            self._command_group.tell(Command(kind))
+            if kind is CommandKind.SLEEP:
                 self._state.put_away()
             else:
                 self._state.bring_back()
-            self._crew.gather("moved")  # all have
+            self._command_group.gather("moved")  # all have
 
     def weight_specs(self) -> list[TensorSpec]:
         """What will be sent, in sending order."""
@@ -280,20 +284,20 @@ class Leader:
             if weights.sends_rows:
                 yield from weights.weight_rows()
             else:
-                self._crew.tell(Order(Kind.GATHER))
+                self._command_group.tell(Command(CommandKind.GATHER))
                 yield from weights.weight_tensors()
 
     def score_canary(self) -> Canary:
         """Score a short text under the current weights, with all ranks."""
         weights = self._exported()
         with self._turn, self._awake():
-            self._crew.tell(Order(Kind.SCORE))
+            self._command_group.tell(Command(CommandKind.SCORE))
             return weights.score_canary()
 
     def stop(self) -> None:
         """End the other ranks."""
         with self._turn:
-            self._crew.tell(Order(Kind.STOP))
+            self._command_group.tell(Command(CommandKind.STOP))
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
@@ -305,7 +309,7 @@ class Leader:
         self._attached()
         if self._state is not None:
             self._state.check_here()
-        with self._crew.together():
+        with self._command_group.guard():
             yield
 
     def _attached(self) -> Rank:

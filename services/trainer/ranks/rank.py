@@ -15,9 +15,9 @@ from services.common.batch import KVBatchMeta
 from services.common.jagged import Jagged
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.guard import NonFiniteGuard, nonfinite_inputs
-from services.trainer.batch.plan import StepPlan, plan_step, share_of
+from services.trainer.batch.plan import StepPlan, plan_step, shard_of
 from services.trainer.batch.samples import (
-    Cohort,
+    BatchFacts,
     Samples,
     build_samples,
     empty_samples,
@@ -26,8 +26,8 @@ from services.trainer.batch.samples import (
 from services.trainer.checkpoint.checkpointer import Checkpointer, Snapshot
 from services.trainer.collectives import Ranks
 from services.trainer.phases import PhaseTimer
-from services.trainer.ranks.training_recorder import TrainingTeller
-from services.trainer.steps.oom import Outgrown, OutgrownError
+from services.trainer.ranks.training_recorder import TrainingRecorder
+from services.trainer.steps.oom import OomLimitError, OomLimits
 from services.trainer.steps.step import StepResult, StepRunner
 from services.trainer.transfers import Fetch
 
@@ -70,11 +70,11 @@ class Runner(Protocol):
 
     num_steps: int
     """Steps of the whole run, over which learning rates are scheduled."""
-    outgrown: Outgrown
+    oom_limits: OomLimits
     """What did not fit into memory before."""
 
     def run(
-        self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
+        self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
     ) -> StepResult:
         """Train one batch."""
 
@@ -96,7 +96,7 @@ _Sample = tuple[str, object]
 class _Share:
     """A batch, and what one rank has of it."""
 
-    cohort: Cohort
+    cohort: BatchFacts
     plan: StepPlan
     samples: Samples
 
@@ -112,7 +112,7 @@ class Rank:
         cost: Cost of a sequence by its length, for balancing.
         checkpointer: Saves and loads what is trained.
         profiler: Writes profiles of chosen steps.
-        teller: Tells people of samples that are kept; None on ranks that are not asked.
+        recorder: Tells people of samples that are kept; None on ranks that are not asked.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class Rank:
         cost: Callable[[int], float],
         checkpointer: Checkpointer,
         profiler: StepProfiler = NO_PROFILES,
-        teller: TrainingTeller | None = None,
+        recorder: TrainingRecorder | None = None,
     ) -> None:
         self.runner = runner
         self.checkpointer = checkpointer
         self._fetch = fetch
-        self._teller = teller
+        self._recorder = recorder
         self._spec = spec
         self._ranks = ranks
         self._cost = cost
@@ -165,7 +165,7 @@ class Rank:
             return  # the step says so, and is skipped
         try:
             runner.accumulate(weight_version, share.samples, share.cohort, share.plan)
-        except OutgrownError as error:
+        except OomLimitError as error:
             self._forget_early()
             if self._spec.trainer.world_size > 1:
                 raise
@@ -180,8 +180,8 @@ class Rank:
         if isinstance(self.runner, StepRunner):
             self.runner.forget()
         self._early = (-1, frozenset())
-        if self._teller is not None:
-            self._teller.forget()
+        if self._recorder is not None:
+            self._recorder.forget()
 
     def _without_early(self, meta: KVBatchMeta, weight_version: int) -> KVBatchMeta:
         """What is left of a batch; everything, if what was accumulated is not a part of it."""
@@ -218,7 +218,7 @@ class Rank:
         left = self._without_early(meta, version)
         try:
             result = self._trained(step, left, version)
-        except OutgrownError:
+        except OomLimitError:
             if left is meta or self._spec.trainer.world_size > 1:
                 raise
             # What was accumulated early is forgotten, so all of the step begins anew.
@@ -254,8 +254,8 @@ class Rank:
                 self._forget_early()
                 raise
             self._early = (-1, frozenset())
-            if self._teller is not None:
-                self._teller.tell(meta.partition_id, step=step, weight_version=weight_version)
+            if self._recorder is not None:
+                self._recorder.tell(meta.partition_id, step=step, weight_version=weight_version)
         result.metrics["seconds_fetch"] = timer.seconds["fetch"]
         return result
 
@@ -276,11 +276,11 @@ class Rank:
 
     def _share(self, meta: KVBatchMeta, weight_version: int, *, num_updates: int) -> "_Share":
         """Plan a batch and fetch this rank's samples; the ranks agree that all have theirs."""
-        if self._teller is not None:
-            self._teller.begin(meta)
+        if self._recorder is not None:
+            self._recorder.begin(meta)
         fields = wanted_fields(meta, self._spec)
-        cohort = Cohort.from_meta(meta)
-        own = share_of(
+        cohort = BatchFacts.from_meta(meta)
+        own = shard_of(
             cohort,
             num_updates=num_updates,
             rank=self._ranks.rank,
@@ -309,7 +309,7 @@ class Rank:
             samples,
             ranks=self._ranks,
             shares_prefixes=self._spec.shares_prefixes,
-            bounds=self.runner.outgrown.bounds,
+            bounds=self.runner.oom_limits.bounds,
         )
         return _Share(cohort, plan, samples)
 

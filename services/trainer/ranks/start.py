@@ -5,15 +5,15 @@ import json
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Protocol, TypeVar
 
-from services.common.lifetime import until_told_to_stop
+from services.common.lifetime import wait_for_shutdown
 from services.common.runspec.loader import canonical_json
 from services.common.runspec.run import RunSpec
 from services.common.task_group import until_first
 from services.controller.client import WorkerSession
 from services.trainer.model.warm_start import Progress
-from services.trainer.ranks.command_group import Crew, Kind, Order
+from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
 from services.trainer.settings import TrainerSettings
-from services.trainer.transfers import Transfers
+from services.trainer.transfers import QueueTransfers
 from services.transferqueue.dataclient import DataClient
 
 _PROGRESS_EVERY = 20
@@ -28,7 +28,7 @@ class Build(Protocol[_Built_co]):
         spec: RunSpec,
         settings: TrainerSettings,
         *,
-        transfers: Transfers,
+        transfers: QueueTransfers,
         progress: Progress,
     ) -> _Built_co:
         """All ranks call it."""
@@ -42,7 +42,7 @@ def connect_data(address: str, spec: RunSpec) -> AbstractAsyncContextManager[Dat
 async def load(
     stack: AsyncExitStack,
     session: WorkerSession,
-    crew: Crew,
+    command_group: CommandGroup,
     settings: TrainerSettings,
     build: Build[_Built_co],
 ) -> _Built_co:
@@ -51,7 +51,7 @@ async def load(
     Args:
         stack: Closes the connection to the transferqueue.
         session: Knows the run.
-        crew: The other ranks, who wait to hear of it.
+        command_group: The other ranks, who wait to hear of it.
         settings: Of this process.
         build: Loads this rank's part.
     """
@@ -70,8 +70,10 @@ async def load(
         "spec": canonical_json(session.spec),
         "transferqueue_address": session.transferqueue_address,
     }
-    await asyncio.to_thread(crew.tell, Order(Kind.START, payload=json.dumps(start).encode()))
-    transfers = Transfers(data, loop)
+    await asyncio.to_thread(
+        command_group.tell, Command(CommandKind.START, payload=json.dumps(start).encode())
+    )
+    transfers = QueueTransfers(data, loop)
     stack.push_async_callback(transfers.finish)
     return await asyncio.to_thread(
         lambda: build(
@@ -83,10 +85,10 @@ async def load(
     )
 
 
-async def until_stopped(session: WorkerSession, crew: Crew) -> None:
+async def until_stopped(session: WorkerSession, command_group: CommandGroup) -> None:
     """Wait for the controller's order or a signal.
 
     Raises:
         ExceptionGroup: With a RankFailedError, if a rank fails.
     """
-    await until_first(session.stopped(), until_told_to_stop(), crew.failed())
+    await until_first(session.stopped(), wait_for_shutdown(), command_group.failed())

@@ -16,7 +16,7 @@ from services.trainer.transfers import Tell
 _MAX_LOG_RATIO = 80.0
 
 
-class TrainingTeller:
+class TrainingRecorder:
     """Collects what a rank's step does with the samples that are kept, and tells of it.
 
     Which ones are kept follows from the names of their groups.

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from services.common.models.teachers import check_teacher
 from services.common.runspec.run import RunSpec
 from services.trainer.collectives import Ranks
-from services.trainer.model.parallel import Topology, build_topology
+from services.trainer.model.parallel import RankTopology, build_topology
 from services.trainer.model.policy import Policy, freeze
 from services.trainer.model.warm_start import Progress
 from services.trainer.ranks.build import Loader, device_of, sequence_cost
@@ -15,7 +15,7 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.steps.oom import recall
 from services.trainer.steps.scorer import Scorer
-from services.trainer.transfers import Transfers, of_vocabulary
+from services.trainer.transfers import QueueTransfers, of_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class BuiltScorer:
 
 
 def build_scorer(
-    spec: RunSpec, settings: TrainerSettings, *, transfers: Transfers, progress: Progress
+    spec: RunSpec, settings: TrainerSettings, *, transfers: QueueTransfers, progress: Progress
 ) -> BuiltScorer:
     """Load the policy of a worker of the role logp or ref_logp. Blocks; runs in a thread. All ranks call it.
 
@@ -51,12 +51,12 @@ def build_scorer(
         return freeze(Policy(model, temperature=temperature, routing_replay=replay))
 
     policy = loader.load(make) if is_reference else loader.shape(make)
-    outgrown = recall(settings, spec.trainer, ranks=topology.data)
+    oom_limits = recall(settings, spec.trainer, ranks=topology.data)
     scorer = Scorer(
         policy,
         device=topology.device,
         shares_prefixes=spec.shares_prefixes,
-        outgrown=outgrown,
+        oom_limits=oom_limits,
     )
     fields = FieldScoring(
         "ref_logprobs" if is_reference else "proximal_logprobs",
@@ -66,7 +66,7 @@ def build_scorer(
         ranks=topology.data,
         cost=sequence_cost(policy),
         shares_prefixes=spec.shares_prefixes,
-        outgrown=outgrown,
+        oom_limits=oom_limits,
     )
     return BuiltScorer(scorer, fields)
 
@@ -86,9 +86,9 @@ def _scoring_spec(spec: RunSpec) -> RunSpec:
     return spec.model_copy(update={"trainer": spec.trainer.model_copy(update=changes)})
 
 
-def _topology(spec: RunSpec, settings: TrainerSettings) -> Topology:
+def _topology(spec: RunSpec, settings: TrainerSettings) -> RankTopology:
     device, world_size = device_of(settings), settings.world_size
     if world_size == spec.trainer.world_size == 1:
         # Nothing is sharded, and the weights are in the right precision already.
-        return Topology(device=device, data=Ranks())
+        return RankTopology(device=device, data=Ranks())
     return build_topology(spec.trainer, device=device, rank=settings.rank, world_size=world_size)

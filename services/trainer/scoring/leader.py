@@ -10,9 +10,9 @@ from torch import Tensor
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, ServiceError
-from services.trainer.ranks.command_group import Crew, Kind, Order
+from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
 from services.trainer.steps.fields import FieldScoring, lacking
-from services.trainer.steps.oom import OutgrownError
+from services.trainer.steps.oom import OomLimitError
 from services.trainer.steps.scorer import Scorer
 
 logger = logging.getLogger(__name__)
@@ -24,16 +24,21 @@ class ScoringLeader:
     Args:
         scorer: This rank's part of the policy.
         fields: This rank's part in scoring samples.
-        crew: The other ranks, who follow (:func:`follow`).
+        command_group: The other ranks, who follow (:func:`follow`).
         version: Number of the weights; -1 for weights that may not be used yet.
     """
 
     def __init__(
-        self, scorer: Scorer, fields: FieldScoring, *, crew: Crew | None = None, version: int
+        self,
+        scorer: Scorer,
+        fields: FieldScoring,
+        *,
+        command_group: CommandGroup | None = None,
+        version: int,
     ) -> None:
         self._scorer = scorer
         self._fields = fields
-        self._crew = crew or Crew(1)
+        self._command_group = command_group or CommandGroup(1)
         self._turn = threading.Lock()
         self._is_open = False
         self.version = version
@@ -53,7 +58,7 @@ class ScoringLeader:
         meta = lacking(meta, self._fields.field)
         if meta.num_keys == 0:
             return 0
-        with self._turn, self._crew.together():
+        with self._turn, self._command_group.guard():
             if version is not None and version != self.version:
                 raise FailedPreconditionError(
                     f"weights {version} are asked for, but this worker has {self.version}; publish "
@@ -61,16 +66,18 @@ class ScoringLeader:
                     asked=version,
                     served=self.version,
                 )
-            self._crew.tell(
-                Order(Kind.ADD_FIELD, weight_version=self.version, payload=meta.to_bytes())
+            self._command_group.tell(
+                Command(CommandKind.ADD_FIELD, weight_version=self.version, payload=meta.to_bytes())
             )
             self._fields.add(meta, version=self.version)
         return meta.num_keys
 
     def score_text(self, token_ids: Sequence[int]) -> list[float]:
         """Logprob of each token but the first, at temperature 1."""
-        with self._turn, self._crew.together():
-            self._crew.tell(Order(Kind.SCORE, payload=json.dumps(list(token_ids)).encode()))
+        with self._turn, self._command_group.guard():
+            self._command_group.tell(
+                Command(CommandKind.SCORE, payload=json.dumps(list(token_ids)).encode())
+            )
             return self._scorer.score_text(token_ids)
 
     def adopt(self, version: int, tensors: Mapping[str, Tensor]) -> float:
@@ -85,8 +92,8 @@ class ScoringLeader:
             self._turn.acquire()
         try:
             start = time.perf_counter()
-            with self._crew.together():
-                self._crew.tell(Order(Kind.ADOPT))
+            with self._command_group.guard():
+                self._command_group.tell(Command(CommandKind.ADOPT))
                 self._scorer.adopt(tensors)
             self.version = version
             return time.perf_counter() - start
@@ -119,26 +126,26 @@ class ScoringLeader:
         """End the other ranks."""
         self.close()
         with self._turn:
-            self._crew.tell(Order(Kind.STOP))
+            self._command_group.tell(Command(CommandKind.STOP))
 
 
-def follow(crew: Crew, scorer: Scorer, fields: FieldScoring) -> None:
+def follow(command_group: CommandGroup, scorer: Scorer, fields: FieldScoring) -> None:
     """Take part in whatever rank 0 orders, until the end. Blocks; runs in a thread.
 
     Raises:
         RankFailedError: If this rank or another one fails; the other ranks know it by then.
     """
-    with crew.together(ends=True):
-        while (order := crew.hear()).kind is not Kind.STOP:
+    with command_group.guard(ends=True):
+        while (order := command_group.receive()).kind is not CommandKind.STOP:
             try:
-                if order.kind is Kind.ADD_FIELD:
+                if order.kind is CommandKind.ADD_FIELD:
                     fields.add(KVBatchMeta.from_bytes(order.payload), version=order.weight_version)
-                elif order.kind is Kind.SCORE:
+                elif order.kind is CommandKind.SCORE:
                     scorer.score_text(json.loads(order.payload))
-                elif order.kind is Kind.ADOPT:
+                elif order.kind is CommandKind.ADOPT:
                     scorer.adopt(None)
             except (ServiceError, ValueError) as error:
-                if isinstance(error, OutgrownError) or crew.has_failed:
+                if isinstance(error, OomLimitError) or command_group.has_failed:
                     raise  # others wait for this rank
                 # Rank 0 met the same and reports it; the next order may be a good one.
                 told = {"order": order.kind.name, "error": str(error)}

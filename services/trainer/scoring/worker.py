@@ -10,12 +10,12 @@ from contextlib import AsyncExitStack
 import grpc
 import torch
 
-from services.common.lifetime import announce
+from services.common.lifetime import report_ready
 from services.common.rpc.server import serve
 from services.common.task_group import TaskGroup
 from services.controller.client import WorkerSession
 from services.trainer.ranks.build import device_of
-from services.trainer.ranks.command_group import Crew
+from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.start import load, until_stopped
 from services.trainer.scoring.build import build_scorer
 from services.trainer.scoring.leader import ScoringLeader
@@ -32,9 +32,9 @@ _REFERENCE_VERSION = 0
 
 async def serve_logp(settings: TrainerSettings) -> None:
     """Serve one run in the role logp."""
-    crew = Crew(settings.world_size)
+    command_group = CommandGroup(settings.world_size)
     async with AsyncExitStack() as stack:
-        stack.enter_context(crew.listening())
+        stack.enter_context(command_group.listening())
         servicer = ScoringServicer(
             settings.run_id,
             on_refused=lambda reason: session.report(state="loaded", activity=reason),
@@ -56,26 +56,28 @@ async def serve_logp(settings: TrainerSettings) -> None:
 
         port = await stack.enter_async_context(serve(settings.bind, register))
         session = await stack.enter_async_context(WorkerSession(settings, role="logp", port=port))
-        built = await load(stack, session, crew, settings, build_scorer)
-        leader = ScoringLeader(built.scorer, built.fields, crew=crew, version=-1)
+        built = await load(stack, session, command_group, settings, build_scorer)
+        leader = ScoringLeader(built.scorer, built.fields, command_group=command_group, version=-1)
         servicer.attach(leader)
-        announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
+        report_ready(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="loaded", activity="")
         stack.push_async_callback(asyncio.to_thread, leader.stop)
-        await until_stopped(session, crew)
+        await until_stopped(session, command_group)
 
 
 async def serve_ref_logp(settings: TrainerSettings) -> None:
     """Serve one run in the role ref_logp."""
-    crew = Crew(settings.world_size)
+    command_group = CommandGroup(settings.world_size)
     async with AsyncExitStack() as stack:
-        stack.enter_context(crew.listening())
+        stack.enter_context(command_group.listening())
         port = await stack.enter_async_context(serve(settings.bind, lambda server: None))
         session = await stack.enter_async_context(
             WorkerSession(settings, role="ref_logp", port=port)
         )
-        built = await load(stack, session, crew, settings, build_scorer)
-        leader = ScoringLeader(built.scorer, built.fields, crew=crew, version=_REFERENCE_VERSION)
+        built = await load(stack, session, command_group, settings, build_scorer)
+        leader = ScoringLeader(
+            built.scorer, built.fields, command_group=command_group, version=_REFERENCE_VERSION
+        )
         address = session.transferqueue_address
         scoring = ReferenceScoring(
             session.spec,
@@ -83,10 +85,10 @@ async def serve_ref_logp(settings: TrainerSettings) -> None:
             leader=leader,
             queue=await stack.enter_async_context(TransferQueueClient.connect(address)),
         )
-        announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
+        report_ready(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="ready", activity="", weight_version=_REFERENCE_VERSION)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
         async with TaskGroup() as tasks:
             work = tasks.create_task(scoring.run())
-            await until_stopped(session, crew)
+            await until_stopped(session, command_group)
             work.cancel()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.samples import Samples
-from services.trainer.collectives import Ranks, Tally
+from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.model.policy import Policy
 from services.trainer.model.routing import imbalance
 
@@ -37,7 +37,7 @@ class Balancer:
         """Before the first micro-batch of an update, or again before it if it begins anew."""
         self._update = None
 
-    def loss(self, part: Samples, num_trained: Tensor, tally: Tally) -> Tensor | float:
+    def loss(self, part: Samples, num_trained: Tensor, tally: MetricTotals) -> Tensor | float:
         """After the forward pass of a micro-batch: its share of the balancing loss.
 
         Args:

@@ -13,7 +13,7 @@ from services.trainer.algorithm.advantages import overlong_penalty
 from services.trainer.algorithm.estimators import ScoredBatch
 from services.trainer.algorithm.loss import kl_penalty
 from services.trainer.algorithm.own import OwnFunction
-from services.trainer.batch.samples import Cohort, Samples, idle_samples
+from services.trainer.batch.samples import BatchFacts, Samples, idle_samples
 from services.trainer.collectives import Ranks
 
 
@@ -58,7 +58,7 @@ class CreditAssigner:
         self._estimate, self._add_up = own, own.adding_up(ranks.sum, num_ranks=ranks.size)
         self._try()
 
-    def __call__(self, samples: Samples, cohort: Cohort, *, kl_coefficient: float) -> Credit:
+    def __call__(self, samples: Samples, cohort: BatchFacts, *, kl_coefficient: float) -> Credit:
         """Advantages of this rank's tokens; each rank must call this.
 
         Args:
@@ -96,7 +96,7 @@ class CreditAssigner:
         both, no = idle_samples().select([0, 0]), torch.zeros(2, dtype=torch.bool)
         both = replace(both, rows=torch.arange(2), rewards=torch.tensor([0.0, 1.0]))
         both = both.with_tokens(loss_mask=~no, response_mask=~no)
-        cohort = Cohort(
+        cohort = BatchFacts(
             groups=torch.zeros(2, dtype=torch.int64),
             lengths=(2, 2),
             prompt_lengths=(1, 1),
@@ -114,7 +114,7 @@ class CreditAssigner:
             )
 
     def _scored(
-        self, samples: Samples, cohort: Cohort, scores: Tensor, penalty: Tensor
+        self, samples: Samples, cohort: BatchFacts, scores: Tensor, penalty: Tensor
     ) -> tuple[ScoredBatch, Tensor]:
         """What the estimator sees, and the score of each of this rank's samples."""
         segments, mask = samples.segments, samples.tokens["response_mask"]
@@ -177,7 +177,7 @@ class CreditAssigner:
         )
         return kl_coefficient * torch.where(mask, penalty, 0.0)
 
-    def _gathered(self, values: Tensor, samples: Samples, cohort: Cohort) -> Tensor:
+    def _gathered(self, values: Tensor, samples: Samples, cohort: BatchFacts) -> Tensor:
         """``[N]`` values of the whole batch, from those of each rank's samples."""
         whole = torch.zeros(len(cohort.groups), dtype=torch.float64)
         whole[samples.rows[samples.is_first]] = values.to(torch.float64)

@@ -10,12 +10,12 @@ from services.trainer.algorithm import loss
 from services.trainer.batch.packing import pack
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import Samples, idle_samples
-from services.trainer.collectives import Ranks, Tally
+from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.model import optim
 from services.trainer.model.parallel import begin_micro_batch
 from services.trainer.model.policy import Critic, trainable
 from services.trainer.steps.gradients import num_counted
-from services.trainer.steps.oom import Fitting, Micros, Outgrown, fitting, outgrown_in
+from services.trainer.steps.oom import Fitting, Micros, OomLimits, fitting, oom_in
 from services.trainer.steps.scorer import score_tokens
 
 
@@ -27,7 +27,7 @@ class CriticRunner:
         spec: The run.
         ranks: Data-parallel ranks.
         device: Of the critic.
-        outgrown: What did not fit into memory before.
+        oom_limits: What did not fit into memory before.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CriticRunner:
         spec: RunSpec,
         ranks: Ranks,
         device: torch.device,
-        outgrown: Outgrown | None = None,
+        oom_limits: OomLimits | None = None,
     ) -> None:
         self.critic = critic
         self._spec = spec
@@ -49,8 +49,8 @@ class CriticRunner:
         self._schedule = spec.trainer.optimizer.model_copy(update=changes)
         in_host = spec.trainer.cpu_offload == "optimizer"
         self.optimizer = optim.build_optimizer(critic, self._schedule, in_host=in_host)
-        self.outgrown = outgrown or outgrown_in(spec.trainer)
-        self._fitting = Fitting(critic, spec, device=device, outgrown=self.outgrown)
+        self.oom_limits = oom_limits or oom_in(spec.trainer)
+        self._fitting = Fitting(critic, spec, device=device, oom_limits=self.oom_limits)
         self.num_updates = 0
 
     def values(self, samples: Samples, plan: StepPlan) -> Tensor:
@@ -62,7 +62,7 @@ class CriticRunner:
             plan,
             device=self._device,
             shares_prefixes=self._spec.shares_prefixes,
-            outgrown=self.outgrown,
+            oom_limits=self.oom_limits,
         )
 
     def update(
@@ -70,7 +70,7 @@ class CriticRunner:
         samples: Samples,
         work: Micros,
         *,
-        tally: Tally,
+        tally: MetricTotals,
         num_steps: int,
     ) -> bool:
         """One optimizer update towards ``returns``; skipped, and False, if the gradient is not finite.
@@ -105,12 +105,12 @@ class CriticRunner:
         self.optimizer.zero_grad(set_to_none=True)
         return is_finite
 
-    def _add(self, samples: Samples, work: Micros) -> Tally | None:
+    def _add(self, samples: Samples, work: Micros) -> MetricTotals | None:
         """Add up the gradients of micro-batches; returns what is reported, or None if nothing trains."""
         totals = num_counted(samples.tokens["loss_mask"], samples, work, self._ranks)
         if not totals[0]:
             return None
-        tally = Tally()
+        tally = MetricTotals()
         tokens, sequences = totals.to(self._device).unbind()
         denominators = loss.Denominators(tokens=tokens, sequences=sequences, horizon=1)
         for number, micro in enumerate(work):

@@ -8,8 +8,8 @@ from torch import nn
 
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import StepPlan
-from services.trainer.batch.samples import Cohort, Samples
-from services.trainer.collectives import Ranks, Tally
+from services.trainer.batch.samples import BatchFacts, Samples
+from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.scorer import without_unscored
@@ -27,7 +27,7 @@ class CriticStepRunner:
 
     def __init__(self, critic: CriticRunner, *, spec: RunSpec, ranks: Ranks) -> None:
         self.critic = critic
-        self.outgrown = critic.outgrown
+        self.oom_limits = critic.oom_limits
         self.num_steps = spec.trainer.steps or 1
         self._spec = spec
         self._ranks = ranks
@@ -36,7 +36,7 @@ class CriticStepRunner:
         )
 
     def run(
-        self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
+        self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
     ) -> StepResult:
         """Train one batch.
 
@@ -46,7 +46,7 @@ class CriticStepRunner:
             cohort: The whole batch.
             plan: What this rank does.
         """
-        begin, tally = time.perf_counter(), Tally()
+        begin, tally = time.perf_counter(), MetricTotals()
         samples, plan = without_unscored(samples, plan)
         left_out = torch.tensor([float(len(plan.left_out))])
         tally.max("critic_left_out_sequences", left_out, torch.ones(1, dtype=torch.bool))

@@ -8,11 +8,11 @@ from torch import Tensor
 from services.common.batch import MISSING, KVBatchMeta
 from services.common.fields import ROUTED_EXPERTS
 from services.common.jagged import Jagged
-from services.trainer.batch.plan import StepPlan, plan_step, share_of
-from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.batch.plan import StepPlan, plan_step, shard_of
+from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.batch.sequences import sequences_of
 from services.trainer.collectives import Ranks
-from services.trainer.steps.oom import Outgrown
+from services.trainer.steps.oom import OomLimits
 from services.trainer.transfers import Add, Fetch
 
 Score = Callable[[Samples, StepPlan], Tensor]
@@ -35,7 +35,7 @@ class FieldScoring:
         add: Takes the field there.
         ranks: The worker's data-parallel ranks.
         cost: Cost of a sequence by its length, for balancing.
-        outgrown: Packed tokens of one forward pass, and what did not fit into memory before.
+        oom_limits: Packed tokens of one forward pass, and what did not fit into memory before.
         shares_prefixes: Whether tokens that samples have in common are computed once.
     """
 
@@ -48,7 +48,7 @@ class FieldScoring:
         add: Add,
         ranks: Ranks,
         cost: Callable[[int], float],
-        outgrown: Outgrown,
+        oom_limits: OomLimits,
         shares_prefixes: bool,
     ) -> None:
         self.field = field
@@ -58,7 +58,7 @@ class FieldScoring:
         self._ranks = ranks
         self._cost = cost
         self._shares_prefixes = shares_prefixes
-        self._outgrown = outgrown
+        self._oom_limits = oom_limits
 
     def add(self, meta: KVBatchMeta, *, version: int = 0) -> None:
         """Add the field to samples that do not have it. Blocks; runs in a thread.
@@ -71,8 +71,8 @@ class FieldScoring:
             NotFoundError: If samples were released meanwhile.
             DataLossError: If another rank could not fetch or store its share.
         """
-        share = share_of(
-            Cohort.from_meta(meta),
+        share = shard_of(
+            BatchFacts.from_meta(meta),
             num_updates=1,
             rank=self._ranks.rank,
             num_ranks=self._ranks.size,
@@ -101,7 +101,7 @@ class FieldScoring:
             samples,
             ranks=self._ranks,
             shares_prefixes=self._shares_prefixes,
-            bounds=self._outgrown.bounds,
+            bounds=self._oom_limits.bounds,
         )
         scored = found.joined(self._score(samples, plan))
         scores = Jagged(scored, inputs["response_ids"].lengths)

@@ -13,9 +13,9 @@ from services.common.runspec.run import RunSpec
 from services.trainer.algorithm import correction, diagnostics, loss
 from services.trainer.algorithm.own import OwnFunction
 from services.trainer.batch.packing import Work
-from services.trainer.batch.samples import Cohort, Samples, idle_samples, pack_samples
+from services.trainer.batch.samples import BatchFacts, Samples, idle_samples, pack_samples
 from services.trainer.batch.segments import Segments, on_device
-from services.trainer.collectives import Ranks, Tally
+from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.model.compiling import num_compiled
 from services.trainer.model.parallel import begin_micro_batch
 from services.trainer.model.policy import Policy
@@ -109,7 +109,7 @@ class Objective:
         *,
         denominators: loss.Denominators,
         kl_coefficient: float,
-        tally: Tally,
+        tally: MetricTotals,
     ) -> Tensor:
         """This micro-batch's share of the update's loss.
 
@@ -164,7 +164,7 @@ class Objective:
                 idle.with_tokens(loss_mask=mask, advantages=one),
                 denominators=self.denominators(one, one),
                 kl_coefficient=0.0,
-                tally=Tally(),
+                tally=MetricTotals(),
             )
             if not value.isfinite():
                 raise ValueError(
@@ -255,7 +255,7 @@ class Objective:
         compared: _Comparison,
         mask: Tensor,
         segments: Segments,
-        tally: Tally,
+        tally: MetricTotals,
     ) -> None:
         tally.mean("entropy", entropy, mask)
         tally.mean("ppo_kl", -loss.log_ratio_of(logprobs.detach(), compared.old), mask)
@@ -293,7 +293,7 @@ class Added:
     """``[2]`` tokens and sequences that it was divided by."""
     counts: Tensor
     """``[2]`` those that train in the update so far, over all ranks."""
-    tally: Tally = field(default_factory=Tally)
+    tally: MetricTotals = field(default_factory=MetricTotals)
     work: Work = field(default_factory=Work)
 
 
@@ -392,7 +392,7 @@ class Early:
     """Of the groups so far: what is reported, and what their gradients were divided by."""
 
     timer: PhaseTimer = field(default_factory=PhaseTimer)
-    tally: Tally = field(default_factory=Tally)
+    tally: MetricTotals = field(default_factory=MetricTotals)
     unit: Tensor | None = None
     """``[2]`` tokens and sequences that the gradients were divided by; None before the first group. Those of
     the whole update are known at its end only."""
@@ -412,7 +412,7 @@ class Early:
     """Time that they took."""
     compiled_before: int = field(default_factory=num_compiled)
 
-    def add(self, samples: Samples, cohort: Cohort, *, seconds: float) -> None:
+    def add(self, samples: Samples, cohort: BatchFacts, *, seconds: float) -> None:
         """Count samples of this rank, and of ``cohort`` over all ranks."""
         prompts, responses = samples.prompts.values, samples.responses.values
         trained = int(samples.tokens["loss_mask"].sum())

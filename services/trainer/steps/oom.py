@@ -21,7 +21,7 @@ from services.common.errors import InternalError
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.plan import Bounds, bounds_of, cut, num_tokens
-from services.trainer.batch.samples import Cohort, Samples, idle_samples, pack_samples
+from services.trainer.batch.samples import BatchFacts, Samples, idle_samples, pack_samples
 from services.trainer.collectives import Ranks
 from services.trainer.model.compiling import parts_of
 from services.trainer.model.parallel import begin_micro_batch
@@ -36,7 +36,7 @@ _REMEDY = (
 )
 
 
-class OutgrownError(InternalError):
+class OomLimitError(InternalError):
     """A micro-batch does not fit into memory, and what it is a part of cannot begin anew.
 
     Args:
@@ -55,7 +55,7 @@ class OutgrownError(InternalError):
         )
 
 
-class Outgrown:
+class OomLimits:
     """What did not fit into memory so far.
 
     Args:
@@ -116,10 +116,10 @@ class Outgrown:
         then = (
             "leave out what is as long" if whole else f"take at most {bounds.max_tokens:,} tokens"
         )
-        raise OutgrownError(told, why, then=f"all ranks start again, and {then}")
+        raise OomLimitError(told, why, then=f"all ranks start again, and {then}")
 
 
-def recall(settings: TrainerSettings, trainer: TrainerSpec, *, ranks: Ranks) -> Outgrown:
+def recall(settings: TrainerSettings, trainer: TrainerSpec, *, ranks: Ranks) -> OomLimits:
     """What the processes of a worker noted before they started again. All of them call it.
 
     Args:
@@ -128,7 +128,7 @@ def recall(settings: TrainerSettings, trainer: TrainerSpec, *, ranks: Ranks) -> 
         ranks: Data-parallel ranks.
     """
     if trainer.world_size == 1:
-        return Outgrown(budget_of(trainer))
+        return OomLimits(budget_of(trainer))
     memory, bounds = trainer.model_dump_json(exclude={"steps"}), budget_of(trainer)
     folder = settings.state_directory / "outgrown"
     for file in folder.glob(f"{settings.worker_id}-*.json"):
@@ -143,7 +143,7 @@ def recall(settings: TrainerSettings, trainer: TrainerSpec, *, ranks: Ranks) -> 
         known = {"max_tokens": bounds.max_tokens, "too_long": bounds.too_long}
         logger.warning("micro-batches are smaller than asked for", extra=known)
     note = folder / f"{settings.worker_id}-{settings.rank}.json"
-    return Outgrown(bounds, is_alone=False, note=note, memory=memory, was_noted=was_noted)
+    return OomLimits(bounds, is_alone=False, note=note, memory=memory, was_noted=was_noted)
 
 
 def budget_of(trainer: TrainerSpec) -> Bounds:
@@ -151,9 +151,9 @@ def budget_of(trainer: TrainerSpec) -> Bounds:
     return Bounds(max_tokens=trainer.tokens_per_micro_batch * trainer.context_parallel)
 
 
-def outgrown_in(trainer: TrainerSpec) -> Outgrown:
+def oom_in(trainer: TrainerSpec) -> OomLimits:
     """What did not fit, as long as this process lives."""
-    return Outgrown(budget_of(trainer), is_alone=trainer.world_size == 1)
+    return OomLimits(budget_of(trainer), is_alone=trainer.world_size == 1)
 
 
 Micros = tuple[tuple[int, ...], ...]
@@ -197,7 +197,7 @@ class Fitting:
         module: Is trained.
         spec: The run.
         device: Of its passes.
-        outgrown: What did not fit before.
+        oom_limits: What did not fit before.
     """
 
     def __init__(
@@ -206,14 +206,14 @@ class Fitting:
         spec: RunSpec,
         *,
         device: torch.device,
-        outgrown: Outgrown,
+        oom_limits: OomLimits,
     ) -> None:
         self._module = module
         self._spec = spec
         self._device = device
         can_recover = not isinstance(module, FSDPModule) or hasattr(module, "reset_iter_state")
         self._can_begin_anew = spec.trainer.world_size == 1 and can_recover
-        self._outgrown = outgrown
+        self._oom_limits = oom_limits
         self.left_out: set[int] = set()
         """Positions of the sequences that the step leaves out."""
         self._num_divided = 0
@@ -226,7 +226,7 @@ class Fitting:
         """Of the step."""
         return {"divided_micro_batches": float(self._num_divided)}
 
-    def left_out_of(self, samples: Samples, cohort: Cohort, ranks: Ranks) -> LeftOut:
+    def left_out_of(self, samples: Samples, cohort: BatchFacts, ranks: Ranks) -> LeftOut:
         """What the step left out on all ranks, each of which calls it."""
         counts = torch.zeros(len(cohort.keys), 2, dtype=torch.int64)
         for position in self.left_out:
@@ -270,8 +270,8 @@ class Fitting:
             told = _described(samples, work[number])
             if once or not self._can_begin_anew or not work[number]:
                 if work[number]:
-                    self._outgrown.give_up(self._bounds(samples, work[number]), told, why)
-                raise OutgrownError(told, why)
+                    self._oom_limits.give_up(self._bounds(samples, work[number]), told, why)
+                raise OomLimitError(told, why)
             logger.warning("micro-batch outgrew memory", extra={"holds": told, "why": why})
             work = self._smaller(samples, work, number)
 
@@ -283,7 +283,7 @@ class Fitting:
             # A step without any work still has its one update.
             return (*work[:number], *work[number + 1 :]) or ((),)
         self._num_divided += 1
-        self._outgrown.learn(bounds)
+        self._oom_limits.learn(bounds)
         # Others of its size would fail as well.
         return self._within_budget(samples, work)
 
@@ -292,9 +292,9 @@ class Fitting:
 
     def _within_budget(self, samples: Samples, work: Micros) -> Micros:
         """Micro-batches that are known to be too large are divided before they fail."""
-        if not self._outgrown.has_learned:
+        if not self._oom_limits.has_learned:
             return work
-        most, shares = self._outgrown.bounds.max_tokens, self._spec.shares_prefixes
+        most, shares = self._oom_limits.bounds.max_tokens, self._spec.shares_prefixes
         parts = (
             part
             for micro in work

@@ -9,8 +9,8 @@ from transformers import PretrainedConfig
 
 from services.common.runspec.run import RunSpec
 from services.trainer.algorithm import diagnostics
-from services.trainer.batch.samples import Cohort, Samples
-from services.trainer.collectives import Ranks, Tally
+from services.trainer.batch.samples import BatchFacts, Samples
+from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.model.compiling import num_compiled
 from services.trainer.model.flops import peak_flops, training_flops
 from services.trainer.steps.gradients import Early
@@ -45,7 +45,12 @@ def describe_updates(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def describe_batch(
-    weight_version: int, samples: Samples, cohort: Cohort, tally: Tally, *, max_staleness: int
+    weight_version: int,
+    samples: Samples,
+    cohort: BatchFacts,
+    tally: MetricTotals,
+    *,
+    max_staleness: int,
 ) -> None:
     """Count what a rank's samples are like, before they are trained.
 

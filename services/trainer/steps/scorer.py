@@ -17,7 +17,7 @@ from services.trainer.batch.plan import StepPlan, bounds_of, num_tokens
 from services.trainer.batch.samples import Samples, idle_samples, pack_samples
 from services.trainer.model.parallel import free_gathered
 from services.trainer.model.policy import Policy
-from services.trainer.steps.oom import Outgrown, OutgrownError
+from services.trainer.steps.oom import OomLimitError, OomLimits
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def score_tokens(
     *,
     device: torch.device,
     shares_prefixes: bool,
-    outgrown: Outgrown,
+    oom_limits: OomLimits,
 ) -> Tensor:
     """``[R]`` float32 on the CPU, :data:`UNSCORED` where a sequence does not fit into memory.
 
@@ -48,7 +48,7 @@ def score_tokens(
         plan: Their micro-batches.
         device: Of the module.
         shares_prefixes: Whether tokens that samples have in common are computed once.
-        outgrown: What did not fit before.
+        oom_limits: What did not fit before.
 
     Raises:
         OutgrownError: If a micro-batch does not fit, and its ranks cannot begin anew.
@@ -70,12 +70,12 @@ def score_tokens(
         told = f"{num_tokens(part):,} tokens in {len(micro)} sequence(s), which are scored,"
         bounds = bounds_of(part, shares=shares_prefixes)
         if micro:
-            outgrown.give_up(bounds, told, why)
-        if not outgrown.is_alone or not micro:
-            raise OutgrownError(told, why)
+            oom_limits.give_up(bounds, told, why)
+        if not oom_limits.is_alone or not micro:
+            raise OomLimitError(told, why)
         logger.warning("micro-batch outgrew memory", extra={"holds": told, "why": why})
         if len(micro) > 1:
-            outgrown.learn(bounds)
+            oom_limits.learn(bounds)
             pending[:0] = micro[: len(micro) // 2], micro[len(micro) // 2 :]
     free_gathered(module)
     return result
@@ -122,7 +122,7 @@ class Scorer:
         policy: Frozen, on its device, sharded or not.
         device: Of the policy.
         shares_prefixes: Whether tokens that samples have in common are computed once.
-        outgrown: What did not fit into memory before.
+        oom_limits: What did not fit into memory before.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class Scorer:
         *,
         device: torch.device,
         shares_prefixes: bool,
-        outgrown: Outgrown,
+        oom_limits: OomLimits,
     ) -> None:
         self._policy = policy
         self._device = device
         self._shares_prefixes = shares_prefixes
-        self._outgrown = outgrown
+        self._oom_limits = oom_limits
 
     def logprobs(self, samples: Samples, plan: StepPlan) -> Tensor:
         """``[R]`` float32 logprobs of this rank's response tokens, on the CPU."""
@@ -147,7 +147,7 @@ class Scorer:
             plan,
             device=self._device,
             shares_prefixes=self._shares_prefixes,
-            outgrown=self._outgrown,
+            oom_limits=self._oom_limits,
         )
 
     @torch.no_grad()

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from services.common.runspec.run import RunSpec
 from services.trainer.algorithm.loss import adapted_kl, kl_penalty
 from services.trainer.batch.plan import StepPlan
-from services.trainer.batch.samples import Cohort, Samples
-from services.trainer.collectives import Ranks, Tally
+from services.trainer.batch.samples import BatchFacts, Samples
+from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.model import optim
 from services.trainer.model.flops import active_weights
 from services.trainer.model.policy import Policy, trainable
@@ -29,7 +29,7 @@ from services.trainer.steps.balancing import Balancer
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.gradients import Added, Early, Gradients, Objective, OnTrained
-from services.trainer.steps.oom import Fitting, Micros, Outgrown, outgrown_in
+from services.trainer.steps.oom import Fitting, Micros, OomLimits, oom_in
 from services.trainer.steps.report import (
     Update,
     derive,
@@ -62,7 +62,7 @@ class StepRunner:
         spec: The run.
         ranks: Data-parallel ranks.
         device: Of the model.
-        outgrown: What did not fit into memory before.
+        oom_limits: What did not fit into memory before.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StepRunner:
         spec: RunSpec,
         ranks: Ranks,
         device: torch.device,
-        outgrown: Outgrown | None = None,
+        oom_limits: OomLimits | None = None,
     ) -> None:
         self._policy = policy
         self._reference = reference
@@ -100,8 +100,8 @@ class StepRunner:
         self.kl_coefficient = kl.coefficient
         self.num_updates, self.num_steps = 0, spec.trainer.steps or 1
         self._early = Early()
-        self.outgrown = outgrown or outgrown_in(spec.trainer)
-        self._fitting = Fitting(policy, spec, device=device, outgrown=self.outgrown)
+        self.oom_limits = oom_limits or oom_in(spec.trainer)
+        self._fitting = Fitting(policy, spec, device=device, oom_limits=self.oom_limits)
         self._gradients = Gradients(
             policy,
             self._objective,
@@ -116,7 +116,7 @@ class StepRunner:
         self._gradients.on_trained = on_trained
 
     def accumulate(
-        self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
+        self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
     ) -> None:
         """Add the gradients of some groups to those that the next :meth:`run` updates the weights with.
 
@@ -144,7 +144,7 @@ class StepRunner:
         self.optimizer.zero_grad(set_to_none=True)
 
     def run(
-        self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
+        self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
     ) -> StepResult:
         """Train one batch, or what is left of it.
 
@@ -209,7 +209,7 @@ class StepRunner:
             self.critic.num_updates = int(facts["critic.num_updates"])
 
     def _prepared(
-        self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
+        self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
     ) -> tuple[Samples, StepPlan]:
         """Samples with all columns that their loss needs, and the plan for those that fit into memory."""
         timer, tally = self._early.timer, self._early.tally
@@ -255,10 +255,12 @@ class StepRunner:
             plan,
             device=self._device,
             shares_prefixes=self._spec.shares_prefixes,
-            outgrown=self.outgrown,
+            oom_limits=self.oom_limits,
         )
 
-    def _with_advantages(self, samples: Samples, cohort: Cohort, tally: Tally) -> Samples:
+    def _with_advantages(
+        self, samples: Samples, cohort: BatchFacts, tally: MetricTotals
+    ) -> Samples:
         credit = self._credit(
             samples, cohort, kl_coefficient=self.kl_coefficient if self._kl_in_reward else 0.0
         )

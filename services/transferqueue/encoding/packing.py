@@ -21,7 +21,7 @@ of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ColumnPart:
     """A part of a column: what one frame holds."""
 
     begin: int
@@ -70,7 +70,7 @@ class PackedColumn:
         """Bytes of all pieces."""
         return self.bounds[-1]
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ColumnPart]:
         """The column cut into parts; pieces that lie in two of them are cut as well."""
         item = self.pieces[0].element_size()
         parts = []
@@ -80,7 +80,7 @@ class PackedColumn:
             pieces = list(self.pieces[first : last + 1])
             pieces[-1] = pieces[-1][: (begin + size - self.bounds[last]) // item]
             pieces[0] = pieces[0][(begin - self.bounds[first]) // item :]
-            parts.append(Part(begin, size, pieces))
+            parts.append(ColumnPart(begin, size, pieces))
         return parts
 
     def lay_into(self, target: Tensor) -> int:

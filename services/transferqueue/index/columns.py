@@ -15,7 +15,7 @@ Values: TypeAlias = "array[int] | array[float] | list[str]"
 _FULL_ROWS = 256
 
 
-class Part:
+class ColumnRange:
     """What some puts brought, with one entry per row in each column.
 
     Puts that bring the same fields and tags share a part until it is full: an object for each would take
@@ -145,7 +145,7 @@ class Row:
 
     DELETED: ClassVar = -1
 
-    def __init__(self, key: str, parts: tuple[Part, ...], places: tuple[int, ...]) -> None:
+    def __init__(self, key: str, parts: tuple[ColumnRange, ...], places: tuple[int, ...]) -> None:
         self.key = key
         self.parts = parts
         self.places = places

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from services.common.batch import MISSING, BlobRef, FieldColumn, TagValues
-from services.transferqueue.index.columns import Part, Row, Values
+from services.transferqueue.index.columns import ColumnRange, Row, Values
 from services.transferqueue.index.schema import Schema
 
 
@@ -17,7 +17,7 @@ class MetaBuilder:
         self._tags: dict[str, list[int | float | str]] = {name: [] for name in schema.tag_types}
         self.blob_numbers: dict[BlobRef, int] = {}
 
-    def add_run(self, parts: tuple[Part, ...], rows: Sequence[Row]) -> None:
+    def add_run(self, parts: tuple[ColumnRange, ...], rows: Sequence[Row]) -> None:
         """Append rows that share their parts."""
         tags: dict[str, tuple[Values, list[int]]] = {}
         for number, part in enumerate(parts):
@@ -36,7 +36,7 @@ class MetaBuilder:
             _pad(lists, self._num_rows)
 
     def _add_field(
-        self, part: Part, number: int, name: str, places: Sequence[int], puts: Sequence[int]
+        self, part: ColumnRange, number: int, name: str, places: Sequence[int], puts: Sequence[int]
     ) -> None:
         blobs = {
             put: self.blob_numbers.setdefault(part.blob(put, number), len(self.blob_numbers))

@@ -19,7 +19,7 @@ from services.transferqueue.index.columns import Row
 from services.transferqueue.index.leasing import Leasing
 from services.transferqueue.index.partition import Partition, find
 from services.transferqueue.index.quotas import Quotas
-from services.transferqueue.types import Loss, PartitionImage, PartitionStats
+from services.transferqueue.types import LostSamples, PartitionImage, PartitionStats
 
 MAX_PUSH_KEYS = 4096
 """Most samples of one push to a watcher."""
@@ -38,7 +38,7 @@ class Index:
         self._free = free
         self._clock = clock
         self._partitions: dict[str, Partition] = {}
-        self._losses: dict[str, list[Loss]] = {}
+        self._losses: dict[str, list[LostSamples]] = {}
         self._committed: OrderedDict[str, None] = OrderedDict()
         self._quotas = Quotas(clock)
         self._waiters = Waiters()
@@ -161,14 +161,14 @@ class Index:
             keys = tuple(row.key for row in rows if row not in acked)
             self._remove(partition, rows)
             if keys:
-                self._losses[name].append(Loss(keys=keys, shard_id=shard_id))
+                self._losses[name].append(LostSamples(keys=keys, shard_id=shard_id))
                 self._waiters.wake(name)
 
-    def losses(self, partition_id: str) -> list[Loss]:
+    def losses(self, partition_id: str) -> list[LostSamples]:
         """Losses of a partition from its beginning."""
         return self._losses[partition_id]
 
-    async def watch_losses(self, partition_id: str) -> AsyncIterator[Loss]:
+    async def watch_losses(self, partition_id: str) -> AsyncIterator[LostSamples]:
         """Losses of a partition from its beginning, as they come."""
         num_seen = 0
         while True:

@@ -9,9 +9,9 @@ from operator import attrgetter
 from services.common.batch import BlobRef, KVBatchMeta
 from services.common.errors import NotFoundError
 from services.transferqueue.index.columns import (
+    ColumnRange,
     Extension,
     Layout,
-    Part,
     Row,
     first_place,
     layout_of,
@@ -41,7 +41,7 @@ class Partition:
         self.rows: dict[str, Row] = {}
         self.num_complete = 0
         self._schema = Schema()
-        self._open: dict[Layout, tuple[Part]] = {}
+        self._open: dict[Layout, tuple[ColumnRange]] = {}
         self._log_rows: list[Row] = []
         self._log_revisions = array("q")
 
@@ -153,18 +153,18 @@ class Partition:
 
     def describe_puts(self) -> tuple[KVBatchMeta, ...]:
         """All samples; in each meta, all keys came with the same puts."""
-        by_puts: dict[tuple[tuple[Part, int], ...], list[Row]] = {}
+        by_puts: dict[tuple[tuple[ColumnRange, int], ...], list[Row]] = {}
         for row in self.rows.values():
             found = zip(row.parts, row.places, strict=True)
             puts = tuple([(part, part.puts[place]) for part, place in found])
             by_puts.setdefault(puts, []).append(row)
         return tuple(self.describe(rows) for rows in by_puts.values())
 
-    def _open_part(self, layout: Layout) -> tuple[Part]:
+    def _open_part(self, layout: Layout) -> tuple[ColumnRange]:
         """The part that takes the next put; rows that lie in it alone share the tuple."""
         found = self._open.get(layout)
         if found is None or found[0].is_full:
-            found = self._open[layout] = (Part(layout),)
+            found = self._open[layout] = (ColumnRange(layout),)
         return found
 
     def _log(self, rows: Sequence[Row]) -> None:
@@ -201,7 +201,7 @@ def find(partitions: Mapping[str, Partition], partition_id: str) -> Partition:
     return partition
 
 
-def _by_part(rows: Sequence[Row]) -> Iterator[tuple[Part, list[int]]]:
+def _by_part(rows: Sequence[Row]) -> Iterator[tuple[ColumnRange, list[int]]]:
     """Places of rows in their parts, for as many rows at once as have the same parts."""
     for parts, run in groupby(rows, key=attrgetter("parts")):
         places = [row.places for row in run]
@@ -209,8 +209,8 @@ def _by_part(rows: Sequence[Row]) -> Iterator[tuple[Part, list[int]]]:
             yield part, [of_row[number] for of_row in places]
 
 
-def _extend(known: Sequence[tuple[Row, int]], part: Part) -> list[Extension]:
-    alike: dict[tuple[Part, ...], list[tuple[Row, int]]] = {}
+def _extend(known: Sequence[tuple[Row, int]], part: ColumnRange) -> list[Extension]:
+    alike: dict[tuple[ColumnRange, ...], list[tuple[Row, int]]] = {}
     for row, place in known:
         alike.setdefault(row.parts, []).append((row, place))
     extensions = []

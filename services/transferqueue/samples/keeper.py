@@ -17,7 +17,7 @@ from services.common.task_group import TaskGroup
 from services.transferqueue import metrics
 from services.transferqueue.encoding import codec
 from services.transferqueue.index.index import Index
-from services.transferqueue.samples.store import SampleStore, Told, remove_store, store_path
+from services.transferqueue.samples.store import SampleRecord, SampleStore, remove_store, store_path
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.blobs import BlobClient
 from services.transferqueue.types import KeptSampleQuery
@@ -161,10 +161,10 @@ def _partition(run_id: str) -> str:
     return partition_id(run_id, "kept")
 
 
-async def _told(meta: KVBatchMeta, blobs: BlobClient) -> list[Told]:
+async def _told(meta: KVBatchMeta, blobs: BlobClient) -> list[SampleRecord]:
     """What was put, read from wherever it is."""
     whole = [await blobs.read(blob, [(0, blob.size_bytes)]) for blob in meta.blobs]
-    told: list[Told] = []
+    told: list[SampleRecord] = []
     for row, key in enumerate(meta.keys):
         columns: dict[str, bytes] = {}
         for column in meta.fields:
@@ -176,6 +176,8 @@ async def _told(meta: KVBatchMeta, blobs: BlobClient) -> list[Told]:
                 ]
         record = next(columns.pop(name) for name in KEPT_RECORDS if name in columns)
         told.append(
-            Told(sample_id=key.partition("/")[0], record=json.loads(record), columns=columns)
+            SampleRecord(
+                sample_id=key.partition("/")[0], record=json.loads(record), columns=columns
+            )
         )
     return told

@@ -62,7 +62,7 @@ _MAX_WHOLE, _MAX_LISTED, _BATCH = 16, 1024, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class SampleRecord:
     """What one process tells of one sample."""
 
     sample_id: str
@@ -87,7 +87,7 @@ class SampleStore:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def write(self, told: Sequence[Told], *, max_bytes: int, max_steps: int) -> None:
+    def write(self, told: Sequence[SampleRecord], *, max_bytes: int, max_steps: int) -> None:
         """Take in what was told, and let the oldest go that are beyond the bounds.
 
         Args:
@@ -170,7 +170,7 @@ def _opened(path: Path, *, is_new: bool = False) -> Iterator[sqlite3.Connection]
             yield database
 
 
-def _insert_made(database: sqlite3.Connection, told: Told) -> None:
+def _insert_made(database: sqlite3.Connection, told: SampleRecord) -> None:
     record = dict(told.record)
     facts, prompt, response = record.pop("facts"), record.pop("prompt"), record.pop("response")
     more = json.dumps(record)
@@ -202,7 +202,7 @@ def _insert_made(database: sqlite3.Connection, told: Told) -> None:
     )
 
 
-def _insert_trained(database: sqlite3.Connection, told: Told) -> None:
+def _insert_trained(database: sqlite3.Connection, told: SampleRecord) -> None:
     step, columns = told.record["step"], [told.columns[name] for name in _TRAINED]
     database.execute(
         "INSERT OR REPLACE INTO training VALUES (?, ?, ?, ?, ?, ?)",

@@ -68,7 +68,7 @@ class _OpenPut:
     meta: KVBatchMeta | None = None
 
 
-class Puts:
+class Writer:
     """Puts of one shard.
 
     Args:
@@ -302,7 +302,7 @@ class DataPlane:
         clients: Says who may connect when the socket is encrypted.
     """
 
-    def __init__(self, storage: BlobStore, puts: Puts, clients: Admission) -> None:
+    def __init__(self, storage: BlobStore, puts: Writer, clients: Admission) -> None:
         self._storage = storage
         self._puts = puts
         self._clients = clients

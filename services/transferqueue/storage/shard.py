@@ -10,14 +10,14 @@ import zmq
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.storage.arena import Arena
 from services.transferqueue.storage.blobs import BlobStore, Storage
-from services.transferqueue.storage.dataplane import Admission, DataPlane, Metadata, Puts
+from services.transferqueue.storage.dataplane import Admission, DataPlane, Metadata, Writer
 from services.transferqueue.types import ObjectStoreAddress, Shard
 
 
 @asynccontextmanager
 async def storage_shard(
     settings: TransferQueueSettings, index: Metadata, clients: Admission, *, instance_id: str
-) -> AsyncIterator[tuple[Shard, BlobStore, Puts]]:
+) -> AsyncIterator[tuple[Shard, BlobStore, Writer]]:
     """Serve the bytes of one shard until the block ends.
 
     Args:
@@ -43,7 +43,7 @@ async def storage_shard(
         else:
             arena = Arena(settings.capacity_bytes)
             storage = _memory(settings, shard, arena)
-        puts = Puts(settings.shard_id, storage, index)
+        puts = Writer(settings.shard_id, storage, index)
         plane = DataPlane(storage, puts, clients)
         port = await stack.enter_async_context(
             plane.serve(settings.data_bind, secret_key=secret_key)

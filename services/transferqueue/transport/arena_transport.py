@@ -13,7 +13,7 @@ from services.common.errors import DeadlineExceededError, InternalError
 from services.transferqueue.concurrency import map_in_threads
 from services.transferqueue.encoding import codec
 from services.transferqueue.encoding.codec import combine
-from services.transferqueue.encoding.packing import PackedColumn, Part
+from services.transferqueue.encoding.packing import ColumnPart, PackedColumn
 from services.transferqueue.encoding.readplan import Extent, check_whole
 from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.socket_transport import TIMEOUT_S, Transport, Writing
@@ -49,7 +49,7 @@ class ArenaTransport:
         async def write(grant: codec.Granted) -> list[int]:
             deadline = time.monotonic() + codec.GRANT_S / 2
 
-            def fill(placed: tuple[int, Part]) -> int:
+            def fill(placed: tuple[int, ColumnPart]) -> int:
                 position, part = placed
                 _check_time(deadline)
                 return codec.checksum(part.lay_into(self._arena[position : position + part.size]))

@@ -12,7 +12,7 @@ from torch import Tensor
 from services.common.task_group import together
 from services.transferqueue.encoding import codec
 from services.transferqueue.encoding.codec import combine
-from services.transferqueue.encoding.packing import PackedColumn, Part
+from services.transferqueue.encoding.packing import ColumnPart, PackedColumn
 from services.transferqueue.encoding.readplan import Extent, check_whole
 from services.transferqueue.transport.arrival import Arrival
 from services.transferqueue.transport.connection import ShardConnection
@@ -102,7 +102,7 @@ class SocketTransport:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _frame(self, part: Part) -> tuple[zmq.Frame, int]:
+    def _frame(self, part: ColumnPart) -> tuple[zmq.Frame, int]:
         """The frame of a part, and its checksum."""
         in_place = part.in_place()
         if in_place is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.cli import known_tokens
-from services.cli.state_directory import owned_folder
+from services.cli.state_directory import process_folder
 from services.common.host import own_identity
 
 # Both commands hold a folder and a token, say so, and wait.
@@ -48,7 +48,7 @@ def test_what_a_killed_command_left_goes_and_what_a_living_one_has_stays():
         killed.wait()
         assert left.is_dir()
         assert known_tokens.find("http://127.0.0.1:1") == "secret"
-        with owned_folder() as own, known_tokens.known("http://127.0.0.1:3", "own"):
+        with process_folder() as own, known_tokens.known("http://127.0.0.1:3", "own"):
             assert not left.exists()
             assert known_tokens.find("http://127.0.0.1:1") == ""
             assert kept.is_dir()
@@ -69,12 +69,12 @@ def test_what_may_be_in_use_stays(tmp_path, owner):
     if owner != "nobody":
         text = json.dumps({**gone, "host": "elsewhere"}) if owner == "elsewhere" else "pid 17"
         (folder / "owner").write_text(text)
-    with owned_folder():
+    with process_folder():
         assert folder.is_dir()
     (folder / "owner").write_text(json.dumps(gone))
     link = folder.with_name("slipstream-link")
     link.symlink_to(tmp_path)
-    with owned_folder():
+    with process_folder():
         assert not folder.exists()
         assert link.is_symlink()
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from services.cli import output
 from services.cli.api_calls import run_until_signal
-from services.cli.output import patient
+from services.cli.output import tolerate_broken_pipe
 
 MORE_THAN_A_PIPE_HOLDS = "x" * (1 << 20)
 
@@ -24,7 +24,7 @@ def pipe():
 def test_a_writer_goes_on_although_nobody_reads_yet(pipe):
     reader, writer = pipe
     console = Console(file=writer, width=80)
-    with patient(console):
+    with tolerate_broken_pipe(console):
         console.file.write(MORE_THAN_A_PIPE_HOLDS + "\n")
         console.print("the end")
         got = os.read(reader.fileno(), 1)  # only now
@@ -37,7 +37,7 @@ def test_a_writer_goes_on_although_nobody_reads_yet(pipe):
 def test_a_command_that_is_ended_does_not_wait_for_its_reader(pipe):
     _, writer = pipe
     console = Console(file=writer)
-    with pytest.raises(KeyboardInterrupt), patient(console):
+    with pytest.raises(KeyboardInterrupt), tolerate_broken_pipe(console):
         console.file.write(MORE_THAN_A_PIPE_HOLDS + "\n")
         raise KeyboardInterrupt
 
@@ -46,7 +46,7 @@ def test_a_reader_that_is_gone_ends_the_command(pipe):
     reader, writer = pipe
     reader.close()
     console = Console(file=writer)
-    with pytest.raises(BrokenPipeError), patient(console):
+    with pytest.raises(BrokenPipeError), tolerate_broken_pipe(console):
         while True:
             console.file.write("one more line\n")
 

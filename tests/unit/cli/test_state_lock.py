@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from services.cli.state_directory import StateInUseError, sole_use
+from services.cli.state_directory import StateInUseError, lock_state_directory
 
 PROGRAM = """
 import sys
@@ -27,10 +27,14 @@ def test_the_second_command_is_told_who_has_the_folder_until_that_is_gone(tmp_pa
     try:
         assert first.stdout.readline() == "has it\n"
         who = rf"process {first.pid} \(slipstream up .*--state-directory"
-        with pytest.raises(StateInUseError, match=who), sole_use(tmp_path):
+        with pytest.raises(StateInUseError, match=who), lock_state_directory(tmp_path):
             pytest.fail("two have it")
     finally:
         first.kill()
         first.communicate()
-    with sole_use(tmp_path), pytest.raises(StateInUseError), sole_use(tmp_path):
+    with (
+        lock_state_directory(tmp_path),
+        pytest.raises(StateInUseError),
+        lock_state_directory(tmp_path),
+    ):
         pytest.fail("two have it")

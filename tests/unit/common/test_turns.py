@@ -18,15 +18,15 @@ def test_the_rollouts_fill_the_gpus_of_the_trainer(ranks, engine_gpus, replicas)
     engine = {"engine": "vllm", "engine_arguments": {"tensor_parallel_size": engine_gpus}}
     spec = parse_spec(colocated(trainer={"world_size": ranks}, rollout=engine))
     assert spec.rollout.replicas == replicas
-    assert spec.rollouts_in_turns == replicas
+    assert spec.colocated_rollouts == replicas
 
 
 @pytest.mark.parametrize(("given", "replicas"), [({}, 5), ({"replicas": 7}, 7)])
 def test_of_a_mixed_run_as_many_rollouts_take_turns_as_the_trainers_gpus_hold(given, replicas):
     parts = {"trainer": {"world_size": 4}, "rollout": given, "algorithm": {"max_staleness": 4}}
     spec = parse_spec(colocated(**parts, topology={"placement": "mixed"}))
-    assert (spec.rollout.replicas, spec.rollouts_in_turns) == (replicas, 4)
-    assert [spec.is_in_turns(name) for name in ("trainer-0", "rollout-3", "rollout-4")] == [
+    assert (spec.rollout.replicas, spec.colocated_rollouts) == (replicas, 4)
+    assert [spec.is_colocated(name) for name in ("trainer-0", "rollout-3", "rollout-4")] == [
         False,
         True,
         False,

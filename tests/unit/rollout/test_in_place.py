@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.rollout.engines.in_place import FlatTarget, obey, place_in_workers
+from services.rollout.engines.in_place import FlatTarget, handle_weight_command, place_in_workers
 from services.rollout.engines.layout import Piece, UnknownLayoutError, copy_weights
 from services.weightsync.endpoints import Place
 from services.weightsync.plan import WeightPlan
@@ -23,7 +23,9 @@ class Workers:
 
     async def load(self, order: str) -> None:
         for rank, model in enumerate(self.models):
-            assert obey(order, model, rank=rank, ranks=len(self.models), has_plain_experts=True)
+            assert handle_weight_command(
+                order, model, rank=rank, ranks=len(self.models), has_plain_experts=True
+            )
 
 
 def _model(parameters: dict[str, Tensor]) -> nn.Module:
@@ -122,4 +124,6 @@ def test_a_parameter_that_is_not_in_one_piece_is_unknown() -> None:
 
 
 def test_what_is_shared_whole_is_no_order() -> None:
-    assert not obey('{"path": "x", "size": 1, "tensors": []}', nn.Module(), rank=0, ranks=1)
+    assert not handle_weight_command(
+        '{"path": "x", "size": 1, "tensors": []}', nn.Module(), rank=0, ranks=1
+    )

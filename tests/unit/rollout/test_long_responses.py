@@ -5,10 +5,10 @@ import asyncio
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
-from services.rollout.data.prompts import PromptBook
+from services.rollout.data.prompts import PromptStore
 from services.rollout.engines.fake import FakeEngine
 from services.rollout.engines.virtual_time import VirtualTimeLoop
-from services.rollout.sampling.group import Tools
+from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.liveness import EpisodeWatch
 from services.rollout.sampling.sampler import GroupSampler
 from services.rollout.workflows.single_turn import SingleTurn
@@ -41,7 +41,7 @@ def sampler_with(engine: FakeEngine, outcome: Outcome, cache: MemoryCache) -> Gr
         max_response_tokens=NUM_TOKENS,
         partial_rollout=True,
     )
-    tools = Tools(
+    tools = GroupServices(
         engine=engine,
         tokenizer=tokenizer(),
         workflow=SingleTurn(),
@@ -49,7 +49,7 @@ def sampler_with(engine: FakeEngine, outcome: Outcome, cache: MemoryCache) -> Gr
         calls=CallPool(1),
     )
     return GroupSampler(
-        PromptBook(data, {"train": ROWS}, tokenizer()),
+        PromptStore(data, {"train": ROWS}, tokenizer()),
         tools,
         spec,
         publisher=outcome,

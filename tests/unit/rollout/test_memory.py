@@ -8,7 +8,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from services.common.models.kv_memory import most_kv_tokens
 from services.common.models.training_memory import ROOM, state_memory, trainer_memory
-from services.common.models.turns_memory import what_stays
+from services.common.models.turns_memory import resident_memory
 from services.common.runspec.engines import ENGINES
 from services.common.runspec.run import RunSpec
 from services.rollout.engines.memory import (
@@ -184,7 +184,7 @@ def test_an_engine_in_turns_has_the_gpu_but_for_what_a_sleeping_trainer_keeps() 
     beside = memory_of_others(["trainer"], apart, config, gpu_bytes=total)
     asleep = memory_of_others(["trainer"], turns, config, gpu_bytes=total)
     assert 15 * GB < asleep < 20 * GB < beside
-    assert what_stays(turns, config, gpu_bytes=total) == "nothing"
+    assert resident_memory(turns, config, gpu_bytes=total) == "nothing"
     trainer = trainer_memory(turns, config, gpu_bytes=total)
     assert trainer.used - trainer_memory(apart, config, gpu_bytes=total).used == pytest.approx(
         trainer.parts["rollouts that sleep"] + ROOM
@@ -210,7 +210,7 @@ def test_what_fits_beside_an_engine_in_turns_stays() -> None:
     state = state_memory(turns, config, gpu_bytes=300 * GB)
     assert state == 3 * 4 * 7_615_616_512
     totals = [gb * GB for gb in (141, 300, 600)]
-    found = [what_stays(turns, config, gpu_bytes=total) for total in totals]
+    found = [resident_memory(turns, config, gpu_bytes=total) for total in totals]
     assert found == ["nothing", "state", "all"]
     kept = [memory_of_others(["trainer"], turns, config, gpu_bytes=total) for total in totals]
     peak = trainer_memory(spec_of(), config, gpu_bytes=600 * GB).used
@@ -219,14 +219,14 @@ def test_what_fits_beside_an_engine_in_turns_stays() -> None:
     assert [plan.stays_awake for plan in plans] == [False, False, True]
     assert {plan.kv_tokens for plan in plans} == {most_kv_tokens(turns, config)}
     # Turns are what it is for: elsewhere each has its memory all the time.
-    assert what_stays(spec_of(), config, gpu_bytes=600 * GB) == "nothing"
+    assert resident_memory(spec_of(), config, gpu_bytes=600 * GB) == "nothing"
 
 
 def test_a_cache_that_is_given_counts_as_it_is() -> None:
     own = in_turns(engine_arguments={"kv_cache_memory_bytes": 350 * GB})
-    assert what_stays(own, qwen_7b(), gpu_bytes=600 * GB) == "state"
+    assert resident_memory(own, qwen_7b(), gpu_bytes=600 * GB) == "state"
     tokens = in_turns(engine="torch", engine_arguments={"max_kv_tokens": 6_000_000})
-    assert what_stays(tokens, qwen_7b(), gpu_bytes=600 * GB) == "state"
+    assert resident_memory(tokens, qwen_7b(), gpu_bytes=600 * GB) == "state"
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from torch import nn
 from services.rollout.engines.backend import EngineDiedError
 from services.rollout.engines.base import EngineCapabilities, GenerationResult
 from services.rollout.engines.engine_order import ModelShape
-from services.rollout.engines.external import PartedEngine
-from services.rollout.engines.in_place import obey
-from services.rollout.engines.request_segments import Chunk, Part
+from services.rollout.engines.external import ExternalEngine
+from services.rollout.engines.in_place import handle_weight_command
+from services.rollout.engines.request_segments import Segment, TokenChunk
 from services.rollout.engines.shared_tensors import open_shared
 from services.weightsync.plan import TensorSpec
 from tests.helpers.engines import request, running, until
@@ -24,20 +24,20 @@ WEIGHTS = {"weight": torch.ones(2, 3)}
 class ScriptedStream:
     """One token for every turn of the loop; token ``i`` of a context is its length."""
 
-    def __init__(self, part: Part, backend: "ScriptedBackend") -> None:
+    def __init__(self, part: Segment, backend: "ScriptedBackend") -> None:
         self.part = part
         self._backend = backend
         self._num_done = 0
 
-    async def next(self) -> Chunk:
+    async def next(self) -> TokenChunk:
         await self._backend.step.wait()
         await asyncio.sleep(0)
         if self.part.part_id in self._backend.cuts:
-            return Chunk(token_ids=(), logprobs=(), finish_reason="abort")
+            return TokenChunk(token_ids=(), logprobs=(), finish_reason="abort")
         self._num_done += 1
         is_last = self._num_done == self.part.max_tokens
         token = len(self.part.context_ids) + self._num_done - 1
-        return Chunk(
+        return TokenChunk(
             token_ids=(token,), logprobs=(-1.0,), finish_reason="length" if is_last else None
         )
 
@@ -58,7 +58,7 @@ class ScriptedBackend:
     kv_capacity_tokens = 1000
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[Segment] = []
         self.running: set[str] = set()
         self.cuts: set[str] = set()
         self.running_at_load: list[int] = []
@@ -70,7 +70,7 @@ class ScriptedBackend:
         started()
         await asyncio.Event().wait()
 
-    async def submit(self, part: Part) -> ScriptedStream:
+    async def submit(self, part: Segment) -> ScriptedStream:
         self.parts.append(part)
         self.running.add(part.part_id)
         return ScriptedStream(part, self)
@@ -80,7 +80,7 @@ class ScriptedBackend:
         self.step.set()
 
     async def load(self, description: str) -> None:
-        if not obey(description, self.model, rank=0, ranks=1):
+        if not handle_weight_command(description, self.model, rank=0, ranks=1):
             assert open_shared(description).keys() == WEIGHTS.keys()
         self.running_at_load.append(len(self.running))
 
@@ -105,10 +105,10 @@ class FreezingBackend(ScriptedBackend):
         return self.empties
 
 
-def make_engine(backend: ScriptedBackend) -> PartedEngine:
+def make_engine(backend: ScriptedBackend) -> ExternalEngine:
     specs = [TensorSpec("weight", (2, 3), "float32")]
     shape = ModelShape(specs=specs, vocab_size=1000, max_tokens=500)
-    return PartedEngine(
+    return ExternalEngine(
         backend,
         shape,
         max_running=4,
@@ -161,7 +161,7 @@ async def test_many_requests_at_once_leave_the_event_loop_to_others_in_between()
     submitted_at: list[int] = []
     submit = backend.submit
 
-    async def counted(part: Part) -> ScriptedStream:
+    async def counted(part: Segment) -> ScriptedStream:
         submitted_at.append(turns[0])
         return await submit(part)
 

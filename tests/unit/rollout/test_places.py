@@ -3,7 +3,7 @@
 import asyncio
 
 from services.rollout.engines.gate import Gate
-from services.rollout.engines.slots import Places
+from services.rollout.engines.slots import Slots
 from tests.helpers.engines import request
 
 
@@ -14,7 +14,7 @@ async def test_what_was_begun_under_an_old_version_gets_the_next_place() -> None
             order.append(name)
             await release.wait()
 
-    places, order, release = Places(1), [], asyncio.Event()
+    places, order, release = Slots(1), [], asyncio.Event()
     names: list[tuple[str, int | None]] = [("a", None), ("b", None), ("c", 4), ("d", 2)]
     async with asyncio.TaskGroup() as tasks:
         for name, version in names:
@@ -26,14 +26,14 @@ async def test_what_was_begun_under_an_old_version_gets_the_next_place() -> None
     await places.emptied()
 
 
-async def two_that_wait() -> tuple[Places, list[asyncio.Future[bool]]]:
+async def two_that_wait() -> tuple[Slots, list[asyncio.Future[bool]]]:
     """Closed places, and callers "a" and "b", who say whether they were admitted."""
 
     async def work(name: str) -> bool:
         async with places.take(request(name, (1,))) as is_admitted:
             return is_admitted
 
-    places = Places(1)
+    places = Slots(1)
     places.close()
     waiting = [asyncio.ensure_future(work(name)) for name in ("a", "b")]
     await asyncio.sleep(0)

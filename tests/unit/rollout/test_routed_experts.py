@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from services.common.models.loading import build_model, stored_tensors
 from services.common.models.routers import RouterWatch, RoutingShape, routing_shape
-from services.rollout.engines.request_segments import Chunk, Progress, as_told
+from services.rollout.engines.request_segments import RequestProgress, TokenChunk, as_told
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.progress_cache import (
@@ -138,15 +138,17 @@ def test_a_sample_has_an_entry_for_each_token_but_the_last() -> None:
 
 
 def test_experts_of_a_request_in_parts_are_taken_once() -> None:
-    progress = Progress(request("r", (1, 2, 3), experts_from=1), None)
+    progress = RequestProgress(request("r", (1, 2, 3), experts_from=1), None)
     rows = np.arange(7 * 2 * 3, dtype=np.int16).reshape(7, 2, 3)
-    assert progress.next_part("0").experts_from == 1
-    progress.extend(Chunk(token_ids=(4,), logprobs=(-1.0,), routed_experts=rows[1:3]), 0)
+    assert progress.next_segment("0").experts_from == 1
+    progress.extend(TokenChunk(token_ids=(4,), logprobs=(-1.0,), routed_experts=rows[1:3]), 0)
     # Of what came last before a cut nothing was told; the next part tells of it.
-    progress.extend(Chunk(token_ids=(5,), logprobs=(-1.0,)), 0)
+    progress.extend(TokenChunk(token_ids=(5,), logprobs=(-1.0,)), 0)
     assert np.array_equal(progress.result("aborted").routed_experts, rows[1:3])
-    assert progress.next_part("1").experts_from == 3
-    last = Chunk(token_ids=(6,), logprobs=(-1.0,), finish_reason="stop", routed_experts=rows[3:7])
+    assert progress.next_segment("1").experts_from == 3
+    last = TokenChunk(
+        token_ids=(6,), logprobs=(-1.0,), finish_reason="stop", routed_experts=rows[3:7]
+    )
     progress.extend(last, 1)
     assert np.array_equal(progress.result("stop").routed_experts, rows[1:5])
 

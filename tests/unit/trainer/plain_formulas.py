@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.common.jagged import Jagged
 from services.common.runspec.algorithm import AlgorithmSpec
-from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.batch.samples import BatchFacts, Samples
 
 HORIZON = 12
 POISON = (0.0, math.nan, math.inf, -math.inf, 1e30)
@@ -75,9 +75,9 @@ class Batch:
             },
         )
 
-    def cohort(self) -> Cohort:
+    def cohort(self) -> BatchFacts:
         no = torch.zeros(len(self.groups), dtype=torch.bool)
-        return Cohort(
+        return BatchFacts(
             groups=torch.tensor(self.groups),
             lengths=tuple(length + 1 for length in self.lengths),
             prompt_lengths=(1,) * len(self.lengths),

@@ -15,7 +15,7 @@ from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.collectives import Ranks
 from services.trainer.model.activations import arrange
 from services.trainer.model.lora import add_adapters, begin_adapters
-from services.trainer.model.parallel import Topology, distribute
+from services.trainer.model.parallel import RankTopology, distribute
 from services.trainer.model.policy import Policy
 from tests.helpers.batches import CPU
 from tests.helpers.mixtures import tiny_config
@@ -49,7 +49,7 @@ def policy(family: str, options: dict[str, Any]) -> Policy:
     if spec.lora is not None:
         add_adapters(made.model, spec.lora)
         begin_adapters(made, seed=0)
-    distribute(made, spec, Topology(device=CPU, data=Ranks()))
+    distribute(made, spec, RankTopology(device=CPU, data=Ranks()))
     return made
 
 

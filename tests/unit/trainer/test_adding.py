@@ -11,7 +11,7 @@ from torch import distributed
 
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.runspec.run import RunSpec
-from services.common.security.confinement import Allowance
+from services.common.security.confinement import CodePolicy
 from services.trainer.batch.guard import NotFiniteError
 from services.trainer.collectives import Ranks
 from services.trainer.steps.credit import CreditAssigner
@@ -243,7 +243,7 @@ def test_a_sum_on_some_ranks_only_is_told_on_all_of_them_instead_of_waited_for(
 
 @pytest.mark.parametrize("key", ["loss", "advantage"])
 def test_code_outside_of_the_allowed_folders_is_refused(key: str) -> None:
-    allowance = Allowance(roots=(Path("/data"),), code_roots=(Path("/code"),))
+    allowance = CodePolicy(roots=(Path("/data"),), code_roots=(Path("/code"),))
 
     def refused(file: str) -> list[str]:
         spec = spec_of(algorithm={key: f"{file}:mine"})

@@ -10,15 +10,15 @@ from services.common.jagged import Jagged
 from services.trainer.batch.plan import Bounds
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
-from services.trainer.model.parallel import Topology
+from services.trainer.model.parallel import RankTopology
 from services.trainer.model.policy import Critic
-from services.trainer.ranks.command_group import Crew
+from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.critic_step import CriticStepRunner
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.oom import Outgrown
+from services.trainer.steps.oom import OomLimits
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 
 GAE = {"advantage": "gae", "gae_lambda": 0.9}
@@ -34,7 +34,7 @@ class Apart:
             Critic(policy_of(spec).model), spec=spec, ranks=Ranks(), device=CPU
         )
         runner = CriticStepRunner(self.critic, spec=spec, ranks=Ranks())
-        topology = Topology(device=CPU, data=Ranks())
+        topology = RankTopology(device=CPU, data=Ranks())
         self.rank = Rank(
             runner,
             fetch=lambda meta, fields: self.queue.fetch(meta, fields),
@@ -50,7 +50,7 @@ class Apart:
             add=self._add,
             ranks=Ranks(),
             cost=float,
-            outgrown=Outgrown(Bounds(50)),
+            oom_limits=OomLimits(Bounds(50)),
             shares_prefixes=True,
         )
 
@@ -104,12 +104,12 @@ async def test_a_critic_that_missed_steps_trains_the_next_one_and_each_once(
     apart = Apart(queue, tmp_path)
     apart.values.add(queue.meta)
     leader = Leader(may_miss_steps=True)
-    leader.attach(apart.rank, Crew(1), values=apart.values, step=2)
+    leader.attach(apart.rank, CommandGroup(1), values=apart.values, step=2)
     first = await leader.train_step(7, apart.queue.meta, weight_version=6)
     assert await leader.train_step(7, apart.queue.meta, weight_version=6) is first
     # The run went back and trains the step again, from weights of another number.
     assert await leader.train_step(7, apart.queue.meta, weight_version=9) is not first
     strict = Leader()
-    strict.attach(apart.rank, Crew(1))
+    strict.attach(apart.rank, CommandGroup(1))
     with pytest.raises(FailedPreconditionError, match="train step 1 next"):
         await strict.train_step(7, apart.queue.meta, weight_version=6)

@@ -18,10 +18,10 @@ from services.trainer.model.policy import Policy
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.oom import (
     Fitting,
-    Outgrown,
-    OutgrownError,
+    OomLimitError,
+    OomLimits,
     fitting,
-    outgrown_in,
+    oom_in,
     recall,
 )
 from services.trainer.steps.scorer import UNSCORED, without_unscored
@@ -214,7 +214,7 @@ def test_processes_that_start_again_know_what_did_not_fit(tmp_path: Path) -> Non
     spec = spec_for(world_size=2, tokens_per_micro_batch=1000)
     queue = queue_for(spec)
 
-    def known(rank: int = 0, **changes: Any) -> Outgrown:
+    def known(rank: int = 0, **changes: Any) -> OomLimits:
         settings = TrainerSettings(
             controller_address="none",
             run_id="run",
@@ -224,14 +224,14 @@ def test_processes_that_start_again_know_what_did_not_fit(tmp_path: Path) -> Non
         )
         return recall(settings, spec.trainer.model_copy(update=changes), ranks=Ranks())
 
-    def fail(outgrown: Outgrown, rows: tuple[int, ...]) -> None:
+    def fail(oom_limits: OomLimits, rows: tuple[int, ...]) -> None:
         def attempt(work: Any) -> None:
             with fitting(0):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
         samples = rank_of(spec, policy_of(spec), queue)._share(queue.meta, 0, num_updates=1).samples
-        with pytest.raises(OutgrownError, match="all ranks start again"):
-            Fitting(policy_of(spec), spec, device=CPU, outgrown=outgrown).fitted(
+        with pytest.raises(OomLimitError, match="all ranks start again"):
+            Fitting(policy_of(spec), spec, device=CPU, oom_limits=oom_limits).fitted(
                 attempt, samples, (rows,)
             )
 
@@ -282,7 +282,7 @@ def test_a_critic_leaves_out_what_it_cannot_learn_from() -> None:
 
 def test_a_model_that_fits_not_even_without_samples_is_said() -> None:
     spec = spec_for()
-    with pytest.raises(OutgrownError, match="0 tokens"):
+    with pytest.raises(OomLimitError, match="0 tokens"):
         trained(spec, queue_for(spec), limit=0)
 
 
@@ -295,8 +295,8 @@ def test_where_others_wait_the_step_fails_and_says_what_did_not_fit() -> None:
         with fitting(1):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    with pytest.raises(OutgrownError, match=r"tokens in 2 sequence\(s\) .*2\.00 GiB") as failed:
-        Fitting(policy_of(spec), spec, device=CPU, outgrown=outgrown_in(spec.trainer)).fitted(
+    with pytest.raises(OomLimitError, match=r"tokens in 2 sequence\(s\) .*2\.00 GiB") as failed:
+        Fitting(policy_of(spec), spec, device=CPU, oom_limits=oom_in(spec.trainer)).fitted(
             attempt, samples, ((0,), (1, 2))
         )
     assert "trainer.activation_offloading" in str(failed.value)

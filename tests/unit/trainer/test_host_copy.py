@@ -9,10 +9,10 @@ from services.common.errors import FailedPreconditionError
 from services.common.models.turns_memory import Stays
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
-from services.trainer.model.host_copy import HostCopy
-from services.trainer.model.parallel import Topology
+from services.trainer.model.host_copy import OffloadedState
+from services.trainer.model.parallel import RankTopology
 from services.trainer.model.policy import Policy
-from services.trainer.ranks.command_group import Crew
+from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank
 from services.trainer.weights import WeightExport
@@ -22,9 +22,9 @@ SPEC = spec_of()
 QUEUE = random_queue(policy_of(SPEC))
 
 
-def _state_of(rank: Rank, *, stays: Stays = "nothing") -> HostCopy:
+def _state_of(rank: Rank, *, stays: Stays = "nothing") -> OffloadedState:
     modules, optimizers = zip(*rank.runner.parts().values(), strict=True)
-    return HostCopy(modules, optimizers, device=CPU, stays=stays)
+    return OffloadedState(modules, optimizers, device=CPU, stays=stays)
 
 
 def _trained(policy: Policy) -> Rank:
@@ -59,7 +59,7 @@ def test_a_snapshot_of_a_trainer_that_sleeps_has_its_state(tmp_path: Path) -> No
         rank.runner.parts(),
         root=tmp_path,
         keep=1,
-        topology=Topology(device=CPU, data=Ranks()),
+        topology=RankTopology(device=CPU, data=Ranks()),
         read=state.read,
     )
     state.put_away()
@@ -89,7 +89,7 @@ async def test_a_trainer_that_sleeps_neither_trains_nor_sends(stays: Stays) -> N
     policy = policy_of(SPEC)
     rank, leader = rank_of(SPEC, policy, QUEUE), Leader()
     weights = WeightExport(policy, dtype=torch.float32)
-    leader.attach(rank, Crew(1), weights=weights, state=_state_of(rank, stays=stays))
+    leader.attach(rank, CommandGroup(1), weights=weights, state=_state_of(rank, stays=stays))
     await leader.sleep()
     for use in (leader.score_canary, lambda: next(leader.weight_tensors())):
         with pytest.raises(FailedPreconditionError, match="sleeps; wake it first"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from services.common.errors import FailedPreconditionError, UnavailableError
-from services.trainer.ranks.command_group import Crew
+from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.leader import Leader
 from services.trainer.weights import WeightExport
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
@@ -21,7 +21,7 @@ async def test_steps_are_trained_once_and_in_order() -> None:
     with pytest.raises(UnavailableError, match="still loads"):
         await leader.train_step(1, queue.meta)
     weights = WeightExport(policy, dtype=torch.float32)
-    leader.attach(rank_of(spec, policy, queue), Crew(1), weights=weights)
+    leader.attach(rank_of(spec, policy, queue), CommandGroup(1), weights=weights)
     with pytest.raises(FailedPreconditionError, match="train step 1 next"):
         await leader.train_step(2, queue.meta)
     first, repeated = await asyncio.gather(
@@ -48,7 +48,7 @@ async def test_only_the_newest_step_is_saved(tmp_path: Path) -> None:
     leader = Leader()
     leader.attach(
         rank_of(spec, policy, queue, root=tmp_path),
-        Crew(1),
+        CommandGroup(1),
         weights=WeightExport(policy, dtype=torch.float32),
     )
     await leader.train_step(1, queue.meta)
@@ -60,5 +60,5 @@ async def test_only_the_newest_step_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_fault_of_the_users_own_code_that_names_gloo_is_no_lost_rank() -> None:
-    with pytest.raises(RuntimeError, match="no gloo"), Crew(2).together():
+    with pytest.raises(RuntimeError, match="no gloo"), CommandGroup(2).guard():
         raise RuntimeError("this loss knows no gloo")

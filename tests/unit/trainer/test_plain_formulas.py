@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.common.runspec.algorithm import AlgorithmSpec
-from services.trainer.collectives import Ranks, Tally
+from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.gradients import Objective
 from tests.unit.trainer.plain_formulas import (
@@ -126,7 +126,7 @@ def _split(
             samples.select(positions),
             denominators=objective.denominators(counts.sum(), (counts > 0).sum()),
             kl_coefficient=spec.kl.coefficient,
-            tally=Tally(),
+            tally=MetricTotals(),
         )
     (gradient,) = torch.autograd.grad(total, logprobs)
     return total.detach(), gradient

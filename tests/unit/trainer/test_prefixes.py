@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.common.jagged import Jagged
 from services.trainer.batch.packing import PackedTokens, pack
-from services.trainer.batch.plan import micro_batches, share_of
+from services.trainer.batch.plan import micro_batches, shard_of
 from services.trainer.batch.prefixes import find_prefixes, joined
-from services.trainer.batch.samples import Cohort
+from services.trainer.batch.samples import BatchFacts
 from services.trainer.model.policy import Policy
 from tests.helpers.batches import CPU
 from tests.helpers.tries import random_trie
@@ -112,7 +112,7 @@ def test_groups_that_are_compared_are_never_divided(shares: bool) -> None:
     assert sorted(found) == [[0, 3], [1, 2], [4, 5]]
     cohort = _cohort([(20, [100] * 2)])
     shared = [
-        share_of(
+        shard_of(
             cohort, num_updates=1, rank=rank, num_ranks=2, shares_prefixes=shares, keeps_groups=True
         ).rows
         for rank in range(2)
@@ -133,13 +133,13 @@ def test_micro_batches_hold_no_more_than_their_budget() -> None:
             assert tokens <= budget or len(micro) == 1
 
 
-def _cohort(groups: list[tuple[int, list[int]]]) -> Cohort:
+def _cohort(groups: list[tuple[int, list[int]]]) -> BatchFacts:
     """Of groups with a length of the prompt and lengths of responses."""
     owners = [number for number, (_, answers) in enumerate(groups) for _ in answers]
     no = torch.zeros(len(owners), dtype=torch.bool)
     prompts = [prompt for prompt, answers in groups for _ in answers]
     answers = [length for _, lengths in groups for length in lengths]
-    return Cohort(
+    return BatchFacts(
         groups=torch.tensor(owners),
         lengths=tuple(map(sum, zip(prompts, answers, strict=True))),
         prompt_lengths=tuple(prompts),
@@ -150,9 +150,9 @@ def _cohort(groups: list[tuple[int, list[int]]]) -> Cohort:
     )
 
 
-def _shares(cohort: Cohort, num_ranks: int) -> list[tuple[int, ...]]:
+def _shares(cohort: BatchFacts, num_ranks: int) -> list[tuple[int, ...]]:
     return [
-        share_of(cohort, num_updates=1, rank=rank, num_ranks=num_ranks, shares_prefixes=True).rows
+        shard_of(cohort, num_updates=1, rank=rank, num_ranks=num_ranks, shares_prefixes=True).rows
         for rank in range(num_ranks)
     ]
 

@@ -10,7 +10,7 @@ from services.trainer.collectives import Ranks
 from services.trainer.model.policy import freeze
 from services.trainer.scoring.leader import ScoringLeader
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.oom import Outgrown
+from services.trainer.steps.oom import OomLimits
 from services.trainer.steps.scorer import UNSCORED, Scorer
 from tests.helpers.batches import CPU, policy_of, queue_of, random_queue, rank_of, spec_of
 from tests.helpers.shortage import limited
@@ -20,8 +20,8 @@ class Apart:
     """A worker beside a queue in memory; keeps what it adds."""
 
     def __init__(self, policy, queue, *, field="proximal_logprobs", version, max_tokens=100):
-        outgrown = self.outgrown = Outgrown(Bounds(max_tokens))
-        scorer = Scorer(freeze(policy), device=CPU, shares_prefixes=True, outgrown=outgrown)
+        oom_limits = self.oom_limits = OomLimits(Bounds(max_tokens))
+        scorer = Scorer(freeze(policy), device=CPU, shares_prefixes=True, oom_limits=oom_limits)
         self.added = {}
         fields = FieldScoring(
             field,
@@ -30,7 +30,7 @@ class Apart:
             add=self._add,
             ranks=Ranks(),
             cost=float,
-            outgrown=outgrown,
+            oom_limits=oom_limits,
             shares_prefixes=True,
         )
         self.leader = ScoringLeader(scorer, fields, version=version)
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_divided_and_has_no_score_alone():
         wanted = torch.full_like(wanted, UNSCORED) if length == longest else wanted
         torch.testing.assert_close(apart.added["proximal_logprobs"][key], wanted, atol=1e-5, rtol=0)
     # The next batch is divided before it fails.
-    assert apart.outgrown.bounds.max_tokens <= 50
+    assert apart.oom_limits.bounds.max_tokens <= 50
 
 
 def test_other_weights_than_those_in_service_are_refused():

@@ -15,12 +15,12 @@ from services.rollout.sampling.samples import Sample, prompt_fields, sample_fiel
 from services.rollout.workflows.conversations import flattened
 from services.rollout.workflows.turns import Turn, observed, token_ids
 from services.trainer.batch.plan import Bounds
-from services.trainer.batch.samples import Cohort, build_samples
+from services.trainer.batch.samples import BatchFacts, build_samples
 from services.trainer.batch.sequences import sequences_of
 from services.trainer.collectives import Ranks
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.oom import Outgrown
+from services.trainer.steps.oom import OomLimits
 from tests.helpers.batches import policy_of, rank_of, spec_of
 from tests.helpers.episodes import branched_episodes
 
@@ -40,7 +40,7 @@ def test_each_conversation_is_a_sequence_of_its_sample() -> None:
 
 def test_a_shared_beginning_trains_once_and_what_was_told_never() -> None:
     queue, episodes = branched_episodes(policy_of(spec_of()))
-    cohort = Cohort.from_meta(queue.meta)
+    cohort = BatchFacts.from_meta(queue.meta)
     samples = build_samples(
         queue.fields, range(len(episodes)), cohort, spec=spec_of().algorithm, weight_version=0
     )
@@ -59,10 +59,14 @@ def test_advantages_are_those_of_whole_episodes(advantage: str) -> None:
 
     def credit(fields: dict[str, Jagged]) -> Any:
         samples = build_samples(
-            fields, range(len(episodes)), Cohort.from_meta(queue.meta), spec=spec, weight_version=0
+            fields,
+            range(len(episodes)),
+            BatchFacts.from_meta(queue.meta),
+            spec=spec,
+            weight_version=0,
         )
         assign = CreditAssigner(spec, Ranks(), max_response_tokens=1000)
-        return samples, assign(samples, Cohort.from_meta(queue.meta), kl_coefficient=0.0)
+        return samples, assign(samples, BatchFacts.from_meta(queue.meta), kl_coefficient=0.0)
 
     runs = queue.fields["version_runs"].values.clone()
     runs[:, 0].clamp_(min=-1)
@@ -86,7 +90,7 @@ def test_scores_of_sequences_come_back_as_those_of_samples() -> None:
         add=lambda _, fields: added.update(fields),
         ranks=Ranks(),
         cost=float,
-        outgrown=Outgrown(Bounds(50)),
+        oom_limits=OomLimits(Bounds(50)),
         shares_prefixes=True,
     )
     scoring.add(queue.meta)
@@ -158,7 +162,7 @@ def test_what_tokens_earned_is_credited_to_them_where_the_advantage_goes_by_toke
         "rewards": Jagged.from_list(list(rewards)),
         "values": Jagged(torch.zeros(len(mask.values)), mask.lengths),
     }
-    cohort = Cohort.from_meta(queue.meta)
+    cohort = BatchFacts.from_meta(queue.meta)
     samples = build_samples(fields, range(len(rewards)), cohort, spec=spec, weight_version=0)
     assign = CreditAssigner(spec, Ranks(), max_response_tokens=1000)
     seen: list[Any] = []

@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from services.common.errors import NotFoundError
-from services.transferqueue.samples.store import SampleStore, Told
+from services.transferqueue.samples.store import SampleRecord, SampleStore
 from services.transferqueue.types import KeptSampleQuery
 
 NO_BOUND = {"max_bytes": 1 << 30, "max_steps": 0}
@@ -36,7 +36,7 @@ def made(number, *, member=0, reward=None, response="so be it", version=0, split
         "rollout_logprobs": array("f", [-0.5, -1.0]).tobytes(),
         "version_runs": array("i", [version, 1, version + 1, 1]).tobytes(),
     }
-    return Told(sample_id=f"g{number}.{member}", record=record, columns=columns)
+    return SampleRecord(sample_id=f"g{number}.{member}", record=record, columns=columns)
 
 
 def trained(number, step, *, member=0):
@@ -46,7 +46,7 @@ def trained(number, step, *, member=0):
         "loss_mask": b"\x01\x00",
     }
     record = {"step": step, "staleness": 1, "advantage": 1.5}
-    return Told(sample_id=f"g{number}.{member}", record=record, columns=columns)
+    return SampleRecord(sample_id=f"g{number}.{member}", record=record, columns=columns)
 
 
 @pytest.fixture

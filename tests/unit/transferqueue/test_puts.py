@@ -18,7 +18,7 @@ from services.common.errors import (
 from services.transferqueue.encoding import codec
 from services.transferqueue.storage.arena import Arena
 from services.transferqueue.storage.blobs import Storage
-from services.transferqueue.storage.dataplane import Puts
+from services.transferqueue.storage.dataplane import Writer
 
 DATA = b"12345678"
 CHECKSUMS = (codec.checksum(DATA),)
@@ -49,7 +49,7 @@ class Shard:
     def __init__(self) -> None:
         self.index = FakeIndex()
         self.storage = Storage(Arena(4096), first_blob_id=5)
-        self.puts = Puts("s", self.storage, self.index)
+        self.puts = Writer("s", self.storage, self.index)
 
     async def reserve(self, put_id: str = "put", size: int = len(DATA)) -> codec.Granted:
         return await self.puts.reserve(codec.Reserve(put_id, "run/train", (size,), 0.0))

@@ -4,8 +4,8 @@ import pytest
 
 from services.weightsync.plan import (
     ALIGNMENT,
-    Shard,
     TensorSpec,
+    WeightShard,
     fsdp_shards,
     make_plan,
 )
@@ -50,9 +50,19 @@ def test_bad_tensor_lists_are_refused(tensors, message):
 @pytest.mark.parametrize(
     "shards",
     [
-        [[Shard(0, 0, 333), Shard(1, 0, 16)]],
-        [[Shard(0, 0, 333), Shard(1, 0, 16), Shard(2, 0, 1), Shard(0, 5, 6)]],
-        [[Shard(0, 0, 300), Shard(1, 0, 16), Shard(2, 0, 1)], [Shard(0, 301, 333)]],
+        [[WeightShard(0, 0, 333), WeightShard(1, 0, 16)]],
+        [
+            [
+                WeightShard(0, 0, 333),
+                WeightShard(1, 0, 16),
+                WeightShard(2, 0, 1),
+                WeightShard(0, 5, 6),
+            ]
+        ],
+        [
+            [WeightShard(0, 0, 300), WeightShard(1, 0, 16), WeightShard(2, 0, 1)],
+            [WeightShard(0, 301, 333)],
+        ],
     ],
     ids=["a tensor is missing", "a row twice", "a row missing"],
 )

@@ -14,11 +14,11 @@ from services.common.telemetry import tracing
 from services.controller import metrics
 from services.controller.rules.groups import RUNNING, Group, GroupState
 from services.controller.rules.ledger import Ledger
-from services.controller.rules.placement import PlaceUse, Shares, split
+from services.controller.rules.placement import GroupShards, SlotUsage, split
 from services.controller.rules.prompts import PromptOrder, sample_seed
 from services.controller.rules.staleness import StalenessGate, resume_order
-from services.controller.run.dispatch.rollout_pool import Replicas
-from services.controller.run.dispatch.sample_index import StoredGroups
+from services.controller.run.dispatch.rollout_pool import RolloutPool
+from services.controller.run.dispatch.sample_index import SampleIndex
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.store.records import Note
@@ -33,7 +33,7 @@ class GenerationError(RuntimeError):
     """Generation cannot go on; the message says why and what to do."""
 
 
-class Handout:
+class Dispatcher:
     """Chooses what is generated next, and where.
 
     Args:
@@ -55,8 +55,8 @@ class Handout:
         ledger: Ledger,
         order: PromptOrder,
         journal: Journal,
-        replicas: Replicas,
-        stored: StoredGroups,
+        replicas: RolloutPool,
+        stored: SampleIndex,
         clock: Clock,
     ) -> None:
         self._spec = spec
@@ -65,20 +65,22 @@ class Handout:
         self._ledger = ledger
         self._order = order
         self._journal = journal
-        self._replicas = replicas
+        self._rollout_pool = replicas
         self._stored = stored
         self._clock = clock
         # The ledger holds nothing of the steps up to the checkpoint that the run starts from.
         num_steps = spec.num_steps - ledger.first_step
         self._total = num_steps * spec.now.trainer.prompts_per_step
-        self.place_use = PlaceUse(spec.now.rollout.max_running_samples, spec.now.samples_per_group)
+        self.slot_usage = SlotUsage(
+            spec.now.rollout.max_running_samples, spec.now.samples_per_group
+        )
         """How many groups may run at once; hears of those that are finished."""
         self._due: float | None = None
         # ReMax compares with one greedy response.
         num_greedy = spec.now.samples_per_group - spec.now.rollout.group_size
         sampled = (spec.now.rollout.sampling.temperature,) * spec.now.rollout.group_size
         self._temperatures = sampled + (0.0,) * num_greedy
-        self.shares = Shares()
+        self.shares = GroupShards()
         """Who generates what."""
         self.first_failure = ""
         """Which prompt failed first, and of what."""
@@ -96,7 +98,7 @@ class Handout:
         if self._due is None:
             self._due = self._clock.monotonic()
 
-    async def hand_out(self, starts: TaskGroup) -> int:
+    async def dispatch(self, starts: TaskGroup) -> int:
         """Choose and write down whatever may start now.
 
         Args:
@@ -107,7 +109,7 @@ class Handout:
         """
         begin, begin_ns = self._due or self._clock.monotonic(), time.time_ns()
         self._due = None
-        self._replicas.part_with_ending()
+        self._rollout_pool.detach_ending()
         groups = self._next_groups()
         if not groups:
             return 0
@@ -136,7 +138,7 @@ class Handout:
         """Tell the rollouts."""
 
         async def start(worker_id: str, assignments: list[GroupAssignment]) -> None:
-            await self._replicas.start({worker_id: assignments})
+            await self._rollout_pool.start({worker_id: assignments})
             metrics.observe_dispatch(
                 self._run_id, len(assignments), self._clock.monotonic() - begin
             )
@@ -158,16 +160,16 @@ class Handout:
         """Note that rollouts have these members of a group."""
         self.shares.begin(group.group_id, shares)
         for worker_id in shares:
-            self._replicas.assigned(worker_id)
+            self._rollout_pool.assigned(worker_id)
 
     def end(self, group: Group) -> list[str]:
         """Note that nobody works on a group any more; returns the rollouts that did."""
         workers = self.shares.end(group.group_id)
         for worker_id in workers:
-            self._replicas.finished(worker_id)
+            self._rollout_pool.finished(worker_id)
         return workers
 
-    async def take_back_stalled(self) -> None:
+    async def reclaim_stalled(self) -> None:
         """Take groups from rollouts that make no token; what is stored of them goes on elsewhere.
 
         Rollouts watch over their episodes themselves. This is for one that does not.
@@ -176,12 +178,12 @@ class Handout:
         stalled: dict[str, Group] = {}
         for group in self._ledger.running():
             workers = self.shares.workers(group.group_id)
-            moved = [self._replicas.moved_at(name, now=now) for name in workers]
+            moved = [self._rollout_pool.moved_at(name, now=now) for name in workers]
             if now - max([group.started, *moved]) >= patience_s:
                 stalled[group.group_id] = group
         if not stalled:
             return
-        await self._replicas.put_down([*stalled])
+        await self._rollout_pool.park_groups([*stalled])
         left = [group for group in stalled.values() if group.state in RUNNING]
         for group in left:
             self.end(group)
@@ -195,12 +197,12 @@ class Handout:
         await self._journal.note(Note("GroupsTakenBack", message, data), self._ledger)
         await self._stored.wipe(left)
 
-    async def take_from(self, names: Collection[str]) -> None:
+    async def reclaim_from(self, names: Collection[str]) -> None:
         """Take their groups from rollouts that are about to leave; what is stored of them goes on elsewhere.
 
         Those rollouts get no others.
         """
-        self._replicas.part_with(names)
+        self._rollout_pool.detach(names)
 
         def theirs() -> dict[str, Group]:
             running = {group.group_id: group for group in self._ledger.running()}
@@ -211,12 +213,12 @@ class Handout:
             }
 
         if self._spec.now.rollout.partial_rollout and (groups := theirs()):
-            await self._replicas.put_down([*groups])
+            await self._rollout_pool.park_groups([*groups])
         # What they finished meanwhile is stored, and on its way here.
         stored = await self._stored.find()
         whole = {name for name, samples in stored.items() if self._stored.is_whole(samples)}
         if unfinished := [name for name in theirs() if name not in whole]:
-            await self._replicas.cancel(unfinished)
+            await self._rollout_pool.cancel(unfinished)
         left = [group for name, group in theirs().items() if name not in whole]
         for group in left:
             self.end(group)
@@ -231,7 +233,7 @@ class Handout:
     def _patience_s(self) -> float:
         # Rollouts find their own stalls first; those that share GPUs make no token while a step is trained.
         spec = self._spec.now
-        asleep_s = spec.limits.step_timeout_s if spec.topology.takes_turns else 0.0
+        asleep_s = spec.limits.step_timeout_s if spec.topology.is_colocated else 0.0
         return 2 * spec.limits.stall_timeout_s + asleep_s
 
     def assignment(self, group: Group, members: Sequence[int]) -> GroupAssignment:
@@ -275,10 +277,10 @@ class Handout:
         members = [m for m in range(self._spec.now.samples_per_group) if m not in there]
         count = math.ceil(len(members) / self._spec.now.rollout.max_running_samples)
         if count == 1:
-            room = self.place_use.num_groups(1)
-            worker_id, version = self._replicas.choose(group.worker_id, room=room)
+            room = self.slot_usage.num_groups(1)
+            worker_id, version = self._rollout_pool.choose(group.worker_id, room=room)
             return {worker_id: members}, version
-        workers, version = self._replicas.choose_several(count)
+        workers, version = self._rollout_pool.choose_several(count)
         return split(members, workers), version
 
     def _next_groups(self) -> list[Group]:
@@ -286,14 +288,14 @@ class Handout:
         ledger = self._ledger
         # What is finished beyond the next batch waits, and grows older: others start when it is needed.
         ahead = max(0, ledger.count(GroupState.READY) - self.gate.groups_per_step)
-        places = self.place_use.num_groups(self._replicas.num_replicas)
+        places = self.slot_usage.num_groups(self._rollout_pool.num_replicas)
         free = places - ledger.count(*RUNNING) - ahead
         if free <= 0:
             return []
         groups = resume_order(
             ledger.in_state(GroupState.PARTIAL),
             gate=self.gate,
-            weight_version=self._replicas.newest_version(),
+            weight_version=self._rollout_pool.newest_version(),
         )[:free]
         # A group that waits without tokens holds no place under the gate: were it let past, a run that went
         # back to a checkpoint would generate more than it may before it trains.

@@ -16,7 +16,7 @@ from services.rollout.client import GroupAssignment, RolloutClient
 logger = logging.getLogger(__name__)
 
 
-class Replicas:
+class RolloutPool:
     """Connected rollouts."""
 
     def __init__(self) -> None:
@@ -43,16 +43,16 @@ class Replicas:
             self._behind.add(worker.worker_id)
             self._placement.send_away(worker.worker_id)
 
-    def part_with(self, names: Iterable[str]) -> None:
+    def detach(self, names: Iterable[str]) -> None:
         """Rollouts that are about to leave get no more work."""
         for name in names:
             self._leaving.add(name)
             self._placement.send_away(name)
 
-    def part_with_ending(self) -> None:
+    def detach_ending(self) -> None:
         """Rollouts that were told to end from outside get no more work: they refuse it."""
         ending = [name for name, worker in self._workers.items() if worker.state == "draining"]
-        self.part_with(name for name in ending if name not in self._leaving)
+        self.detach(name for name in ending if name not in self._leaving)
 
     def leave(self, names: Iterable[str]) -> None:
         """Forget rollouts that have nothing to do any more."""
@@ -86,7 +86,7 @@ class Replicas:
         others = self._lent | self._behind | self._leaving
         return [name for name in self._clients if name not in others]
 
-    def has_lent(self, names: Iterable[str]) -> bool:
+    def has_loans(self, names: Iterable[str]) -> bool:
         """Whether one of some rollouts is out of training for a while."""
         return not self._lent.isdisjoint(names)
 
@@ -194,7 +194,7 @@ class Replicas:
         clients = [self._clients[name] for name in (self._clients if names is None else names)]
         await self._all_answer(client.interrupt_groups() for client in clients)
 
-    async def put_aside_for_others(self) -> None:
+    async def park_for_others(self) -> None:
         """Before some rollouts sleep: have those that do not go on with what they have not finished.
 
         Where all sleep, groups wait where they are.
@@ -224,7 +224,7 @@ class Replicas:
         for name in self._in_turns - self._leaving:
             self._placement.bring_back(name)
 
-    async def put_down(self, group_ids: Sequence[str]) -> None:
+    async def park_groups(self, group_ids: Sequence[str]) -> None:
         """Stop groups wherever they run; what they have is cached, and each is reported."""
         clients = self._clients.values()
         if not await self._all_answer(client.interrupt_groups(group_ids) for client in clients):

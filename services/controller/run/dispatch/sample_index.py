@@ -45,7 +45,7 @@ class GroupSamples:
         return GroupSamples(both, range(both.num_keys))
 
 
-class StoredGroups:
+class SampleIndex:
     """Whole groups in one partition.
 
     Args:
@@ -87,16 +87,16 @@ class StoredGroups:
         wanted: dict[int, list[int]] = {number: [] for number in batches}
         for samples in chosen:
             wanted[id(samples.batch)] += samples.indexes
-        parts = [batches[number].select(indexes) for number, indexes in wanted.items()]
-        if len(parts) == 1:
-            return parts[0]
+        connections = [batches[number].select(indexes) for number, indexes in wanted.items()]
+        if len(connections) == 1:
+            return connections[0]
         begins = dict(zip(wanted, accumulate(map(len, wanted.values()), initial=0), strict=False))
         order: list[int] = []
         for samples in chosen:
             begin = begins[id(samples.batch)]
             begins[id(samples.batch)] += len(samples.indexes)
             order += range(begin, begins[id(samples.batch)])
-        return KVBatchMeta.concat(parts).select(order)
+        return KVBatchMeta.concat(connections).select(order)
 
     async def release(self, groups: Sequence[Group]) -> None:
         """Delete the samples of groups that ended."""
@@ -193,7 +193,9 @@ def rewards_of(samples: GroupSamples) -> list[float]:
     ]
 
 
-def why_unfit(samples: GroupSamples, algorithm: AlgorithmSpec, *, may_refill: bool) -> str | None:
+def unfit_reason(
+    samples: GroupSamples, algorithm: AlgorithmSpec, *, may_refill: bool
+) -> str | None:
     """Why a finished group is not worth training, or None.
 
     Args:

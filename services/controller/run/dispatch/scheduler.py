@@ -13,41 +13,41 @@ from services.controller.client import GroupFailure
 from services.controller.rules.groups import RUNNING, WAITING, Group, GroupState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.prompts import PromptOrder
-from services.controller.run.dispatch.dispatcher import GenerationError, Handout
-from services.controller.run.dispatch.rollout_pool import Replicas
+from services.controller.run.dispatch.dispatcher import Dispatcher, GenerationError
+from services.controller.run.dispatch.rollout_pool import RolloutPool
 from services.controller.run.dispatch.sample_index import (
     GroupSamples,
-    StoredGroups,
+    SampleIndex,
     attempt_of,
     oldest_version,
     rewards_of,
-    why_unfit,
+    unfit_reason,
 )
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.store.records import Note
-from services.rollout.client import SET_ASIDE, GroupAssignment
+from services.rollout.client import PASSED_OVER, GroupAssignment
 
 logger = logging.getLogger(__name__)
 
 
-class Failures:
+class GroupFailures:
     """Failures of prompts, and how many came one after the other.
 
     Args:
         spec: The run's specification, as it is now.
         ledger: States of all issued groups.
         order: Order of the prompts.
-        handout: Hears of the first one.
+        dispatcher: Hears of the first one.
     """
 
     def __init__(
-        self, spec: CurrentSpec, *, ledger: Ledger, order: PromptOrder, handout: Handout
+        self, spec: CurrentSpec, *, ledger: Ledger, order: PromptOrder, dispatcher: Dispatcher
     ) -> None:
         self._spec = spec
         self._ledger = ledger
         self._order = order
-        self._handout = handout
+        self._dispatcher = dispatcher
         self._in_a_row: list[str] = []
 
     def blame(self, group: Group, failure: GroupFailure) -> None:
@@ -58,18 +58,18 @@ class Failures:
         )
         why = f"{self._order.mixture.name(group.row)}: {failure.reason}: {failure.message}"
         self._in_a_row.append(why)
-        self._handout.first_failure = self._handout.first_failure or why
+        self._dispatcher.first_failure = self._dispatcher.first_failure or why
         if not failure.retryable:
             self._ledger.quarantine(group, failure.reason)
             self._order.quarantine(group.row)
         elif not self._ledger.retry(group, failure.reason):
             self._order.quarantine(group.row)
 
-    def end_the_row(self) -> None:
+    def reset_failures(self) -> None:
         """A group succeeded."""
         self._in_a_row.clear()
 
-    def check_that_some_succeed(self) -> None:
+    def check_progress_of_failures(self) -> None:
         """Raise a GenerationError if far more groups than a batch has failed one after the other.
 
         All that run may fail at once with an environment or a service that they share; they are tried again.
@@ -101,7 +101,7 @@ _REFILLED = "equal_rewards"
 _HANDOUT_PAUSE_S = 0.01
 
 
-class Generation:
+class GenerationScheduler:
     """The generating half of a run.
 
     Args:
@@ -111,7 +111,7 @@ class Generation:
         journal: Where what the ledger decides is written before it is acted on.
         replicas: Where groups go.
         stored: Where their samples arrive.
-        handout: Hands groups out.
+        dispatcher: Hands groups out.
     """
 
     def __init__(
@@ -121,27 +121,27 @@ class Generation:
         ledger: Ledger,
         order: PromptOrder,
         journal: Journal,
-        replicas: Replicas,
-        stored: StoredGroups,
-        handout: Handout,
+        replicas: RolloutPool,
+        stored: SampleIndex,
+        dispatcher: Dispatcher,
     ) -> None:
         self._spec = spec
         self._ledger = ledger
         self._order = order
         self._journal = journal
-        self._replicas = replicas
-        self._handout = handout
+        self._rollout_pool = replicas
+        self._dispatcher = dispatcher
         self._refilled = ledger.num_ended(_REFILLED)
         self._is_told = False
-        self._failures = Failures(spec, ledger=ledger, order=order, handout=handout)
+        self._failures = GroupFailures(spec, ledger=ledger, order=order, dispatcher=dispatcher)
         self._work = asyncio.Event()
         self._finished = asyncio.Condition()
         self.stored = stored
-        self.gate = handout.gate
+        self.gate = dispatcher.gate
 
     def published(self, step: int) -> None:
         """All rollouts serve the weights of ``step``: the gate opens further."""
-        self._handout.published_step = max(self._handout.published_step, step)
+        self._dispatcher.published_step = max(self._dispatcher.published_step, step)
         self._wake()
 
     def batch_taken(self) -> None:
@@ -168,13 +168,13 @@ class Generation:
         for group in running:
             if group.group_id in unscored:
                 # Its rollout is done with it, even if that is gone by now.
-                self._handout.begin(group, {group.worker_id: members})
+                self._dispatcher.begin(group, {group.worker_id: members})
                 continue
             if group.worker_id in lost_workers:
                 if not self._ledger.lose(group):
                     self._order.quarantine(group.row)
             # A rollout that finished a group before its samples were lost would not start it again.
-            elif is_queue_empty or is_shared or not self._replicas.serves(group.worker_id):
+            elif is_queue_empty or is_shared or not self._rollout_pool.serves(group.worker_id):
                 if self._spec.now.rollout.partial_rollout:
                     # Rollouts may have cached tokens since; the next attempt resumes them at their age.
                     self._ledger.interrupt(group)
@@ -182,23 +182,23 @@ class Generation:
                     self._ledger.requeue(group)
             else:
                 # A rollout that has the group already takes this as a repetition.
-                self._handout.begin(group, {group.worker_id: members})
-                assignments[group.worker_id].append(self._handout.assignment(group, members))
+                self._dispatcher.begin(group, {group.worker_id: members})
+                assignments[group.worker_id].append(self._dispatcher.assignment(group, members))
         await self._journal.save(self._ledger)
         if is_shared:
-            await self._replicas.cancel([group.group_id for group in running])
-        await self._replicas.start(assignments)
+            await self._rollout_pool.cancel([group.group_id for group in running])
+        await self._rollout_pool.start(assignments)
 
-    async def supply(self) -> None:
+    async def dispatch_loop(self) -> None:
         """Hand out groups for ever."""
         async with TaskGroup() as starts:
             while True:
                 self._work.clear()
-                await self._handout.take_back_stalled()
-                if await self._handout.hand_out(starts):
+                await self._dispatcher.reclaim_stalled()
+                if await self._dispatcher.dispatch(starts):
                     await asyncio.sleep(_HANDOUT_PAUSE_S)
                 try:
-                    async with asyncio.timeout(self._handout.seconds_to_next_stall()):
+                    async with asyncio.timeout(self._dispatcher.seconds_to_next_stall()):
                         await self._work.wait()
                 except TimeoutError:
                     continue
@@ -219,12 +219,12 @@ class Generation:
             known = [self._ledger.get(group_id) for group_id in sorted(group_ids - whole)]
             groups = [group for group in known if group is not None]
             running = [group for group in groups if group.state in RUNNING]
-            await self._replicas.cancel([group.group_id for group in running])
+            await self._rollout_pool.cancel([group.group_id for group in running])
             await self.stored.wipe(running)
             for group in running:
                 # It may have failed meanwhile.
                 if group.state in RUNNING:
-                    self._handout.end(group)
+                    self._dispatcher.end(group)
                     self._ledger.requeue(group)
             await self.restart([group for group in groups if group.state is GroupState.READY])
             await self._notify()
@@ -245,10 +245,10 @@ class Generation:
                 if failure.reason == "stalled":
                     await self._note_stall(group, failure)
                 continue
-            workers = self._handout.end(group)
-            if failure.reason == SET_ASIDE:
-                self._ledger.drop(group, SET_ASIDE)
-                self._handout.num_passed_over += 1
+            workers = self._dispatcher.end(group)
+            if failure.reason == PASSED_OVER:
+                self._ledger.drop(group, PASSED_OVER)
+                self._dispatcher.num_passed_over += 1
             elif failure.reason in _BLAMELESS:
                 self._ledger.requeue(group)
                 # Where there is no room for a batch none would ever come, and all of them fail.
@@ -258,16 +258,16 @@ class Generation:
             else:
                 self._failures.blame(group, failure)
                 await self._journal.note(failed(failure), self._ledger)
-                self._failures.check_that_some_succeed()
+                self._failures.check_progress_of_failures()
             if len(workers) > 1:
-                await self._replicas.cancel([group.group_id])
+                await self._rollout_pool.cancel([group.group_id])
             await self.stored.discard([group])
         await self._journal.save(self._ledger)
         await self._notify()
 
-    async def hand_over(self, names: Collection[str]) -> None:
+    async def reclaim_from_leaving(self, names: Collection[str]) -> None:
         """Before rollouts leave: have others go on with what they have not finished."""
-        await self._handout.take_from(names)
+        await self._dispatcher.reclaim_from(names)
         await self._journal.save(self._ledger)
         await self._notify()
 
@@ -278,7 +278,7 @@ class Generation:
         """
         begin_ns = time.time_ns()
         for reason, dropped in groups.items():
-            traces = self._handout.traces(dropped)
+            traces = self._dispatcher.traces(dropped)
             tracing.record("group.settle", traces, begin_ns=begin_ns, outcome=reason)
             for group in dropped:
                 self._ledger.drop(group, reason)
@@ -324,10 +324,10 @@ class Generation:
 
     def _put_aside(self, group: Group, failure: GroupFailure) -> None:
         """A rollout stopped its share of a group and stored what it has."""
-        shares, group_id = self._handout.shares, group.group_id
+        shares, group_id = self._dispatcher.shares, group.group_id
         if failure.worker_id not in shares.workers(group_id):
             return
-        self._replicas.finished(failure.worker_id)
+        self._rollout_pool.finished(failure.worker_id)
         group.worker_id = failure.worker_id
         shares.put_aside(
             group_id,
@@ -345,11 +345,11 @@ class Generation:
 
     def _go_on(self, group: Group) -> None:
         """Let a group that is not whole wait for its next try, once all its shares have ended."""
-        shares = self._handout.shares
+        shares = self._dispatcher.shares
         if not shares.workers(group.group_id):
             num_unfinished, num_tokens = shares.progress(group.group_id)
             self._ledger.interrupt(group, num_unfinished=num_unfinished, num_tokens=num_tokens)
-            self._handout.end(group)
+            self._dispatcher.end(group)
 
     async def _take_in(self, groups: Sequence[tuple[str, GroupSamples]]) -> None:
         late: list[str] = []
@@ -363,15 +363,15 @@ class Generation:
                 metrics.LATE_GROUPS.inc()
                 late += samples.keys
                 continue
-            self._failures.end_the_row()
-            for worker_id in self._handout.shares.brought(group_id, samples.numbers("member")):
-                self._replicas.finished(worker_id)
+            self._failures.reset_failures()
+            for worker_id in self._dispatcher.shares.brought(group_id, samples.numbers("member")):
+                self._rollout_pool.finished(worker_id)
             whole = self.stored.add(group, samples)
             if whole is None:
                 self._go_on(group)
                 continue
-            self._handout.end(group)
-            self._handout.place_use.finished(whole.numbers("response_tokens"))
+            self._dispatcher.end(group)
+            self._dispatcher.slot_usage.finished(whole.numbers("response_tokens"))
             self._complete(group, whole)
             self.stored.keep(group, whole)
             reason = self._why_unfit(whole, num_unfit=len(unfit[_REFILLED]))
@@ -384,15 +384,15 @@ class Generation:
 
     def _complete(self, group: Group, samples: GroupSamples) -> None:
         self._ledger.complete(group, oldest_version=oldest_version(samples))
-        self._handout.num_passed_over = 0
+        self._dispatcher.num_passed_over = 0
         if (difficulty := self._order.difficulty) is not None:
-            difficulty.observe(group.row, rewards_of(samples), step=self._handout.published_step)
+            difficulty.observe(group.row, rewards_of(samples), step=self._dispatcher.published_step)
 
     def _why_unfit(self, samples: GroupSamples, *, num_unfit: int) -> str | None:
         algorithm = self._spec.now.algorithm
         refilled = self._ledger.num_ended(_REFILLED) - self._refilled + num_unfit
         most = (algorithm.max_refill_factor - 1) * self._spec.now.trainer.prompts_per_step
-        return why_unfit(samples, algorithm, may_refill=refilled < most)
+        return unfit_reason(samples, algorithm, may_refill=refilled < most)
 
     async def _notify(self) -> None:
         self._wake()
@@ -401,5 +401,5 @@ class Generation:
 
     def _wake(self) -> None:
         """Let others start where groups ended."""
-        self._handout.expect()
+        self._dispatcher.expect()
         self._work.set()

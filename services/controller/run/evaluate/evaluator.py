@@ -18,16 +18,16 @@ from services.controller.client import GroupFailure
 from services.controller.rules.evaluation import (
     BegunEvaluation,
     Evaluation,
+    EvaluationQueue,
     Reason,
     Scored,
     Status,
-    Turns,
     evaluate,
     is_periodic,
 )
 from services.controller.rules.prompts import sample_seed
-from services.controller.run.connections import Assembly
-from services.controller.run.state.requests import CurrentSpec, Mailbox
+from services.controller.run.connections import RunConnections
+from services.controller.run.state.requests import CurrentSpec, RequestQueue
 from services.controller.store.rows import Request
 from services.rollout.client import GroupAssignment
 from services.transferqueue.client import TransferQueueClient
@@ -45,9 +45,9 @@ class Evaluator:
     Args:
         spec: The run's specification, as it is now.
         run_id: Names its partitions.
-        parts: Where the prompts go, and what keeps the weights as they are meanwhile.
+        connections: Where the prompts go, and what keeps the weights as they are meanwhile.
         queue: Where the samples arrive.
-        mailbox: Holds the request for an evaluation.
+        request_queue: Holds the request for an evaluation.
         tell: Is told of every evaluation that begins, and of its end, whatever that is, with the request that
             it answers.
     """
@@ -56,26 +56,26 @@ class Evaluator:
         self,
         spec: CurrentSpec,
         run_id: str,
-        parts: Assembly,
+        connections: RunConnections,
         *,
         queue: TransferQueueClient,
-        mailbox: Mailbox,
+        request_queue: RequestQueue,
         tell: Callable[[BegunEvaluation | Evaluation, Request | None], Awaitable[None]],
     ) -> None:
         self._spec = spec
         self._partition = partition_id(run_id, "validation")
-        self._rows = parts.heldout_rows
-        self._attempt = parts.attempt
-        self._replicas = parts.replicas
+        self._rows = connections.heldout_rows
+        self._attempt = connections.attempt
+        self._rollout_pool = connections.replicas
         self._queue = queue
-        self._weights = parts.weights
-        self._mailbox = mailbox
+        self._weights = connections.weights
+        self._request_queue = request_queue
         self._tell = tell
         self._evaluated: Collection[int] = ()
         self._begun: BegunEvaluation | None = None
         self._version = -1
         self._step: int | None = None
-        self._turns = Turns()
+        self._turns = EvaluationQueue()
         self._is_leased = False
         """Whether the current evaluation has its rollouts, or gets none."""
         self._num_begun = 0
@@ -107,7 +107,7 @@ class Evaluator:
         begun, self._begun = self._begun, None
         if begun is not None:
             reason = _repeated(begun, version=version, due=reason)
-        if reason is None and self._mailbox.get("evaluate") is not None:
+        if reason is None and self._request_queue.get("evaluate") is not None:
             reason = "manual"
         current = self._turns.current
         if reason is not None and (current is None or current.version != version):
@@ -156,7 +156,7 @@ class Evaluator:
     async def without(self, names: Collection[str]) -> None:
         """Return when no evaluation has some rollouts for itself, who get nothing of the next ones."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._replicas.has_lent(names))
+            await self._changed.wait_for(lambda: not self._rollout_pool.has_loans(names))
 
     async def run(self) -> None:
         """Evaluate whatever has its turn, for ever."""
@@ -211,7 +211,7 @@ class Evaluator:
 
     async def _evaluate(self, begun: BegunEvaluation) -> None:
         clock = asyncio.get_running_loop().time
-        start, request = clock(), self._mailbox.get("evaluate")
+        start, request = clock(), self._request_queue.get("evaluate")
         status: Status = "missed"
         if begun.version == self._version:
             await self._tell(begun, None)
@@ -262,18 +262,18 @@ class Evaluator:
                 yield ()
                 return
             if begun.reason != "final":  # nobody trains beside it
-                lent = self._replicas.lend(self._spec.now.validation.replicas)
+                lent = self._rollout_pool.lend(self._spec.now.validation.replicas)
             if lent:
                 self._weights.lend(lent)
                 self._weights.pin.release()
                 if self._spec.now.rollout.partial_rollout:
-                    await self._replicas.interrupt(lent)
+                    await self._rollout_pool.interrupt(lent)
             await self._leave_weights()
-            yield lent or self._replicas.present()
+            yield lent or self._rollout_pool.present()
         finally:
             if lent:
                 await self._weights.take_back(lent)
-                self._replicas.take_back(lent)
+                self._rollout_pool.take_back(lent)
             else:
                 self._weights.pin.release()
 
@@ -318,7 +318,7 @@ class Evaluator:
         by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
         for group, worker_id in zip(groups, itertools.cycle(workers), strict=False):
             by_worker[worker_id].append(group)
-        await self._replicas.start(by_worker)
+        await self._rollout_pool.start(by_worker)
 
     async def _await_samples(self, groups: Sequence[GroupAssignment]) -> Status:
         sizes = {group.group_id: len(group.members) for group in groups}
@@ -332,7 +332,7 @@ class Evaluator:
             async with asyncio.timeout(self._spec.now.validation.timeout_s), self._changed:
                 await self._changed.wait_for(lambda: num_done() >= expected)
         except TimeoutError:
-            await self._replicas.cancel([group.group_id for group in groups])
+            await self._rollout_pool.cancel([group.group_id for group in groups])
             return "timeout"
         return "ok"
 

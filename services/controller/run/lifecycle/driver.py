@@ -18,17 +18,17 @@ from services.controller.client import GroupFailure
 from services.controller.launch.launcher import WorkerExit
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.connections import forget_samples
-from services.controller.run.lifecycle.elastic import ResizedError, Resizing
+from services.controller.run.lifecycle.elastic import ElasticSizing, SizeChangedError
 from services.controller.run.lifecycle.loop import Services, connected, train
-from services.controller.run.pipeline import LiveRun
+from services.controller.run.pipeline import TrainingPipeline
 from services.controller.run.state.journal import Journal
-from services.controller.run.state.requests import CurrentSpec, Mailbox
+from services.controller.run.state.requests import CurrentSpec, RequestQueue
 from services.controller.run.state.worker_failures import (
     UnansweringError,
     WorkerLostError,
     ends_the_process,
     explain,
-    is_loss,
+    is_worker_failure,
 )
 from services.controller.store.records import Note
 
@@ -49,7 +49,7 @@ class RunDriver:
         spec: Its specification.
         services: What every run needs.
         journal: The run's record.
-        mailbox: What it is asked for.
+        request_queue: What it is asked for.
         state: Where the run is in its life.
         move: Moves it.
     """
@@ -61,7 +61,7 @@ class RunDriver:
         services: Services,
         *,
         journal: Journal,
-        mailbox: Mailbox,
+        request_queue: RequestQueue,
         state: RunState,
         move: Transition,
     ) -> None:
@@ -69,10 +69,10 @@ class RunDriver:
         self._spec = CurrentSpec(spec)
         self._services = services
         self._journal = journal
-        self._mailbox = mailbox
+        self._request_queue = request_queue
         self._state = state
         self._move = move
-        self._live: LiveRun | None = None
+        self._pipeline: TrainingPipeline | None = None
         self._is_cancelled = False
         self._is_suspended = False
         self._exits: dict[str, str] = {}
@@ -82,13 +82,13 @@ class RunDriver:
         self._is_over = False
         self._deadline: asyncio.TimerHandle | None = None
         self._losses, self._step_at_loss = 0, -1
-        self._resizing = Resizing(
+        self._resizing = ElasticSizing(
             run_id,
             self._spec,
             launcher=services.launcher,
             membership=services.membership,
             journal=journal,
-            mailbox=mailbox,
+            request_queue=request_queue,
         )
         self.task: asyncio.Task[None] | None = None
 
@@ -159,7 +159,7 @@ class RunDriver:
             self._cancel()
             return
         self._deadline = asyncio.get_running_loop().call_later(grace_s, self._cancel)
-        await self._mailbox.put("pause", checkpoint=saves)
+        await self._request_queue.put("pause", checkpoint=saves)
 
     def _cancel(self) -> None:
         # The end itself is never cancelled: it gives back what the run holds.
@@ -169,7 +169,7 @@ class RunDriver:
     async def pause(self, *, saves: bool = True) -> None:
         """Finish the step, save a checkpoint if it is wanted, and stop the workers."""
         self._state = RunState.PAUSING
-        await self._mailbox.put("pause", checkpoint=saves)
+        await self._request_queue.put("pause", checkpoint=saves)
 
     async def change(self, spec: RunSpec) -> None:
         """Go on under a changed specification."""
@@ -177,12 +177,12 @@ class RunDriver:
         self._spec.now = spec
         await self._services.membership.recheck()
         if is_resized:
-            await self._mailbox.put("resize", has=self._resizing.size)
+            await self._request_queue.put("resize", has=self._resizing.size)
             self._resizing.ask()
 
     def activities(self) -> list[str]:
         """What the run is doing now."""
-        return self._live.activities() if self._live is not None else []
+        return self._pipeline.activities() if self._pipeline is not None else []
 
     async def note(self, note: Note) -> None:
         """Add an event to the run's record."""
@@ -190,13 +190,13 @@ class RunDriver:
 
     async def save(self) -> None:
         """Save a checkpoint at the end of the current step."""
-        await self._mailbox.put("save")
+        await self._request_queue.put("save")
 
     async def evaluate(self) -> None:
         """Evaluate the weights that are served."""
-        await self._mailbox.put("evaluate")
-        if self._live is not None:
-            await self._live.evaluator.trigger()
+        await self._request_queue.put("evaluate")
+        if self._pipeline is not None:
+            await self._pipeline.evaluator.trigger()
 
     async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
         """Take in groups that brought no samples.
@@ -204,9 +204,9 @@ class RunDriver:
         Raises:
             UnavailableError: If it is not known yet what is in flight; the worker asks again.
         """
-        if self._live is None:
+        if self._pipeline is None:
             raise UnavailableError("the run is being restored; report again")
-        await self._live.fail(failures)
+        await self._pipeline.fail(failures)
 
     def worker_exited(self, exit_: WorkerExit) -> None:
         """A worker ended by itself."""
@@ -232,18 +232,18 @@ class RunDriver:
     async def _work(self) -> tuple[RunEvent, str]:
         """Enter the loop, again after each loss; returns how the run ended."""
         lost: dict[str, str] = {}
-        await self._mailbox.open()
+        await self._request_queue.open()
         self._resizing.begin()
-        if self._state is RunState.PAUSING and not self._mailbox.pausing.is_set():
-            await self._mailbox.put("pause", checkpoint=True)
+        if self._state is RunState.PAUSING and not self._request_queue.pausing.is_set():
+            await self._request_queue.put("pause", checkpoint=True)
         while True:
             self._lost.clear()
-            if not self.spec.topology.takes_turns:  # there, each starts while the others sleep
+            if not self.spec.topology.is_colocated:  # there, each starts while the others sleep
                 await self._services.launcher.start(self._run_id, self._resizing.sure())
-            self._live = None
+            self._pipeline = None
             try:
                 is_finished = await self._enter(lost)
-            except (ServiceError, WorkerLostError, ResizedError, ExceptionGroup) as error:
+            except (ServiceError, WorkerLostError, SizeChangedError, ExceptionGroup) as error:
                 lost = await self._take_loss(error)
                 continue
             if is_finished:
@@ -251,24 +251,24 @@ class RunDriver:
             return RunEvent.DRAINED, "PausedByUser"
 
     async def _enter(self, lost: Collection[str]) -> bool:
-        live: asyncio.Future[LiveRun] = asyncio.get_running_loop().create_future()
+        pipeline: asyncio.Future[TrainingPipeline] = asyncio.get_running_loop().create_future()
         present, absent = self._resizing.present(), self._resizing.absent()
         async with TaskGroup() as tasks:
             watches = [
                 tasks.create_task(self._watch_workers()),
-                tasks.create_task(self._resizing.watch(present, live=live)),
+                tasks.create_task(self._resizing.watch(present, pipeline=pipeline)),
             ]
             async with connected(
                 self._spec,
                 self._services,
                 journal=self._journal,
-                mailbox=self._mailbox,
+                request_queue=self._request_queue,
                 present=present,
                 lost_workers=lost,
-            ) as self._live:
+            ) as self._pipeline:
                 await self._ready(absent)
-                live.set_result(self._live)
-                is_finished = await train(self._live)
+                pipeline.set_result(self._pipeline)
+                is_finished = await train(self._pipeline)
             for watch in watches:
                 watch.cancel()
         return is_finished
@@ -287,8 +287,8 @@ class RunDriver:
     async def _take_loss(self, error: Exception) -> dict[str, str]:
         """Note what was lost and make room for its replacement; raise if the run cannot go on."""
         broken = leaves(error)
-        errors = [each for each in broken if not isinstance(each, ResizedError)]
-        if not is_loss(errors):
+        errors = [each for each in broken if not isinstance(each, SizeChangedError)]
+        if not is_worker_failure(errors):
             raise error
         if len(errors) < len(broken) and not self._exits:
             # Whatever else broke did so because the loop was left.
@@ -313,7 +313,7 @@ class RunDriver:
 
     def _count_loss(self) -> None:
         """Count the losses since a step was finished."""
-        step = self._live.step if self._live is not None else 0
+        step = self._pipeline.step if self._pipeline is not None else 0
         self._losses = 1 if step > self._step_at_loss else self._losses + 1
         self._step_at_loss = step
 

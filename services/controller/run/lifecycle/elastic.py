@@ -20,12 +20,12 @@ from services.common.task_group import leaves, until_first
 from services.controller.launch.launcher import Launcher, WorkerExit, worker_names
 from services.controller.membership.registry import Membership
 from services.controller.run.connections import is_loaded
-from services.controller.run.pipeline import LiveRun
+from services.controller.run.pipeline import TrainingPipeline
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import (
     CurrentSpec,
-    Mailbox,
-    take_back_size,
+    RequestQueue,
+    restore_size,
     with_replicas,
 )
 from services.controller.run.state.worker_failures import WorkerLostError
@@ -35,11 +35,11 @@ from services.controller.store.rows import Request
 logger = logging.getLogger(__name__)
 
 
-class ResizedError(Exception):
+class SizeChangedError(Exception):
     """The run's workers are others now; its loop must be entered again."""
 
 
-class Resizing:
+class ElasticSizing:
     """Brings a run to the number of rollouts that its specification asks for.
 
     Args:
@@ -48,7 +48,7 @@ class Resizing:
         launcher: Starts and ends workers.
         membership: Where they register.
         journal: The run's record.
-        mailbox: Holds the request for another size.
+        request_queue: Holds the request for another size.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Resizing:
         launcher: Launcher,
         membership: Membership,
         journal: Journal,
-        mailbox: Mailbox,
+        request_queue: RequestQueue,
     ) -> None:
         self._run_id = run_id
         self._spec = spec
         self._launcher = launcher
         self._membership = membership
         self._journal = journal
-        self._mailbox = mailbox
+        self._request_queue = request_queue
         self._asked = asyncio.Event()
         self._failed = asyncio.Event()
         self._failure = ""
@@ -75,7 +75,7 @@ class Resizing:
 
     def begin(self) -> None:
         """The mailbox is open: it may hold a request that an earlier controller did not fulfil."""
-        if (request := self._mailbox.get("resize")) is not None:
+        if (request := self._request_queue.get("resize")) is not None:
             has = request.options.get("has", len(self._size))
             self._size = _rollouts(with_replicas(self._spec.now, has))
 
@@ -100,14 +100,16 @@ class Resizing:
             return True
         return exit_.worker_id.startswith("rollout-") and exit_.worker_id not in self._wanted()
 
-    async def watch(self, present: Collection[str], *, live: asyncio.Future[LiveRun]) -> None:
+    async def watch(
+        self, present: Collection[str], *, pipeline: asyncio.Future[TrainingPipeline]
+    ) -> None:
         """Get the rollouts that are wanted to take part, and no others, while the run goes on.
 
         If new ones do not come up, the run keeps the size that it has.
 
         Args:
             present: Rollouts that the loop was entered with.
-            live: The run, once the loop is entered.
+            pipeline: The run, once the loop is entered.
 
         Raises:
             ResizedError: Once the loop can be entered with all that are wanted, if it has to be.
@@ -116,11 +118,11 @@ class Resizing:
         here, has_left = set(present), False
         while True:
             self._asked.clear()
-            wanted, request = self._wanted(), self._mailbox.get("resize")
+            wanted, request = self._wanted(), self._request_queue.get("resize")
             if leaving := here - wanted:
-                if not live.done():
-                    raise ResizedError
-                await live.result().part_with(leaving)
+                if not pipeline.done():
+                    raise SizeChangedError
+                await pipeline.result().detach(leaving)
             # Some may have been about to leave when the loop was left.
             if gone := (here | self._started | self._size) - wanted:
                 has_left |= not gone.isdisjoint(self._size)
@@ -128,19 +130,19 @@ class Resizing:
                 here -= gone
                 self._started -= gone
                 self._size -= gone
-                await self._start(live)  # platforms show how many there are
+                await self._start(pipeline)  # platforms show how many there are
             if missing := wanted - here:
-                if await self._bring_up(missing, live, request):
+                if await self._bring_up(missing, pipeline, request):
                     here |= missing
                 continue
-            if live.done() and (has_left or request is not None):
+            if pipeline.done() and (has_left or request is not None):
                 await self._tell("Resized", len(wanted), request)
             has_left = False
             await self._asked.wait()
 
     async def confirm(self) -> None:
         """The loop is entered with the size that was asked for, if one was."""
-        if (request := self._mailbox.get("resize")) is not None:
+        if (request := self._request_queue.get("resize")) is not None:
             await self._tell("Resized", len(self._wanted()), request)
 
     async def settle(self) -> dict[str, str]:
@@ -151,7 +153,7 @@ class Resizing:
         await self._end(gone)
         kind = "Replaced" if self._size == self._wanted() else "Resized"
         self._size = self._wanted()
-        await self._tell(kind, self.size, self._mailbox.get("resize"))
+        await self._tell(kind, self.size, self._request_queue.get("resize"))
         return dict.fromkeys(gone, "was one too many")
 
     def absent(self) -> set[str]:
@@ -159,7 +161,7 @@ class Resizing:
         loaded, wanted = self._loaded(), self._wanted()
         missing = wanted - loaded
         # One that takes turns has no GPU to load on beside the trainer.
-        has_to_wait = any(map(self._spec.now.is_in_turns, missing))
+        has_to_wait = any(map(self._spec.now.is_colocated, missing))
         return missing if wanted & loaded and not has_to_wait else missing & self._new()
 
     def present(self) -> set[str]:
@@ -168,10 +170,10 @@ class Resizing:
 
     async def _tell(self, kind: str, count: int, request: Request | None) -> None:
         note = Note(kind, f"{count} rollouts", {"replicas": count})
-        await self._journal.note(note, also=self._mailbox.done(request))
+        await self._journal.note(note, also=self._request_queue.done(request))
 
     async def _bring_up(
-        self, missing: set[str], live: asyncio.Future[LiveRun], request: Request | None
+        self, missing: set[str], pipeline: asyncio.Future[TrainingPipeline], request: Request | None
     ) -> bool:
         """Start rollouts and have them take part; whether they do: others may be wanted by then.
 
@@ -182,12 +184,12 @@ class Resizing:
         self._started |= missing
         asked = self._spec.now.rollout.replicas
         try:
-            await self._load(missing, live)
+            await self._load(missing, pipeline)
             if not missing <= self._wanted() & self._loaded():
                 return False
             loaded = [w for w in self._membership.workers(self._run_id) if w.worker_id in missing]
-            if not await (await live).admit(loaded):
-                raise ResizedError
+            if not await (await pipeline).admit(loaded):
+                raise SizeChangedError
         except (ServiceError, ExceptionGroup) as error:
             if not missing & self._new():
                 raise
@@ -197,7 +199,7 @@ class Resizing:
         self._started -= missing
         kind = "Replaced" if missing <= self._size else "Resized"
         self._size |= missing
-        await live.result().publishing.all_serve()
+        await pipeline.result().publisher.all_serve()
         await self._tell(kind, asked, request)
         return True
 
@@ -206,8 +208,8 @@ class Resizing:
         logger.warning("new rollouts did not start", extra={"run": self._run_id, "why": why})
         if self._spec.now.rollout.replicas == asked:
             self._spec.now = with_replicas(self._spec.now, self.size)
-        done = self._mailbox.done(request)
-        back = take_back_size(self._run_id, asked=asked, has=self.size)
+        done = self._request_queue.done(request)
+        back = restore_size(self._run_id, asked=asked, has=self.size)
 
         def write(connection: sa.Connection) -> None:
             back(connection)
@@ -217,18 +219,18 @@ class Resizing:
         note = Note("ResizeFailed", why, {"workers": names, "replicas": self.size})
         await self._journal.note(note, also=write)
 
-    async def _start(self, live: asyncio.Future[LiveRun]) -> None:
-        if self._spec.now.topology.takes_turns:
-            await live  # until then each worker starts while the others sleep
+    async def _start(self, pipeline: asyncio.Future[TrainingPipeline]) -> None:
+        if self._spec.now.topology.is_colocated:
+            await pipeline  # until then each worker starts while the others sleep
         await self._launcher.start(self._run_id, self._spec.now)
 
-    async def _load(self, missing: set[str], live: asyncio.Future[LiveRun]) -> None:
+    async def _load(self, missing: set[str], pipeline: asyncio.Future[TrainingPipeline]) -> None:
         """Return when rollouts have loaded, or another number of them is wanted."""
 
         def unloaded() -> list[str]:
             return sorted(missing - self._loaded())
 
-        await self._start(live)
+        await self._start(pipeline)
         await until_first(
             self._membership.wait_until(
                 lambda: not unloaded(),

@@ -18,12 +18,12 @@ from services.common.clock import Clock
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import Launcher
 from services.controller.membership.registry import Membership
-from services.controller.run.connections import assemble, create_partitions
+from services.controller.run.connections import connect, create_partitions
 from services.controller.run.lifecycle.recovery import restore
-from services.controller.run.pipeline import LiveRun
+from services.controller.run.pipeline import TrainingPipeline
 from services.controller.run.state.journal import Journal
-from services.controller.run.state.requests import CurrentSpec, Mailbox
-from services.controller.run.train.gpu_time_sharing import start_in_turns
+from services.controller.run.state.requests import CurrentSpec, RequestQueue
+from services.controller.run.train.gpu_time_sharing import start_colocated
 from services.transferqueue.client import TransferQueueClient
 
 
@@ -44,17 +44,17 @@ async def connected(
     services: Services,
     *,
     journal: Journal,
-    mailbox: Mailbox,
+    request_queue: RequestQueue,
     present: Collection[str],
     lost_workers: Collection[str] = (),
-) -> AsyncIterator[LiveRun]:
+) -> AsyncIterator[TrainingPipeline]:
     """A run whose workers have loaded, as its record left it.
 
     Args:
         spec: Its specification, as it is now.
         services: What every run needs.
         journal: Where it stands, and where what happens is written.
-        mailbox: What it is asked for.
+        request_queue: What it is asked for.
         present: Its rollouts; it goes on without others.
         lost_workers: Rollouts that died since it was connected before.
     """
@@ -62,8 +62,8 @@ async def connected(
     is_queue_empty = await create_partitions(
         services.queue, journal.run_id, spec.now, snapshot_id=await journal.newest_snapshot()
     )
-    if spec.now.topology.takes_turns:
-        await start_in_turns(
+    if spec.now.topology.is_colocated:
+        await start_colocated(
             journal.run_id,
             spec,
             launcher=services.launcher,
@@ -71,7 +71,7 @@ async def connected(
             num_rollouts=len(present),
         )
     async with AsyncExitStack() as stack:
-        parts = await assemble(
+        connections = await connect(
             stack,
             journal.run_id,
             spec,
@@ -81,47 +81,49 @@ async def connected(
             is_queue_empty=is_queue_empty,
             present=present,
         )
-        spec.num_train_rows = sum(parts.train_rows.values())
-        await journal.data_opened({**parts.train_rows, **parts.heldout_rows}, steps=spec.num_steps)
+        spec.num_train_rows = sum(connections.train_rows.values())
+        await journal.data_opened(
+            {**connections.train_rows, **connections.heldout_rows}, steps=spec.num_steps
+        )
         yield await restore(
             spec,
-            parts,
+            connections,
             journal=journal,
             queue=services.queue,
             clock=services.clock,
-            mailbox=mailbox,
+            request_queue=request_queue,
             lost_workers=lost_workers,
             gpus=partial(services.launcher.gpus_for, journal.run_id),
         )
 
 
-async def train(live: LiveRun) -> bool:
+async def train(pipeline: TrainingPipeline) -> bool:
     """Train all steps that are left; returns whether that was done: otherwise a pause was asked for."""
     async with TaskGroup() as tasks:
-        background = [tasks.create_task(work) for work in live.background()]
-        await live.catch_up()
-        if not live.spec.now.validation.only:
-            supply = tasks.create_task(live.generation.supply())
-            await _train_steps(live)
+        background = [tasks.create_task(work) for work in pipeline.background()]
+        await pipeline.catch_up()
+        if not pipeline.spec.now.validation.only:
+            supply = tasks.create_task(pipeline.scheduler.dispatch_loop())
+            await _train_steps(pipeline)
             supply.cancel()
-        await live.wind_up()
+        await pipeline.finish()
         for task in background:
             task.cancel()
-    if live.is_done:
-        await live.note("Finished", "all steps are trained and evaluated", {})
-    return live.is_done
+    if pipeline.is_done:
+        await pipeline.note("Finished", "all steps are trained and evaluated", {})
+    return pipeline.is_done
 
 
-async def _train_steps(live: LiveRun) -> None:
-    while not live.is_done:
+async def _train_steps(pipeline: TrainingPipeline) -> None:
+    while not pipeline.is_done:
         begin = time.perf_counter()
-        batch = await live.take_batch()
+        batch = await pipeline.take_batch()
         if batch is None:
             return
-        await live.train(batch, begin=begin)
-        if live.is_published:
-            await live.offer()
-        if live.is_barrier:
-            await live.publish()
-        if live.is_save_due:
-            await live.save()
+        await pipeline.train(batch, begin=begin)
+        if pipeline.is_published:
+            await pipeline.offer()
+        if pipeline.is_barrier:
+            await pipeline.publish()
+        if pipeline.is_save_due:
+            await pipeline.save()

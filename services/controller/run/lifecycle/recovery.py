@@ -22,26 +22,26 @@ from services.controller.rules.evaluation import BegunEvaluation, Evaluation
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.prompts import Mixture, PromptOrder
 from services.controller.run.connections import (
-    Assembly,
+    RunConnections,
     create_partitions,
     drop_partitions,
     training_fields,
 )
-from services.controller.run.dispatch.dispatcher import Handout
-from services.controller.run.dispatch.sample_index import StoredGroups
-from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.dispatch.dispatcher import Dispatcher
+from services.controller.run.dispatch.sample_index import SampleIndex
+from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.observe.advisor import Advisor
 from services.controller.run.observe.progress import Progress
 from services.controller.run.observe.waits import Waits
-from services.controller.run.pipeline import LiveRun
-from services.controller.run.publisher import Publishing
+from services.controller.run.pipeline import TrainingPipeline
+from services.controller.run.publisher import Publisher
 from services.controller.run.state.journal import Journal, Recovered
-from services.controller.run.state.requests import CurrentSpec, Mailbox
-from services.controller.run.train.batcher import EarlyGroups
+from services.controller.run.state.requests import CurrentSpec, RequestQueue
+from services.controller.run.train.batcher import EarlyTraining
 from services.controller.run.train.checkpoints import Checkpoints, ready_checkpoints
-from services.controller.run.train.gpu_time_sharing import Shifts
-from services.controller.run.train.train_step import Steps
+from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
+from services.controller.run.train.train_step import TrainSteps
 from services.controller.store.rows import Request
 from services.transferqueue.client import TransferQueueClient
 
@@ -50,24 +50,24 @@ logger = logging.getLogger(__name__)
 
 async def restore(
     spec: CurrentSpec,
-    parts: Assembly,
+    connections: RunConnections,
     *,
     journal: Journal,
     queue: TransferQueueClient,
     clock: Clock,
-    mailbox: Mailbox,
+    request_queue: RequestQueue,
     lost_workers: Collection[str],
     gpus: Callable[[], int | None],
-) -> LiveRun:
+) -> TrainingPipeline:
     """Rebuild everything that the loop keeps in memory.
 
     Args:
         spec: The run's specification, as it is now.
-        parts: Its workers.
+        connections: Its workers.
         journal: Its record.
         queue: Holds its samples.
         clock: For stalls.
-        mailbox: What it is asked for.
+        request_queue: What it is asked for.
         lost_workers: Rollouts that died since the loop was entered before.
         gpus: Returns how many GPUs the run may have; None if that is not known.
 
@@ -75,70 +75,76 @@ async def restore(
         FailedPreconditionError: If trainer and database are not of the same run.
     """
     run_id, recovered = journal.run_id, await journal.load()
-    if recovered.is_new and parts.trained and spec.now.trainer.checkpoint.start_from:
-        recovered = await _start_from(parts.trained, spec, journal=journal)
-    if parts.trained < recovered.step:
-        recovered = await _rewind(run_id, spec.now, parts, recovered, journal=journal, queue=queue)
-    _check_same_run(parts, recovered)
+    if recovered.is_new and connections.trained and spec.now.trainer.checkpoint.start_from:
+        recovered = await _start_from(connections.trained, spec, journal=journal)
+    if connections.trained < recovered.step:
+        recovered = await _rewind(
+            run_id, spec.now, connections, recovered, journal=journal, queue=queue
+        )
+    _check_same_run(connections, recovered)
     ledger = Ledger.restore(
         recovered.ledger, max_attempts=spec.now.rollout.max_attempts, now=clock.monotonic()
     )
     progress = Progress(spec.now.algorithm.max_staleness, first_step=ledger.first_step)
     progress.restore(recovered.run.summary, steps=recovered.step, syncs_ms=recovered.syncs_ms)
-    order = _order(spec, parts, recovered)
+    order = _order(spec, connections, recovered)
     ledger.difficulty = order.difficulty
-    generation = _generation(
-        spec, parts, journal=journal, queue=queue, clock=clock, ledger=ledger, order=order
+    scheduler = _scheduler(
+        spec, connections, journal=journal, queue=queue, clock=clock, ledger=ledger, order=order
     )
 
     async def tell(what: BegunEvaluation | Evaluation, request: Request | None) -> None:
-        await live.evaluated(what, request)
+        await pipeline.evaluated(what, request)
 
-    evaluator = Evaluator(spec, run_id, parts, queue=queue, mailbox=mailbox, tell=tell)
+    evaluator = Evaluator(
+        spec, run_id, connections, queue=queue, request_queue=request_queue, tell=tell
+    )
     waits = Waits()
-    shifts = Shifts(spec=spec, parts=parts, evaluator=evaluator)
-    steps = Steps(
+    gpu_time_sharing = GpuTimeSharing(spec=spec, connections=connections, evaluator=evaluator)
+    steps = TrainSteps(
         run_id=run_id,
         spec=spec,
         journal=journal,
         waits=waits,
-        parts=parts,
+        connections=connections,
         ledger=ledger,
         mixture=order.mixture,
-        generation=generation,
+        scheduler=scheduler,
         progress=progress,
-        shifts=shifts,
+        gpu_time_sharing=gpu_time_sharing,
         advisor=Advisor(
             spec=spec, journal=journal, progress=progress, ledger=ledger, clock=clock, gpus=gpus
         ),
         version_offset=recovered.version_offset,
     )
-    publishing = Publishing(
+    publisher = Publisher(
         spec=spec,
         journal=journal,
-        parts=parts,
+        connections=connections,
         ledger=ledger,
-        generation=generation,
+        scheduler=scheduler,
         evaluator=evaluator,
         progress=progress,
-        shifts=shifts,
+        gpu_time_sharing=gpu_time_sharing,
         version_offset=recovered.version_offset,
     )
-    live = LiveRun(
+    pipeline = TrainingPipeline(
         spec=spec,
         clock=clock,
         journal=journal,
-        mailbox=mailbox,
+        request_queue=request_queue,
         waits=waits,
-        parts=parts,
+        connections=connections,
         ledger=ledger,
-        generation=generation,
+        scheduler=scheduler,
         evaluator=evaluator,
         progress=progress,
         steps=steps,
-        early=EarlyGroups(trainer=parts.trainer, ledger=ledger, generation=generation, waits=waits),
-        publishing=publishing,
-        shifts=shifts,
+        early=EarlyTraining(
+            trainer=connections.trainer, ledger=ledger, scheduler=scheduler, waits=waits
+        ),
+        publisher=publisher,
+        gpu_time_sharing=gpu_time_sharing,
         checkpoints=Checkpoints(
             run_id,
             keep=spec.now.trainer.checkpoint.keep,
@@ -153,8 +159,8 @@ async def restore(
         published=recovered.run.weight_version,
     )
     await evaluator.restore(recovered.evaluated, recovered.begun_evaluation)
-    await generation.restore(lost_workers, is_queue_empty=parts.is_queue_empty)
-    return live
+    await scheduler.restore(lost_workers, is_queue_empty=connections.is_queue_empty)
+    return pipeline
 
 
 async def _saved_at(recovered: Recovered, journal: Journal, *, now: float) -> float:
@@ -165,7 +171,7 @@ async def _saved_at(recovered: Recovered, journal: Journal, *, now: float) -> fl
     return ready[0].create_time if ready else recovered.run.start_time or now
 
 
-def _order(spec: CurrentSpec, parts: Assembly, recovered: Recovered) -> PromptOrder:
+def _order(spec: CurrentSpec, connections: RunConnections, recovered: Recovered) -> PromptOrder:
     """Where the run was in its prompts."""
     sets = spec.now.data.train_sets
     weights = {
@@ -173,7 +179,7 @@ def _order(spec: CurrentSpec, parts: Assembly, recovered: Recovered) -> PromptOr
         for split, part in sets.items()
         if isinstance(part, WeightedSetSpec) and part.weight is not None
     }
-    mixture, curriculum = Mixture(parts.train_rows, weights), spec.now.data.curriculum
+    mixture, curriculum = Mixture(connections.train_rows, weights), spec.now.data.curriculum
     difficulty = None
     if curriculum is not None:
         difficulty = Difficulty(mixture.num_rows, curriculum, known=recovered.rates)
@@ -188,41 +194,41 @@ def _order(spec: CurrentSpec, parts: Assembly, recovered: Recovered) -> PromptOr
     )
 
 
-def _generation(
+def _scheduler(
     spec: CurrentSpec,
-    parts: Assembly,
+    connections: RunConnections,
     *,
     journal: Journal,
     queue: TransferQueueClient,
     clock: Clock,
     ledger: Ledger,
     order: PromptOrder,
-) -> Generation:
+) -> GenerationScheduler:
     """Hands out prompts, and holds what comes back."""
-    stored = StoredGroups(
+    stored = SampleIndex(
         queue,
         partition_id(journal.run_id, "train"),
         group_size=spec.now.samples_per_group,
         required_fields=training_fields(spec.now),
     )
-    handout = Handout(
+    dispatcher = Dispatcher(
         spec,
         journal.run_id,
         ledger=ledger,
         order=order,
         journal=journal,
-        replicas=parts.replicas,
+        replicas=connections.replicas,
         stored=stored,
         clock=clock,
     )
-    return Generation(
+    return GenerationScheduler(
         spec,
         ledger=ledger,
         order=order,
         journal=journal,
-        replicas=parts.replicas,
+        replicas=connections.replicas,
         stored=stored,
-        handout=handout,
+        dispatcher=dispatcher,
     )
 
 
@@ -243,15 +249,15 @@ async def _start_from(step: int, spec: CurrentSpec, *, journal: Journal) -> Reco
 async def _rewind(
     run_id: str,
     spec: RunSpec,
-    parts: Assembly,
+    connections: RunConnections,
     recovered: Recovered,
     *,
     journal: Journal,
     queue: TransferQueueClient,
 ) -> Recovered:
     """Go back to the step that the trainer has; everything made by later weights is made anew."""
-    step = parts.trained
-    await parts.replicas.cancel([group.group_id for group in recovered.ledger.groups])
+    step = connections.trained
+    await connections.replicas.cancel([group.group_id for group in recovered.ledger.groups])
     await drop_partitions(queue, run_id)
     await create_partitions(queue, run_id, spec)
     message = f"the trainer lost what it trained after step {step}; training goes on from there"
@@ -260,11 +266,11 @@ async def _rewind(
     return await journal.load()
 
 
-def _check_same_run(parts: Assembly, recovered: Recovered) -> None:
+def _check_same_run(connections: RunConnections, recovered: Recovered) -> None:
     known = recovered.step if recovered.begun is None else recovered.begun.step
-    if parts.trained > known:
+    if connections.trained > known:
         raise FailedPreconditionError(
-            f"the trainer has trained step {parts.trained}, but the database knows of {known} only: "
+            f"the trainer has trained step {connections.trained}, but the database knows of {known} only: "
             "trainer.checkpoint.directory holds checkpoints of another run (name one of them in "
             "trainer.checkpoint.start_from to start from it), or the database is an older copy"
         )

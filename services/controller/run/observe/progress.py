@@ -8,7 +8,7 @@ from typing import Any
 
 from services.controller.rules.evaluation import Evaluation
 from services.controller.rules.ledger import Ledger
-from services.controller.run.dispatch.rollout_pool import Replicas
+from services.controller.run.dispatch.rollout_pool import RolloutPool
 from services.controller.run.weights.session import SyncReport
 
 # Newest weight syncs that the summary's percentiles are of: they are sorted for each event.
@@ -148,7 +148,7 @@ class StepMeter:
         self._idle_s: dict[str, float] = {}
         self._tokens = 0.0
 
-    def measure(self, replicas: Replicas, seconds: float) -> StepUse:
+    def measure(self, replicas: RolloutPool, seconds: float) -> StepUse:
         """The use of the rollouts in a step that took ``seconds``."""
         totals, tokens = replicas.idle_seconds(), replicas.tokens_total()
         # A rollout that is new was idle before it came, and a gauge may be some seconds old.

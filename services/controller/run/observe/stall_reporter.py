@@ -27,7 +27,7 @@ _REASONS: dict[Wait, tuple[str, str]] = {
 
 
 @dataclass(slots=True, kw_only=True)
-class Stillness:
+class StallReporter:
     """Of one run. It is told again at longer and longer intervals, as the reason then is."""
 
     journal: Journal

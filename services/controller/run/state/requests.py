@@ -24,7 +24,7 @@ from services.controller.store.rows import (
 from services.controller.store.runs import Work
 
 
-def needs_of(spec: RunSpec) -> Needs:
+def resource_needs(spec: RunSpec) -> Needs:
     """What a run of a specification takes."""
     return Needs(
         gpus=total_gpus(spec),
@@ -38,7 +38,7 @@ def spec_columns(spec: RunSpec) -> dict[str, Any]:
         "spec_json": canonical_json(spec),
         "spec_digest": spec_digest(spec),
         "release": RELEASE,
-        **asdict(needs_of(spec)),
+        **asdict(resource_needs(spec)),
     }
 
 
@@ -48,7 +48,7 @@ def with_replicas(spec: RunSpec, count: int) -> RunSpec:
     return spec.model_copy(update={"rollout": rollout})
 
 
-def take_back_size(run_id: str, *, asked: int, has: int) -> Work:
+def restore_size(run_id: str, *, asked: int, has: int) -> Work:
     """The write by which a run that could not get the size that was asked for keeps the one that it has.
 
     What was asked for meanwhile stays.
@@ -93,7 +93,7 @@ class CurrentSpec:
         return self.now.num_steps(self.num_train_rows)
 
 
-class Mailbox:
+class RequestQueue:
     """What is asked of a run and not done yet: one request of a kind at most, the newest.
 
     A request counts once it is stored, and leaves in the transaction of the event that tells what came of it:

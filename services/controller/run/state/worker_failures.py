@@ -37,7 +37,7 @@ class LateError(UnansweringError):
     """A worker's process lives, but does not do what it was asked to: another one takes its place."""
 
 
-def is_loss(errors: Sequence[BaseException]) -> bool:
+def is_worker_failure(errors: Sequence[BaseException]) -> bool:
     """Whether all that happened is that something else is gone, for which the run can wait."""
     return all(
         isinstance(error, (*_TRANSIENT, WorkerLostError)) and not isinstance(error, _OURS)

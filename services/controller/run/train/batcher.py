@@ -11,13 +11,13 @@ from services.common.task_group import TaskGroup
 from services.controller.rules.groups import RUNNING, Group, GroupState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.staleness import choose_batch
-from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.observe.waits import Waits
 from services.trainer.client import TrainerClient
 
 
 async def take_batch(
-    generation: Generation,
+    scheduler: GenerationScheduler,
     ledger: Ledger,
     algorithm: AlgorithmSpec,
     *,
@@ -30,7 +30,7 @@ async def take_batch(
     """Wait for the groups of the next batch; they are TRAINING when this returns.
 
     Args:
-        generation: Finishes groups.
+        scheduler: Finishes groups.
         ledger: Their states.
         algorithm: Bound and policy for stale groups.
         weight_version: Version of the weights that the batch will be trained from.
@@ -51,7 +51,7 @@ async def take_batch(
         ending = tasks.create_task(unless.wait())
         taking = tasks.create_task(
             _take_batch(
-                generation,
+                scheduler,
                 ledger,
                 algorithm,
                 weight_version=weight_version,
@@ -68,7 +68,7 @@ async def take_batch(
 
 
 async def _take_batch(
-    generation: Generation,
+    scheduler: GenerationScheduler,
     ledger: Ledger,
     algorithm: AlgorithmSpec,
     *,
@@ -80,50 +80,50 @@ async def _take_batch(
     while True:
         # Groups in flight make up at least one batch, so nothing is missed by looking at whole batches only.
         with waits("no_data"):
-            await generation.until(
-                lambda: ledger.count(GroupState.READY) >= generation.gate.groups_per_step
+            await scheduler.until(
+                lambda: ledger.count(GroupState.READY) >= scheduler.gate.groups_per_step
             )
         may_wait = algorithm.on_stale == "wait" and clock.monotonic() < deadline
         choice = choose_batch(
             ledger.in_state(GroupState.READY),
             ledger.begun(),
-            gate=generation.gate,
+            gate=scheduler.gate,
             trainer_version=weight_version,
             wait_for_due=may_wait,
             keep_stale=algorithm.on_stale in ("wait", "mask"),
         )
         if choice.batch:
             ledger.train(choice.batch)
-            generation.batch_taken()
+            scheduler.batch_taken()
             return list(choice.batch)
         if choice.stale and algorithm.on_stale == "restart":
-            await generation.restart(choice.stale)
+            await scheduler.restart(choice.stale)
         elif choice.stale:
-            await generation.drop({"stale": choice.stale})
+            await scheduler.drop({"stale": choice.stale})
         elif choice.awaited:
             with waits("barrier"):
-                await _until_some_end(choice.awaited, generation, deadline - clock.monotonic())
+                await _until_some_end(choice.awaited, scheduler, deadline - clock.monotonic())
 
 
 async def _until_some_end(
-    groups: Sequence[Group], generation: Generation, timeout_s: float
+    groups: Sequence[Group], scheduler: GenerationScheduler, timeout_s: float
 ) -> None:
     """Wait until one of the groups is finished, or for as long as training may wait for them."""
     unfinished = (*RUNNING, GroupState.PARTIAL)
     try:
         async with asyncio.timeout(max(timeout_s, 0.0)):
-            await generation.until(lambda: any(g.state not in unfinished for g in groups))
+            await scheduler.until(lambda: any(g.state not in unfinished for g in groups))
     except TimeoutError:
         return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EarlyGroups:
+class EarlyTraining:
     """Of one run. Nothing is written down: a trainer that lost them trains the whole step."""
 
     trainer: TrainerClient
     ledger: Ledger
-    generation: Generation
+    scheduler: GenerationScheduler
     waits: Waits
     """Hears how long the trainer was not idle."""
 
@@ -136,7 +136,7 @@ class EarlyGroups:
 
         def due() -> list[Group]:
             ready = self.ledger.in_state(GroupState.READY)
-            gate = self.generation.gate
+            gate = self.scheduler.gate
             if len(ready) >= gate.groups_per_step:
                 return []
             return [
@@ -147,13 +147,13 @@ class EarlyGroups:
             ]
 
         while True:
-            await self.generation.until(lambda: bool(due()))
+            await self.scheduler.until(lambda: bool(due()))
             groups, begin = due(), time.perf_counter()
             sent |= {(group.group_id, group.attempt) for group in groups}
             try:
                 await self.trainer.accumulate(
                     step,
-                    self.generation.stored.meta(groups),
+                    self.scheduler.stored.meta(groups),
                     weight_version=weight_version,
                     timeout_s=timeout_s,
                 )

@@ -27,7 +27,7 @@ from services.common.errors import (
 from services.common.ids import new_id
 from services.common.runspec.trainer import CheckpointSpec
 from services.controller.rules.ledger import Ledger
-from services.controller.run.scorers import CriticCalls
+from services.controller.run.scorers import CriticClient
 from services.controller.run.state.journal import Journal
 from services.controller.store.database import Database
 from services.controller.store.records import Note
@@ -164,7 +164,7 @@ class Checkpoints:
     async def save(
         self,
         trainer: TrainerClient,
-        critic: CriticCalls,
+        critic: CriticClient,
         ledger: Ledger,
         *,
         step: int,
@@ -203,7 +203,7 @@ class Checkpoints:
     async def _save(
         self,
         trainer: TrainerClient,
-        critic: CriticCalls,
+        critic: CriticClient,
         *,
         step: int,
         version: int,

@@ -22,7 +22,7 @@ from services.common.rpc.client import open_channel
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import Launcher, gpu_hosts
 from services.controller.membership.registry import Membership, Worker
-from services.controller.run.connections import Assembly
+from services.controller.run.connections import RunConnections
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.state.requests import CurrentSpec, with_replicas
 from services.controller.run.weights.session import SyncReport
@@ -31,11 +31,11 @@ from services.trainer.client import TrainerClient
 
 
 @dataclass(slots=True, kw_only=True)
-class Shifts:
+class GpuTimeSharing:
     """Of one run. At first both sides sleep, or work; the first handover settles it."""
 
     spec: CurrentSpec
-    parts: Assembly
+    connections: RunConnections
     evaluator: Evaluator
     _is_trainers: bool = field(default=False, init=False)
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
@@ -44,7 +44,7 @@ class Shifts:
     @property
     def are_needed(self) -> bool:
         """Whether GPUs are shared."""
-        return self.spec.now.topology.takes_turns
+        return self.spec.now.topology.is_colocated
 
     async def begin_training(self) -> None:
         """Return when the trainer has the GPUs; weights stay pinned until others are published.
@@ -59,15 +59,15 @@ class Shifts:
                 return
             await self.evaluator.leased()
             # An evaluation that holds it is brought to its end under the weights that it is of.
-            await self.parts.weights.pin.acquire()
+            await self.connections.weights.pin.acquire()
             self._is_trainers = True
             timeout_s = self.spec.now.limits.step_timeout_s
             with self._timed("rollouts_sleep_s"):
                 if self.spec.now.rollout.partial_rollout:
-                    await self.parts.replicas.put_aside_for_others()
-                await self.parts.replicas.sleep(timeout_s=timeout_s)
+                    await self.connections.replicas.park_for_others()
+                await self.connections.replicas.sleep(timeout_s=timeout_s)
             with self._timed("trainer_wake_s"):
-                await self.parts.trainer.wake(timeout_s=timeout_s)
+                await self.connections.trainer.wake(timeout_s=timeout_s)
 
     async def publish(self, newest: Callable[[], int]) -> SyncReport:
         """Bring the trainer's newest weights into service; rollouts have the GPUs from their copy on.
@@ -75,7 +75,7 @@ class Shifts:
         Raises:
             ServiceError: As :meth:`WeightSession.publish` does, or if a worker does not answer.
         """
-        weights = self.parts.weights
+        weights = self.connections.weights
         if not self.are_needed:
             # A version that is about to be evaluated stays until the evaluation has its rollouts.
             await self.evaluator.leased()
@@ -91,9 +91,9 @@ class Shifts:
             return
         timeout_s = self.spec.now.limits.step_timeout_s
         with self._timed("trainer_sleep_s"):
-            await self.parts.trainer.sleep(timeout_s=timeout_s)
+            await self.connections.trainer.sleep(timeout_s=timeout_s)
         with self._timed("rollouts_wake_s"):
-            await self.parts.replicas.wake(timeout_s=timeout_s)
+            await self.connections.replicas.wake(timeout_s=timeout_s)
         self._is_trainers = False
 
     def take_seconds(self) -> dict[str, float]:
@@ -110,7 +110,7 @@ class Shifts:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
-async def start_in_turns(
+async def start_colocated(
     run_id: str,
     current: CurrentSpec,
     *,
@@ -132,7 +132,7 @@ async def start_in_turns(
 
     async with TaskGroup() as tasks:
         for worker in loaded("rollout"):
-            if spec.is_in_turns(worker.worker_id):
+            if spec.is_colocated(worker.worker_id):
                 tasks.create_task(_put_to_sleep(worker, timeout_s=timeout_s))
     await launcher.start(run_id, spec, later=gpu_hosts(spec))
     await membership.wait_until(

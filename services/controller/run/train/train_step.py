@@ -23,20 +23,20 @@ from services.controller.rules.learning import (
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.prompts import Mixture
 from services.controller.rules.statistics import Histogram
-from services.controller.run.connections import Assembly
+from services.controller.run.connections import RunConnections
 from services.controller.run.dispatch.sample_index import (
     length_facts,
     reward_terms,
     set_scores,
     spread_of,
 )
-from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.observe.advisor import Advisor
 from services.controller.run.observe.progress import Progress, StepMeter
 from services.controller.run.observe.waits import Waits
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec
-from services.controller.run.train.gpu_time_sharing import Shifts
+from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 from services.controller.store.records import Note
 from services.trainer.client import TrainedStep
 
@@ -49,7 +49,7 @@ class StalenessError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
+class TrainSteps:
     """Trains steps of one run, each exactly once."""
 
     run_id: str
@@ -57,13 +57,13 @@ class Steps:
     journal: Journal
     waits: Waits
     """What was waited for since the last step."""
-    parts: Assembly
+    connections: RunConnections
     ledger: Ledger
     mixture: Mixture
     """The sets that prompts are of."""
-    generation: Generation
+    scheduler: GenerationScheduler
     progress: Progress
-    shifts: Shifts
+    gpu_time_sharing: GpuTimeSharing
     advisor: Advisor
     """Hears of each step."""
     version_offset: int
@@ -87,22 +87,22 @@ class Steps:
 
     async def _train(self, step: int, batch: Sequence[Group], *, begin: float) -> None:
         # A trainer that has trained the step repeats its answer, even if the samples are gone since.
-        stored = [group for group in batch if group in self.generation.stored]
+        stored = [group for group in batch if group in self.scheduler.stored]
         version, timeout_s = step - 1 + self.version_offset, self.spec.now.limits.step_timeout_s
-        samples = self.generation.stored.meta(stored)
-        if self.parts.trained != step:
+        samples = self.scheduler.stored.meta(stored)
+        if self.connections.trained != step:
             with self.waits("old_logprob"):
-                samples = await self.parts.scoring.add_proximal(
+                samples = await self.connections.scoring.add_proximal(
                     samples, weight_version=version, timeout_s=timeout_s
                 )
-        critic = self.parts.critic
+        critic = self.connections.critic
         with self.waits("values"):
             samples = await critic.add_values(samples, weight_version=version, timeout_s=timeout_s)
         async with self._weights_may_change():
             wait_s, waits = self.waits.for_data(), self.waits.take()
             async with TaskGroup() as tasks:
                 training = tasks.create_task(
-                    self.parts.trainer.train_step(
+                    self.connections.trainer.train_step(
                         step,
                         samples,
                         weight_version=version,
@@ -135,14 +135,14 @@ class Steps:
         )
         await self._commit(step, batch, trained, spread=spread, begin=begin, wait_s=wait_s)
         await self._look_for_learning(step, samples, trained)
-        await self.generation.release(stored)
+        await self.scheduler.release(stored)
 
     @asynccontextmanager
     async def _weights_may_change(self) -> AsyncIterator[None]:
         """Wait until the trainer has its GPUs, and its weights are not being copied."""
-        turn = self.parts.weights.turn
+        turn = self.connections.weights.turn
         with self.waits("handover"):
-            await self.shifts.begin_training()
+            await self.gpu_time_sharing.begin_training()
         with self.waits("weight_sync"):
             await turn.acquire()
         try:
@@ -157,8 +157,8 @@ class Steps:
             Whether the step is trained.
         """
         batch = self.ledger.in_state(GroupState.TRAINING)
-        lost = [group for group in batch if group not in self.generation.stored]
-        if self.parts.trained == step or not lost:
+        lost = [group for group in batch if group not in self.scheduler.stored]
+        if self.connections.trained == step or not lost:
             await self.train(step, batch, begin=time.perf_counter())
             return True
         self.ledger.put_back(batch)
@@ -185,14 +185,14 @@ class Steps:
         self.progress.stepped(numbers)
         metrics.observe_step(self.run_id, step, self.ledger.counts())
         metrics.observe_staleness(self.run_id, spread.get("staleness", {}))
-        use = self.meter.measure(self.parts.replicas, time.perf_counter() - begin)
+        use = self.meter.measure(self.connections.replicas, time.perf_counter() - begin)
         data: dict[str, Any] = {
             "step": step,
             **numbers,
             "trainer_wait_s": wait_s,
             **use.numbers,
             **self.progress.take_sync(),
-            **self.shifts.take_seconds(),
+            **self.gpu_time_sharing.take_seconds(),
             "ready_groups": self.ledger.count(GroupState.READY),
             "running_groups": len(self.ledger.running()),
             **self._set_aside(step),

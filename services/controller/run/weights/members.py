@@ -96,7 +96,7 @@ class WeightMembers:
             if self._other_ways:
                 await self._take(*self._other_ways.pop(0))
 
-    async def go_another_way(self, error: ServiceError) -> None:
+    async def switch_transfer_path(self, error: ServiceError) -> None:
         """Agree on what else reaches all members.
 
         Raises:

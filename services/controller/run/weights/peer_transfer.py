@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class PeerSource:
     """The version that all rollouts serve."""
 
     version: int
@@ -25,7 +25,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class TransferPath:
     """How weights travel, with deadlines in seconds."""
 
     backend: str
@@ -39,8 +39,8 @@ async def bring(
     members: WeightMembers,
     peers: Mapping[str, Sequence[str]],
     *,
-    served: Served,
-    way: Way,
+    served: PeerSource,
+    way: TransferPath,
     epoch: int,
 ) -> list[str]:
     """Have rollouts send what they serve to others; returns those that serve it then.
@@ -73,8 +73,8 @@ async def _send_on(
     peer: str,
     near: Sequence[str],
     *,
-    served: Served,
-    way: Way,
+    served: PeerSource,
+    way: TransferPath,
     epoch: int,
 ) -> None:
     numbers = {name: number for number, name in enumerate(near)}

@@ -20,7 +20,7 @@ from services.controller import metrics
 from services.controller.membership.registry import Worker
 from services.controller.run.state.worker_failures import LateError
 from services.controller.run.weights.members import WeightMembers
-from services.controller.run.weights.peer_transfer import Served, Way, bring
+from services.controller.run.weights.peer_transfer import PeerSource, TransferPath, bring
 from services.weightsync.canary import Canary, canary_tolerance
 from services.weightsync.client import WeightSyncClient
 from services.weightsync.plan import version_digest
@@ -104,7 +104,7 @@ class WeightSession:
         self._backend = ""
         self._timeout_s = _LEAST_TIMEOUT_S
         self._canary: tuple[int, Canary] | None = None
-        self._served: Served | None = None
+        self._served: PeerSource | None = None
         self.version = -1
         """Newest version that was published; -1 before the first of the session."""
         # Held while a version is being replaced, and by an evaluation while it needs its version.
@@ -131,7 +131,7 @@ class WeightSession:
                 await self._form()
             except FailedPreconditionError as error:
                 await members.abort(self._epoch, str(error))
-                await members.go_another_way(error)
+                await members.switch_transfer_path(error)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -166,7 +166,7 @@ class WeightSession:
                 return []
             peers = self._members.peers(names)
             first, self._epoch = self._epoch + 1, self._epoch + len(peers)
-            way = Way(
+            way = TransferPath(
                 backend=self._backend,
                 run_id=self._run_id,
                 form_s=self._spec.form_timeout_s,
@@ -254,7 +254,7 @@ class WeightSession:
                 else:
                     observe(self._run_id, report)
                     self.version = version
-                    self._served = Served(
+                    self._served = PeerSource(
                         version=version, digest=report.digest, canary=await self._score(version)
                     )
                     return report

@@ -25,12 +25,12 @@ from services.common.models.routers import routing_shape
 from services.rollout.engines.backend import EngineDiedError
 from services.rollout.engines.base import EngineCapabilities, RoutedExperts
 from services.rollout.engines.engine_config import write_sglang_config
-from services.rollout.engines.engine_order import EngineOrder
-from services.rollout.engines.external import PartedEngine
-from services.rollout.engines.request_segments import Chunk, Part, as_told
+from services.rollout.engines.engine_order import EngineConfig
+from services.rollout.engines.external import ExternalEngine
+from services.rollout.engines.request_segments import Segment, TokenChunk, as_told
 
 
-def kernels(order: EngineOrder) -> dict[str, str]:
+def kernels(order: EngineConfig) -> dict[str, str]:
     """Arguments that keep SGLang from kernels whose packages are not installed or were cut down."""
     if order.device.type == "cpu":
         return {}
@@ -53,7 +53,7 @@ def pins_memory() -> bool:
     return True
 
 
-def memory_saver(order: EngineOrder) -> dict[str, bool]:
+def memory_saver(order: EngineConfig) -> dict[str, bool]:
     """Arguments of an engine that gives its GPU memory up from time to time."""
     if not order.sleeps or order.device.type == "cpu":
         return {}
@@ -74,18 +74,18 @@ _IDLE_TIMEOUT_S = 30.0
 _DIED = "the SGLang engine died; its own log lines above say why"
 
 
-def build(order: EngineOrder) -> PartedEngine:
-    """The engine, which starts with its :meth:`PartedEngine.run`."""
+def build(order: EngineConfig) -> ExternalEngine:
+    """The engine, which starts with its :meth:`ExternalEngine.run`."""
     exact = exact_tokens(order.config.to_dict(), "sglang")
     if exact is not None:
         order = replace(order, arguments={"context_length": exact, **order.arguments})
-    return PartedEngine.ordered(SglangBackend(order), order, length_argument="context_length")
+    return ExternalEngine.ordered(SglangBackend(order), order, length_argument="context_length")
 
 
 class SglangBackend:
     """One SGLang engine, in child processes of this one."""
 
-    def __init__(self, order: EngineOrder) -> None:
+    def __init__(self, order: EngineConfig) -> None:
         """Describe the engine; :meth:`serve` starts it.
 
         Args:
@@ -167,7 +167,7 @@ class SglangBackend:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    async def submit(self, part: Part) -> "_Stream":
+    async def submit(self, part: Segment) -> "_Stream":
         """Hand over a part."""
         request = part.request
         sampling = {
@@ -311,7 +311,7 @@ class _Stream:
         self._is_dead = False
         backend.streams.add(self)
 
-    async def next(self) -> Chunk:
+    async def next(self) -> TokenChunk:
         """Return the tokens since the last call."""
         try:
             info = (await self._next)["meta_info"]
@@ -328,7 +328,7 @@ class _Stream:
             self._next = asyncio.ensure_future(anext(self._outputs))
         else:
             self._is_over = True
-        return Chunk(
+        return TokenChunk(
             token_ids=[entry[1] for entry in entries],
             logprobs=[float(entry[0]) for entry in entries],
             cached_tokens=info.get("cached_tokens", 0) if is_first else 0,

@@ -12,7 +12,7 @@ from sglang.srt.distributed.parallel_state import (
 from torch import Tensor
 
 from services.common.models.expert_names import checkpoint_names
-from services.rollout.engines.in_place import obey
+from services.rollout.engines.in_place import handle_weight_command
 from services.rollout.engines.layout import UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
 
@@ -29,7 +29,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """
     ((description, _),) = named_tensors
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    if not obey(description, model, rank=rank, ranks=ranks):
+    if not handle_weight_command(description, model, rank=rank, ranks=ranks):
         _load_all(model, open_shared(description), rank=rank, ranks=ranks)
     _derive(model)
     if torch.cuda.is_available():

@@ -24,7 +24,7 @@ from services.rollout.engines.base import (
     check_scorable,
     check_tensors,
 )
-from services.rollout.engines.engine_order import EngineOrder
+from services.rollout.engines.engine_order import EngineConfig
 from services.rollout.engines.stop_texts import Decode
 from services.rollout.engines.torch.decoding import DecodeBatch
 from services.weightsync.arena import copy_all
@@ -47,7 +47,7 @@ def use_decoding_kernels(model: PreTrainedModel) -> None:
         model.set_experts_implementation("eager")
 
 
-def build(order: EngineOrder) -> "TorchEngine":
+def build(order: EngineConfig) -> "TorchEngine":
     """The engine with a model of random weights."""
     torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))
     return TorchEngine(

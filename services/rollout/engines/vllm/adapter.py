@@ -25,9 +25,9 @@ from services.common.models.routers import routing_shape
 from services.rollout.engines.backend import EngineDiedError
 from services.rollout.engines.base import EngineCapabilities, RoutedExperts, VersionRun
 from services.rollout.engines.engine_config import engine_config
-from services.rollout.engines.engine_order import EngineOrder
-from services.rollout.engines.external import PartedEngine
-from services.rollout.engines.request_segments import Chunk, Part, as_told, part_seed
+from services.rollout.engines.engine_order import EngineConfig
+from services.rollout.engines.external import ExternalEngine
+from services.rollout.engines.request_segments import Segment, TokenChunk, as_told, segment_seed
 from services.rollout.engines.vllm.first_token import FirstToken
 from services.rollout.engines.vllm.start import start
 
@@ -38,16 +38,16 @@ _DIED = "the vLLM engine died; its own log lines above say why"
 _STREAM_INTERVAL = 16
 
 
-def build(order: EngineOrder) -> PartedEngine:
-    """The engine, which starts with its :meth:`PartedEngine.run`."""
+def build(order: EngineConfig) -> ExternalEngine:
+    """The engine, which starts with its :meth:`ExternalEngine.run`."""
     backend = VllmBackend(order)
-    return PartedEngine.ordered(backend, order, length_argument="max_model_len", freezer=backend)
+    return ExternalEngine.ordered(backend, order, length_argument="max_model_len", freezer=backend)
 
 
 class VllmBackend:
     """One vLLM engine, in a child process of this one."""
 
-    def __init__(self, order: EngineOrder) -> None:
+    def __init__(self, order: EngineConfig) -> None:
         """Describe the engine; :meth:`serve` starts it.
 
         Args:
@@ -104,7 +104,7 @@ class VllmBackend:
             self._end_streams()
             llm.shutdown()
 
-    async def submit(self, part: Part) -> "_Stream":
+    async def submit(self, part: Segment) -> "_Stream":
         """Hand over a part."""
         return await self._ask(
             part.part_id, part.context_ids, self._sampling(part), part.cache_salt
@@ -119,7 +119,7 @@ class VllmBackend:
         for name in ended:
             if (stream := self._streams.pop(name, None)) is None:
                 continue  # it ended by itself meanwhile
-            stream.end(Chunk(token_ids=(), logprobs=(), finish_reason="abort"))
+            stream.end(TokenChunk(token_ids=(), logprobs=(), finish_reason="abort"))
 
     async def freeze(self) -> None:
         """Stop between two steps; parts keep their place, their tokens and their cache."""
@@ -236,14 +236,14 @@ class VllmBackend:
             await self.llm.engine_core.add_request_async(request)
         return stream
 
-    def _sampling(self, part: Part) -> SamplingParams:
+    def _sampling(self, part: Segment) -> SamplingParams:
         request = part.request
         experts = {} if self.routing is None else {"routed_experts_prompt_start": part.experts_from}
         return SamplingParams(
             **experts,
             max_tokens=part.max_tokens,
             temperature=request.temperature,
-            seed=part_seed(request.seed, part.draw_offset) if self.capabilities.seeds else None,
+            seed=segment_seed(request.seed, part.draw_offset) if self.capabilities.seeds else None,
             logprobs=0,
             stop_token_ids=sorted(request.stop_token_ids),
             ignore_eos=True,
@@ -297,7 +297,7 @@ class _Stream:
         self._name = name
         self.part_id = part_id
         self._outputs: deque[EngineCoreOutput] = deque()
-        self._end: Chunk | EngineDiedError | None = None
+        self._end: TokenChunk | EngineDiedError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: EngineCoreOutput) -> None:
@@ -305,17 +305,17 @@ class _Stream:
         self._outputs.append(output)
         self._wake()
 
-    def end(self, end: Chunk | EngineDiedError) -> None:
+    def end(self, end: TokenChunk | EngineDiedError) -> None:
         """Nothing comes any more: tell how it ended."""
         self._end = end
         self._wake()
 
-    async def next(self) -> Chunk:
+    async def next(self) -> TokenChunk:
         """Return the tokens since the last call."""
         output = await self.output()
-        return output if isinstance(output, Chunk) else self._chunk(output)
+        return output if isinstance(output, TokenChunk) else self._chunk(output)
 
-    async def output(self) -> EngineCoreOutput | Chunk:
+    async def output(self) -> EngineCoreOutput | TokenChunk:
         """What vLLM sent next, or the last chunk. Raises EngineDiedError."""
         while not self._outputs and self._end is None:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -331,15 +331,15 @@ class _Stream:
         """End the part if it still runs."""
         await self._backend.give_up(self._name)
 
-    def _chunk(self, output: EngineCoreOutput) -> Chunk:
+    def _chunk(self, output: EngineCoreOutput) -> TokenChunk:
         reason = None if output.finish_reason is None else str(output.finish_reason)
         if reason == "error":
             raise EngineDiedError(f"vLLM could not go on with {self.part_id!r}; its log says why")
         if output.new_logprobs is None:
-            return Chunk(token_ids=(), logprobs=(), finish_reason=reason)
+            return TokenChunk(token_ids=(), logprobs=(), finish_reason=reason)
         self._backend.first_token.came()
         eras, logprobs = output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs
-        return Chunk(
+        return TokenChunk(
             token_ids=output.new_token_ids,
             logprobs=logprobs.tolist(),
             version_runs=self._backend.versions_of(eras.tolist(), len(output.new_token_ids)),

@@ -15,7 +15,7 @@ from vllm.distributed.aux_output_connector.worker import (
 from vllm.model_executor.layers import utils
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from services.rollout.engines.vllm.scheduler import GatheringScheduler
+from services.rollout.engines.vllm.scheduler import BatchingScheduler
 from services.rollout.engines.vllm.worker import WeightLoader
 
 _custom_ops._supports_onednn = False  # noqa: SLF001 -- no setting of vLLM's says it
@@ -26,7 +26,7 @@ class PlainWeightLoader(WeightLoader):
     """The loader, and weights as checkpoints have them."""
 
 
-class TellingScheduler(GatheringScheduler):
+class RoutingScheduler(BatchingScheduler):
     """Our scheduler, which sends experts with the tokens."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -36,7 +36,7 @@ class TellingScheduler(GatheringScheduler):
         vllm_config.aux_output_config.enable_return_routed_experts = False
 
 
-class TellingWorker(CPUWorker):  # type: ignore[misc]
+class RoutingWorker(CPUWorker):  # type: ignore[misc]
     """A worker whose outputs have the experts of each step's tokens."""
 
     _connector: AuxOutputWorkerConnector

@@ -33,7 +33,7 @@ class _Gathered:
     """Of the tokens that were computed since, where vLLM tells them."""
 
 
-class Gatherer:
+class TokenBatcher:
     """Holds tokens back until a request has enough of them, or ends.
 
     Args:
@@ -106,7 +106,7 @@ class _Gathering:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._gatherer = Gatherer(self.scheduler_config.stream_interval)  # type: ignore[attr-defined]
+        self._gatherer = TokenBatcher(self.scheduler_config.stream_interval)  # type: ignore[attr-defined]
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         """Take in a step's tokens; returns what is sent to each client."""
@@ -130,9 +130,9 @@ class _Gathering:
         super().set_pause_state(pause_state)  # type: ignore[misc]
 
 
-class GatheringScheduler(_Gathering, Scheduler):  # type: ignore[misc]
+class BatchingScheduler(_Gathering, Scheduler):  # type: ignore[misc]
     """For steps one after the other."""
 
 
-class GatheringAsyncScheduler(_Gathering, AsyncScheduler):  # type: ignore[misc]
+class BatchingAsyncScheduler(_Gathering, AsyncScheduler):  # type: ignore[misc]
     """For steps that are scheduled while the one before still runs."""

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import make_online_proces
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from services.common.models.expert_names import checkpoint_names, is_fused_on_hub
-from services.rollout.engines.in_place import obey
+from services.rollout.engines.in_place import handle_weight_command
 from services.rollout.engines.layout import UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
 
@@ -87,7 +87,7 @@ class WeightLoader:
             description: Of the shared tensors, or an order of :mod:`services.rollout.engines.in_place`.
         """
         model = self.model_runner.model
-        if obey(description, model, **_place(model)):
+        if handle_weight_command(description, model, **_place(model)):
             self._wait()
             return True
         tensors = open_shared(description)

@@ -15,7 +15,7 @@ from services.controller.store import ledgers
 from services.controller.store.database import Database
 from services.controller.store.records import NewRun, Note
 from services.controller.store.runs import RunStore
-from services.transferqueue.samples.store import SampleStore, Told, store_path
+from services.transferqueue.samples.store import SampleRecord, SampleStore, store_path
 from tests.helpers.rest import SPEC
 
 # Title, screen, clipboard (OSC 52), C1's CSI, a line turned round, a carriage return, rich's markup.
@@ -79,7 +79,9 @@ def folder(tmp_path, monkeypatch):
     record = {"facts": facts, "prompt": HOSTILE, "response": HOSTILE, "answer": HOSTILE}
     record |= {"turns": [{"is_sampled": True, "text": HOSTILE, "num_tokens": 2}], "vocabulary": {}}
     SampleStore(store_path(state / "samples", NEW)).write(
-        [Told(sample_id="g1.0", record=record, columns=COLUMNS)], max_bytes=1 << 30, max_steps=0
+        [SampleRecord(sample_id="g1.0", record=record, columns=COLUMNS)],
+        max_bytes=1 << 30,
+        max_steps=0,
     )
     return state
 

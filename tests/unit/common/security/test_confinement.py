@@ -17,8 +17,8 @@ from services.common.errors import FailedPreconditionError
 from services.common.runspec.keys import fields_of
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.runspec.run import RunSpec
-from services.common.security.confinement import KINDS, Allowance
-from services.common.security.secrets import plain_secrets, with_secrets
+from services.common.security.confinement import KINDS, CodePolicy
+from services.common.security.secrets import find_plain_secrets, with_secrets
 
 
 def spec_with(**changes):
@@ -55,11 +55,11 @@ def roots(tmp_path):
 
 
 def strays(spec, roots, **also):
-    return Allowance(roots=tuple(roots), code_roots=tuple(roots), **also).problems(spec)
+    return CodePolicy(roots=tuple(roots), code_roots=tuple(roots), **also).problems(spec)
 
 
 def strays_here(spec, roots, **also):
-    return Allowance(roots=tuple(roots), code_roots=tuple(roots), **also).problems_here(spec)
+    return CodePolicy(roots=tuple(roots), code_roots=tuple(roots), **also).problems_here(spec)
 
 
 def test_no_roots_allow_everything():
@@ -193,13 +193,13 @@ def test_presets_are_no_modules(roots):
 
 def test_values_that_look_like_secrets_are_refused():
     spec = spec_with(**reward("exact_match", api_key="abc", nested={"password": "x"}, tokens="ok"))
-    problems = plain_secrets(spec)
+    problems = find_plain_secrets(spec)
     assert [problem.partition(":")[0] for problem in problems] == [
         "rollout.rewards.0.arguments.api_key",
         "rollout.rewards.0.arguments.nested.password",
     ]
     assert "abc" not in "".join(problems)
-    assert plain_secrets(spec_with(**reward("exact_match", api_key={"secret": "KEY"}))) == []
+    assert find_plain_secrets(spec_with(**reward("exact_match", api_key={"secret": "KEY"}))) == []
 
 
 def test_a_worker_fills_secrets_in(tmp_path):
@@ -245,7 +245,7 @@ def test_folders_with_data_are_no_folders_with_code(roots, monkeypatch):
     """A model cache holds what strangers wrote."""
     (roots[0] / "downloaded_for_test.py").write_text("def score(): ...\n")
     monkeypatch.syspath_prepend(str(roots[0]))
-    allowance = Allowance(roots=tuple(roots), code_roots=(roots[0] / "code",))
+    allowance = CodePolicy(roots=tuple(roots), code_roots=(roots[0] / "code",))
     inside = source(str(roots[0] / "train.jsonl"))
     assert allowance.problems(spec_with(**inside)) == []
     for name in (f"{roots[0]}/downloaded.py:score", "downloaded_for_test:score"):
@@ -415,7 +415,7 @@ def problems_of(key, name, allowance):
 @pytest.mark.parametrize("key", CODE)
 def test_no_code_outside_of_the_roots_is_imported(folders, tmp_path, key):
     code, outside = folders
-    allowance = Allowance(roots=(tmp_path,), code_roots=(code,))
+    allowance = CodePolicy(roots=(tmp_path,), code_roots=(code,))
     assert problems_of(key, f"{code}/good.py:é", allowance) == []
     for name in OUTSIDE:
         named = name.format(code=code, outside=outside)
@@ -439,7 +439,7 @@ def test_what_the_loader_imports_the_gate_has_judged(folders, tmp_path):
     middles += ["package_for_test.below", "package_for_test..below", f"{code}/x.zip/evil"]
     ends = [".py:f", ".py:é", ":f", ":é", ".py:", ".py::f", ".py:f:", ".py:f\n", ".py\n:f", ".PY:f"]
     ends += [".py/:f", ".py.:f", ".pyc:f", ".py:f.g", ".py:f ", ".py\0:f", "", ":", ".py:__doc__"]
-    allowance, loaded = Allowance(roots=(tmp_path,), code_roots=(code,)), 0
+    allowance, loaded = CodePolicy(roots=(tmp_path,), code_roots=(code,)), 0
     for _ in range(500):
         start = "".join(draw.choices(starts, k=draw.choice((0, 0, 1, 2))))
         name = start + draw.choice(middles) + draw.choice(ends)
@@ -472,7 +472,7 @@ def test_names_of_arguments_are_no_names_of_keys(roots, changes):
 
 def test_functions_of_verifiers_are_judged_as_verifiers_loads_them(folders, tmp_path):
     code, outside = folders
-    allowance = Allowance(roots=(tmp_path,), code_roots=(code,))
+    allowance = CodePolicy(roots=(tmp_path,), code_roots=(code,))
 
     def problems(path="package_for_test", **arguments):
         return allowance.problems_here(spec_with(**source(path, "verifiers", **arguments)))
@@ -527,7 +527,7 @@ def test_paths_mean_what_the_loader_of_data_opens(roots, path):
     ],
 )
 def test_secrets_are_found_under_any_name(arguments):
-    (problem,) = plain_secrets(spec_with(**reward("exact_match", **arguments)))
+    (problem,) = find_plain_secrets(spec_with(**reward("exact_match", **arguments)))
     assert problem.startswith("rollout.rewards.0.arguments")
     assert '{"secret": "NAME"}' in problem
     for text in ("abc", "pw@", "0123456789"):
@@ -545,7 +545,7 @@ def test_what_is_no_secret_may_be_written():
         "keys": ["token", "word", "x"],
         "sort_key": "a",
     }
-    assert plain_secrets(spec_with(**reward("exact_match", **arguments))) == []
+    assert find_plain_secrets(spec_with(**reward("exact_match", **arguments))) == []
     named = spec_with(**reward("https://user:pw@judge.example/score"))
-    (problem,) = plain_secrets(named)
+    (problem,) = find_plain_secrets(named)
     assert problem.startswith("rollout.rewards.0.name")

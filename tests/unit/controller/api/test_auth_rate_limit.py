@@ -3,7 +3,7 @@
 import pytest
 
 from services.common.errors import UnauthenticatedError
-from services.controller.api.auth_rate_limit import Strangers
+from services.controller.api.auth_rate_limit import AuthRateLimit
 from services.controller.api.principals import Principal
 from services.controller.api.request_limits import RateLimitedError
 from services.controller.api.run_api import RunApi
@@ -48,14 +48,14 @@ async def test_unknown_tokens_are_looked_for_at_a_rate_and_known_ones_always():
 
 def test_time_and_right_tokens_make_up_for_unknown_ones():
     now = 0.0
-    strangers = Strangers(clock=lambda: now)
+    auth_rate_limit = AuthRateLimit(clock=lambda: now)
     for _ in range(1000):
-        strangers.admit("here")
-        strangers.forgive("here")
+        auth_rate_limit.admit("here")
+        auth_rate_limit.forgive("here")
     for _ in range(50):
-        strangers.admit("here")
+        auth_rate_limit.admit("here")
     with pytest.raises(RateLimitedError) as refused:
-        strangers.admit("here")
+        auth_rate_limit.admit("here")
     assert float(refused.value.metadata["retry_after_s"]) == pytest.approx(0.1)
     now = 0.1
-    strangers.admit("here")
+    auth_rate_limit.admit("here")

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from services.common.security.confinement import Allowance
+from services.common.security.confinement import CodePolicy
 from services.controller.api import auth_rate_limit, errors
 from services.controller.api.principals import TokenStore
 from tests.helpers.rest import SPEC, client_of, named, open_manager, save
@@ -181,7 +181,7 @@ async def test_tokens_separate_projects_and_roles(manager, database, tmp_path):
 
 async def test_what_the_installation_does_not_allow_is_refused(database, tmp_path):
     async with (
-        open_manager(database, allowance=Allowance(roots=(tmp_path,))) as confined,
+        open_manager(database, allowance=CodePolicy(roots=(tmp_path,))) as confined,
         client_of(confined, database, tmp_path) as client,
     ):
         for query in ({}, {"validate_only": True}):

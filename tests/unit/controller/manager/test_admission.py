@@ -8,7 +8,7 @@ import pytest
 from services.common.runspec.loader import canonical_json, parse_spec
 from services.controller.manager.admission import admit
 from services.controller.rules.run_state import RunEvent, RunState
-from services.controller.run.state.requests import needs_of
+from services.controller.run.state.requests import resource_needs
 from services.controller.settings import Limits
 from services.controller.store.records import NewRun
 from services.controller.store.runs import RunStore
@@ -34,7 +34,7 @@ def queue(store, number, *, replicas=1, project="default", priority=0, timeout_s
         name=f"run-{number}",
         spec_json=canonical_json(parse_spec(spec)),
         spec_digest="d",
-        needs=needs_of(parse_spec(spec)),
+        needs=resource_needs(parse_spec(spec)),
         project=project,
         priority=priority,
     )

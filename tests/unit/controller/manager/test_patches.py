@@ -7,7 +7,7 @@ import pytest
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec
 from services.controller.manager.changes import patched_spec
 from services.controller.models import RunPatch
-from services.controller.run.state.requests import needs_of
+from services.controller.run.state.requests import resource_needs
 from tests.helpers.rest import named
 
 
@@ -32,6 +32,6 @@ def test_rollouts_on_the_trainers_gpus_stay_as_many():
 
 
 def test_gpus_that_both_sides_use_count_once():
-    assert needs_of(spec_of("disaggregated")).gpus == 4
-    assert needs_of(spec_of("colocated")).gpus == 2
-    assert needs_of(spec_of("mixed")).gpus == 3
+    assert resource_needs(spec_of("disaggregated")).gpus == 4
+    assert resource_needs(spec_of("colocated")).gpus == 2
+    assert resource_needs(spec_of("mixed")).gpus == 3

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.controller.planning.gpu_splits import Room, plan_splits
+from services.controller.planning.gpu_splits import GpuCapacity, plan_splits
 from services.controller.planning.lengths import Geometric
 from services.controller.planning.rates import DecodeTime, Rates, Setting
 
@@ -23,7 +23,7 @@ def _in_turns(way):
 
 
 def planned(rates=RATES, *, gpus=4, bounds=(0, 1, 4), **changes):
-    room = Room(
+    room = GpuCapacity(
         gpus=gpus,
         **{k: changes.pop(k) for k in ("engine_gpus",) if k in changes} or {"engine_gpus": 1},
     )
@@ -88,24 +88,24 @@ def test_a_plan_of_which_nothing_fits_says_why():
 
 
 def test_many_gpus_are_not_tried_one_by_one():
-    assert len(Room(gpus=512, engine_gpus=1).trainer_sizes()) <= 8
+    assert len(GpuCapacity(gpus=512, engine_gpus=1).trainer_sizes()) <= 8
 
 
 def test_turns_on_all_gpus_are_tried_where_they_may_be():
     found = planned(gpus=4, bounds=(0, 1), may_take_turns=lambda way: way.max_staleness < 2)
-    turns = [split.setting for split in found.splits if split.setting.takes_turns]
+    turns = [split.setting for split in found.splits if split.setting.is_colocated]
     assert [(s.trainer_gpus, s.rollouts, s.in_turns, s.placement) for s in turns[::2]] == [
         *((1, 4, 1, "mixed"), (2, 4, 2, "mixed"), (3, 4, 3, "mixed"), (4, 4, 4, "colocated")),
     ]
     assert [s.max_staleness for s in turns] == 4 * [0, 1]
     assert all(s.gpus == 4 for s in turns)
-    assert not [split for split in planned().splits if split.setting.takes_turns]
+    assert not [split for split in planned().splits if split.setting.is_colocated]
 
 
 def test_one_gpu_can_only_be_used_in_turns():
     (split,) = planned(gpus=1, bounds=(0,), may_take_turns=_in_turns).splits
     assert (split.setting.trainer_gpus, split.setting.rollouts) == (1, 1)
-    assert split.setting.takes_turns
+    assert split.setting.is_colocated
     with pytest.raises(ValueError, match=r"1 GPU.* not enough to split"):
         planned(gpus=1, bounds=(0,))
 
@@ -113,5 +113,7 @@ def test_one_gpu_can_only_be_used_in_turns():
 def test_turns_are_recommended_where_handovers_cost_little():
     quick = replace(RATES, handover_s=0.0, transfer_s=0.0, copy_s=0.0, stall_s=0.0)
     slow = replace(RATES, handover_s=60.0)
-    assert planned(quick, gpus=2, bounds=(0,), may_take_turns=_in_turns).best.setting.takes_turns
-    assert not planned(slow, gpus=2, bounds=(0,), may_take_turns=_in_turns).best.setting.takes_turns
+    assert planned(quick, gpus=2, bounds=(0,), may_take_turns=_in_turns).best.setting.is_colocated
+    assert not planned(
+        slow, gpus=2, bounds=(0,), may_take_turns=_in_turns
+    ).best.setting.is_colocated

@@ -3,7 +3,7 @@
 import pytest
 
 from services.controller.planning.advice import advise
-from services.controller.planning.inputs import with_given
+from services.controller.planning.inputs import with_overrides
 from services.controller.planning.lengths import Geometric, Measured
 from services.controller.planning.measured import TooFewStepsError, rates_of, waited
 from services.controller.planning.rates import Setting
@@ -119,7 +119,7 @@ def test_nothing_is_promised_where_the_prediction_is_off():
 
 def test_given_rates_replace_others():
     _, rates = measured()
-    found = with_given(
+    found = with_overrides(
         rates,
         {"stall_s": 0.5, "lengths": {"geometric": {"mean_tokens": 9, "max_tokens": 20}}},
     )
@@ -147,7 +147,7 @@ def test_given_rates_replace_others():
 def test_given_nonsense_is_refused_with_its_key(document, words):
     _, rates = measured()
     with pytest.raises(ValueError, match=words):
-        with_given(rates, document)
+        with_overrides(rates, document)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class Run(RuleBasedStateMachine):
     # What rollouts and controller do.
 
     @rule(worker=st.sampled_from(WORKERS), decodes=st.booleans())
-    def hand_out(self, worker, decodes):
+    def dispatch(self, worker, decodes):
         """As the dispatcher does: resumed groups first, then those that the gate lets in."""
         served = self.published + self.offset
         free = PLACES - self.ledger.count(*RUNNING)

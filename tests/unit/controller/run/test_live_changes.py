@@ -22,8 +22,8 @@ def workers(monkeypatch) -> Workers:
     return workers
 
 
-async def submitted(manager, **parts) -> str:
-    return (await manager.create(Submission(spec=specification(**parts))))[0].run_id
+async def submitted(manager, **connections) -> str:
+    return (await manager.create(Submission(spec=specification(**connections))))[0].run_id
 
 
 async def patched(manager, run_id, patch) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.errors import UnavailableError
-from services.controller.run.publisher import Publishing
+from services.controller.run.publisher import Publisher
 from services.controller.run.weights.session import SyncReport
 
 
@@ -55,51 +55,51 @@ def rollout(name):
     return SimpleNamespace(worker_id=name, weight_version=-1)
 
 
-def publishing(parts):
-    return Publishing(
+def publisher(connections):
+    return Publisher(
         spec=SimpleNamespace(num_steps=9),
         journal=SimpleNamespace(note=nothing),
-        parts=parts,
+        connections=connections,
         ledger=None,
-        generation=SimpleNamespace(published=parts.opened.append),
+        generation=SimpleNamespace(published=connections.opened.append),
         evaluator=SimpleNamespace(published=nothing),
-        shifts=parts,
+        gpu_time_sharing=connections,
         progress=SimpleNamespace(synced=lambda report: None, summary=lambda ledger: {}),
         version_offset=100,
     )
 
 
 async def test_versions_that_are_overtaken_are_never_sent():
-    parts = Parts()
-    one = publishing(parts)
-    parts.may_publish.clear()
+    connections = Parts()
+    one = publisher(connections)
+    connections.may_publish.clear()
     task = asyncio.create_task(one.run())
     for step in (1, 2, 3):
         await one.offer(step)
         assert one.is_busy
-    parts.may_publish.set()
+    connections.may_publish.set()
     await one.served(2)
-    assert parts.published == [103]
-    assert parts.opened == [3]
-    assert parts.serving[0].weight_version == 103
+    assert connections.published == [103]
+    assert connections.opened == [3]
+    assert connections.serving[0].weight_version == 103
     await one.settled()
     assert not one.is_busy
     task.cancel()
 
 
 async def test_what_was_served_before_opens_the_gate_and_is_not_sent_again():
-    parts = Parts()
-    one = publishing(parts)
+    connections = Parts()
+    one = publisher(connections)
     task = asyncio.create_task(one.run())
     await one.already(4)
     await one.served(4)
-    assert (parts.published, parts.opened) == ([], [4])
+    assert (connections.published, connections.opened) == ([], [4])
     task.cancel()
 
 
 async def test_a_rollout_that_joins_gets_what_is_served_and_nothing_is_evaluated_again():
-    parts, evaluated = Parts(), []
-    one = publishing(parts)
+    connections, evaluated = Parts(), []
+    one = publisher(connections)
 
     async def published(version, **kwargs):
         evaluated.append(version)
@@ -112,15 +112,15 @@ async def test_a_rollout_that_joins_gets_what_is_served_and_nothing_is_evaluated
     assert await one.admit([late])
     assert one.is_busy
     await one.all_serve()
-    assert (parts.published, evaluated, late.weight_version) == ([101, 101], [101], 101)
-    assert parts.opened == [1, 1]
+    assert (connections.published, evaluated, late.weight_version) == ([101, 101], [101], 101)
+    assert connections.opened == [1, 1]
     assert not one.is_busy
     task.cancel()
 
 
 async def test_a_rollout_that_joins_waits_for_the_next_version_where_no_copy_is_left():
-    parts = Parts()
-    one = publishing(parts)
+    connections = Parts()
+    one = publisher(connections)
     task = asyncio.create_task(one.run())
     await one.already(4)
     late = rollout("rollout-1")
@@ -128,52 +128,52 @@ async def test_a_rollout_that_joins_waits_for_the_next_version_where_no_copy_is_
     assert not one.is_busy
     await one.offer(5)
     await one.all_serve()
-    assert (parts.published, late.weight_version) == ([105], 105)
+    assert (connections.published, late.weight_version) == ([105], 105)
     task.cancel()
 
 
 async def test_in_turns_nothing_is_published_for_a_rollout_that_joins_alone():
-    parts = Parts()
-    one = publishing(parts)
+    connections = Parts()
+    one = publisher(connections)
     task = asyncio.create_task(one.run())
     await one.offer(1)
     await one.served(1)
-    parts.are_needed = True
+    connections.are_needed = True
     late = rollout("rollout-1")
     assert await one.admit([late])
     assert not one.is_busy
     await one.offer(2)
     await one.all_serve()
-    assert (parts.published, late.weight_version) == ([101, 102], 102)
+    assert (connections.published, late.weight_version) == ([101, 102], 102)
     task.cancel()
 
 
 async def test_what_a_peer_has_sent_is_not_sent_again():
-    parts = Parts()
-    one = publishing(parts)
+    connections = Parts()
+    one = publisher(connections)
     task = asyncio.create_task(one.run())
     await one.offer(1)
     await one.served(1)
-    late, parts.near = rollout("rollout-1"), ["rollout-1"]
+    late, connections.near = rollout("rollout-1"), ["rollout-1"]
     assert await one.admit([late])
     await one.all_serve()
-    assert (parts.published, parts.opened, late.weight_version) == ([101], [1, 1], 101)
+    assert (connections.published, connections.opened, late.weight_version) == ([101], [1, 1], 101)
     task.cancel()
 
 
 async def test_a_rollout_that_weights_do_not_reach_is_not_waited_for():
-    parts = Parts()
-    parts.is_reached = False
-    one = publishing(parts)
+    connections = Parts()
+    connections.is_reached = False
+    one = publisher(connections)
     assert not await one.admit([rollout("rollout-1")])
     await one.all_serve()
 
 
 async def test_a_rollout_that_took_no_part_is_a_loss():
-    parts = Parts()
-    parts.lost = ("rollout-0",)
-    one = publishing(parts)
+    connections = Parts()
+    connections.lost = ("rollout-0",)
+    one = publisher(connections)
     await one.offer(1)
     with pytest.raises(UnavailableError, match="rollout-0 did not take part"):
         await one.run()
-    assert not parts.opened
+    assert not connections.opened

@@ -6,7 +6,7 @@ from typing import Any
 from services.common.batch import KVBatchMeta
 from services.controller.rules.ledger import Ledger
 from services.controller.run.dispatch.sample_index import GroupSamples
-from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.state.requests import CurrentSpec
 from tests.helpers.specs import spec_with
 
@@ -27,8 +27,12 @@ EQUAL = GroupSamples(BATCH, range(2))
 
 def test_as_many_groups_are_replaced_for_each_batch_as_for_the_first() -> None:
     ledger, anything = Ledger(max_attempts=3), SimpleNamespace(gate=None)
-    parts: dict[str, Any] = dict.fromkeys(("order", "journal", "replicas", "stored"), anything)
-    generation = Generation(CurrentSpec(SPEC), ledger=ledger, handout=anything, **parts)
+    connections: dict[str, Any] = dict.fromkeys(
+        ("order", "journal", "replicas", "stored"), anything
+    )
+    generation = GenerationScheduler(
+        CurrentSpec(SPEC), ledger=ledger, dispatcher=anything, **connections
+    )
 
     def num_replaced() -> int:
         count = 0

@@ -11,12 +11,12 @@ from services.controller.rules.groups import GroupState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.placement import split
 from services.controller.rules.prompts import Mixture, PromptOrder
-from services.controller.run.dispatch.dispatcher import Handout
-from services.controller.run.dispatch.rollout_pool import Replicas
-from services.controller.run.dispatch.sample_index import StoredGroups
-from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.dispatch.dispatcher import Dispatcher
+from services.controller.run.dispatch.rollout_pool import RolloutPool
+from services.controller.run.dispatch.sample_index import SampleIndex
+from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.state.requests import CurrentSpec
-from services.transferqueue.types import Loss
+from services.transferqueue.types import LostSamples
 from tests.helpers.specs import spec_with
 
 SPEC = spec_with(
@@ -58,10 +58,10 @@ class Queue:
 
     async def watch_losses(self, partition):
         for keys in self.losses:
-            yield Loss(keys=keys, shard_id="shard-1")
+            yield LostSamples(keys=keys, shard_id="shard-1")
 
 
-class Rollouts(Replicas):
+class Rollouts(RolloutPool):
     """Three rollouts that take everything."""
 
     def __init__(self):
@@ -92,7 +92,7 @@ class Run:
         self.queue, self.rollouts = Queue(), Rollouts()
         self.ledger, self.now = ledger or Ledger(max_attempts=3), 1.0
         order = PromptOrder(Mixture({"train": 10}), seed=0, shuffle=False)
-        stored = StoredGroups(self.queue, "run_1/train", group_size=5, required_fields=())
+        stored = SampleIndex(self.queue, "run_1/train", group_size=5, required_fields=())
         shared = {
             "ledger": self.ledger,
             "order": order,
@@ -102,20 +102,20 @@ class Run:
         }
         clock = SimpleNamespace(monotonic=lambda: self.now)
         self.spec = CurrentSpec(SPEC)
-        self.handout = Handout(self.spec, "run_1", clock=clock, **shared)
-        self.handout.published_step = 0
-        self.generation = Generation(self.spec, handout=self.handout, **shared)
+        self.dispatcher = Dispatcher(self.spec, "run_1", clock=clock, **shared)
+        self.dispatcher.published_step = 0
+        self.generation = GenerationScheduler(self.spec, dispatcher=self.dispatcher, **shared)
 
     @property
     def group(self):
         (group,) = self.ledger.in_state(*GroupState)
         return group
 
-    async def hand_out(self):
+    async def dispatch(self):
         """Hand out; returns the members that each rollout got."""
         self.rollouts.started.clear()
         async with asyncio.TaskGroup() as starts:
-            await self.handout.hand_out(starts)
+            await self.dispatcher.dispatch(starts)
         return {name: given.members for name, given in self.rollouts.started.items()}
 
     async def bring(self, *members, attempt):
@@ -157,7 +157,7 @@ class Run:
 
 async def test_a_group_that_finds_no_room_in_one_rollout_is_shared_and_whole_in_the_end():
     run = Run()
-    shares = await run.hand_out()
+    shares = await run.dispatch()
     assert shares == {"rollout-0": (0, 1), "rollout-1": (2, 3), "rollout-2": (4,)}
     given = run.rollouts.started.values()
     assert len({seed for assignment in given for seed in assignment.seeds}) == 5
@@ -173,7 +173,7 @@ async def test_a_group_that_finds_no_room_in_one_rollout_is_shared_and_whole_in_
 
 async def test_what_one_rollout_put_aside_goes_on_without_what_the_others_brought():
     run = Run()
-    await run.hand_out()
+    await run.dispatch()
     await run.fail("rollout-0", "interrupted", num_unfinished=2, num_tokens=7)
     await run.fail("rollout-0", "interrupted", num_unfinished=2, num_tokens=7)
     assert run.group.state is GroupState.GENERATING
@@ -181,7 +181,7 @@ async def test_what_one_rollout_put_aside_goes_on_without_what_the_others_brough
     await run.fail("rollout-1", "interrupted", num_unfinished=1, num_tokens=5)
     assert run.group.state is GroupState.PARTIAL
     assert (run.group.num_unfinished, run.group.num_tokens) == (3, 12)
-    shares = await run.hand_out()
+    shares = await run.dispatch()
     assert sorted(shares.values()) == [(0, 1), (2, 3)]
     await run.bring(0, 1, attempt=1)
     assert run.queue.released == [f"{run.group.group_id}.{member}" for member in (0, 1)]
@@ -192,18 +192,18 @@ async def test_what_one_rollout_put_aside_goes_on_without_what_the_others_brough
 
 async def test_a_share_whose_brother_was_put_aside_ends_the_try_when_it_arrives():
     run = Run()
-    await run.hand_out()
+    await run.dispatch()
     await run.bring(2, 3, attempt=1)
     await run.fail("rollout-0", "interrupted")
     await run.bring(4, attempt=1)
     assert run.group.state is GroupState.PARTIAL
-    assert await run.hand_out() == {"rollout-0": (0, 1)}
+    assert await run.dispatch() == {"rollout-0": (0, 1)}
 
 
 @pytest.mark.parametrize("reason", ["reward_timeout", "publish_failed"])
 async def test_a_share_that_fails_ends_the_others_and_the_whole_group_begins_again(reason):
     run = Run()
-    await run.hand_out()
+    await run.dispatch()
     await run.bring(2, 3, attempt=1)
     await run.fail("rollout-0", reason)
     name = run.group.group_id
@@ -212,7 +212,7 @@ async def test_a_share_that_fails_ends_the_others_and_the_whole_group_begins_aga
     assert run.queue.released == [f"{name}.2", f"{name}.3"]
     await run.bring(4, attempt=1)
     assert run.queue.released[2:] == [f"{name}.4"]
-    shares = await run.hand_out()
+    shares = await run.dispatch()
     assert sorted(member for members in shares.values() for member in members) == [0, 1, 2, 3, 4]
 
 
@@ -220,7 +220,7 @@ async def test_groups_for_which_there_is_no_room_are_told_of_once_a_step():
     run = Run()
     for steps in (1, 2):
         for _ in range(3):
-            await run.hand_out()
+            await run.dispatch()
             await run.fail("rollout-0", "publish_failed")
         assert run.generation._journal.told == ["GroupFailed"] * steps
         run.generation.batch_taken()
@@ -228,13 +228,13 @@ async def test_groups_for_which_there_is_no_room_are_told_of_once_a_step():
 
 async def test_a_group_of_rollouts_that_make_no_token_is_taken_from_all_of_them():
     run = Run()
-    await run.hand_out()
+    await run.dispatch()
     began = run.group.oldest_version
     await run.bring(2, 3, attempt=1)
     for hours in range(3):
         run.now = hours * 3600.0
         run.rollouts._workers["rollout-0"].gauges["tokens_total"] = min(hours, 1)
-        await run.handout.take_back_stalled()
+        await run.dispatcher.reclaim_stalled()
         # However old it is, what moves is left alone.
         assert (run.group.state is GroupState.PARTIAL) == (hours == 2)
     name = run.group.group_id
@@ -243,12 +243,12 @@ async def test_a_group_of_rollouts_that_make_no_token_is_taken_from_all_of_them(
     assert run.rollouts.put_aside_by_name == [name]
     # Those too that the controller has not seen, because a worker that adds to them is gone.
     assert run.queue.released == [f"{name}.{member}" for member in range(5)]
-    assert not run.handout.shares.workers(name)
+    assert not run.dispatcher.shares.workers(name)
 
 
 async def test_shared_groups_begin_again_when_the_controller_does():
     run = Run()
-    await run.hand_out()
+    await run.dispatch()
     again = Run(run.ledger)
     await again.generation.restore((), is_queue_empty=False)
     assert again.group.state is GroupState.PENDING
@@ -268,7 +268,7 @@ def test_shares_are_equal_as_far_as_that_goes():
 @pytest.mark.parametrize("members", [(0, 1), (0, 1, 2, 3, 4)], ids=["running", "ready"])
 async def test_a_group_that_lost_samples_with_a_shard_begins_again(members):
     run = Run()
-    await run.hand_out()
+    await run.dispatch()
     await run.bring(*members, attempt=1)
     name = run.group.group_id
     run.queue.losses = [(f"{name}.0", f"{name}.1")]
@@ -277,12 +277,12 @@ async def test_a_group_that_lost_samples_with_a_shard_begins_again(members):
     assert (run.group.state, run.group.attempt) == (GroupState.PENDING, 2)
     assert {f"{name}.{member}" for member in members} <= set(run.queue.released)
     assert run.rollouts.cancelled == ([name] if len(members) < 5 else [])
-    assert await run.hand_out() == {"rollout-0": (0, 1), "rollout-1": (2, 3), "rollout-2": (4,)}
+    assert await run.dispatch() == {"rollout-0": (0, 1), "rollout-1": (2, 3), "rollout-2": (4,)}
 
 
 async def test_a_group_that_is_whole_again_is_not_lost():
     run = Run()
-    await run.hand_out()
+    await run.dispatch()
     await run.bring(0, 1, 2, 3, 4, attempt=1)
     run.queue.losses = [(f"{run.group.group_id}.0",), ("g00000077.0",), ("v000001-000001.0",)]
     await run.generation.replace_lost()
@@ -294,23 +294,23 @@ async def test_rollouts_that_leave_hand_over_what_they_have_and_get_no_more(is_p
     run = Run()
     rollout = SPEC.rollout.model_copy(update={"partial_rollout": is_partial})
     run.spec.now = SPEC.model_copy(update={"rollout": rollout})
-    given = await run.hand_out()
+    given = await run.dispatch()
     assert given.keys() == {"rollout-0", "rollout-1", "rollout-2"}
-    await run.generation.hand_over(["rollout-1"])
+    await run.generation.reclaim_from_leaving(["rollout-1"])
     assert run.rollouts.put_aside_by_name == ([run.group.group_id] if is_partial else [])
     # Whether they were put aside or not, the others go on with them, and nobody waits for who is gone.
     assert (run.group.state, run.rollouts.cancelled) == (GroupState.PARTIAL, [run.group.group_id])
     assert run.rollouts.num_replicas == 2
     assert "rollout-1" not in run.rollouts.choose_several(3)[0]
     run.rollouts.leave(["rollout-1"])
-    assert sorted(await run.hand_out()) == ["rollout-0", "rollout-2"]
+    assert sorted(await run.dispatch()) == ["rollout-0", "rollout-2"]
 
 
 async def test_what_leaving_rollouts_have_finished_is_taken_in_as_any_other():
     run = Run()
-    await run.hand_out()
+    await run.dispatch()
     run.store(0, 1, 2, 3, 4, attempt=1)
-    await run.generation.hand_over(["rollout-1"])
+    await run.generation.reclaim_from_leaving(["rollout-1"])
     await run.generation.collect()
     assert (run.group.state, run.rollouts.cancelled) == (GroupState.READY, [])
 
@@ -318,10 +318,10 @@ async def test_what_leaving_rollouts_have_finished_is_taken_in_as_any_other():
 async def test_a_rollout_that_says_that_it_ends_gets_no_more_groups():
     run = Run()
     run.rollouts._workers["rollout-1"].state = "draining"
-    assert sorted(await run.hand_out()) == ["rollout-0", "rollout-2"]
+    assert sorted(await run.dispatch()) == ["rollout-0", "rollout-2"]
 
 
 async def test_rollouts_that_leave_without_groups_stop_nobody_elses():
     run = Run()
-    await run.generation.hand_over(["rollout-1"])
+    await run.generation.reclaim_from_leaving(["rollout-1"])
     assert run.rollouts.put_aside_by_name == []

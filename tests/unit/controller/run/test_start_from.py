@@ -23,10 +23,10 @@ def workers(monkeypatch) -> Workers:
     return workers
 
 
-async def submitted(manager, *, steps=5, start_from=FOLDER, **parts):
+async def submitted(manager, *, steps=5, start_from=FOLDER, **connections):
     checkpoint = {} if start_from is None else {"start_from": start_from}
     trainer = {"steps": steps, "prompts_per_step": 2, "checkpoint": checkpoint}
-    spec = specification(trainer=trainer, **parts)
+    spec = specification(trainer=trainer, **connections)
     return (await manager.create(Submission(spec=spec)))[0].run_id
 
 

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from services.rollout.calls.guard import Guard, serve_guarded
-from services.rollout.calls.outside import OutsideService
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.outside import ExternalService
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.environments.client import HttpEnvironment
 from services.rollout.environments.host import Host
 from services.rollout.failures import CallError
@@ -117,8 +117,8 @@ async def test_a_rollout_shows_the_token_of_its_environment(tmp_path: Path) -> N
     )
     async with serve_guarded(Host(Echo, "echo", {}).app(), given) as port, asyncio.timeout(30):
         for token in (TOKEN.decode(), ""):
-            service = OutsideService(
-                f"http://127.0.0.1:{port}", reach=Reach({"127.0.0.1"}), token=token
+            service = ExternalService(
+                f"http://127.0.0.1:{port}", reach=AddressPolicy({"127.0.0.1"}), token=token
             )
             games = HttpEnvironment("echo", service, timeout_s=10.0, wait_s=1.0)
             try:

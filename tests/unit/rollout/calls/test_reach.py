@@ -6,7 +6,7 @@ import gzip
 import httpx
 import pytest
 
-from services.rollout.calls.reach import Reach, is_public
+from services.rollout.calls.reach import AddressPolicy, is_public
 from services.rollout.failures import BusyError, CallError
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.remote import HttpRewardService
@@ -45,12 +45,12 @@ def test_addresses_of_the_internet_are_public(address):
 )
 async def test_a_host_of_the_inside_is_refused_however_it_is_written(host):
     with pytest.raises((CallError, BusyError)) as error:
-        await Reach().resolve(host, 80)
+        await AddressPolicy().resolve(host, 80)
     assert isinstance(error.value, BusyError) or "reward_hosts" in error.value.message
 
 
 async def test_a_host_that_is_named_may_be_inside():
-    assert await Reach({"localhost"}).resolve("LOCALHOST", 80) in ("127.0.0.1", "::1")
+    assert await AddressPolicy({"localhost"}).resolve("LOCALHOST", 80) in ("127.0.0.1", "::1")
 
 
 async def test_one_private_address_among_public_ones_is_enough(monkeypatch):
@@ -59,7 +59,7 @@ async def test_one_private_address_among_public_ones_is_enough(monkeypatch):
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", both)
     with pytest.raises(CallError, match=r"10\.0\.0\.1"):
-        await Reach().resolve("rebinding.example", 80)
+        await AddressPolicy().resolve("rebinding.example", 80)
 
 
 async def test_the_request_goes_to_the_address_that_was_checked_and_names_the_host(monkeypatch):
@@ -73,7 +73,9 @@ async def test_the_request_goes_to_the_address_that_was_checked_and_names_the_ho
     seen: list[httpx.Request] = []
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", public)
     transport = httpx.MockTransport(handler)
-    service = HttpRewardService("https://judge.example:8080/s", reach=Reach(), transport=transport)
+    service = HttpRewardService(
+        "https://judge.example:8080/s", reach=AddressPolicy(), transport=transport
+    )
     assert await service.ask(GIVEN, None) == 1
     (request,) = seen
     assert (request.url.host, request.headers["Host"]) == ("8.8.8.8", "judge.example:8080")
@@ -87,7 +89,7 @@ async def test_redirects_are_not_followed(status):
 
     transport = httpx.MockTransport(handler)
     service = HttpRewardService(
-        "http://127.0.0.1:1/", reach=Reach({"127.0.0.1"}), transport=transport
+        "http://127.0.0.1:1/", reach=AddressPolicy({"127.0.0.1"}), transport=transport
     )
     with pytest.raises(CallError, match=str(status)):
         await service.ask(GIVEN, None)
@@ -96,7 +98,7 @@ async def test_redirects_are_not_followed(status):
 async def test_a_huge_answer_is_not_read():
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=b"x" * (2 << 20)))
     service = HttpRewardService(
-        "http://127.0.0.1:1/", reach=Reach({"127.0.0.1"}), transport=transport
+        "http://127.0.0.1:1/", reach=AddressPolicy({"127.0.0.1"}), transport=transport
     )
     with pytest.raises(CallError, match="more than"):
         await service.ask(GIVEN, None)
@@ -125,7 +127,9 @@ async def test_nothing_is_decompressed(encoding):
     content = gzip.compress(gzip.compress(b'{"score": ' + b" " * (8 << 20) + b"1}"))
     sent = Bytes(content)
     service = HttpRewardService(
-        "http://127.0.0.1:1/", reach=Reach({"127.0.0.1"}), transport=httpx.MockTransport(send)
+        "http://127.0.0.1:1/",
+        reach=AddressPolicy({"127.0.0.1"}),
+        transport=httpx.MockTransport(send),
     )
     with pytest.raises(CallError) as caught:
         await service.ask(GIVEN, None)
@@ -137,7 +141,9 @@ async def test_what_is_not_compressed_may_say_so():
         return httpx.Response(200, headers={"Content-Encoding": "identity"}, json={"score": 1})
 
     service = HttpRewardService(
-        "http://127.0.0.1:1/", reach=Reach({"127.0.0.1"}), transport=httpx.MockTransport(send)
+        "http://127.0.0.1:1/",
+        reach=AddressPolicy({"127.0.0.1"}),
+        transport=httpx.MockTransport(send),
     )
     assert await service.ask(GIVEN, None) == 1
 
@@ -149,7 +155,9 @@ async def test_an_address_that_changes_is_checked_at_each_request(monkeypatch):
     addresses = ["8.8.8.8", "169.254.169.254"]
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
     transport = httpx.MockTransport(lambda _: httpx.Response(200, json={"score": 1}))
-    service = HttpRewardService("http://rebinding.example/", reach=Reach(), transport=transport)
+    service = HttpRewardService(
+        "http://rebinding.example/", reach=AddressPolicy(), transport=transport
+    )
     assert await service.ask(GIVEN, None) == 1
     with pytest.raises(CallError, match="not public"):
         await service.ask(GIVEN, None)

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.data import DataSpec
 from services.common.runspec.run import ModelSpec
-from services.rollout.data.prompts import PromptBook
+from services.rollout.data.prompts import PromptStore
 from services.rollout.data.sources import column_value, open_sources
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(5)]
@@ -140,7 +140,7 @@ def test_sets_have_columns_and_templates_of_their_own(tmp_path: Path) -> None:
             },
         }
     )
-    book = PromptBook(
+    book = PromptStore(
         spec,
         open_sources(spec),
         load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")),

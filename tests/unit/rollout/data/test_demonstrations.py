@@ -8,7 +8,7 @@ from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.runspec.data import DataSpec
 from services.common.runspec.run import ModelSpec
 from services.rollout.data.demonstrations import Demonstration, of_chat
-from services.rollout.data.prompts import PromptBook
+from services.rollout.data.prompts import PromptStore
 from services.rollout.failures import GroupError
 
 # The same conversations, with and without marks of what the assistant says.
@@ -98,12 +98,12 @@ def test_a_template_without_ends_gets_one_behind_the_last_answer() -> None:
     assert parts(shown)[1] == ("3<eos>", True)
 
 
-def book(rows: list[Any], *, num_demonstrations: int = 1, **changes: Any) -> PromptBook:
+def book(rows: list[Any], *, num_demonstrations: int = 1, **changes: Any) -> PromptStore:
     source: Any = {"source": "jsonl", "path": "rows"}
     data = DataSpec(train=source, heldout=source, **changes)
     sources: Any = {"train": rows, "heldout": rows}
     used = tokenizer(PLAIN)
-    return PromptBook(
+    return PromptStore(
         data, sources, used, num_demonstrations=num_demonstrations, answers_heldout=True
     )
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from services.common.http.server import serve_http
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.environments.openenv import OpenEnv
 from services.rollout.environments.workflow import Environments
 from services.rollout.failures import CallError
 from tests.unit.rollout.openai.served import Scripted, make_episode
 
-HERE = Reach({"127.0.0.1"})
+HERE = AddressPolicy({"127.0.0.1"})
 
 
 def openenv_app(*, most: int = 4) -> Any:

@@ -8,14 +8,14 @@ from typing import Any
 import httpx
 import pytest
 
-from services.rollout.calls.outside import OutsideService
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.outside import ExternalService
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.environments.client import HttpEnvironment
 from services.rollout.environments.host import Host
 from services.rollout.failures import CallError
 
 URL = "http://127.0.0.1:1"
-HERE = Reach({"127.0.0.1"})
+HERE = AddressPolicy({"127.0.0.1"})
 
 
 class Counting:
@@ -48,7 +48,7 @@ def environment(
 ) -> HttpEnvironment:
     if not isinstance(answer, httpx.AsyncBaseTransport):
         answer = httpx.MockTransport(answer)
-    service = OutsideService(URL, reach=HERE, transport=answer)
+    service = ExternalService(URL, reach=HERE, transport=answer)
     return HttpEnvironment("games", service, **{"timeout_s": 5.0, "wait_s": 5.0, **changes})
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.common.runspec.rollout import RewardSpec
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.environments.workflow import Environments
 from services.rollout.failures import CallError
 from services.rollout.rewards.terms import add_up, earned_terms
@@ -65,7 +65,7 @@ async def play(
     arguments = {"environment": f"{games}:Guess", "chat": False, **changes}
     workflow = Environments(**arguments)
     episode = make_episode(engine, recorded=recorded, room=room)
-    async with workflow.serving(Reach()):
+    async with workflow.serving(AddressPolicy()):
         try:
             await workflow.run(episode)
         except Interrupted:
@@ -131,7 +131,7 @@ async def test_a_process_that_dies_fails_its_episodes_by_name_and_is_started_aga
     games: str,
 ) -> None:
     workflow = Environments(environment=f"{games}:Guess", chat=False)
-    async with workflow.serving(Reach()):
+    async with workflow.serving(AddressPolicy()):
         with pytest.raises(CallError, match=r"games\.py:Guess' died \(exit status 3\)") as caught:
             await workflow.run(make_episode(Scripted(["die"])))
         assert caught.value.kind == "sandbox_killed"
@@ -163,7 +163,7 @@ async def test_a_wrong_environment_is_found_before_the_run(
     arguments = {"environment": f"{games}:Guess", **changes}
     arguments["environment"] = arguments["environment"].replace("GAMES", games)
     with pytest.raises(ValueError, match=message):
-        async with Environments(**arguments).serving(Reach()):
+        async with Environments(**arguments).serving(AddressPolicy()):
             pass
 
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from services.common.http.server import serve_http
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.openai.agent import Agent
 from services.rollout.workflows.base import Interrupted
@@ -57,7 +57,7 @@ def agents(tmp_path: Path) -> str:
 async def serving(agent: str, **arguments):
     workflow = Agent(agent=agent, **arguments)
     async with workflow.serving(
-        "127.0.0.1:0", host="127.0.0.1", temperature=1.0, reach=Reach(["127.0.0.1"])
+        "127.0.0.1:0", host="127.0.0.1", temperature=1.0, reach=AddressPolicy(["127.0.0.1"])
     ):
         yield workflow
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.rollout import metrics
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.openai.agent import Agent
 from services.rollout.workflows.base import Episode, Interrupted
@@ -199,7 +199,7 @@ async def test_an_agent_says_how_many_conversations_it_had(tmp_path: Path) -> No
     workflow = Agent(agent=f"{tmp_path / 'agent.py'}:solve", train="all")
     episode = make_episode(Scripted(["a", "b"]))
     async with workflow.serving(
-        "127.0.0.1:0", host="127.0.0.1", temperature=1.0, reach=Reach(["127.0.0.1"])
+        "127.0.0.1:0", host="127.0.0.1", temperature=1.0, reach=AddressPolicy(["127.0.0.1"])
     ):
         await workflow.run(episode)
     assert len(episode.sequences) == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 from services.cli.preflight import check
 from services.common.callables import load_callable
 from services.common.runspec.loader import load_spec
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.openai.agent import Agent
 from services.rollout.workflows.conversations import trained_once
@@ -37,7 +37,7 @@ async def test_helpers_and_parent_are_three_sequences_of_one_sample() -> None:
     for episode, row in zip(episodes, rows, strict=True):
         episode.prompt = replace(episode.prompt, text=row["prompt"])
     async with workflow.serving(
-        "127.0.0.1:0", host="127.0.0.1", temperature=1.0, reach=Reach(["127.0.0.1"])
+        "127.0.0.1:0", host="127.0.0.1", temperature=1.0, reach=AddressPolicy(["127.0.0.1"])
     ):
         await asyncio.gather(*[workflow.run(episode) for episode in episodes])
     for episode, row in zip(episodes, rows, strict=True):

@@ -10,7 +10,7 @@ import pytest
 
 from services.common.runspec.rollout import RewardSpec
 from services.rollout.calls.pool import CallPool
-from services.rollout.calls.reach import Reach
+from services.rollout.calls.reach import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.rewards.remote import (
@@ -29,7 +29,7 @@ URL = "http://127.0.0.1:1/score"
 
 def service(handler: Callable[[httpx.Request], httpx.Response], **changes: object) -> RemoteReward:
     http = HttpRewardService(
-        URL, reach=Reach({"127.0.0.1"}), transport=httpx.MockTransport(handler)
+        URL, reach=AddressPolicy({"127.0.0.1"}), transport=httpx.MockTransport(handler)
     )
     return RemoteReward(URL, http, concurrency=2, **changes)  # type: ignore[arg-type]
 
@@ -119,7 +119,7 @@ async def test_a_grpc_service_scores_and_its_failures_are_typed() -> None:
         async with (
             CallPool(1) as pool,
             RemoteReward(
-                url, GrpcRewardService(url, reach=Reach({"127.0.0.1"})), concurrency=2
+                url, GrpcRewardService(url, reach=AddressPolicy({"127.0.0.1"})), concurrency=2
             ) as remote,
         ):
             scorer = Scorer([RewardSpec(name=url, weight=2.0)], pool, {url: remote})

@@ -16,11 +16,11 @@ from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.run import ModelSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
-from services.rollout.data.prompts import Prompt, PromptBook
+from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.failures import CallError, GroupError
 from services.rollout.rewards.base import RewardInput, Score
-from services.rollout.sampling.group import Tools
+from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import (
     GroupProgress,
     MemberProgress,
@@ -132,8 +132,8 @@ async def sampling(
     )
     data = DataSpec(train={"source": "jsonl", "path": "rows"}, max_prompt_tokens=20)  # type: ignore[arg-type]
     sampler = GroupSampler(
-        PromptBook(data, {"train": ROWS}, tokenizer()),
-        Tools(
+        PromptStore(data, {"train": ROWS}, tokenizer()),
+        GroupServices(
             engine=engine,
             tokenizer=tokenizer(),
             workflow=workflow or SingleTurn(),
@@ -156,7 +156,7 @@ async def test_groups_are_published_whole_with_fields_and_tags_that_agree() -> N
         await outcome.wait_for(2)
     samples = outcome.published["a"]
     fields = sample_fields(samples)
-    prompt = PromptBook(
+    prompt = PromptStore(
         DataSpec(train={"source": "jsonl", "path": "rows"}),  # type: ignore[arg-type]
         {"train": ROWS},
         tokenizer(),

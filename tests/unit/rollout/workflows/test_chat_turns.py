@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from services.common.models.made_tokenizers import EOS, PAD, make_tokenizer
+from services.common.models.made_tokenizers import EOS, PAD, make_builtin_tokenizer
 from services.common.models.tokenizer import Tokenizer
 from services.rollout.workflows.chat_turns import (
     ToolCallAndResult,
@@ -111,7 +111,10 @@ SPECIAL = (
 def made(template: str, *, ends: Sequence[str]) -> Tokenizer:
     """A tokenizer of bytes with a template, and the special tokens that end its turns."""
     inner = PreTrainedTokenizerFast(
-        tokenizer_object=make_tokenizer("bytes"), pad_token=PAD, eos_token=EOS, unk_token=PAD
+        tokenizer_object=make_builtin_tokenizer("bytes"),
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=PAD,
     )
     inner.add_special_tokens({"additional_special_tokens": [AddedToken(each) for each in SPECIAL]})
     inner.eos_token = ends[0]

@@ -11,9 +11,9 @@ from services.controller.rules.difficulty import Difficulty
 from services.controller.rules.groups import GroupState, LedgerState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.prompts import Mixture, PromptOrder, ReturnedRows
-from services.controller.run.dispatch.dispatcher import GenerationError, Handout
-from services.controller.run.dispatch.sample_index import StoredGroups
-from services.controller.run.dispatch.scheduler import Generation
+from services.controller.run.dispatch.dispatcher import Dispatcher, GenerationError
+from services.controller.run.dispatch.sample_index import SampleIndex
+from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.state.requests import CurrentSpec
 from services.rollout.client import TriedPrompt
 from tests.helpers.specs import spec_with
@@ -49,7 +49,7 @@ class OneRollout:
 
     finished = assigned
 
-    def part_with_ending(self):
+    def detach_ending(self):
         """It stays."""
 
     def newest_version(self):
@@ -79,30 +79,30 @@ def handout_of(ledger, *, rows=100, quarantined=(), curriculum=None):
         difficulty=None if chosen is None else Difficulty(rows, chosen),
     )
     clock = SimpleNamespace(monotonic=lambda: 1.0)
-    handout = Handout(
+    dispatcher = Dispatcher(
         CurrentSpec(spec),
         "run_1",
         ledger=ledger,
         order=order,
         journal=Recorder(),
         replicas=rollouts,
-        stored=StoredGroups(None, "run_1/train", group_size=2, required_fields=()),
+        stored=SampleIndex(None, "run_1/train", group_size=2, required_fields=()),
         clock=clock,
     )
-    return handout, rollouts
+    return dispatcher, rollouts
 
 
-async def hand_out(handout):
+async def dispatch(dispatcher):
     async with asyncio.TaskGroup() as starts:
-        await handout.hand_out(starts)
+        await dispatcher.dispatch(starts)
 
 
 async def test_as_many_groups_start_as_the_gate_lets_in():
     ledger = Ledger(max_attempts=3)
-    handout, rollouts = handout_of(ledger)
-    handout.published_step = 0
-    await hand_out(handout)
-    await hand_out(handout)
+    dispatcher, rollouts = handout_of(ledger)
+    dispatcher.published_step = 0
+    await dispatch(dispatcher)
+    await dispatch(dispatcher)
     assert len(rollouts.started) == 8
 
 
@@ -110,42 +110,42 @@ async def test_groups_that_wait_after_a_rewind_do_not_pass_the_gate():
     ledger = Ledger(max_attempts=3)
     for row in range(12):
         ledger.issue(row, position=row + 1)
-    handout, rollouts = handout_of(ledger)
-    handout.published_step = 0
-    await hand_out(handout)
+    dispatcher, rollouts = handout_of(ledger)
+    dispatcher.published_step = 0
+    await dispatch(dispatcher)
     assert rollouts.started == [f"g{sequence:08d}" for sequence in range(8)]
     assert ledger.count(GroupState.PENDING) == 4
-    handout.published_step = 1
-    await hand_out(handout)
+    dispatcher.published_step = 1
+    await dispatch(dispatcher)
     assert len(rollouts.started) == 12
 
 
 async def test_interrupted_groups_go_on_first_and_the_one_with_the_least_left_before_others():
     ledger = Ledger(max_attempts=3)
-    handout, rollouts = handout_of(ledger)
-    handout.published_step = 0
-    await hand_out(handout)
+    dispatcher, rollouts = handout_of(ledger)
+    dispatcher.published_step = 0
+    await dispatch(dispatcher)
     far, near = ledger.running()[:2]
     ledger.interrupt(far, num_unfinished=2, num_tokens=9)
     ledger.interrupt(near, num_unfinished=1, num_tokens=3)
     rollouts.started.clear()
-    await hand_out(handout)
+    await dispatch(dispatcher)
     assert rollouts.started == [near.group_id, far.group_id]
 
 
 async def test_who_has_computed_a_group_is_known_after_the_run_was_entered_again():
     ledger = Ledger(max_attempts=3)
-    handout, _ = handout_of(ledger)
-    handout.published_step = 0
-    await hand_out(handout)
+    dispatcher, _ = handout_of(ledger)
+    dispatcher.published_step = 0
+    await dispatch(dispatcher)
     aside, lost, stalled = ledger.running()[:3]
     ledger.interrupt(aside)
     ledger.lose(lost)
     ledger.interrupt(stalled)
     ledger.stall(stalled)
     state = LedgerState(groups=tuple(ledger.in_state(GroupState.PARTIAL)), num_issued=8)
-    handout, rollouts = handout_of(Ledger.restore(state, max_attempts=3, now=0.0))
-    await hand_out(handout)
+    dispatcher, rollouts = handout_of(Ledger.restore(state, max_attempts=3, now=0.0))
+    await dispatch(dispatcher)
     # Two samples take two places.
     room = SPEC.rollout.max_running_samples // 2
     assert len(rollouts.asked) >= 3
@@ -154,10 +154,10 @@ async def test_who_has_computed_a_group_is_known_after_the_run_was_entered_again
 
 async def test_the_function_of_a_curriculum_is_asked_before_a_prompt_is_tried():
     ledger = Ledger(max_attempts=3)
-    handout, rollouts = handout_of(ledger, rows=20, curriculum={"function": "mine:wants"})
-    handout._order.difficulty.observe(0, [0.5], step=0)
-    handout.published_step = 0
-    await hand_out(handout)
+    dispatcher, rollouts = handout_of(ledger, rows=20, curriculum={"function": "mine:wants"})
+    dispatcher._order.difficulty.observe(0, [0.5], step=0)
+    dispatcher.published_step = 0
+    await dispatch(dispatcher)
     tried = [assignment.tried for assignment in rollouts.assignments]
     assert tried[:2] == [
         TriedPrompt(step=0, tries=1, mean_reward=0.5),
@@ -167,48 +167,48 @@ async def test_the_function_of_a_curriculum_is_asked_before_a_prompt_is_tried():
     failed, interrupted = ledger.running()[:2]
     ledger.retry(failed, "reward_timeout")
     ledger.interrupt(interrupted, num_tokens=3)
-    assert handout.assignment(failed, [0]).tried is not None
-    assert handout.assignment(interrupted, [0]).tried is None
+    assert dispatcher.assignment(failed, [0]).tried is not None
+    assert dispatcher.assignment(interrupted, [0]).tried is None
     # A function that has every prompt wait holds nothing up.
-    handout.num_passed_over = 20
-    assert handout.assignment(failed, [0]).tried is None
+    dispatcher.num_passed_over = 20
+    assert dispatcher.assignment(failed, [0]).tried is None
 
 
 async def test_a_group_that_failed_samples_other_responses_and_one_that_was_interrupted_the_same():
     ledger = Ledger(max_attempts=9)
-    handout, rollouts = handout_of(ledger)
-    handout.published_step = 0
-    await hand_out(handout)
+    dispatcher, rollouts = handout_of(ledger)
+    dispatcher.published_step = 0
+    await dispatch(dispatcher)
     failed, interrupted, first = *ledger.running()[:2], rollouts.assignments
     seeds = {tuple(first[0].seeds)}
     for _ in range(3):
         ledger.retry(failed, "reward_error")
-        again = handout.assignment(failed, (0, 1))
+        again = dispatcher.assignment(failed, (0, 1))
         assert again.first_attempt == again.attempt
         seeds.add(again.seeds)
         ledger.lease(failed, "rollout-0", version=0, now=0.0)
     assert len({seed for pair in seeds for seed in pair}) == 8
     ledger.interrupt(interrupted, num_tokens=3)
-    again = handout.assignment(interrupted, (0, 1))
+    again = dispatcher.assignment(interrupted, (0, 1))
     assert (again.attempt, again.first_attempt, again.seeds) == (2, 1, first[1].seeds)
 
 
 async def test_a_prompt_that_waits_is_passed_over_and_nothing_is_held_against_it():
     ledger = Ledger(max_attempts=1)
-    handout, rollouts = handout_of(ledger, curriculum={"function": "mine:wants"})
-    handout.published_step = 0
-    await hand_out(handout)
-    generation = Generation(
-        handout._spec,
+    dispatcher, rollouts = handout_of(ledger, curriculum={"function": "mine:wants"})
+    dispatcher.published_step = 0
+    await dispatch(dispatcher)
+    scheduler = GenerationScheduler(
+        dispatcher._spec,
         ledger=ledger,
-        order=handout._order,
+        order=dispatcher._order,
         journal=Recorder(),
         replicas=rollouts,
         stored=Nothing(),
-        handout=handout,
+        dispatcher=dispatcher,
     )
     waits = rollouts.assignments[:3]
-    await generation.fail(
+    await scheduler.fail(
         [
             GroupFailure(
                 group_id=a.group_id,
@@ -223,18 +223,18 @@ async def test_a_prompt_that_waits_is_passed_over_and_nothing_is_held_against_it
     )
     assert ledger.reasons() == {"set_aside": 3}
     assert ledger.counts()["quarantined"] == 0
-    assert handout.num_passed_over == 3
-    await hand_out(handout)
+    assert dispatcher.num_passed_over == 3
+    await dispatch(dispatcher)
     rows = [assignment.row for assignment in rollouts.assignments]
     assert rows == list(range(11))
 
 
 async def test_a_run_without_prompts_left_says_so():
-    handout, _ = handout_of(Ledger(max_attempts=3), rows=2, quarantined=(0, 1))
-    handout.published_step = 0
+    dispatcher, _ = handout_of(Ledger(max_attempts=3), rows=2, quarantined=(0, 1))
+    dispatcher.published_step = 0
     async with asyncio.TaskGroup() as starts:
         with pytest.raises(GenerationError, match="quarantined"):
-            await handout.hand_out(starts)
+            await dispatcher.dispatch(starts)
 
 
 def test_a_row_that_is_given_back_comes_once_more_at_the_end_of_its_epoch():
@@ -265,7 +265,7 @@ def vars_of(returned):
 
 async def test_a_rollout_that_is_slow_to_take_a_group_keeps_no_other_waiting():
     ledger = Ledger(max_attempts=3)
-    handout, rollouts = handout_of(ledger)
+    dispatcher, rollouts = handout_of(ledger)
     is_asked, takes, is_taken = asyncio.Event(), asyncio.Event(), asyncio.Event()
     start = rollouts.start
 
@@ -280,12 +280,12 @@ async def test_a_rollout_that_is_slow_to_take_a_group_keeps_no_other_waiting():
 
     async with asyncio.TaskGroup() as starts:
         rollouts.start = start_slowly
-        handout.published_step = 0
-        await handout.hand_out(starts)
+        dispatcher.published_step = 0
+        await dispatcher.dispatch(starts)
         await is_asked.wait()
         rollouts.start = start_at_once
-        handout.published_step = 1
-        await handout.hand_out(starts)
+        dispatcher.published_step = 1
+        await dispatcher.dispatch(starts)
         await is_taken.wait()
         assert rollouts.started == [f"g{sequence:08d}" for sequence in range(8, 12)]
         takes.set()

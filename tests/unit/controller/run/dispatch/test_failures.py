@@ -7,18 +7,18 @@ import pytest
 
 from services.controller.client import GroupFailure
 from services.controller.run.dispatch.dispatcher import GenerationError
-from services.controller.run.dispatch.scheduler import Failures
+from services.controller.run.dispatch.scheduler import GroupFailures
 from services.controller.run.state.requests import CurrentSpec
 from tests.helpers.specs import spec_with
 
 
-def failures(max_staleness: int) -> Failures:
+def failures(max_staleness: int) -> GroupFailures:
     """Of a run with two prompts in each step, whose groups are tried again."""
     spec = spec_with(trainer={"prompts_per_step": 2}, algorithm={"max_staleness": max_staleness})
     order: Any = SimpleNamespace(mixture=SimpleNamespace(name=lambda row: f"row {row}"))
     ledger: Any = SimpleNamespace(retry=lambda group, reason: True)
-    handout: Any = SimpleNamespace(first_failure="")
-    return Failures(CurrentSpec(spec), ledger=ledger, order=order, handout=handout)
+    dispatcher: Any = SimpleNamespace(first_failure="")
+    return GroupFailures(CurrentSpec(spec), ledger=ledger, order=order, dispatcher=dispatcher)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 4])
@@ -37,12 +37,12 @@ def test_a_run_survives_the_failure_of_all_that_runs_and_ends_when_nothing_succe
     num_running = 2 * (1 + max_staleness)
     for _ in range(num_running):
         found.blame(group, failure)
-    found.check_that_some_succeed()
+    found.check_progress_of_failures()
     for _ in range(6):
         found.blame(group, failure)
     with pytest.raises(
         GenerationError, match=r"groups failed in a row, the first one of row 7: env"
     ):
-        found.check_that_some_succeed()
-    found.end_the_row()
-    found.check_that_some_succeed()
+        found.check_progress_of_failures()
+    found.reset_failures()
+    found.check_progress_of_failures()

@@ -5,7 +5,7 @@ import pytest
 from services.common.errors import UnavailableError
 from services.controller.membership.registry import Worker
 from services.controller.run.dispatch import rollout_pool as module
-from services.controller.run.dispatch.rollout_pool import Replicas
+from services.controller.run.dispatch.rollout_pool import RolloutPool
 
 
 class Rollout:
@@ -40,7 +40,7 @@ def worker(name, version=3):
 @pytest.fixture
 async def opened(monkeypatch):
     """Opens two or three rollouts, of which some take turns; returns them, with what they are told."""
-    found = Replicas()
+    found = RolloutPool()
 
     async def open_(count, in_turns):
         log, names = [], [f"rollout-{index}" for index in range(count)]
@@ -55,7 +55,7 @@ async def opened(monkeypatch):
 
 async def test_rollouts_that_share_gpus_hand_over_to_those_that_do_not(opened):
     replicas, log = await opened(3, in_turns=2)
-    await replicas.put_aside_for_others()
+    await replicas.park_for_others()
     assert sorted(log) == ["rollout-0 interrupted", "rollout-1 interrupted"]
     assert (replicas.num_replicas, replicas.choose("", room=4)) == (1, ("rollout-2", 3))
     assert replicas.choose("rollout-0", room=4) == ("rollout-2", 3)
@@ -68,7 +68,7 @@ async def test_rollouts_that_share_gpus_hand_over_to_those_that_do_not(opened):
 
 async def test_where_all_sleep_groups_wait_where_they_are(opened):
     replicas, log = await opened(2, in_turns=2)
-    await replicas.put_aside_for_others()
+    await replicas.park_for_others()
     assert not log
     assert replicas.num_replicas == 2
 
@@ -92,22 +92,22 @@ async def test_a_rollout_that_joins_gets_groups_once_it_serves_what_the_others_s
 async def test_where_all_others_are_lent_groups_wait_where_they_are(opened):
     replicas, log = await opened(3, in_turns=2)
     assert replicas.lend(1) == ["rollout-2"]
-    await replicas.put_aside_for_others()
+    await replicas.park_for_others()
     assert not log
 
 
 async def test_where_all_others_are_about_to_leave_groups_wait_where_they_are(opened):
     replicas, log = await opened(3, in_turns=2)
-    replicas.part_with(["rollout-2"])
-    await replicas.put_aside_for_others()
+    replicas.detach(["rollout-2"])
+    await replicas.park_for_others()
     assert not log
 
 
 async def test_a_rollout_that_ends_is_woken_and_gets_nothing(opened):
     replicas, _ = await opened(3, in_turns=2)
     replicas._workers["rollout-0"].state = "draining"
-    replicas.part_with_ending()
-    await replicas.put_aside_for_others()
+    replicas.detach_ending()
+    await replicas.park_for_others()
     await replicas.wake(timeout_s=1)
     assert replicas.present() == ["rollout-1", "rollout-2"]
     assert replicas.choose("rollout-0", room=4) != ("rollout-0", 3)
@@ -122,7 +122,7 @@ async def test_a_rollout_that_refuses_groups_is_no_loss_if_it_is_about_to_leave(
     replicas._clients["rollout-1"].start_groups = refuse
     with pytest.raises(ExceptionGroup):
         await replicas.start({"rollout-1": []})
-    replicas.part_with(["rollout-1"])
+    replicas.detach(["rollout-1"])
     await replicas.start({"rollout-1": []})
     replicas.leave(["rollout-1"])
     await replicas.start({"rollout-1": []})

@@ -4,7 +4,7 @@ from services.common.batch import KVBatchMeta
 from services.controller.rules.groups import Group
 from services.controller.run.dispatch.sample_index import (
     GroupSamples,
-    StoredGroups,
+    SampleIndex,
     length_facts,
     spread_of,
 )
@@ -65,7 +65,7 @@ def test_the_95th_percentile_of_lengths_is_one_of_them_and_leaves_out_failed_one
 async def test_samples_of_several_messages_come_in_the_order_of_the_groups():
     a, b, c = (group(number).group_id for number in range(3))
     queue = Messages(samples(f"{a}.0", f"{c}.0", f"{c}.1"), samples(f"{b}.0", f"{a}.1", f"{b}.1"))
-    stored = StoredGroups(queue, "run_1/train", group_size=2, required_fields=())
+    stored = SampleIndex(queue, "run_1/train", group_size=2, required_fields=())
     arrived = []
     async for groups in stored.arrived():
         for group_id, found in groups:
@@ -86,7 +86,7 @@ async def test_samples_of_several_messages_come_in_the_order_of_the_groups():
 async def test_samples_that_come_again_count_once_and_can_be_discarded():
     a = group(0).group_id
     queue = Messages()
-    stored = StoredGroups(queue, "run_1/train", group_size=3, required_fields=())
+    stored = SampleIndex(queue, "run_1/train", group_size=3, required_fields=())
     for keys in ((f"{a}.0",), (f"{a}.0", f"{a}.2")):
         assert stored.add(group(0), GroupSamples(samples(*keys), range(len(keys)))) is None
     assert stored.members(group(0)) == {0, 2}
@@ -98,7 +98,7 @@ async def test_samples_that_come_again_count_once_and_can_be_discarded():
 async def test_samples_of_groups_that_alternate_in_a_message_keep_apart():
     a, b = (group(number).group_id for number in range(2))
     queue = Messages(samples(f"{a}.0", f"{b}.0", f"{b}.1", f"{a}.1"))
-    stored = StoredGroups(queue, "run_1/train", group_size=2, required_fields=())
+    stored = SampleIndex(queue, "run_1/train", group_size=2, required_fields=())
     (groups,) = [groups async for groups in stored.arrived()]
     for number, (group_id, found) in enumerate(groups):
         assert found.keys == (f"{group_id}.0", f"{group_id}.1")

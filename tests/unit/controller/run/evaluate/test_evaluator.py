@@ -11,7 +11,7 @@ from services.controller.client import GroupFailure
 from services.controller.rules.evaluation import BegunEvaluation, Evaluation
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.state.requests import CurrentSpec
-from services.transferqueue.types import Loss
+from services.transferqueue.types import LostSamples
 from tests.helpers.rest import SPEC
 
 ROWS = 3
@@ -100,7 +100,7 @@ class Stage:
                 "validation": {"every": 2, **validation},
             }
         )
-        parts = SimpleNamespace(
+        connections = SimpleNamespace(
             heldout_rows={"heldout": ROWS}, attempt=1, replicas=self.rollouts, weights=self.weights
         )
 
@@ -110,9 +110,9 @@ class Stage:
         self.evaluator = Evaluator(
             CurrentSpec(spec),
             "run_1",
-            parts,
+            connections,
             queue=self.queue,
-            mailbox=SimpleNamespace(get=lambda kind: None),
+            request_queue=SimpleNamespace(get=lambda kind: None),
             tell=tell,
         )
         self.tasks = [
@@ -314,7 +314,7 @@ async def test_what_a_shard_took_with_it_is_not_waited_for():
         lost = samples_of("v000004-1-000001")
         stage.queue.batches.put_nowait(lost.select(lost.keys[:1]))
         await asyncio.sleep(0)
-        stage.queue.losses.put_nowait(Loss(keys=lost.keys, shard_id="shard-1"))
+        stage.queue.losses.put_nowait(LostSamples(keys=lost.keys, shard_id="shard-1"))
         stage.answer(but=("v000004-1-000001",))
         await stage.evaluator.idle()
         assert stage.results == [(4, "ok", 5)]

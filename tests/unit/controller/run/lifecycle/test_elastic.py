@@ -9,7 +9,7 @@ import pytest
 from services.common.errors import FailedPreconditionError
 from services.controller.launch.launcher import WorkerExit
 from services.controller.membership.registry import Membership, Worker
-from services.controller.run.lifecycle.elastic import ResizedError, Resizing
+from services.controller.run.lifecycle.elastic import ElasticSizing, SizeChangedError
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.store.rows import Request
 from services.rollout.client import rows_gauge
@@ -83,12 +83,12 @@ class FakeRun:
     async def all_serve(self):
         await self.may_serve.wait()
 
-    async def part_with(self, names):
+    async def detach(self, names):
         self.left += sorted(names)
         await self.may_leave.wait()
 
     @property
-    def publishing(self):
+    def publisher(self):
         return self
 
 
@@ -117,13 +117,13 @@ class Case:
         self.membership = Membership(time, 30.0)
         self.membership.open_run(RUN)
         self.spec = CurrentSpec(spec_of(replicas))
-        self.resizing = Resizing(
+        self.resizing = ElasticSizing(
             RUN,
             self.spec,
             launcher=self.launcher,
             membership=self.membership,
             journal=self.journal,
-            mailbox=FakeMailbox(request),
+            request_queue=FakeMailbox(request),
         )
 
     async def register(self, index: int) -> None:
@@ -138,7 +138,7 @@ class Case:
         self.entered.set_result(self.run)
 
     async def watch(self, *present: str) -> None:
-        await self.resizing.watch(present or ["rollout-0"], live=self.entered)
+        await self.resizing.watch(present or ["rollout-0"], pipeline=self.entered)
 
     async def told(self, kind: str) -> None:
         while kind not in self.journal.kinds:  # noqa: ASYNC110 -- a test of events that are written
@@ -189,7 +189,7 @@ async def test_the_loop_is_left_if_weights_do_not_reach_new_rollouts_as_they_tra
     case.enter()
     case.ask(2)
     async with asyncio.timeout(30):
-        with pytest.raises(ResizedError):
+        with pytest.raises(SizeChangedError):
             await case.watch()
     assert await case.resizing.settle() == {}
     assert case.journal.kinds == ["Resized"]
@@ -236,7 +236,7 @@ async def test_the_loop_is_left_if_one_that_it_waits_for_is_not_wanted_any_more(
     case = Case()
     case.ask(1)
     async with asyncio.timeout(30):
-        with pytest.raises(ResizedError):
+        with pytest.raises(SizeChangedError):
             await case.watch("rollout-0", "rollout-1")
 
 
@@ -267,7 +267,9 @@ async def test_a_size_that_is_taken_back_before_it_is_reached_is_told_of():
         case.ask(2)
         while not case.launcher.started:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        case.resizing._mailbox.request = Request(kind="resize", request_id="r", options={"has": 1})
+        case.resizing._request_queue.request = Request(
+            kind="resize", request_id="r", options={"has": 1}
+        )
         case.ask(1)
         await case.told("Resized")
         watching.cancel()

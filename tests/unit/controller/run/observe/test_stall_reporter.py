@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from services.controller.rules.ledger import Ledger
-from services.controller.run.observe.stall_reporter import Stillness
+from services.controller.run.observe.stall_reporter import StallReporter
 from services.controller.run.observe.waits import Waits
 from services.rollout.engines.virtual_time import VirtualTimeLoop
 
@@ -23,8 +23,8 @@ class LoopClock:
         return asyncio.get_running_loop().time()
 
 
-def stillness(*, activity="", ledger=None):
-    return Stillness(
+def stall_reporter(*, activity="", ledger=None):
+    return StallReporter(
         journal=Journal(),
         waits=Waits(),
         ledger=ledger or Ledger(3),
@@ -35,7 +35,7 @@ def stillness(*, activity="", ledger=None):
 
 
 async def watched():
-    still = stillness()
+    still = stall_reporter()
     task = asyncio.create_task(still.watch())
     for _ in range(3):
         await asyncio.sleep(50)
@@ -68,10 +68,10 @@ def test_it_is_told_once_it_takes_longer_than_steps_do():
     ],
 )
 def test_the_reason_is_what_is_waited_for(waited, reason):
-    still = stillness()
+    still = stall_reporter()
     with still.waits(waited):
         assert still.why()[0] == reason
-    assert stillness(activity="TRAINING").why()[0] == "StepIsLong"
+    assert stall_reporter(activity="TRAINING").why()[0] == "StepIsLong"
 
 
 def test_groups_are_counted_with_those_that_were_given_up():
@@ -81,11 +81,11 @@ def test_groups_are_counted_with_those_that_were_given_up():
     ledger.complete(first, oldest_version=0)
     ledger.drop(first, "equal_rewards")
     ledger.lease(second, "rollout-0", version=0, now=0.0)
-    reason, why = stillness(ledger=ledger).why()
+    reason, why = stall_reporter(ledger=ledger).why()
     assert reason == "WaitsForGroups"
     assert why == (
         "0 of 4 groups are finished, 1 are being generated; given up so far: 1 equal_rewards"
     )
     ledger.requeue(second)
-    reason, why = stillness(ledger=ledger).why()
+    reason, why = stall_reporter(ledger=ledger).why()
     assert (reason, "2 wait for a rollout" in why) == ("NoGroupRuns", True)

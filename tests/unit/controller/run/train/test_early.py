@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.staleness import StalenessGate
 from services.controller.run.observe.waits import Waits
-from services.controller.run.train.batcher import EarlyGroups
+from services.controller.run.train.batcher import EarlyTraining
 
 
 class Generation:
@@ -45,20 +45,20 @@ class Trainer:
 async def test_each_group_goes_once_and_all_that_wait_for_the_trainer_go_together():
     ledger, trainer, waits = Ledger(3), Trainer(), Waits()
     groups = [ledger.issue(row, position=row) for row in range(4)]
-    generation = Generation(ledger)
-    early = EarlyGroups(trainer=trainer, ledger=ledger, generation=generation, waits=waits)
+    scheduler = Generation(ledger)
+    early = EarlyTraining(trainer=trainer, ledger=ledger, scheduler=scheduler, waits=waits)
     task = asyncio.create_task(early.accumulate(3, weight_version=5, timeout_s=1.0))
     trainer.free.clear()
-    await generation.finish(groups[2], version=5)
-    await generation.finish(groups[0], version=5)
-    await generation.finish(groups[3], version=4)  # too old: the step decides about it
+    await scheduler.finish(groups[2], version=5)
+    await scheduler.finish(groups[0], version=5)
+    await scheduler.finish(groups[3], version=4)  # too old: the step decides about it
     trainer.free.set()
     await asyncio.sleep(0.01)
     assert trainer.sent == [(3, 5, [2]), (3, 5, [0])]
     ledger.requeue(groups[0])  # its samples were lost
-    await generation.finish(groups[0], version=5)
+    await scheduler.finish(groups[0], version=5)
     assert trainer.sent[2:] == [(3, 5, [0])], "another attempt is another group"
-    await generation.finish(groups[1], version=5)
+    await scheduler.finish(groups[1], version=5)
     assert len(trainer.sent) == 3, "the last ones go with the step"
     task.cancel()
     waits.seconds["no_data"] = 10.0

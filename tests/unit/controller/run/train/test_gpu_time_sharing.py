@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.errors import UnavailableError
-from services.controller.run.train.gpu_time_sharing import Shifts
+from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 
 
 class Side:
@@ -15,7 +15,7 @@ class Side:
     def __init__(self, name, log):
         self.name, self.log, self.is_lost = name, log, False
 
-    async def put_aside_for_others(self):
+    async def park_for_others(self):
         self.log.append(f"{self.name} put aside")
 
     async def sleep(self, *, timeout_s):
@@ -50,18 +50,18 @@ class Weights:
 
 
 class Run:
-    def __init__(self, *, takes_turns=True, partial=False):
+    def __init__(self, *, is_colocated=True, partial=False):
         self.log = []
         self.trainer, self.replicas = Side("trainer", self.log), Side("rollouts", self.log)
         self.weights = Weights(self.log)
         spec = SimpleNamespace(
-            topology=SimpleNamespace(takes_turns=takes_turns),
+            topology=SimpleNamespace(is_colocated=is_colocated),
             rollout=SimpleNamespace(partial_rollout=partial),
             limits=SimpleNamespace(step_timeout_s=7),
         )
-        self.shifts = Shifts(
+        self.gpu_time_sharing = GpuTimeSharing(
             spec=SimpleNamespace(now=spec),
-            parts=self,
+            connections=self,
             evaluator=SimpleNamespace(leased=self._leased),
         )
 
@@ -72,9 +72,9 @@ class Run:
 async def test_each_side_sleeps_before_the_other_one_wakes():
     run = Run()
     for version in (1, 2):
-        await run.shifts.begin_training()
-        await run.shifts.begin_training()
-        await run.shifts.publish(lambda version=version: version)
+        await run.gpu_time_sharing.begin_training()
+        await run.gpu_time_sharing.begin_training()
+        await run.gpu_time_sharing.publish(lambda version=version: version)
         assert run.log == [
             *("rollouts sleeps", "trainer wakes", f"copy {version}"),
             *("trainer sleeps", "rollouts wakes", "adopt"),
@@ -84,20 +84,20 @@ async def test_each_side_sleeps_before_the_other_one_wakes():
 
 async def test_responses_that_may_go_on_elsewhere_are_put_aside_before_engines_sleep():
     run = Run(partial=True)
-    await run.shifts.begin_training()
+    await run.gpu_time_sharing.begin_training()
     assert run.log == ["rollouts put aside", "rollouts sleeps", "trainer wakes"]
 
 
 async def test_weights_that_nobody_trained_are_copied_in_the_trainers_shift():
     run = Run()
-    await run.shifts.publish(lambda: 0)
+    await run.gpu_time_sharing.publish(lambda: 0)
     assert run.log[:3] == ["rollouts sleeps", "trainer wakes", "copy 0"]
 
 
 async def test_an_evaluation_ends_before_the_trainer_begins_and_the_next_waits_for_new_weights():
     run = Run()
     await run.weights.pin.acquire()
-    begins = asyncio.create_task(run.shifts.begin_training())
+    begins = asyncio.create_task(run.gpu_time_sharing.begin_training())
     for _ in range(5):
         await asyncio.sleep(0)
     assert not begins.done()
@@ -105,7 +105,7 @@ async def test_an_evaluation_ends_before_the_trainer_begins_and_the_next_waits_f
     run.weights.pin.release()
     await begins
     assert run.weights.pin.locked()
-    await run.shifts.publish(lambda: 1)
+    await run.gpu_time_sharing.publish(lambda: 1)
     assert not run.weights.pin.locked()
 
 
@@ -113,23 +113,23 @@ async def test_a_side_that_is_lost_ends_the_shift():
     run = Run()
     run.replicas.is_lost = True
     with pytest.raises(UnavailableError, match="rollouts is gone"):
-        await run.shifts.begin_training()
+        await run.gpu_time_sharing.begin_training()
     assert run.log == []
 
 
 async def test_seconds_of_handovers_are_taken_once():
     run = Run()
-    await run.shifts.publish(lambda: 1)
-    seconds = run.shifts.take_seconds()
-    parts = {"rollouts_sleep_s", "trainer_wake_s", "trainer_sleep_s", "rollouts_wake_s"}
-    assert seconds.keys() == parts | {"handover_s"}
-    assert seconds["handover_s"] == pytest.approx(sum(seconds[part] for part in parts))
-    assert run.shifts.take_seconds() == {}
+    await run.gpu_time_sharing.publish(lambda: 1)
+    seconds = run.gpu_time_sharing.take_seconds()
+    connections = {"rollouts_sleep_s", "trainer_wake_s", "trainer_sleep_s", "rollouts_wake_s"}
+    assert seconds.keys() == connections | {"handover_s"}
+    assert seconds["handover_s"] == pytest.approx(sum(seconds[part] for part in connections))
+    assert run.gpu_time_sharing.take_seconds() == {}
 
 
 async def test_sides_with_gpus_of_their_own_never_sleep():
-    run = Run(takes_turns=False)
-    await run.shifts.begin_training()
-    await run.shifts.publish(lambda: 1)
+    run = Run(is_colocated=False)
+    await run.gpu_time_sharing.begin_training()
+    await run.gpu_time_sharing.publish(lambda: 1)
     assert run.log == ["publish 1"]
-    assert run.shifts.take_seconds() == {}
+    assert run.gpu_time_sharing.take_seconds() == {}

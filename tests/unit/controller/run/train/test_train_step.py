@@ -12,7 +12,7 @@ from services.controller.rules.prompts import Mixture
 from services.controller.run.observe.progress import Progress
 from services.controller.run.observe.waits import Waits
 from services.controller.run.state.requests import CurrentSpec
-from services.controller.run.train.train_step import StalenessError, Steps
+from services.controller.run.train.train_step import StalenessError, TrainSteps
 from services.trainer.client import TrainedStep
 from tests.helpers.specs import spec_with
 
@@ -52,7 +52,7 @@ def steps_of(ledger, *, staleness_max):
     async def nothing(*args, **kwargs):
         return {}
 
-    parts = SimpleNamespace(
+    connections = SimpleNamespace(
         trained=0,
         trainer=SimpleNamespace(train_step=answer),
         scoring=SimpleNamespace(add_proximal=pass_on),
@@ -60,17 +60,17 @@ def steps_of(ledger, *, staleness_max):
         weights=SimpleNamespace(turn=asyncio.Lock()),
         replicas=SimpleNamespace(idle_seconds=dict, tokens_total=lambda: 0.0, decode_times=dict),
     )
-    return Steps(
+    return TrainSteps(
         run_id="run_1",
         spec=CurrentSpec(spec_with(algorithm={"max_staleness": BOUND})),
         journal=Recorder(),
         waits=Waits(),
-        parts=parts,
+        connections=connections,
         ledger=ledger,
         mixture=Mixture({"train": 4}),
-        generation=SimpleNamespace(stored=Samples(), release=nothing),
+        scheduler=SimpleNamespace(stored=Samples(), release=nothing),
         progress=Progress(BOUND),
-        shifts=SimpleNamespace(begin_training=nothing, take_seconds=dict),
+        gpu_time_sharing=SimpleNamespace(begin_training=nothing, take_seconds=dict),
         advisor=SimpleNamespace(stepped=lambda data: None),
         version_offset=0,
     )

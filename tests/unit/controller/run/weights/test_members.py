@@ -76,10 +76,10 @@ async def test_members_that_share_one_gpu_take_weights_by_handle_or_through_host
     members = await open_on("cuda:a", "cuda:a", "cuda:a")
     assert members.backend() == "handle"
     assert {tuple(member.modes) for member in members.all().values()} == {("shadow", "shadow")}
-    await members.go_another_way(FailedPreconditionError("cannot be opened"))
+    await members.switch_transfer_path(FailedPreconditionError("cannot be opened"))
     assert members.backend() == "gloo"
     with pytest.raises(FailedPreconditionError, match="again"):
-        await members.go_another_way(FailedPreconditionError("again"))
+        await members.switch_transfer_path(FailedPreconditionError("again"))
 
 
 async def test_members_that_share_several_gpus_go_through_host_memory():
