@@ -32,12 +32,12 @@ def start(arguments: AsyncEngineArgs, *, tells_experts: bool) -> AsyncLLM:
                 "latent attention, nor with rollout.engine_arguments.enable_prefix_caching false; set "
                 "rollout.routing_replay to 'off'"
             )
-        config.parallel_config.worker_cls = f"{_ON_CPU}.TellingWorker"
-        scheduler = f"{_ON_CPU}.TellingScheduler"
+        config.parallel_config.worker_cls = f"{_ON_CPU}.RoutingWorker"
+        scheduler = f"{_ON_CPU}.RoutingScheduler"
     elif config.scheduler_config.async_scheduling:
-        scheduler = f"{_SCHEDULERS}.GatheringAsyncScheduler"
+        scheduler = f"{_SCHEDULERS}.BatchingAsyncScheduler"
     else:
-        scheduler = f"{_SCHEDULERS}.GatheringScheduler"
+        scheduler = f"{_SCHEDULERS}.BatchingScheduler"
     config.scheduler_config.scheduler_cls = scheduler
     return AsyncLLM(
         vllm_config=config,
