@@ -1,1 +1,1 @@
-"""One run: its loop, its ledger, its staleness rule, its validation, its checkpoints."""
+"""One run: its loops, connections, weights, evaluations and checkpoints."""

@@ -1,4 +1,84 @@
-"""A run that is being trained: what it is made of, and what is done with it between two events."""
+"""Runs the concurrent loops that train one run, and owns the state they share.
+
+Each box is a method: a bare name is a method of :class:`TrainingPipeline`, a dotted one is a method
+of that attribute. ``lifecycle.loop.train`` calls the methods of the first loop, one step after the
+other; all other loops run concurrently as tasks.
+
+::
+
+                      groups               samples               groups are READY
+     scheduler      ---------> rollouts  ----------> scheduler  ------------------> take_batch
+     .dispatch_loop           (engines)              .collect                           |
+         ^                     ^  ^   |                                                 | a batch
+         | scheduler           |  |   | held-out samples                                v
+         | .published          |  |   +-------------> evaluator                       train
+         | (the gate opens)    |  |                   .collect                          |
+         |                     |  | held-out groups       | samples                     | offer,
+         |                     |  |                       v                             | publish
+         |                     |  +------------------ evaluator                         |
+         |                     |                      .run                              |
+         |                     | weights                  ^ evaluator.published         |
+         |                     |                          |                             v
+         +---------------------+--------------------------+---------------------- publisher.run
+
+::
+
+     take_batch, train, offer, publish, save    trains one step after the other
+         waits for     take_batch: enough READY groups for a batch; train: the trainer's turn on
+                       shared GPUs, and weights that are not being copied; publish: served weights
+         unblocked by  scheduler.collect, scheduler.fail (groups finish or end), publisher.run
+                       (weights are copied, served); a pause request ends the wait for a batch
+
+     scheduler.dispatch_loop                    starts prompt groups on rollouts
+         waits for     room under the staleness gate, and free slots; checks for stalled groups
+         unblocked by  scheduler.published (weights are served), scheduler.collect, scheduler.fail,
+                       scheduler.replace_lost (groups end), train (a batch is released)
+
+     scheduler.collect                          moves groups to READY
+         waits for     samples in the ``train`` partition of the transferqueue
+         unblocked by  rollouts, which store samples
+
+     scheduler.replace_lost                     restarts groups whose samples were lost
+         waits for     the loss of a shard of the transferqueue
+         unblocked by  the transferqueue, which reports the lost keys
+
+     early.accumulate                           trains READY groups before their batch is full
+         waits for     READY groups that it has not sent yet (``trainer.accumulate_early``)
+         unblocked by  scheduler.collect, scheduler.fail; take_batch starts and cancels it
+
+     publisher.run                              brings the newest weights into service
+         waits for     a version newer than the served one, or a rollout that joined without
+                       weights; then the pin on the weights, and their turn lock
+         unblocked by  offer, publish (a step is trained), admit (a rollout joins); evaluator.run
+                       releases the pin, train the lock
+
+     evaluator.run                              evaluates one weight version at a time
+         waits for     a due evaluation; then the pin on the weights; then the held-out samples
+         unblocked by  evaluator.published (called by publisher.run), evaluator.trigger (called for
+                       a user); publisher.run releases the pin; evaluator.collect, evaluator.fail
+
+     evaluator.collect                          records held-out samples
+         waits for     samples in the ``validation`` partition of the transferqueue
+         unblocked by  rollouts, which store samples
+
+     evaluator.leave_out_lost                   excludes lost held-out groups from the scores
+         waits for     the loss of a shard of the transferqueue
+         unblocked by  the transferqueue, which reports the lost keys
+
+     steps.advisor.watch                        advises which side is the bottleneck
+         waits for     a committed step
+         unblocked by  train
+
+     _stall_reporter.watch                      reports why no step is trained
+         waits for     a committed step, or the end of its patience
+         unblocked by  train
+
+     _end_of_faults                             ends the run
+         waits for     an error in the processing of a worker's failure report
+         unblocked by  fail
+
+A loop that raises ends all of them; ``RunDriver`` then decides if the run recovers.
+"""
 
 import asyncio
 from collections.abc import Collection, Coroutine, Mapping, Sequence
@@ -30,17 +110,18 @@ from services.controller.store.records import Note
 from services.controller.store.rows import Request
 from services.controller.store.runs import Work
 
-# Steps that the trainer is ahead of what rollouts serve, at most: the largest bound on staleness.
+# Max steps by which the trainer may be ahead of the served weights: the largest allowed staleness
+# bound.
 _MOST_UNSERVED = 64
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainingPipeline:
-    """A run whose workers are connected."""
+    """Loops and shared state of one run whose workers are connected."""
 
     spec: CurrentSpec
     clock: Clock
-    """For stalls."""
+    """Clock of the stall reporter."""
     journal: Journal
     request_queue: RequestQueue
     waits: Waits
@@ -55,13 +136,13 @@ class TrainingPipeline:
     gpu_time_sharing: GpuTimeSharing
     checkpoints: Checkpoints
     version_offset: int
-    """What weight versions are above their steps."""
+    """Weight version of a step minus the step."""
     step: int
-    """The last committed step."""
+    """Last committed step."""
     begun: int | None
-    """The step that the trainer was asked for and that was not committed when the run was restored."""
+    """Step that was sent to the trainer but not committed when the run was restored; None without one."""
     published: int
-    """The newest weight version that was published then; -1 before the first."""
+    """Newest weight version that was published when the run was restored; -1 before the first."""
     doing: str = ""
     _stall_reporter: StallReporter = field(init=False)
     _fault: asyncio.Future[Never] = field(
@@ -79,7 +160,7 @@ class TrainingPipeline:
         )
 
     def activities(self) -> list[str]:
-        """What the run is doing now."""
+        """Returns the run's current activities, such as ``TRAINING``."""
         found = {
             self.doing: bool(self.doing),
             "SYNCING_WEIGHTS": self.publisher.is_busy,
@@ -90,35 +171,35 @@ class TrainingPipeline:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to train."""
+        """True if no step is left to train."""
         return self.spec.now.validation.only or self.step >= self.spec.num_steps
 
     @property
     def is_published(self) -> bool:
-        """Whether the weights of the last step are for the rollouts."""
+        """True if the weights of the last step are to be published to the rollouts."""
         spec = self.spec.now
         if self.step in (0, self.spec.num_steps):
             return True
-        if spec.algorithm.num_demonstrations:  # they are only evaluated
+        if spec.algorithm.num_demonstrations:  # published for evaluation only
             return is_periodic(self.step, spec.validation.every)
         return self.step % spec.weight_sync.publish_every == 0
 
     @property
     def is_barrier(self) -> bool:
-        """Whether the weights of the last step are evaluated, or generate, before anything is trained."""
+        """True if the last step's weights must be served, or evaluated, before the next step starts."""
         validation = self.spec.now.validation
         is_evaluated = is_periodic(self.step, validation.every) and self.is_published
         return self.gpu_time_sharing.are_needed or (validation.mode == "barrier" and is_evaluated)
 
     @property
     def is_save_due(self) -> bool:
-        """Whether a checkpoint of the last step is wanted, and not the one behind the last step of all."""
+        """True if a checkpoint of the last step is due; the final checkpoint is saved by :meth:`finish`."""
         is_asked = self.request_queue.get("save") is not None
         is_turn = self.checkpoints.is_due(self.step, self.spec.now.trainer.checkpoint)
         return (is_asked or is_turn) and not self.is_done
 
     def background(self) -> Sequence[Coroutine[None, None, None]]:
-        """What goes on beside the steps, for ever."""
+        """Returns the loops that run concurrently with the steps until they are cancelled."""
         return (
             self.scheduler.collect(),
             self.scheduler.replace_lost(),
@@ -132,41 +213,45 @@ class TrainingPipeline:
         )
 
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
-        """Take in groups that brought no samples; if the run ends of it, that is not the reporter's fault.
+        """Processes reports of groups that produced no samples.
+
+        An error that ends the run is raised by :meth:`_end_of_faults`, not to the worker that sent
+        the report.
 
         Raises:
-            UnavailableError: If it can be reported again.
+            UnavailableError: If the worker should send the report again.
         """
         try:
             await self.evaluator.fail(failures)
             await self.scheduler.fail(failures)
         except UnavailableError:
             raise
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the run ends, and no worker
+        except Exception as error:  # noqa: BLE001 -- any error ends the run, never the reporting worker
             if not self._fault.done():
                 self._fault.set_exception(error)
 
     async def _end_of_faults(self) -> None:
-        """Raise what a report led to."""
+        """Raises the error that a failure report caused."""
         await self._fault
 
     async def catch_up(self) -> None:
-        """Settle the step that was being trained; see that every rollout serves the newest weights."""
+        """Finishes or returns the step in progress and brings the newest weights to every rollout."""
         if self.begun is not None:
             is_untrained = self.connections.trained < self.begun
             if self.connections.scoring.is_active and is_untrained:
-                # A worker that was started again scores the step under the weights that it starts from.
+                # A restarted logp worker scores the step under the weights that the step starts
+                # from.
                 await self.publish()
             if await self.steps.settle(self.begun):
                 self.step = self.begun
         served_step = self.published - self.version_offset
         is_due = served_step < self.step and self.is_published
-        # Engines that slept have no weights.
+        # Engines that slept hold no weights.
         is_served = (
             self.connections.served == self.published and not self.gpu_time_sharing.are_needed
         )
         if is_served and is_due and self.evaluator.interrupted == self.published:
-            # Its evaluation is repeated before another version takes its place.
+            # The interrupted evaluation is repeated before another version replaces this one.
             await self.publisher.already(served_step)
             await self.offer()
         elif is_due or not is_served:
@@ -178,7 +263,7 @@ class TrainingPipeline:
         self._open_gate()
 
     async def take_batch(self) -> list[Group] | None:
-        """Wait for the groups of the next step; None if a pause came before them."""
+        """Waits for the groups of the next step; returns None if a pause was requested first."""
         self.doing, spec = "", self.spec.now
         version, meanwhile = self.step + self.version_offset, None
         if spec.trainer.accumulate_early:
@@ -197,7 +282,12 @@ class TrainingPipeline:
         )
 
     async def train(self, batch: Sequence[Group], *, begin: float) -> None:
-        """Train the next step, which began to wait for its groups at ``begin``."""
+        """Trains the next step and commits it.
+
+        Args:
+            batch: Groups of the step.
+            begin: ``time.perf_counter()`` at which the wait for the groups began.
+        """
         self.doing, step = "TRAINING", self.step + 1
         if self.connections.scoring.is_active:
             # Workers of the role logp score the batch under the weights that the step starts from.
@@ -209,36 +299,36 @@ class TrainingPipeline:
         self._stall_reporter.stepped()
 
     def _open_gate(self) -> None:
-        """Let the rows of further steps be prepared, if no weights have to be published for that."""
+        """Opens the staleness gate for rows with demonstrations, which need no published weights."""
         if self.spec.now.algorithm.num_demonstrations:
             self.scheduler.published(self.step)
 
     async def admit(self, rollouts: Sequence[Worker]) -> bool:
-        """Have rollouts take part that have loaded; returns whether weights reach them as they travel now."""
+        """Lets loaded rollouts join; returns False if the current weight transport does not reach them."""
         if not await self.publisher.admit(rollouts):
             return False
         self.steps.advisor.begin_anew()
         return True
 
     async def detach(self, names: Collection[str]) -> None:
-        """Have rollouts finish or hand over all that they do, and forget them."""
+        """Moves the work of rollouts to other ones, waits for their evaluations, and disconnects them."""
         await self.scheduler.reclaim_from_leaving(names)
         await self.evaluator.without(names)
         await self.connections.dismiss(names)
         self.steps.advisor.begin_anew()
 
     async def offer(self) -> None:
-        """Have the weights of the last step brought into service beside training."""
+        """Offers the weights of the last step to the publisher, without waiting for the rollouts."""
         await self.publisher.offer(self.step)
 
     async def publish(self) -> None:
-        """Bring the weights of the last step into service, and wait for it."""
+        """Publishes the weights of the last step and waits until they are served."""
         await self.offer()
         with self.waits("weight_sync"):
             await self.publisher.served(self.step)
 
     async def save(self) -> None:
-        """Save a checkpoint of the last step."""
+        """Saves a checkpoint of the last step."""
         if self.step == 0:
             return
         self.doing = "CHECKPOINTING"
@@ -254,28 +344,30 @@ class TrainingPipeline:
             )
 
     def _kept_steps(self) -> set[int]:
-        """Steps whose checkpoints stay though they are old: the best one, and those that may become it."""
+        """Returns steps whose checkpoints are kept regardless of age: the best one and candidates for it."""
         if self.spec.now.trainer.checkpoint.best is None:
             return set()
         best, offset = self.progress.best, self.version_offset
         kept = set() if best is None else {int(best["step"])}
         kept |= {version - offset for version in self.evaluator.in_turn}
-        # Those that rollouts do not serve yet will be evaluated.
+        # Versions that are not served yet will still be evaluated.
         served = max(self.evaluator.version - offset, self.step - _MOST_UNSERVED)
         return kept | set(range(served + 1, self.step))
 
     async def finish(self) -> None:
-        """End the run, or hold it: what is unfinished is kept, with the checkpoint, for another day."""
+        """Ends or pauses the run; a paused run keeps unfinished groups in its checkpoint."""
         self.doing = ""
         if self.is_done:
             await self.publisher.settled()
-            # The last weights are served already: they are evaluated while the checkpoint is written.
+            # The last weights are served already, so they are evaluated while the checkpoint is
+            # written.
             async with TaskGroup() as tasks:
                 tasks.create_task(self.save())
                 tasks.create_task(self.evaluator.idle())
             self.doing = "FINALIZING"
             return
-        # Weights on their way to rollouts are not waited for: these end, and get them when they start again.
+        # Weight transfers to rollouts are not awaited: the rollouts end, and receive weights when
+        # they restart.
         if self.spec.now.rollout.partial_rollout:
             await self.connections.replicas.interrupt()
         pause, is_asked = (
@@ -288,7 +380,7 @@ class TrainingPipeline:
     async def evaluated(
         self, what: BegunEvaluation | Evaluation, request: Request | None = None
     ) -> None:
-        """Tell of an evaluation that begins or ends, with the request that it answers."""
+        """Records the start or the end of an evaluation, and completes the request that asked for it."""
         if isinstance(what, BegunEvaluation):
             kind, message = "ValidationStarted", f"is being evaluated: {what.reason}"
         else:
@@ -301,7 +393,7 @@ class TrainingPipeline:
         await self.note(kind, message, asdict(what), also=self.request_queue.done(request))
 
     def _compared(self, what: Evaluation) -> str:
-        """See whether a checkpoint is the best one; returns what there is to say of it."""
+        """Compares an evaluated checkpoint with the best one; returns text for the event's message."""
         checkpoint, step = self.spec.now.trainer.checkpoint, what.version - self.version_offset
         is_saved = step > 0 and (
             step == self.spec.num_steps or (checkpoint.every and step % checkpoint.every == 0)
@@ -323,7 +415,7 @@ class TrainingPipeline:
         *,
         also: Work | None = None,
     ) -> None:
-        """Write an event, with the run's progress."""
+        """Writes an event with a summary of the run's progress."""
         summary = self.progress.summary(self.ledger)
         note = Note(type_, message, data, None, None, summary)
         await self.journal.note(note, self.ledger, also=also)

@@ -1,1 +1,1 @@
-"""The generating side of a run: dispatches prompt groups and collects their samples."""
+"""Generating side of a run: dispatches prompt groups and collects their samples."""

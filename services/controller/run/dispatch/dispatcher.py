@@ -1,4 +1,7 @@
-"""Hands groups to rollouts: those that go on, those that begin again, then new ones, as the gate allows."""
+"""Dispatches prompt groups to rollouts under the staleness gate.
+
+Parked groups with tokens continue first, then restarted groups, then new prompts.
+"""
 
 import logging
 import math
@@ -25,26 +28,27 @@ from services.controller.store.records import Note
 from services.rollout.client import GroupAssignment, TriedPrompt
 
 logger = logging.getLogger(__name__)
-# Prompts that the curriculum's function may have wait one after the other: then one is not asked for.
+# Max consecutive prompts that the curriculum's function may postpone; the next one is dispatched
+# without a call.
 _MOST_PASSED_OVER = 1000
 
 
 class GenerationError(RuntimeError):
-    """Generation cannot go on; the message says why and what to do."""
+    """Raised if generation cannot continue; the message names the cause and a remedy."""
 
 
 class Dispatcher:
-    """Chooses what is generated next, and where.
+    """Chooses which groups start next and on which rollouts.
 
     Args:
-        spec: The run's specification, as it is now.
-        run_id: Names its partitions.
+        spec: Current specification of the run.
+        run_id: Identifier of the run; names its partitions.
         ledger: States of all issued groups.
         order: Order of the prompts.
-        journal: Where what the ledger decides is written before it is acted on.
-        replicas: Where groups go.
-        stored: Where their samples arrive.
-        clock: For stalls.
+        journal: Durable record, written before a decision of the ledger takes effect.
+        replicas: Pool of rollouts that generate the groups.
+        stored: Index of stored samples.
+        clock: Clock of stall detection.
     """
 
     def __init__(
@@ -68,44 +72,45 @@ class Dispatcher:
         self._rollout_pool = replicas
         self._stored = stored
         self._clock = clock
-        # The ledger holds nothing of the steps up to the checkpoint that the run starts from.
+        # The ledger does not count groups of steps up to the checkpoint that the run starts from.
         num_steps = spec.num_steps - ledger.first_step
         self._total = num_steps * spec.now.trainer.prompts_per_step
         self.slot_usage = SlotUsage(
             spec.now.rollout.max_running_samples, spec.now.samples_per_group
         )
-        """How many groups may run at once; hears of those that are finished."""
+        """Estimate of how many groups may run at once, updated with each finished group."""
         self._due: float | None = None
-        # ReMax compares with one greedy response.
+        # ReMax uses one greedy response as its baseline.
         num_greedy = spec.now.samples_per_group - spec.now.rollout.group_size
         sampled = (spec.now.rollout.sampling.temperature,) * spec.now.rollout.group_size
         self._temperatures = sampled + (0.0,) * num_greedy
         self.shares = GroupShards()
-        """Who generates what."""
+        """Members of each group by rollout."""
         self.first_failure = ""
-        """Which prompt failed first, and of what."""
+        """Prompt and cause of the first failure, for error messages."""
         self.num_passed_over = 0
-        """Prompts that the curriculum's function had wait since one was answered."""
+        """Consecutive prompts that the curriculum's function postponed."""
         self.published_step = -1
-        """The newest step whose weights every rollout serves."""
+        """Newest step whose weights every rollout serves; -1 before the first."""
         self.gate = StalenessGate(
             max_staleness=spec.now.algorithm.max_staleness,
             groups_per_step=spec.now.trainer.prompts_per_step,
         )
 
     def expect(self) -> None:
-        """Groups may start from now on; how long they then wait is measured from here."""
+        """Records that groups may start; the dispatch latency is measured from the first call."""
         if self._due is None:
             self._due = self._clock.monotonic()
 
     async def dispatch(self, starts: TaskGroup) -> int:
-        """Choose and write down whatever may start now.
+        """Chooses all groups that may start now, records them, and starts them in the background.
 
         Args:
-            starts: Owns the calls that start it: a rollout that is slow to answer keeps no other waiting.
+            starts: Task group that owns the start calls, so that a slow rollout does not delay
+                others.
 
         Returns:
-            How many groups that are.
+            Number of dispatched groups.
         """
         begin, begin_ns = self._due or self._clock.monotonic(), time.time_ns()
         self._due = None
@@ -113,7 +118,7 @@ class Dispatcher:
         groups = self._next_groups()
         if not groups:
             return 0
-        # What was stored of groups that begin again is in the way of their new samples.
+        # Stored samples of restarted groups would collide with their new samples.
         await self._stored.discard(g for g in groups if g.state is GroupState.PENDING)
         by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
         for group in groups:
@@ -135,7 +140,7 @@ class Dispatcher:
         begin: float,
         begin_ns: int,
     ) -> None:
-        """Tell the rollouts."""
+        """Sends the assignments to the rollouts and confirms the groups."""
 
         async def start(worker_id: str, assignments: list[GroupAssignment]) -> None:
             await self._rollout_pool.start({worker_id: assignments})
@@ -153,26 +158,26 @@ class Dispatcher:
         tracing.record("group.issue", new, begin_ns=begin_ns, is_first=True, run=self._run_id)
 
     def traces(self, groups: Iterable[Group]) -> list[tracing.Trace]:
-        """Traces of those groups whose spans are collected."""
+        """Returns the traces of groups whose spans are collected."""
         return tracing.of_groups(self._run_id, (group.group_id for group in groups))
 
     def begin(self, group: Group, shares: Mapping[str, Sequence[int]]) -> None:
-        """Note that rollouts have these members of a group."""
+        """Records which rollouts generate which members of a group."""
         self.shares.begin(group.group_id, shares)
         for worker_id in shares:
             self._rollout_pool.assigned(worker_id)
 
     def end(self, group: Group) -> list[str]:
-        """Note that nobody works on a group any more; returns the rollouts that did."""
+        """Records that no rollout works on a group any more; returns the rollouts that did."""
         workers = self.shares.end(group.group_id)
         for worker_id in workers:
             self._rollout_pool.finished(worker_id)
         return workers
 
     async def reclaim_stalled(self) -> None:
-        """Take groups from rollouts that make no token; what is stored of them goes on elsewhere.
+        """Parks groups on rollouts that generate no token, so that other rollouts continue them.
 
-        Rollouts watch over their episodes themselves. This is for one that does not.
+        Rollouts detect stalled episodes themselves; this catches a rollout that fails to.
         """
         now, patience_s = self._clock.monotonic(), self._patience_s()
         stalled: dict[str, Group] = {}
@@ -187,7 +192,7 @@ class Dispatcher:
         left = [group for group in stalled.values() if group.state in RUNNING]
         for group in left:
             self.end(group)
-            # What was stored of it is as old as before.
+            # Stored tokens keep their weight versions.
             self._ledger.interrupt(group)
             if not self._ledger.stall(group):
                 self._order.quarantine(group.row)
@@ -198,9 +203,9 @@ class Dispatcher:
         await self._stored.wipe(left)
 
     async def reclaim_from(self, names: Collection[str]) -> None:
-        """Take their groups from rollouts that are about to leave; what is stored of them goes on elsewhere.
+        """Parks groups of leaving rollouts, so that other rollouts continue them from stored tokens.
 
-        Those rollouts get no others.
+        The leaving rollouts receive no further groups.
         """
         self._rollout_pool.detach(names)
 
@@ -214,7 +219,7 @@ class Dispatcher:
 
         if self._spec.now.rollout.partial_rollout and (groups := theirs()):
             await self._rollout_pool.park_groups([*groups])
-        # What they finished meanwhile is stored, and on its way here.
+        # Groups that finished meanwhile are stored and will be collected.
         stored = await self._stored.find()
         whole = {name for name, samples in stored.items() if self._stored.is_whole(samples)}
         if unfinished := [name for name in theirs() if name not in whole]:
@@ -227,17 +232,18 @@ class Dispatcher:
         logger.info("rollouts leave", extra={"rollouts": str([*names]), "taken_back": len(left)})
 
     def seconds_to_next_stall(self) -> float | None:
-        """When to look again for what makes no progress; None if nothing runs."""
+        """Returns the seconds until the next check for stalled groups; None if no group is running."""
         return self._patience_s() / 8 if self._ledger.count(*RUNNING) else None
 
     def _patience_s(self) -> float:
-        # Rollouts find their own stalls first; those that share GPUs make no token while a step is trained.
+        # Rollouts detect their own stalls first. Colocated rollouts generate no token while a step
+        # is trained.
         spec = self._spec.now
         asleep_s = spec.limits.step_timeout_s if spec.topology.is_colocated else 0.0
         return 2 * spec.limits.stall_timeout_s + asleep_s
 
     def assignment(self, group: Group, members: Sequence[int]) -> GroupAssignment:
-        """What a rollout is told of its members of a group."""
+        """Returns the message that assigns members of a group to a rollout."""
         split, row = self._order.mixture.place(group.row)
         return GroupAssignment(
             group_id=group.group_id,
@@ -256,12 +262,12 @@ class Dispatcher:
         )
 
     def _tried(self, group: Group) -> TriedPrompt | None:
-        """What the curriculum's function is told of a prompt; None if it is begun without being asked for."""
+        """Returns the prompt's history for the curriculum's function; None if it is not called."""
         curriculum, difficulty = self._spec.now.data.curriculum, self._order.difficulty
         if curriculum is None or curriculum.function is None or difficulty is None:
             return None
         most = min(self._order.mixture.num_rows, _MOST_PASSED_OVER)
-        # A group that was interrupted or lost was wanted, and may have tokens.
+        # A group that was interrupted or lost was accepted before and may have tokens.
         if group.attempt > 1 + group.failures or self.num_passed_over >= most:
             return None
         known = difficulty.rate_of(group.row)
@@ -269,9 +275,9 @@ class Dispatcher:
         return TriedPrompt(step=step, tries=known.tries, mean_reward=known.rate)
 
     def _share_out(self, group: Group) -> tuple[Mapping[str, Sequence[int]], int]:
-        """Members by rollout, and the oldest version that these rollouts serve.
+        """Returns members by rollout, and the oldest weight version that these rollouts serve.
 
-        All of a group go to one rollout, where they share their prompt's prefix, if they find places there.
+        All members go to one rollout, where they share their prompt's prefix, if its slots suffice.
         """
         there = self._stored.members(group)
         members = [m for m in range(self._spec.now.samples_per_group) if m not in there]
@@ -284,9 +290,10 @@ class Dispatcher:
         return split(members, workers), version
 
     def _next_groups(self) -> list[Group]:
-        """Groups with tokens, which the gate let in before; then, under the gate, all others."""
+        """Returns parked groups, which the gate admitted before, then others that the gate admits now."""
         ledger = self._ledger
-        # What is finished beyond the next batch waits, and grows older: others start when it is needed.
+        # Groups finished beyond the next batch wait and grow stale, so others start only when they
+        # are needed.
         ahead = max(0, ledger.count(GroupState.READY) - self.gate.groups_per_step)
         places = self.slot_usage.num_groups(self._rollout_pool.num_replicas)
         free = places - ledger.count(*RUNNING) - ahead
@@ -297,8 +304,8 @@ class Dispatcher:
             gate=self.gate,
             weight_version=self._rollout_pool.newest_version(),
         )[:free]
-        # A group that waits without tokens holds no place under the gate: were it let past, a run that went
-        # back to a checkpoint would generate more than it may before it trains.
+        # A waiting group without tokens holds no place under the gate. If it bypassed the gate, a
+        # run that rewound to a checkpoint would generate more than it may before it trains.
         waiting = ledger.count(GroupState.PENDING)
         room = self.gate.capacity(
             published=self.published_step - ledger.first_step,

@@ -1,4 +1,4 @@
-"""What a group that failed means for its prompt, and for its run."""
+"""Generating side of a run: dispatches prompt groups, collects their samples, handles failed groups."""
 
 import asyncio
 import logging
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 
 class GroupFailures:
-    """Failures of prompts, and how many came one after the other.
+    """Counts failed groups, retries their prompts or quarantines them.
 
     Args:
-        spec: The run's specification, as it is now.
+        spec: Current specification of the run.
         ledger: States of all issued groups.
         order: Order of the prompts.
-        dispatcher: Hears of the first one.
+        dispatcher: Receives the text of the first failure.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class GroupFailures:
         self._in_a_row: list[str] = []
 
     def blame(self, group: Group, failure: GroupFailure) -> None:
-        """Count a failure of the prompt, which is tried again or quarantined."""
+        """Counts a failure against the group's prompt, which is retried or quarantined."""
         logger.warning(
             "group failed",
             extra={"group": failure.group_id, "reason": failure.reason, "why": failure.message},
@@ -66,13 +66,14 @@ class GroupFailures:
             self._order.quarantine(group.row)
 
     def reset_failures(self) -> None:
-        """A group succeeded."""
+        """Resets the count of consecutive failures after a group succeeded."""
         self._in_a_row.clear()
 
     def check_progress_of_failures(self) -> None:
-        """Raise a GenerationError if far more groups than a batch has failed one after the other.
+        """Raises a GenerationError if many more groups than a batch failed in a row.
 
-        All that run may fail at once with an environment or a service that they share; they are tried again.
+        All running groups may fail at once with an environment or a service that they share; they
+        are retried.
         """
         spec = self._spec.now
         limit = (4 + spec.algorithm.max_staleness) * spec.trainer.prompts_per_step
@@ -83,7 +84,7 @@ class GroupFailures:
 
 
 def failed(failure: GroupFailure) -> Note:
-    """The event that tells of a failure."""
+    """Returns the event that reports a failed group."""
     return Note(
         "GroupFailed",
         f"{failure.group_id}: {failure.reason}: {failure.message}",
@@ -91,27 +92,27 @@ def failed(failure: GroupFailure) -> Note:
     )
 
 
-# Reasons for which a group has no samples although its prompt did nothing wrong.
+# Reasons for missing samples that are not the prompt's fault.
 _BLAMELESS = frozenset({"publish_failed"})
-# Reasons for which a group ends with its progress stored.
+# Reasons for which a group is parked with its tokens stored.
 _PUT_ASIDE = frozenset({"interrupted", "stalled"})
 # Reason for which dynamic sampling replaces a group.
 _REFILLED = "equal_rewards"
-# Groups that end soon after each other are followed by others at once: each hand-out waits for the disk.
+# Collects groups that end within this time into one dispatch: each dispatch waits for the disk.
 _HANDOUT_PAUSE_S = 0.01
 
 
 class GenerationScheduler:
-    """The generating half of a run.
+    """Dispatches prompt groups to rollouts and collects the finished ones.
 
     Args:
-        spec: The run's specification, as it is now.
+        spec: Current specification of the run.
         ledger: States of all issued groups.
         order: Order of the prompts.
-        journal: Where what the ledger decides is written before it is acted on.
-        replicas: Where groups go.
-        stored: Where their samples arrive.
-        dispatcher: Hands groups out.
+        journal: Durable record, written before a decision of the ledger takes effect.
+        replicas: Pool of rollouts that generate the groups.
+        stored: Index of stored samples.
+        dispatcher: Chooses groups and rollouts.
     """
 
     def __init__(
@@ -140,21 +141,21 @@ class GenerationScheduler:
         self.gate = dispatcher.gate
 
     def published(self, step: int) -> None:
-        """All rollouts serve the weights of ``step``: the gate opens further."""
+        """Records that all rollouts serve the weights of ``step``, which opens the staleness gate further."""
         self._dispatcher.published_step = max(self._dispatcher.published_step, step)
         self._wake()
 
     def batch_taken(self) -> None:
-        """The next batch begins: dynamic sampling may replace as many groups again."""
+        """Resets the number of groups that dynamic sampling may replace, for the next batch."""
         self._refilled = self._ledger.num_ended(_REFILLED)
         self._is_told = False
 
     async def restore(self, lost_workers: Collection[str], *, is_queue_empty: bool) -> None:
-        """Find out what became of the groups in flight, and hand them out again where it is needed.
+        """Reconciles groups in flight with stored samples and live rollouts; restarts the missing ones.
 
         Args:
-            lost_workers: Rollouts whose work is gone.
-            is_queue_empty: Whether what rollouts stored is gone.
+            lost_workers: Rollouts that died with their work.
+            is_queue_empty: Whether the transferqueue lost all stored samples.
         """
         unscored = await self._find_stored()
         ready = self._ledger.in_state(GroupState.READY)
@@ -162,12 +163,12 @@ class GenerationScheduler:
             self._ledger.requeue(group)
         assignments: dict[str, list[GroupAssignment]] = defaultdict(list)
         members = range(self._spec.now.samples_per_group)
-        # Nobody knows any more who had which share of a group.
+        # The assignment of shards to rollouts is not durable.
         is_shared = len(members) > self._spec.now.rollout.max_running_samples
         running = self._ledger.running()
         for group in running:
             if group.group_id in unscored:
-                # Its rollout is done with it, even if that is gone by now.
+                # The rollout has finished the group, even if the rollout is gone by now.
                 self._dispatcher.begin(group, {group.worker_id: members})
                 continue
             if group.worker_id in lost_workers:
@@ -176,12 +177,13 @@ class GenerationScheduler:
             # A rollout that finished a group before its samples were lost would not start it again.
             elif is_queue_empty or is_shared or not self._rollout_pool.serves(group.worker_id):
                 if self._spec.now.rollout.partial_rollout:
-                    # Rollouts may have cached tokens since; the next attempt resumes them at their age.
+                    # Rollouts may have cached tokens since; the next attempt resumes them with
+                    # their weight versions.
                     self._ledger.interrupt(group)
                 else:
                     self._ledger.requeue(group)
             else:
-                # A rollout that has the group already takes this as a repetition.
+                # A rollout that already has the group ignores the repeated assignment.
                 self._dispatcher.begin(group, {group.worker_id: members})
                 assignments[group.worker_id].append(self._dispatcher.assignment(group, members))
         await self._journal.save(self._ledger)
@@ -190,7 +192,7 @@ class GenerationScheduler:
         await self._rollout_pool.start(assignments)
 
     async def dispatch_loop(self) -> None:
-        """Hand out groups for ever."""
+        """Dispatches groups until it is cancelled, whenever groups end or the gate opens."""
         async with TaskGroup() as starts:
             while True:
                 self._work.clear()
@@ -204,14 +206,14 @@ class GenerationScheduler:
                     continue
 
     async def collect(self) -> None:
-        """Take in finished groups for ever."""
+        """Collects finished groups until it is cancelled."""
         async for groups in self.stored.arrived():
             await self._take_in(groups)
 
     async def replace_lost(self) -> None:
-        """Begin groups again that lost samples with a shard of the transferqueue, for ever.
+        """Restarts groups whose samples were lost with a transferqueue shard, until it is cancelled.
 
-        What is being trained is not touched: the trainer has its samples, or says that they are gone.
+        Groups in training are left alone: the trainer has their samples, or reports them as lost.
         """
         async for group_ids in self.stored.lost():
             found = await self.stored.find()
@@ -222,7 +224,7 @@ class GenerationScheduler:
             await self._rollout_pool.cancel([group.group_id for group in running])
             await self.stored.wipe(running)
             for group in running:
-                # It may have failed meanwhile.
+                # The group may have failed meanwhile.
                 if group.state in RUNNING:
                     self._dispatcher.end(group)
                     self._ledger.requeue(group)
@@ -230,12 +232,12 @@ class GenerationScheduler:
             await self._notify()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Return once ``condition`` holds; it is tried whenever groups become ready or end."""
+        """Waits until ``condition`` holds; it is evaluated whenever groups finish or end."""
         async with self._finished:
             await self._finished.wait_for(condition)
 
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
-        """Take in groups that brought no samples."""
+        """Processes reports of groups that produced no samples: parks, retries, drops or quarantines them."""
         for failure in failures:
             group = self._ledger.get(failure.group_id, failure.attempt)
             if group is None or group.state not in RUNNING:
@@ -251,7 +253,8 @@ class GenerationScheduler:
                 self._dispatcher.num_passed_over += 1
             elif failure.reason in _BLAMELESS:
                 self._ledger.requeue(group)
-                # Where there is no room for a batch none would ever come, and all of them fail.
+                # If the transferqueue has no room for a batch, all groups fail like this and none
+                # would ever be ready.
                 is_told, self._is_told = self._is_told, True
                 if not is_told:
                     await self._journal.note(failed(failure), self._ledger)
@@ -266,15 +269,15 @@ class GenerationScheduler:
         await self._notify()
 
     async def reclaim_from_leaving(self, names: Collection[str]) -> None:
-        """Before rollouts leave: have others go on with what they have not finished."""
+        """Returns unfinished groups of leaving rollouts to the queue, to continue on other rollouts."""
         await self._dispatcher.reclaim_from(names)
         await self._journal.save(self._ledger)
         await self._notify()
 
     async def drop(self, groups: Mapping[str, Sequence[Group]]) -> None:
-        """Give up ready groups, by reason; the gate lets other prompts in for them.
+        """Drops ready groups, by reason; the gate then admits other prompts.
 
-        The prompt of a stale group comes once more at the end of its epoch.
+        The prompt of a stale group is issued once more at the end of its epoch.
         """
         begin_ns = time.time_ns()
         for reason, dropped in groups.items():
@@ -289,22 +292,22 @@ class GenerationScheduler:
         await self.release([group for dropped in groups.values() for group in dropped])
 
     async def restart(self, groups: Sequence[Group]) -> None:
-        """Throw away the samples of ready groups and generate them again."""
+        """Deletes the samples of ready groups and generates them again."""
         for group in groups:
             self._ledger.requeue(group)
         await self._journal.save(self._ledger)
         await self.release(groups)
 
     async def release(self, groups: Sequence[Group]) -> None:
-        """Delete the samples of groups that ended."""
+        """Deletes the samples of groups that ended."""
         self._wake()
         await self.stored.release(groups)
 
     async def _find_stored(self) -> set[str]:
-        """Take in what the transferqueue holds, and delete what nobody waits for.
+        """Adopts groups that the transferqueue holds, and deletes samples that are not expected.
 
         Returns:
-            Running groups that are whole, but still lack what a worker of its own adds.
+            Running groups with all samples that still lack fields which another worker adds.
         """
         unwanted: list[str] = []
         unscored: set[str] = set()
@@ -323,7 +326,7 @@ class GenerationScheduler:
         return unscored
 
     def _put_aside(self, group: Group, failure: GroupFailure) -> None:
-        """A rollout stopped its share of a group and stored what it has."""
+        """Records that a rollout parked its shard of a group with its tokens stored."""
         shares, group_id = self._dispatcher.shares, group.group_id
         if failure.worker_id not in shares.workers(group_id):
             return
@@ -338,13 +341,13 @@ class GenerationScheduler:
         self._go_on(group)
 
     async def _note_stall(self, group: Group, failure: GroupFailure) -> None:
-        """Count that a group came to a halt by itself, and say so."""
+        """Counts and records that a group stalled."""
         if group.state is GroupState.PARTIAL and not self._ledger.stall(group):
             self._order.quarantine(group.row)
         await self._journal.note(failed(failure), self._ledger)
 
     def _go_on(self, group: Group) -> None:
-        """Let a group that is not whole wait for its next try, once all its shares have ended."""
+        """Queues an incomplete group for its next attempt once all its shards have ended."""
         shares = self._dispatcher.shares
         if not shares.workers(group.group_id):
             num_unfinished, num_tokens = shares.progress(group.group_id)
@@ -400,6 +403,6 @@ class GenerationScheduler:
             self._finished.notify_all()
 
     def _wake(self) -> None:
-        """Let others start where groups ended."""
+        """Wakes the dispatch loop."""
         self._dispatcher.expect()
         self._work.set()

@@ -1,1 +1,1 @@
-"""A run from its admission to its end: driver, recovery, changes of size."""
+"""Life of a run from admission to end: driver, recovery, elastic sizing."""

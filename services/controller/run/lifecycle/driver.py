@@ -1,9 +1,13 @@
-"""Drives one run from its admission to its end.
+"""Drives one run from admission to end, and restarts its loops after failures.
 
-workers of the run                         -> started; the loop is entered
-a worker ended, is silent or was replaced  -> the loop is left; what is gone is started; it is entered again,
-                                              without lost rollouts while others are left; they join later
-too many losses without a finished step    -> the run fails, with the last lines of what was lost
+::
+
+     the run is admitted                        -> its workers start; the loops are entered
+     a worker exits, is silent or is replaced   -> the loops are left; the missing workers start; the
+                                                   loops are entered again. Lost rollouts are not
+                                                   awaited while others are left: they join later.
+     too many failures without a finished step  -> the run fails, with the last log lines of the
+                                                   lost workers
 """
 
 import asyncio
@@ -34,24 +38,25 @@ from services.controller.store.records import Note
 
 logger = logging.getLogger(__name__)
 
-# A worker's death shows as a broken call first; its exit, which says more, comes within this time.
+# A broken call is the first sign of a dead worker; its exit report, which says more, follows within
+# this time.
 _EXIT_REPORT_S = 2.0
 
 Transition = Callable[[RunEvent, str, str], Awaitable[RunState]]
-"""Moves the run (event, reason, message); returns its new state."""
+"""Applies an event to the run's state (event, reason, message) and returns the new state."""
 
 
 class RunDriver:
-    """Drives one run.
+    """Drives one run: starts workers, enters the loops, recovers from failures.
 
     Args:
-        run_id: The run.
-        spec: Its specification.
-        services: What every run needs.
-        journal: The run's record.
-        request_queue: What it is asked for.
-        state: Where the run is in its life.
-        move: Moves it.
+        run_id: Identifier of the run.
+        spec: Specification of the run.
+        services: Services that every run shares.
+        journal: Durable record of the run.
+        request_queue: Pending user requests.
+        state: Current state of the run.
+        move: Applies an event to the state.
     """
 
     def __init__(
@@ -93,11 +98,12 @@ class RunDriver:
         self.task: asyncio.Task[None] | None = None
 
     async def drive(self) -> None:
-        """Drive the run to its end.
+        """Drives the run to its end.
 
         Raises:
-            LeaseLostError: If another controller leads: it drives the run now.
-            DatabaseError: If the database is away: the run goes on when this process is started again.
+            LeaseLostError: If another controller is the leader and drives the run now.
+            DatabaseError: If the database is unavailable; the run resumes when this process
+                restarts.
         """
         event, reason, message = RunEvent.FAIL, "InternalError", ""
         try:
@@ -122,35 +128,36 @@ class RunDriver:
         await self._end(keep_samples=event is RunEvent.DRAINED)
         if reason == "ControllerStopped":
             if self._state is RunState.STARTING:
-                return  # it starts again with the next controller
+                return  # the next controller starts it again
             if self._state is RunState.RUNNING:
                 await self._go(RunEvent.PAUSE, reason)
         await self._go(event, reason, message)
 
     @property
     def spec(self) -> RunSpec:
-        """The run's specification, as it is now."""
+        """Current specification of the run."""
         return self._spec.now
 
     def newer_spec(self, digest: str) -> tuple[str, str]:
-        """The specification as canonical JSON and its digest, if a worker has another one; else empty."""
+        """Returns canonical JSON and digest of the specification; empty strings if ``digest`` is current."""
         return ("", "") if digest == self._spec.digest else (self._spec.text, self._spec.digest)
 
     def leave(self) -> None:
-        """Stop driving; a later controller goes on."""
+        """Stops driving the run; a later controller resumes it."""
         self._cancel()
 
     def suspend(self) -> None:
-        """Stop the workers and pause where the run is: it goes on from its newest checkpoint."""
+        """Stops the workers at once and pauses the run, which later resumes from its newest checkpoint."""
         self._is_suspended = True
         self._cancel()
 
     async def end(self, *, grace_s: float = 0.0, saves: bool = False) -> None:
-        """End the run: at once, or behind its current step if that is done within the grace.
+        """Cancels the run, at once or after its current step.
 
         Args:
-            grace_s: Seconds for the step; 0 ends the run at once, also one that was given more before.
-            saves: Whether a checkpoint is saved behind the step.
+            grace_s: Seconds within which the step may finish; 0 cancels at once, also after an
+                earlier call with a longer grace.
+            saves: Whether a checkpoint is saved after the step.
         """
         self._is_cancelled = True
         if self._deadline is not None:
@@ -162,17 +169,17 @@ class RunDriver:
         await self._request_queue.put("pause", checkpoint=saves)
 
     def _cancel(self) -> None:
-        # The end itself is never cancelled: it gives back what the run holds.
+        # The clean-up itself is never cancelled: it releases what the run holds.
         if self.task is not None and not self._is_over and not self.task.cancelling():
             self.task.cancel()
 
     async def pause(self, *, saves: bool = True) -> None:
-        """Finish the step, save a checkpoint if it is wanted, and stop the workers."""
+        """Finishes the step, saves a checkpoint if ``saves`` is set, and stops the workers."""
         self._state = RunState.PAUSING
         await self._request_queue.put("pause", checkpoint=saves)
 
     async def change(self, spec: RunSpec) -> None:
-        """Go on under a changed specification."""
+        """Applies a changed specification to the running run."""
         is_resized = spec.rollout.replicas != self.spec.rollout.replicas
         self._spec.now = spec
         await self._services.membership.recheck()
@@ -181,35 +188,35 @@ class RunDriver:
             self._resizing.ask()
 
     def activities(self) -> list[str]:
-        """What the run is doing now."""
+        """Returns the run's current activities."""
         return self._pipeline.activities() if self._pipeline is not None else []
 
     async def note(self, note: Note) -> None:
-        """Add an event to the run's record."""
+        """Adds an event to the run's record."""
         await self._journal.note(note)
 
     async def save(self) -> None:
-        """Save a checkpoint at the end of the current step."""
+        """Requests a checkpoint at the end of the current step."""
         await self._request_queue.put("save")
 
     async def evaluate(self) -> None:
-        """Evaluate the weights that are served."""
+        """Requests an evaluation of the served weights."""
         await self._request_queue.put("evaluate")
         if self._pipeline is not None:
             await self._pipeline.evaluator.trigger()
 
     async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
-        """Take in groups that brought no samples.
+        """Processes reports of groups that produced no samples.
 
         Raises:
-            UnavailableError: If it is not known yet what is in flight; the worker asks again.
+            UnavailableError: If the run is still being restored; the worker sends the report again.
         """
         if self._pipeline is None:
             raise UnavailableError("the run is being restored; report again")
         await self._pipeline.fail(failures)
 
     def worker_exited(self, exit_: WorkerExit) -> None:
-        """A worker ended by itself."""
+        """Processes the exit of a worker process."""
         if self._resizing.takes_exit(exit_):
             return
         known = self._services.membership.find(self._run_id, exit_.worker_id)
@@ -217,20 +224,27 @@ class RunDriver:
         is_killed = exit_.code is None or exit_.code < 0
         is_absent = exit_.worker_id in self._resizing.absent()
         others_go_on = is_absent and self._state is RunState.RUNNING
-        # A worker that gives up before it has loaded would do so again, for which the others need not end.
+        # A worker that fails before it has loaded would fail again; other workers need not end for
+        # that.
         self._is_hopeless |= not (had_loaded or is_killed or others_go_on)
         message = f"{exit_.worker_id} ended {exit_.how}; its last lines:\n{exit_.last_lines}"
         self.worker_lost(exit_.worker_id, message)
 
     def worker_lost(self, worker_id: str, message: str, *, is_replaced: bool = False) -> None:
-        """A worker's process is gone; ``is_replaced``: another one has registered in its place."""
+        """Records a lost worker and wakes the recovery.
+
+        Args:
+            worker_id: The lost worker.
+            message: Cause, for people.
+            is_replaced: Whether another process has registered under the same name.
+        """
         self._exits[worker_id] = message
         if not is_replaced:
             self._vacant.add(worker_id)
         self._lost.set()
 
     async def _work(self) -> tuple[RunEvent, str]:
-        """Enter the loop, again after each loss; returns how the run ended."""
+        """Enters the loops, again after each failure; returns how the run ended."""
         lost: dict[str, str] = {}
         await self._request_queue.open()
         self._resizing.begin()
@@ -238,7 +252,9 @@ class RunDriver:
             await self._request_queue.put("pause", checkpoint=True)
         while True:
             self._lost.clear()
-            if not self.spec.topology.is_colocated:  # there, each starts while the others sleep
+            if (
+                not self.spec.topology.is_colocated
+            ):  # colocated workers start one by one, while the others sleep
                 await self._services.launcher.start(self._run_id, self._resizing.sure())
             self._pipeline = None
             try:
@@ -285,16 +301,17 @@ class RunDriver:
             await self._go(RunEvent.RECOVER, "WorkersReady")
 
     async def _take_loss(self, error: Exception) -> dict[str, str]:
-        """Note what was lost and make room for its replacement; raise if the run cannot go on."""
+        """Records lost workers and cleans up after them; raises ``error`` if the run cannot recover."""
         broken = leaves(error)
         errors = [each for each in broken if not isinstance(each, SizeChangedError)]
         if not is_worker_failure(errors):
             raise error
         if len(errors) < len(broken) and not self._exits:
-            # Whatever else broke did so because the loop was left.
+            # All other errors are consequences of leaving the loops.
             return await self._resizing.settle()
         for each in errors:
-            # The trainer has more to lose than time, so only its heartbeats tell that it is gone.
+            # Restarting the trainer loses more than time, so only missing heartbeats count as its
+            # death.
             if isinstance(each, UnansweringError) and each.worker_id in self._rollouts():
                 self.worker_lost(each.worker_id, str(each))
         await self._await_exit_report()
@@ -312,13 +329,13 @@ class RunDriver:
         return lost
 
     def _count_loss(self) -> None:
-        """Count the losses since a step was finished."""
+        """Counts the failures since the last finished step."""
         step = self._pipeline.step if self._pipeline is not None else 0
         self._losses = 1 if step > self._step_at_loss else self._losses + 1
         self._step_at_loss = step
 
     async def _clear_vacant(self) -> None:
-        """Remove what is left of workers that are gone."""
+        """Removes processes and registrations of lost workers."""
         for worker_id in self._vacant:
             await self._services.launcher.end(self._run_id, worker_id)
             await self._services.membership.forget(self._run_id, worker_id)
@@ -337,7 +354,7 @@ class RunDriver:
                 await self._lost.wait()
 
     async def _watch_workers(self) -> None:
-        """Raise when a worker ends or falls silent."""
+        """Raises if a worker exits or sends no heartbeats."""
         timeout_s = self._services.heartbeat_timeout_s
         self._services.membership.begin_watch(self._run_id)
         while True:

@@ -1,11 +1,8 @@
-"""The control loop of one run.
+"""Enters the loops of one run and trains its steps; the diagram is in ``pipeline.py``.
 
-    Generation   waits for room under the staleness gate   -> rollouts generate, score, store
-    train        waits for a batch of finished groups      -> trainer trains it; commit; publish weights
-    Evaluator    waits for a version to evaluate           -> rollouts answer the held-out prompts
-
-Synchronous, one step off and asynchronous training are this loop with another staleness bound. It is entered
-again after every loss, of a worker or of the controller itself, and goes on from the database.
+Synchronous, one-step-off and asynchronous training are this loop with different staleness bounds.
+After every lost worker or controller restart the loop is entered again and resumes from the
+database.
 """
 
 import time
@@ -29,7 +26,7 @@ from services.transferqueue.client import TransferQueueClient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """What every run needs."""
+    """Clients and settings that all runs of a controller share."""
 
     membership: Membership
     launcher: Launcher
@@ -48,15 +45,15 @@ async def connected(
     present: Collection[str],
     lost_workers: Collection[str] = (),
 ) -> AsyncIterator[TrainingPipeline]:
-    """A run whose workers have loaded, as its record left it.
+    """Connects to a run's loaded workers and restores its pipeline from the database.
 
     Args:
-        spec: Its specification, as it is now.
-        services: What every run needs.
-        journal: Where it stands, and where what happens is written.
-        request_queue: What it is asked for.
-        present: Its rollouts; it goes on without others.
-        lost_workers: Rollouts that died since it was connected before.
+        spec: Current specification of the run.
+        services: Clients and settings that all runs share.
+        journal: Durable record of the run.
+        request_queue: Pending user requests.
+        present: Rollouts to start with; the run does not wait for others.
+        lost_workers: Rollouts that died since the previous attempt.
     """
     attempt = await journal.begin_attempt()
     is_queue_empty = await create_partitions(
@@ -98,7 +95,7 @@ async def connected(
 
 
 async def train(pipeline: TrainingPipeline) -> bool:
-    """Train all steps that are left; returns whether that was done: otherwise a pause was asked for."""
+    """Trains all remaining steps; returns False if a pause request came first."""
     async with TaskGroup() as tasks:
         background = [tasks.create_task(work) for work in pipeline.background()]
         await pipeline.catch_up()
