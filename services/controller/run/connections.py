@@ -1,4 +1,4 @@
-"""Brings the parts of one run together: partitions, registered workers, connections, weight group."""
+"""Connects the parts of one run: partitions, workers, weight session."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ from services.transferqueue.client import TransferQueueClient
 
 logger = logging.getLogger(__name__)
 
-# A transferqueue that does not answer within this time is taken to be gone.
+# A transferqueue that does not answer within this time counts as unavailable.
 _DROP_S = 3.0
 _PURPOSES: Final = ("train", "validation", "partial")
 _KEPT: Final = "kept"
@@ -36,37 +36,37 @@ _KEPT: Final = "kept"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConnections:
-    """A run whose workers are loaded and connected."""
+    """Clients and registered workers of a run whose workers have loaded."""
 
     attempt: int
-    """Number of the attempt that it belongs to, from 1."""
+    """Number of the attempt to which the connections belong, from 1."""
     is_queue_empty: bool
-    """Whether the transferqueue held nothing of the run: samples that were stored are gone."""
+    """True if the transferqueue held no samples of the run before this attempt: earlier ones are lost."""
     trainer: TrainerClient
     trained: int
-    """Newest step that the trainer's weights have."""
+    """Newest step in the trainer's weights."""
     served: int
-    """Newest weight version that all who receive weights serve; -1 if one has none, or nobody does."""
+    """Oldest weight version that any receiver serves; -1 if a receiver has none, or without receivers."""
     replicas: RolloutPool
     scoring: LogpScoring
     critic: CriticClient
     weights: WeightSession
     serving: list[Worker]
-    """Who receives the trainer's weights: nobody, if nothing is sampled or scored."""
+    """Workers that receive the trainer's weights; empty if the run neither samples nor scores."""
     train_rows: Mapping[str, int]
-    """Rows of each set of training prompts, by split."""
+    """Rows of each training set, by split."""
     heldout_rows: Mapping[str, int]
-    """Rows of each set of held-out prompts, by split."""
+    """Rows of each held-out set, by split."""
 
     async def admit(self, rollouts: Sequence[Worker]) -> bool:
-        """Have rollouts take part that have loaded meanwhile: they get weights, and then groups.
+        """Adds loaded rollouts to a running run: they receive weights, then groups.
 
         Returns:
-            Whether weights reach them as all is connected; otherwise nothing has changed.
+            False if the current weight transport does not reach them; nothing has changed then.
 
         Raises:
-            FailedPreconditionError: If they loaded other data.
-            ServiceError: If one does not answer, or made another plan of the weights.
+            FailedPreconditionError: If they loaded different data.
+            ServiceError: If one does not answer, or made a different weight plan.
         """
         here = [worker for worker in self.serving if worker.role == "rollout"]
         _agreed_rows([*here, *rollouts], {**self.train_rows, **self.heldout_rows})
@@ -77,25 +77,26 @@ class RunConnections:
         return True
 
     async def dismiss(self, names: Collection[str]) -> None:
-        """Go on without rollouts that have nothing to do any more, and lack no weights meanwhile."""
+        """Removes rollouts that have no work left."""
         await self.weights.dismiss([*names])
         self.replicas.leave(names)
         self.serving[:] = [worker for worker in self.serving if worker.worker_id not in names]
 
 
 def training_fields(spec: RunSpec) -> tuple[str, ...]:
-    """Fields that a sample has before it may be trained: workers of their own add some of them."""
+    """Returns the fields that a sample needs before it may train; scoring workers add some of them."""
     return ROLLOUT_FIELDS + (("ref_logprobs",) if spec.topology.own_gpus("ref_logp") else ())
 
 
 async def create_partitions(
     queue: TransferQueueClient, run_id: str, spec: RunSpec, *, snapshot_id: str = ""
 ) -> bool:
-    """Create what does not exist yet; if that is everything, first restore what a checkpoint kept.
+    """Creates the run's missing partitions; if the train partition is missing, first restores the snapshot.
 
     Returns:
-        Whether nothing was ever stored in what is there: the run is new, or the transferqueue lost what it
-        held, perhaps before somebody else created it again and died before that was told.
+        True if the train partition never held samples: the run is new, or the transferqueue lost
+        them. A partition that an earlier attempt created, but did not use before it died, counts
+        too.
     """
     train = partition_id(run_id, "train")
     known = {found.partition_id: found.revision for found in (await queue.stats()).partitions}
@@ -104,7 +105,7 @@ async def create_partitions(
             restored = await queue.restore_snapshot(run_id, snapshot_id)
             logger.info("samples restored", extra={"run": run_id, "samples": restored})
         except (NotFoundError, DataLossError) as error:
-            # They are generated again.
+            # The samples are generated again.
             logger.warning("samples are lost", extra={"run": run_id, "why": error.message})
             await drop_partitions(queue, run_id)
     required = {"train": training_fields(spec), "validation": ROLLOUT_FIELDS, "partial": ()}
@@ -122,18 +123,19 @@ async def create_partitions(
 
 
 async def drop_partitions(queue: TransferQueueClient, run_id: str) -> None:
-    """Delete all samples of a run."""
+    """Deletes all samples of a run."""
     for purpose in (*_PURPOSES, _KEPT):
         await queue.drop_partition(partition_id(run_id, purpose))
 
 
 async def forget_samples(queue: TransferQueueClient, run_id: str) -> None:
-    """Delete all samples of a run that has ended, if the transferqueue is there."""
+    """Deletes all samples of an ended run, if the transferqueue answers."""
     try:
         async with asyncio.timeout(_DROP_S):
             await drop_partitions(queue, run_id)
     except (ServiceError, TimeoutError) as error:
-        # A transferqueue that is gone has nothing to drop, and its end must not hide the run's.
+        # An unavailable transferqueue has nothing to drop, and its error must not hide the run's
+        # result.
         logger.warning("samples not dropped", extra={"run": run_id, "reason": str(error)})
 
 
@@ -148,20 +150,20 @@ async def connect(
     is_queue_empty: bool,
     present: Collection[str],
 ) -> RunConnections:
-    """Wait until the workers have loaded, and connect to them.
+    """Waits until the workers have loaded, and connects to them.
 
     Args:
-        stack: Closes the connections.
-        run_id: The run.
-        current: Its specification, as it is now.
-        membership: Where its workers register.
-        queue: Holds its samples.
-        attempt: Number of this attempt; the weight groups of a later one have later epochs.
-        is_queue_empty: Whether samples that were stored are gone.
-        present: Its rollouts; others are not waited for.
+        stack: Owns the connections and closes them.
+        run_id: Identifier of the run.
+        current: Current specification of the run.
+        membership: Registry of workers.
+        queue: Client of the transferqueue.
+        attempt: Number of this attempt; weight groups of later attempts have higher epochs.
+        is_queue_empty: Whether the transferqueue lost the stored samples.
+        present: Rollouts to connect to; the run does not wait for others.
 
     Raises:
-        DeadlineExceededError: If a worker did not come in time.
+        DeadlineExceededError: If a worker does not load in time.
     """
     spec = current.now
     others = [name for role, name in worker_names(spec) if role != "rollout"]
@@ -215,14 +217,14 @@ async def connect(
 
 
 def is_loaded(worker: Worker, spec: RunSpec) -> bool:
-    """Whether a worker has its model, and a rollout its data."""
+    """Returns True if a worker has loaded its model and, if it is a rollout, its data."""
     return worker.state in ("loaded", "ready") and (
         worker.role != "rollout" or worker.gauges.keys() >= {*map(rows_gauge, spec.data.sets)}
     )
 
 
 def _check_one_host(trainer: Worker, in_turns: Sequence[Worker]) -> None:
-    """Workers that somebody else starts may be anywhere."""
+    """Raises an error unless colocated workers, which users may start, are on the trainer's host."""
     if apart := [worker.worker_id for worker in in_turns if worker.host_id != trainer.host_id]:
         raise FailedPreconditionError(
             f"{', '.join(apart)} would take turns with {trainer.worker_id} on its GPUs, but they are not on "
@@ -231,7 +233,7 @@ def _check_one_host(trainer: Worker, in_turns: Sequence[Worker]) -> None:
 
 
 def _served(worker: Worker) -> int:
-    """The weight version that a worker serves; -1 if it has refused what it holds."""
+    """Returns the weight version that a worker serves; -1 if it is not ready."""
     return worker.weight_version if worker.state == "ready" else -1
 
 

@@ -1,8 +1,11 @@
-"""Publishes what the trainer makes beside training: always the newest version, one after the other.
+"""Publishes the trainer's newest weights to the rollouts while training continues.
 
-a step is trained    -> its version is offered, and copied before the next step if none is on its way
-a version is served  -> the gate opens, an evaluation may begin, and what was offered since is next
-a rollout has joined -> what is served is sent again, from the trainer's copy, or what is newer
+::
+
+     a step is trained      -> its version is offered; it is copied before the next step if no transfer
+                               is running
+     a version is served    -> the gate opens, an evaluation may start, the newest offered version is next
+     a rollout has joined   -> it receives the served version from the trainer's copy, or a newer one
 """
 
 import asyncio
@@ -24,7 +27,7 @@ from services.controller.store.records import Note
 
 @dataclass(slots=True, kw_only=True)
 class Publisher:
-    """Brings the newest step's weights into service."""
+    """Publishes weight versions one after the other, always the newest one."""
 
     spec: CurrentSpec
     journal: Journal
@@ -35,7 +38,7 @@ class Publisher:
     progress: Progress
     gpu_time_sharing: GpuTimeSharing
     version_offset: int
-    """What weight versions are above their steps."""
+    """Weight version of a step minus the step."""
     _newest: int = field(default=-1, init=False)
     _served: int = field(default=-1, init=False)
     _joining: set[str] = field(default_factory=set, init=False)
@@ -43,21 +46,22 @@ class Publisher:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a version is on its way."""
+        """True if a version is to be sent or being sent."""
         is_kept = self.connections.weights.has_copy(self._served + self.version_offset)
-        # In turns each step is published; for who joins alone the others would have to hand over GPUs.
+        # Colocated runs publish each step; a transfer to joining rollouts alone would need another
+        # GPU switch.
         has_to_send = bool(self._joining) and is_kept and not self.gpu_time_sharing.are_needed
         return self._served < self._newest or has_to_send
 
     async def already(self, step: int) -> None:
-        """Every rollout serves the weights of a step since before: generate and evaluate under them."""
+        """Records that every rollout serves the weights of ``step`` from before; opens the gate."""
         self._newest = self._served = step
         await self._open_gate(step)
         async with self._changed:
             self._changed.notify_all()
 
     async def admit(self, rollouts: Sequence[Worker]) -> bool:
-        """Have rollouts take part that have loaded meanwhile; see :meth:`RunConnections.admit`."""
+        """Adds loaded rollouts to a running run; see :meth:`RunConnections.admit`."""
         if not await self.connections.admit(rollouts):
             return False
         names, weights = [worker.worker_id for worker in rollouts], self.connections.weights
@@ -66,37 +70,37 @@ class Publisher:
                 if worker.worker_id in brought:
                     worker.weight_version = weights.version
             self.connections.replicas.bring_back()
-            self.scheduler.published(self._served)  # there are more places
+            self.scheduler.published(self._served)  # more slots are available
         async with self._changed:
             self._joining.update(set(names) - set(brought))
             self._changed.notify_all()
         return True
 
     async def all_serve(self) -> None:
-        """Return once all that were admitted have weights."""
+        """Waits until all admitted rollouts have weights."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._joining)
 
     async def offer(self, step: int) -> None:
-        """The trainer has the weights of ``step``."""
+        """Records that the trainer has the weights of ``step``."""
         async with self._changed:
             self._newest = max(self._newest, step)
             self._changed.notify_all()
-        # If nothing is on its way, whoever publishes has its turn before the next step.
+        # Yields so that an idle publisher can start before the next step.
         await asyncio.sleep(0)
 
     async def served(self, step: int) -> None:
-        """Return once the weights of ``step``, or of a later one, are in service."""
+        """Waits until the weights of ``step``, or newer ones, are in service."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._served >= step)
 
     async def settled(self) -> None:
-        """Return once nothing is on its way."""
+        """Waits until no version is to be sent."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self.is_busy)
 
     async def run(self) -> None:
-        """Publish for ever."""
+        """Publishes versions until it is cancelled."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self.is_busy)
@@ -122,7 +126,7 @@ class Publisher:
         if step > self._served:
             await self._open_gate(step)
         else:
-            self.scheduler.published(step)  # there are more places
+            self.scheduler.published(step)  # more slots are available
         async with self._changed:
             self._served = step
             self._joining.difference_update(report.receivers)

@@ -1,4 +1,4 @@
-"""The logp workers of one run: a batch gets its proximal logprobs from them before it is trained."""
+"""Clients of the logp and critic workers, which add log probabilities and values to batches."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -12,11 +12,11 @@ from services.transferqueue.client import TransferQueueClient
 
 
 class LogpScoring:
-    """Has batches scored; without workers the trainer does it itself.
+    """Scores batches on the logp workers; without workers the trainer scores them itself.
 
     Args:
-        queue: Where the samples are.
-        run_id: The run that the workers belong to.
+        queue: Client of the transferqueue.
+        run_id: Identifier of the run.
     """
 
     def __init__(self, queue: TransferQueueClient, run_id: str) -> None:
@@ -27,31 +27,31 @@ class LogpScoring:
 
     @property
     def is_active(self) -> bool:
-        """Whether there are workers."""
+        """True if the run has logp workers."""
         return bool(self._clients)
 
     async def open(self, workers: Sequence[Worker]) -> None:
-        """Connect to the workers of the role logp."""
+        """Connects to the workers of the role logp."""
         for worker in workers:
             channel = open_channel(worker.address, "worker", run_id=self._run_id)
             self._clients.append(ScoringClient(await self._stack.enter_async_context(channel)))
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         await self._stack.aclose()
 
     async def add_proximal(
         self, batch: KVBatchMeta, *, weight_version: int, timeout_s: float
     ) -> KVBatchMeta:
-        """Have the proximal logprobs of a batch added; returns the batch with them.
+        """Adds proximal log probabilities to a batch and returns it.
 
         Args:
-            batch: The samples.
-            weight_version: Number of the weights that the batch will be trained from.
-            timeout_s: Deadline.
+            batch: Samples to score.
+            weight_version: Version that the batch will be trained from.
+            timeout_s: Deadline of each call, in seconds.
 
         Raises:
-            ServiceError: If a worker is lost or the samples are gone.
+            ServiceError: If a worker or the samples are lost.
         """
         if not self._clients or batch.num_keys == 0:
             return batch
@@ -66,7 +66,7 @@ class LogpScoring:
         return await self._queue.get_batch(batch.partition_id, batch.keys)
 
     def _shares(self, batch: KVBatchMeta) -> list[list[int]]:
-        """Samples of each worker, by index: longest first, to the one with the fewest tokens."""
+        """Returns sample indexes by worker; balances tokens by assigning the longest samples first."""
         lengths = [
             prompt + response
             for prompt, response in zip(
@@ -85,11 +85,11 @@ class LogpScoring:
 
 
 class CriticClient:
-    """Calls the critic; without one nothing is done.
+    """Scores batches on the critic and trains it; does nothing in runs without a critic.
 
     Args:
-        queue: Where the samples are.
-        run_id: The run that the critic belongs to.
+        queue: Client of the transferqueue.
+        run_id: Identifier of the run.
     """
 
     def __init__(self, queue: TransferQueueClient, run_id: str) -> None:
@@ -98,7 +98,7 @@ class CriticClient:
         self._clients: tuple[ScoringClient, TrainerClient] | None = None
 
     async def open(self, stack: AsyncExitStack, workers: Sequence[Worker]) -> None:
-        """Connect to the worker of the role critic, if there is one."""
+        """Connects to the worker of the role critic, if there is one."""
         for worker in workers:
             channel = open_channel(worker.address, "worker", run_id=self._run_id)
             connected = await stack.enter_async_context(channel)
@@ -107,10 +107,10 @@ class CriticClient:
     async def add_values(
         self, batch: KVBatchMeta, *, weight_version: int, timeout_s: float
     ) -> KVBatchMeta:
-        """Have values added to a batch; returns the batch with them.
+        """Adds values to a batch and returns it.
 
         Raises:
-            ServiceError: If the critic is lost or the samples are gone.
+            ServiceError: If the critic or the samples are lost.
         """
         if self._clients is None or batch.num_keys == 0:
             return batch
@@ -127,10 +127,10 @@ class CriticClient:
         num_steps: int,
         timeout_s: float,
     ) -> Mapping[str, float]:
-        """Train the critic on the batch of a step; returns its metrics. Safe to repeat.
+        """Trains the critic on the batch of a step and returns its metrics. Idempotent.
 
         Raises:
-            ServiceError: If the critic is lost or the samples are gone.
+            ServiceError: If the critic or the samples are lost.
         """
         if self._clients is None or batch.num_keys == 0:
             return {}
@@ -146,7 +146,7 @@ class CriticClient:
         return {name: trained.metrics[name] for name in names if name in trained.metrics}
 
     async def save(self, step: int, *, keep_steps: Sequence[int], timeout_s: float) -> None:
-        """Save the critic beside the trainer's checkpoint of a step; as old ones are kept as of that."""
+        """Saves the critic's checkpoint of a step and deletes old ones except ``keep_steps``."""
         if self._clients is not None:
             _, trainer = self._clients
             await trainer.save_checkpoint(step, keep_steps=keep_steps, timeout_s=timeout_s)

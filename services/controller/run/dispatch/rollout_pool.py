@@ -1,4 +1,4 @@
-"""The rollouts of one run: where a group goes, and how it gets there."""
+"""Rollouts of one run: connections to them, their load, and which may receive groups."""
 
 import logging
 from collections.abc import Coroutine, Iterable, Sequence
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutPool:
-    """Connected rollouts."""
+    """Connected rollouts of a run, from which the dispatcher chooses."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
@@ -31,31 +31,36 @@ class RolloutPool:
         self._progress: dict[str, tuple[float, float]] = {}
 
     async def open(self, workers: Iterable[Worker], *, in_turns: Iterable[str] = ()) -> None:
-        """Connect to the rollouts, of which some take turns with the trainer on its GPUs."""
+        """Connects to the rollouts.
+
+        Args:
+            workers: The rollouts.
+            in_turns: Names of those that share GPUs with the trainer.
+        """
         self._in_turns = frozenset(in_turns)
         for worker in workers:
             await self._connect(worker)
 
     async def join(self, workers: Iterable[Worker]) -> None:
-        """Connect to further rollouts; they get groups once they serve what the others serve."""
+        """Connects to further rollouts, which receive groups once they serve the current weights."""
         for worker in workers:
             await self._connect(worker)
             self._behind.add(worker.worker_id)
             self._placement.send_away(worker.worker_id)
 
     def detach(self, names: Iterable[str]) -> None:
-        """Rollouts that are about to leave get no more work."""
+        """Stops assigning work to rollouts that are about to leave."""
         for name in names:
             self._leaving.add(name)
             self._placement.send_away(name)
 
     def detach_ending(self) -> None:
-        """Rollouts that were told to end from outside get no more work: they refuse it."""
+        """Stops assigning work to draining rollouts, which would refuse it."""
         ending = [name for name, worker in self._workers.items() if worker.state == "draining"]
         self.detach(name for name in ending if name not in self._leaving)
 
     def leave(self, names: Iterable[str]) -> None:
-        """Forget rollouts that have nothing to do any more."""
+        """Removes rollouts that have no work left."""
         for name in names:
             for known in (self._clients, self._workers, self._progress):
                 known.pop(name, None)
@@ -64,36 +69,39 @@ class RolloutPool:
             self._placement.remove(name)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         await self._stack.aclose()
 
     def serves(self, worker_id: str) -> bool:
-        """Whether a rollout is connected and has weights."""
+        """Returns True if a rollout is connected and has weights."""
         worker = self._workers.get(worker_id)
         return worker is not None and worker.weight_version >= 0
 
     def newest_version(self) -> int:
-        """The newest weight version that a rollout serves; -1 before the first."""
+        """Returns the newest weight version that any rollout serves; -1 before the first."""
         return max((worker.weight_version for worker in self._workers.values()), default=-1)
 
     @property
     def num_replicas(self) -> int:
-        """Rollouts that may get training groups."""
+        """Number of rollouts that may receive training groups."""
         return self._placement.num_present
 
     def present(self) -> list[str]:
-        """Rollouts that serve the newest weights and may get any work."""
+        """Returns the rollouts that serve the newest weights and may receive any work."""
         others = self._lent | self._behind | self._leaving
         return [name for name in self._clients if name not in others]
 
     def has_loans(self, names: Iterable[str]) -> bool:
-        """Whether one of some rollouts is out of training for a while."""
+        """Returns True if an evaluation holds any of the rollouts."""
         return not self._lent.isdisjoint(names)
 
     def lend(self, count: int) -> list[str]:
-        """Take up to ``count`` rollouts out of training, which keeps at least one; returns their names.
+        """Reserves up to ``count`` rollouts for an evaluation; training keeps at least one.
 
-        Those that never sleep go first.
+        Rollouts that do not share GPUs with the trainer are chosen first.
+
+        Returns:
+            Names of the reserved rollouts.
         """
         present = sorted(self.present(), key=self._in_turns.__contains__)
         lent = present[: max(0, min(count, len(present) - 1))]
@@ -103,13 +111,13 @@ class RolloutPool:
         return lent
 
     def take_back(self, names: Sequence[str]) -> None:
-        """Lent rollouts may train again, once they serve what the others serve."""
+        """Returns lent rollouts to training once they serve the current weights."""
         self._lent.difference_update(names)
         self._behind.update(names)
         self.bring_back()
 
     def bring_back(self) -> None:
-        """Rollouts that have caught up with the others train again."""
+        """Resumes training work on rollouts that now serve the newest weights."""
         newest = self.newest_version()
         for name in [n for n in self._behind if self._workers[n].weight_version == newest]:
             self._behind.discard(name)
@@ -117,23 +125,23 @@ class RolloutPool:
                 self._placement.bring_back(name)
 
     def idle_seconds(self) -> dict[str, float]:
-        """Seconds that each rollout has been without work so far."""
+        """Returns the total seconds that each rollout has been idle."""
         return {
             name: worker.gauges.get("idle_seconds", 0.0) for name, worker in self._workers.items()
         }
 
     def tokens_total(self) -> float:
-        """Tokens generated so far."""
+        """Returns the total number of generated tokens."""
         return sum(worker.gauges.get("tokens_total", 0.0) for worker in self._workers.values())
 
     def decode_times(self) -> dict[str, float]:
-        """What a decode step takes, on average over the rollouts; nothing before they have decoded."""
+        """Returns decode step times averaged over the rollouts; empty before any has decoded."""
         known = [worker.gauges for worker in self._workers.values()]
         known = [gauges for gauges in known if gauges.keys() >= set(DECODE_TIMES)]
         return {name: fmean(gauges[name] for gauges in known) for name in DECODE_TIMES if known}
 
     def moved_at(self, worker_id: str, *, now: float) -> float:
-        """When a rollout was first seen with as many tokens as it has now, in monotonic seconds."""
+        """Returns when a rollout's token count was last seen to change, in monotonic seconds."""
         worker = self._workers.get(worker_id)
         tokens = worker.gauges.get("tokens_total", 0.0) if worker is not None else 0.0
         known, since = self._progress.get(worker_id, (-1.0, now))
@@ -142,14 +150,14 @@ class RolloutPool:
         return since
 
     def choose(self, holder: str, *, room: int) -> tuple[str, int]:
-        """The rollout for a group, and the weight version it serves.
+        """Returns the rollout for a group, and the weight version that it serves.
 
         Args:
-            holder: The rollout that had the group before; empty if none had.
-            room: Groups that a rollout has places for.
+            holder: Rollout that had the group before; empty without one.
+            room: Groups for which one rollout has slots.
 
         Raises:
-            UnavailableError: If there is none.
+            UnavailableError: If no rollout may receive groups.
         """
         worker_id = self._placement.choose(holder, room=room)
         if worker_id is None:
@@ -157,10 +165,10 @@ class RolloutPool:
         return worker_id, self._workers[worker_id].weight_version
 
     def choose_several(self, count: int) -> tuple[list[str], int]:
-        """Up to ``count`` rollouts for the shares of a group, and the oldest weight version they serve.
+        """Returns up to ``count`` rollouts for the shards of a group, and the oldest version they serve.
 
         Raises:
-            UnavailableError: If there is none.
+            UnavailableError: If no rollout may receive groups.
         """
         names = self._placement.least_loaded(count)
         if not names:
@@ -168,15 +176,15 @@ class RolloutPool:
         return names, min(self._workers[name].weight_version for name in names)
 
     def assigned(self, worker_id: str) -> None:
-        """A group was assigned to a rollout."""
+        """Records that a group was assigned to a rollout."""
         self._placement.assigned(worker_id)
 
     def finished(self, worker_id: str) -> None:
-        """A group of a rollout ended."""
+        """Records that a group of a rollout ended."""
         self._placement.finished(worker_id)
 
     async def start(self, by_worker: dict[str, list[GroupAssignment]]) -> None:
-        """Hand groups to the rollouts that they were assigned to, but for those that leave meanwhile."""
+        """Sends assigned groups to their rollouts; errors of leaving rollouts are ignored."""
         async with TaskGroup() as tasks:
             for worker_id, groups in by_worker.items():
                 tasks.create_task(self._start(worker_id, groups))
@@ -190,14 +198,14 @@ class RolloutPool:
                 raise
 
     async def interrupt(self, names: Sequence[str] | None = None) -> None:
-        """Stop the groups of some rollouts, or of all; what they have is cached, and each is reported."""
+        """Parks the groups of some rollouts, or of all; rollouts cache the tokens and report each group."""
         clients = [self._clients[name] for name in (self._clients if names is None else names)]
         await self._all_answer(client.interrupt_groups() for client in clients)
 
     async def park_for_others(self) -> None:
-        """Before some rollouts sleep: have those that do not go on with what they have not finished.
+        """Parks groups of rollouts that are about to sleep, so that other rollouts continue them.
 
-        Where all sleep, groups wait where they are.
+        If all rollouts sleep, the groups stay where they are.
         """
         if not self._in_turns.issuperset(self.present()):
             for name in self._in_turns:
@@ -205,7 +213,7 @@ class RolloutPool:
             await self.interrupt([*self._in_turns])
 
     async def sleep(self, *, timeout_s: float) -> None:
-        """Have the engines that take turns give their GPU memory up; groups that they have wait there.
+        """Releases the GPU memory of colocated engines; their groups wait in place.
 
         Raises:
             ServiceError: If a rollout does not answer.
@@ -214,7 +222,7 @@ class RolloutPool:
         await self._all(client.sleep(timeout_s=timeout_s) for client in clients)
 
     async def wake(self, *, timeout_s: float) -> None:
-        """Give these engines their memory back; groups go on with the next weights.
+        """Restores the GPU memory of colocated engines; their groups continue with the next weights.
 
         Raises:
             ServiceError: If a rollout does not answer.
@@ -225,13 +233,16 @@ class RolloutPool:
             self._placement.bring_back(name)
 
     async def park_groups(self, group_ids: Sequence[str]) -> None:
-        """Stop groups wherever they run; what they have is cached, and each is reported."""
+        """Parks groups on all rollouts, which cache the tokens and report each group.
+
+        If a rollout does not answer, the groups are cancelled.
+        """
         clients = self._clients.values()
         if not await self._all_answer(client.interrupt_groups(group_ids) for client in clients):
             await self.cancel(group_ids)
 
     async def cancel(self, group_ids: Sequence[str]) -> None:
-        """End groups wherever they run. A rollout that does not answer is found dead elsewhere."""
+        """Cancels groups on all rollouts; health checks elsewhere detect a rollout that does not answer."""
         await self._all_answer(client.cancel_groups(group_ids) for client in self._clients.values())
 
     async def _connect(self, worker: Worker) -> None:
@@ -249,7 +260,7 @@ class RolloutPool:
                     tasks.create_task(call)
 
     async def _all_answer(self, calls: Iterable[Coroutine[None, None, None]]) -> bool:
-        """Whether all of the calls are answered; one that is not ends the others."""
+        """Returns False if a call fails, which cancels the other calls."""
         try:
             await self._all(calls)
         except ServiceError as error:

@@ -1,4 +1,4 @@
-"""The samples of a run that the transferqueue holds, group by group."""
+"""Index of a run's samples in the transferqueue, by group; statistics of batches."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,43 +16,43 @@ from services.transferqueue.client import TransferQueueClient
 
 @dataclass(frozen=True, slots=True)
 class GroupSamples:
-    """The samples of one group: some of those of a description that is not taken apart for it."""
+    """Samples of one group: a view of rows in a shared batch description."""
 
     batch: KVBatchMeta
     indexes: Sequence[int]
 
     @property
     def keys(self) -> Sequence[str]:
-        """Their keys."""
+        """Keys of the samples."""
         return pick(self.batch.keys, self.indexes)
 
     def tag(self, name: str) -> TagValues:
-        """Values of a tag, one for each of them."""
+        """Returns the values of a tag, one per sample."""
         return pick(self.batch.tag(name), self.indexes)
 
     def numbers(self, name: str) -> Sequence[int]:
-        """Values of a tag that holds whole numbers."""
+        """Returns the values of an integer tag, one per sample."""
         return cast("Sequence[int]", self.tag(name))
 
     def without(self, keys: Collection[str]) -> "GroupSamples":
-        """Those that have other keys."""
+        """Returns the samples whose keys are not in ``keys``."""
         return GroupSamples(self.batch, [i for i in self.indexes if self.batch.keys[i] not in keys])
 
     def and_(self, later: "GroupSamples") -> "GroupSamples":
-        """These and others of the same group."""
+        """Returns these samples followed by later ones of the same group."""
         metas = [self.batch.select(self.indexes), later.batch.select(later.indexes)]
         both = KVBatchMeta.concat(metas)
         return GroupSamples(both, range(both.num_keys))
 
 
 class SampleIndex:
-    """Whole groups in one partition.
+    """Samples of one partition, indexed by group.
 
     Args:
-        queue: The transferqueue.
-        partition: The partition.
+        queue: Client of the transferqueue.
+        partition: Identifier of the partition.
         group_size: Samples of a group.
-        required_fields: Fields that a sample needs before it counts as finished.
+        required_fields: Fields that a finished sample has.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class SampleIndex:
         return group.group_id in self._samples
 
     def keep(self, group: Group, samples: GroupSamples) -> None:
-        """Remember the samples of a group."""
+        """Records the samples of a complete group."""
         self._samples[group.group_id] = samples
 
     def meta(self, groups: Iterable[Group]) -> KVBatchMeta:
-        """The samples of groups, in order."""
+        """Returns a description of the samples of several groups, in order."""
         chosen = [self._samples[group.group_id] for group in groups]
         if not chosen:
             return KVBatchMeta(partition_id=self._partition, keys=())
-        # Once per message that described samples, not once per group: then they are put in order.
+        # Selects once per described batch, not once per group; then restores the order.
         batches = {id(samples.batch): samples.batch for samples in chosen}
         wanted: dict[int, list[int]] = {number: [] for number in batches}
         for samples in chosen:
@@ -99,25 +99,25 @@ class SampleIndex:
         return KVBatchMeta.concat(connections).select(order)
 
     async def release(self, groups: Sequence[Group]) -> None:
-        """Delete the samples of groups that ended."""
+        """Deletes the samples of groups that ended."""
         ended = [self._samples.pop(group.group_id) for group in groups]
         await self.delete([key for samples in ended for key in samples.keys])
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete samples that nobody waits for."""
+        """Deletes samples by key."""
         if keys:
             await self._queue.release(self._partition, keys)
 
     async def find(self) -> dict[str, GroupSamples]:
-        """What is stored now, by group; a group may be incomplete."""
+        """Returns all stored samples by group; groups may be incomplete."""
         return dict(_split(await self._queue.get_batch(self._partition)))
 
     def is_whole(self, samples: GroupSamples) -> bool:
-        """Whether all members of a group are there."""
+        """Returns True if all members of a group are stored."""
         return len(samples.indexes) == self._group_size
 
     def is_scored(self, samples: GroupSamples) -> bool:
-        """Whether nobody has to add to the members of a group any more."""
+        """Returns True if the samples have all required fields."""
         present = {
             column.name
             for column in samples.batch.fields
@@ -126,18 +126,18 @@ class SampleIndex:
         return self._required_fields <= present
 
     async def arrived(self) -> AsyncIterator[list[tuple[str, GroupSamples]]]:
-        """Samples as they come, by group, for ever; those that are there already come first."""
+        """Yields samples by group as they arrive, beginning with those already stored."""
         async for batch in self._queue.watch(self._partition, 0):
             if batch.num_keys:
                 yield list(_split(batch))
 
     async def lost(self) -> AsyncIterator[set[str]]:
-        """Groups of which samples were lost with a shard, as it happens; earlier losses come first."""
+        """Yields groups whose samples were lost with a shard, beginning with earlier losses."""
         async for loss in self._queue.watch_losses(self._partition):
             yield {group_of(key) for key in loss.keys}
 
     def add(self, group: Group, samples: GroupSamples) -> GroupSamples | None:
-        """Take in some samples of a group; returns all of them once it is whole."""
+        """Adds samples of a group; returns all samples once the group is complete."""
         earlier = self._begun.pop(group.group_id, None)
         if earlier is not None:
             samples = earlier.and_(samples.without(earlier.keys))
@@ -147,19 +147,19 @@ class SampleIndex:
         return None
 
     def members(self, group: Group) -> set[int]:
-        """Members of a group that is not whole whose samples are there."""
+        """Returns the stored members of an incomplete group."""
         begun = self._begun.get(group.group_id)
         return set() if begun is None else set(begun.numbers("member"))
 
     async def discard(self, groups: Iterable[Group]) -> None:
-        """Delete what is there of groups that are not whole."""
+        """Deletes the collected samples of incomplete groups."""
         found = [self._begun.pop(g.group_id) for g in groups if g.group_id in self._begun]
         await self.delete([key for samples in found for key in samples.keys])
 
     async def wipe(self, groups: Sequence[Group]) -> None:
-        """Delete what is stored of groups that were not seen whole, also what still lacks a field.
+        """Deletes all samples of incomplete groups, also stored ones that still lack a field.
 
-        Were it left, the next try would find its keys taken.
+        Otherwise the keys of the next attempt would exist already.
         """
         for group in groups:
             self._begun.pop(group.group_id, None)
@@ -170,17 +170,17 @@ class SampleIndex:
 
 
 def attempt_of(samples: GroupSamples) -> int:
-    """The newest try that brought some of them."""
+    """Returns the newest attempt that produced one of the samples."""
     return max(samples.numbers("attempt"))
 
 
 def oldest_version(samples: GroupSamples) -> int:
-    """The oldest weight version in a group."""
+    """Returns the oldest weight version in a group."""
     return min(samples.numbers("v_min"))
 
 
 def rewards_of(samples: GroupSamples) -> list[float]:
-    """Rewards of the samples that count: sampled ones that did not fail."""
+    """Returns the rewards of samples that are neither greedy nor failed."""
     return [
         reward
         for reward, finish, greedy in zip(
@@ -196,11 +196,11 @@ def rewards_of(samples: GroupSamples) -> list[float]:
 def unfit_reason(
     samples: GroupSamples, algorithm: AlgorithmSpec, *, may_refill: bool
 ) -> str | None:
-    """Why a finished group is not worth training, or None.
+    """Returns why a finished group is not trained; None if it is.
 
     Args:
-        samples: Its samples.
-        algorithm: What training needs.
+        samples: Samples of the group.
+        algorithm: Min group size, and whether sampling is dynamic.
         may_refill: Whether dynamic sampling may still replace groups.
     """
     rewards = rewards_of(samples)
@@ -212,7 +212,10 @@ def unfit_reason(
 
 
 def reward_terms(samples: KVBatchMeta) -> dict[str, float]:
-    """Means of the named terms of rewards that counted, as a step's metrics."""
+    """Returns the mean of each named reward term, as metrics of a step.
+
+    Greedy and failed samples are excluded.
+    """
     if not samples.num_keys:
         return {}
     tags = zip(
@@ -224,11 +227,11 @@ def reward_terms(samples: KVBatchMeta) -> dict[str, float]:
 
 
 def set_scores(samples: KVBatchMeta, sets: Mapping[str, str]) -> dict[str, float]:
-    """Mean reward and number of the samples of each set of prompts, as a step's metrics.
+    """Returns mean reward and sample count of each prompt set, as metrics of a step.
 
     Args:
-        samples: The batch.
-        sets: The set of each group.
+        samples: Samples of the batch.
+        sets: Name of the prompt set of each group.
     """
     if not samples.num_keys:
         return {}
@@ -247,14 +250,14 @@ def set_scores(samples: KVBatchMeta, sets: Mapping[str, str]) -> dict[str, float
 def spread_of(
     samples: KVBatchMeta, *, weight_version: int, max_staleness: int
 ) -> dict[str, Histogram]:
-    """How the samples of a step spread; nothing without any.
+    """Returns histograms of staleness and response length of a step; empty for an empty batch.
 
-    Tokens over the bound do not train: a sample that has some counts as one at the bound.
+    Tokens over the staleness bound do not train: a sample that has some counts as one at the bound.
 
     Args:
-        samples: The batch.
+        samples: Samples of the batch.
         weight_version: Version that the step is trained from.
-        max_staleness: The bound.
+        max_staleness: Staleness bound.
     """
     if not samples.num_keys:
         return {}
@@ -268,9 +271,9 @@ def spread_of(
 
 
 def length_facts(samples: KVBatchMeta) -> dict[str, float]:
-    """How long the finished responses of a step are beside their mean, in tokens; nothing without any.
+    """Returns 95th percentile and max length of finished responses, in tokens; empty without any.
 
-    The 95th percentile is the length of one of them that 95 % of them do not pass.
+    The percentile is nearest-rank: the length of an actual response.
     """
     if not samples.num_keys:
         return {}
@@ -283,14 +286,14 @@ def length_facts(samples: KVBatchMeta) -> dict[str, float]:
 
 
 def _split(batch: KVBatchMeta) -> Iterator[tuple[str, GroupSamples]]:
-    """The samples of each group."""
-    if batch.num_keys == 0:  # then it has no tags either
+    """Yields the samples of each group."""
+    if batch.num_keys == 0:  # an empty batch has no tags either
         return
     groups: dict[str, list[int]] = defaultdict(list)
     for index, group_id in enumerate(batch.tag("group_id")):
         groups[str(group_id)].append(index)
     for group_id, indexes in groups.items():
         first, last = indexes[0], indexes[-1]
-        # Samples of a group lie side by side as a rule; then reading a tag is one slice.
+        # Samples of a group are usually adjacent; then reading a tag is one slice.
         is_run = last - first + 1 == len(indexes)
         yield group_id, GroupSamples(batch, range(first, last + 1) if is_run else indexes)

@@ -1,1 +1,1 @@
-"""The training side of a run: batches, steps, checkpoints, time sharing of GPUs."""
+"""Training side of a run: batches, steps, checkpoints, time sharing of GPUs."""

@@ -1,4 +1,4 @@
-"""Waits for the next batch of a run and settles what grew too stale for it."""
+"""Forms the training batches of a run, and drops or restarts groups that became too stale."""
 
 import asyncio
 import time
@@ -27,20 +27,20 @@ async def take_batch(
     unless: asyncio.Event,
     meanwhile: Coroutine[None, None, None] | None = None,
 ) -> list[Group] | None:
-    """Wait for the groups of the next batch; they are TRAINING when this returns.
+    """Waits for the groups of the next batch and moves them to TRAINING.
 
     Args:
-        scheduler: Finishes groups.
-        ledger: Their states.
-        algorithm: Bound and policy for stale groups.
-        weight_version: Version of the weights that the batch will be trained from.
-        clock: For the longest wait.
-        waits: Hears what was waited for.
-        unless: Ends the wait.
-        meanwhile: What is done beside it, for as long.
+        scheduler: Collects finished groups.
+        ledger: States of the groups.
+        algorithm: Policy for stale groups.
+        weight_version: Version that the batch will be trained from.
+        clock: Clock of the time-out for stale groups.
+        waits: Records the waiting time by reason.
+        unless: Ends the wait once it is set.
+        meanwhile: Runs during the wait and is cancelled after it.
 
     Returns:
-        The groups, oldest first; None if ``unless`` came before them.
+        Groups, oldest first; None if ``unless`` was set first.
     """
     if unless.is_set():
         if meanwhile is not None:
@@ -78,7 +78,7 @@ async def _take_batch(
 ) -> list[Group]:
     deadline = clock.monotonic() + algorithm.stale_wait_timeout_s
     while True:
-        # Groups in flight make up at least one batch, so nothing is missed by looking at whole batches only.
+        # Groups in flight make up at least one batch, so waiting for a full batch misses none.
         with waits("no_data"):
             await scheduler.until(
                 lambda: ledger.count(GroupState.READY) >= scheduler.gate.groups_per_step
@@ -108,7 +108,7 @@ async def _take_batch(
 async def _until_some_end(
     groups: Sequence[Group], scheduler: GenerationScheduler, timeout_s: float
 ) -> None:
-    """Wait until one of the groups is finished, or for as long as training may wait for them."""
+    """Waits until one of the groups is finished or ended, for at most ``timeout_s``."""
     unfinished = (*RUNNING, GroupState.PARTIAL)
     try:
         async with asyncio.timeout(max(timeout_s, 0.0)):
@@ -119,18 +119,22 @@ async def _until_some_end(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyTraining:
-    """Of one run. Nothing is written down: a trainer that lost them trains the whole step."""
+    """Accumulates gradients of finished groups while the rest of their batch is still generated.
+
+    This is not recorded: a trainer that lost its gradients trains the whole step.
+    """
 
     trainer: TrainerClient
     ledger: Ledger
     scheduler: GenerationScheduler
     waits: Waits
-    """Hears how long the trainer was not idle."""
+    """Records the time in which the trainer worked."""
 
     async def accumulate(self, step: int, *, weight_version: int, timeout_s: float) -> None:
-        """Send the groups of a step as they finish, until this is cancelled.
+        """Sends the groups of a step to the trainer as they finish, until it is cancelled.
 
-        All that are there when the trainer is free go together, so that it works in few large pieces.
+        All groups that are ready when the trainer is free go in one call, so that its batches are
+        large.
         """
         sent: set[tuple[str, int]] = set()
 

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: the trainer writes them, the database knows of them.
+"""Saves checkpoints of a run and records them in the database.
 
-A checkpoint is one unit of three parts, and exists once its row does, which names the other two: the
-trainer's published folder (weights, optimizer, RNG), the transferqueue's snapshot (samples in flight, whether
-finished or not), and the ledger, which the same transaction writes. A run that goes on from it trains what an
-unbroken one would.
+A checkpoint has three parts: the trainer's published folder (weights, optimizer, RNG), the
+transferqueue's snapshot (samples in flight, finished or not), and the ledger. It exists once its
+database row does; the row names the first two, and the same transaction writes the ledger. A run
+that resumes from a checkpoint trains exactly what an uninterrupted run would.
 """
 
 import asyncio
@@ -43,26 +43,26 @@ _SAVE_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint of a run."""
+    """Database record of one checkpoint."""
 
     checkpoint_id: str
     run_id: str
     step: int
     weight_version: int
     path: str
-    """The trainer's folder."""
+    """Folder that the trainer wrote."""
     state: CheckpointState
     message: str
-    """Why it failed."""
+    """Cause of the failure, or why the samples in flight are missing."""
     create_time: float
     snapshot_id: str = ""
-    """The samples that were in flight, in the transferqueue; empty if they could not be saved."""
+    """Transferqueue snapshot of the samples in flight; empty if they could not be saved."""
     size_bytes: int = 0
-    """Of the trainer's folder."""
+    """Size of the trainer's folder."""
 
 
 def ready_checkpoints(connection: sa.Connection, run_id: str) -> list[Checkpoint]:
-    """Checkpoints that a run can go on from, newest first."""
+    """Returns the checkpoints from which a run can resume, newest first."""
     query = (
         sa.select(CHECKPOINTS)
         .where(CHECKPOINTS.c.run_id == run_id, CHECKPOINTS.c.state == "READY")
@@ -72,17 +72,17 @@ def ready_checkpoints(connection: sa.Connection, run_id: str) -> list[Checkpoint
 
 
 class CheckpointStore:
-    """Checkpoints in the database. Methods block.
+    """Reads checkpoint records from the database. Methods block.
 
     Args:
-        database: Where they are kept.
+        database: Database of the controller.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def list_checkpoints(self, run_id: str) -> list[Checkpoint]:
-        """Checkpoints of a run, newest first."""
+        """Returns all checkpoints of a run, newest first."""
         query = (
             sa.select(CHECKPOINTS)
             .where(CHECKPOINTS.c.run_id == run_id)
@@ -92,10 +92,10 @@ class CheckpointStore:
             return [Checkpoint(**row) for row in connection.execute(query).mappings()]
 
     def get(self, run_id: str, checkpoint_id: str) -> Checkpoint:
-        """One checkpoint.
+        """Returns one checkpoint.
 
         Raises:
-            NotFoundError: If the run has none of that id.
+            NotFoundError: If the run has no checkpoint with that id.
         """
         for checkpoint in self.list_checkpoints(run_id):
             if checkpoint.checkpoint_id == checkpoint_id:
@@ -106,7 +106,7 @@ class CheckpointStore:
         )
 
     def runs_saved_at(self, paths: Collection[Path]) -> list[str]:
-        """Runs that have a checkpoint at one of the paths, around it, or right below it."""
+        """Returns runs that have a checkpoint at one of the paths, in a parent of it, or directly in it."""
         around = {str(each) for path in paths for each in (path, *path.parents)}
         here = {str(path) for path in paths}
         query = sa.select(CHECKPOINTS.c.run_id, CHECKPOINTS.c.path)
@@ -122,15 +122,15 @@ class CheckpointStore:
 
 
 class Checkpoints:
-    """Saves one run.
+    """Saves the checkpoints of one run.
 
     Args:
-        run_id: The run.
-        keep: Newest checkpoints kept.
-        journal: Its record.
-        queue: Holds its samples.
-        clock: Tells how long work has been unsaved.
-        saved_at: Since when work is unsaved, in seconds since the epoch.
+        run_id: Identifier of the run.
+        keep: Number of newest checkpoints to keep.
+        journal: Durable record of the run.
+        queue: Client of the transferqueue.
+        clock: Clock of time-based checkpoints.
+        saved_at: Time from which work is unsaved, in seconds since the epoch.
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class Checkpoints:
         self._saved_at = saved_at
 
     def is_due(self, step: int, spec: CheckpointSpec) -> bool:
-        """Whether a step is saved because of its number or, if none is given, of the time.
+        """Returns True if a step is to be saved by its number or, if ``every`` is 0, by elapsed time.
 
         Args:
-            step: A step that was trained.
-            spec: When the run is saved.
+            step: A trained step.
+            spec: Interval between checkpoints.
         """
         if spec.every:
             return step % spec.every == 0
@@ -172,18 +172,18 @@ class Checkpoints:
         keep_steps: Collection[int],
         also: Work,
     ) -> None:
-        """Save the trainer's newest step and the samples in flight, and write both down at once.
+        """Saves the trainer's newest step and the samples in flight, and records both in one transaction.
 
-        A trainer that cannot save is no reason to stop training: the failure is written down instead.
+        A failed save does not stop training: the failure is recorded instead.
 
         Args:
             trainer: Saves the policy.
-            critic: Saves the critic, where it has processes of its own.
-            ledger: What becomes durable with it.
-            step: The trainer's newest step.
-            version: Its weights' number.
+            critic: Saves the critic, if it has its own processes.
+            ledger: Ledger to record in the same transaction.
+            step: Newest step of the trainer.
+            version: Weight version of the step.
             keep_steps: Steps whose checkpoints are kept besides the newest ones.
-            also: Is written in the same transaction.
+            also: Further write of the same transaction.
         """
         kept = sorted(keep_steps)
         begin = self._clock.monotonic()
@@ -209,10 +209,10 @@ class Checkpoints:
         version: int,
         keep_steps: Sequence[int],
     ) -> Checkpoint:
-        """Save all that is not in the database; what failed says why.
+        """Saves everything outside the database; a failed result holds the cause.
 
-        If the step was saved already, its folder holds what trainer and critic would write again: only the
-        samples in flight are saved.
+        If the step was saved before, its folder already holds what trainer and critic would write:
+        only the samples in flight are saved.
         """
         state: CheckpointState = "READY"
         path, size_bytes, snapshot_id, message = "", 0, "", ""
@@ -244,11 +244,11 @@ class Checkpoints:
         )
 
     async def _save_samples(self, taken: Collection[str]) -> tuple[str, str]:
-        """Name of the snapshot, or why there is none: then what was in flight is generated again.
+        """Returns the name of a new snapshot or, if it failed, the cause: samples are then generated again.
 
         Args:
-            taken: Names of the snapshots that checkpoints have. The first other one is used, so that there is
-                never more than one snapshot besides those of checkpoints.
+            taken: Snapshot names in use by checkpoints. The first other name is used, so that there
+                is at most one snapshot besides those of checkpoints.
         """
         name = next(name for name in map("slot-{}".format, itertools.count()) if name not in taken)
         try:
@@ -268,7 +268,7 @@ class Checkpoints:
         table = CHECKPOINTS.c
         of_run = table.run_id == self._run_id
         if checkpoint.state == "READY":
-            # The trainer writes a step's folder anew, and deletes all but the newest ones.
+            # The trainer overwrites a step's folder, and deletes all but the newest folders.
             connection.execute(CHECKPOINTS.delete().where(of_run, table.step == checkpoint.step))
         connection.execute(
             CHECKPOINTS.insert().values(
@@ -290,7 +290,7 @@ class Checkpoints:
 
 
 def _ended(checkpoint: Checkpoint, *, seconds: float) -> Note:
-    """What became of a checkpoint."""
+    """Returns the event that reports a saved or failed checkpoint."""
     size_gb = checkpoint.size_bytes / 1e9
     kind, text = "CheckpointSaved", f"is saved: {size_gb:.1f} GB in {seconds:.1f} s"
     if checkpoint.state == "FAILED":

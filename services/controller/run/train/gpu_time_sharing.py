@@ -1,15 +1,16 @@
-"""Whose turn it is on GPUs that trainer and rollouts share (``topology.placement: colocated`` or ``mixed``).
+"""Switches shared GPUs between trainer and rollouts (``topology.placement``: colocated or mixed).
 
 ::
 
-    rollouts' shift   they generate, and evaluate, until a batch is complete
-    handed over       evaluations end; engines sleep, running responses keep their tokens; the trainer wakes
-    trainer's shift   it trains the batch, and copies its weights for the rollouts
-    handed over       the trainer sleeps, engines wake; they adopt the copy, and responses go on
+     rollouts' turn   rollouts generate, and evaluate, until a batch is complete
+     switch           evaluations end; engines sleep, running responses keep their tokens; the trainer
+                      wakes
+     trainer's turn   the trainer trains the batch, and copies its weights for the rollouts
+     switch           the trainer sleeps, engines wake; they adopt the copy, and responses continue
 
-Who sleeps has its state in host memory, or none that is needed again. Rollouts with GPUs of their own never
-sleep: they take over what is unfinished at the handover, and put the trainer's copy into service between two
-of their tokens. Where each has GPUs of its own, all of this does nothing.
+A sleeping side keeps its state in host memory, if it needs the state again. Rollouts with their own
+GPUs never sleep: they take over unfinished groups at the switch, and adopt the trainer's copy
+between two tokens. In disaggregated runs this module does nothing.
 """
 
 import asyncio
@@ -32,7 +33,10 @@ from services.trainer.client import TrainerClient
 
 @dataclass(slots=True, kw_only=True)
 class GpuTimeSharing:
-    """Of one run. At first both sides sleep, or work; the first handover settles it."""
+    """Decides which side has the shared GPUs of a run.
+
+    At first both sides sleep, or both are awake; the first switch puts them in order.
+    """
 
     spec: CurrentSpec
     connections: RunConnections
@@ -43,14 +47,14 @@ class GpuTimeSharing:
 
     @property
     def are_needed(self) -> bool:
-        """Whether GPUs are shared."""
+        """True if trainer and rollouts share GPUs."""
         return self.spec.now.topology.is_colocated
 
     async def begin_training(self) -> None:
-        """Return when the trainer has the GPUs; weights stay pinned until others are published.
+        """Gives the GPUs to the trainer; weights stay pinned until the next publication.
 
         Raises:
-            ServiceError: If a worker does not answer in ``limits.step_timeout_s``.
+            ServiceError: If a worker does not answer within ``limits.step_timeout_s``.
         """
         if not self.are_needed:
             return
@@ -58,7 +62,7 @@ class GpuTimeSharing:
             if self._is_trainers:
                 return
             await self.evaluator.leased()
-            # An evaluation that holds it is brought to its end under the weights that it is of.
+            # An evaluation that holds the pin first finishes under its weight version.
             await self.connections.weights.pin.acquire()
             self._is_trainers = True
             timeout_s = self.spec.now.limits.step_timeout_s
@@ -70,14 +74,15 @@ class GpuTimeSharing:
                 await self.connections.trainer.wake(timeout_s=timeout_s)
 
     async def publish(self, newest: Callable[[], int]) -> SyncReport:
-        """Bring the trainer's newest weights into service; rollouts have the GPUs from their copy on.
+        """Publishes the trainer's newest weights; rollouts get the GPUs once the weights are copied.
 
         Raises:
             ServiceError: As :meth:`WeightSession.publish` does, or if a worker does not answer.
         """
         weights = self.connections.weights
         if not self.are_needed:
-            # A version that is about to be evaluated stays until the evaluation has its rollouts.
+            # A version that is due for evaluation stays until the evaluation has reserved its
+            # rollouts.
             await self.evaluator.leased()
             return await weights.publish(newest)
         await self.begin_training()
@@ -97,7 +102,7 @@ class GpuTimeSharing:
         self._is_trainers = False
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds of handovers since they were taken, by what was done, and of all."""
+        """Returns and resets the seconds spent on switches, by phase and in total."""
         spent, self._seconds = self._seconds, {}
         return {**spent, "handover_s": sum(spent.values())} if spent else {}
 
@@ -118,10 +123,11 @@ async def start_colocated(
     membership: Membership,
     num_rollouts: int,
 ) -> None:
-    """Start those workers of a run that do not run, each while nobody else has the GPUs.
+    """Starts the missing workers of a run, each while all others leave the GPUs free.
 
     Raises:
-        DeadlineExceededError: If the trainer does not come in time, or a worker does not fall asleep.
+        DeadlineExceededError: If the trainer does not load in time, or a worker does not fall
+            asleep.
     """
     spec = with_replicas(current.now, num_rollouts)
     timeout_s = spec.limits.step_timeout_s

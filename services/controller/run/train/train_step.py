@@ -1,4 +1,4 @@
-"""One step after the other: written down, trained, committed; settled if something died in between."""
+"""Trains steps exactly once: records, trains and commits them, and settles interrupted ones."""
 
 import math
 import time
@@ -41,52 +41,53 @@ from services.controller.store.records import Note
 from services.trainer.client import TrainedStep
 
 _MOST_TOLD = 8
-"""Samples that a message names."""
+"""Max samples that a message names."""
 
 
 class StalenessError(RuntimeError):
-    """A step trained tokens over the bound: the run's result is in doubt, so the run fails."""
+    """Raised if a step trained tokens over the staleness bound: the result is in doubt, so the run fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSteps:
-    """Trains steps of one run, each exactly once."""
+    """Trains the steps of one run, each exactly once."""
 
     run_id: str
     spec: CurrentSpec
     journal: Journal
     waits: Waits
-    """What was waited for since the last step."""
+    """Waiting times since the last step."""
     connections: RunConnections
     ledger: Ledger
     mixture: Mixture
-    """The sets that prompts are of."""
+    """Prompt sets of the training data."""
     scheduler: GenerationScheduler
     progress: Progress
     gpu_time_sharing: GpuTimeSharing
     advisor: Advisor
-    """Hears of each step."""
+    """Receives the metrics of each step."""
     version_offset: int
-    """What weight versions are above their steps."""
+    """Weight version of a step minus the step."""
     meter: StepMeter = field(default_factory=StepMeter)
     newest: deque[StepSamples] = field(default_factory=lambda: deque(maxlen=PATIENCE))
-    """How the samples of the newest steps ended."""
+    """Sample outcomes of the newest steps."""
 
     async def begin(self, step: int, batch: Sequence[Group]) -> None:
-        """Write down which groups a step trains, before the trainer is asked."""
+        """Records which groups a step trains, before the trainer receives them."""
         version, begin_ns = step - 1 + self.version_offset, time.time_ns()
         await self.journal.begin_step(step, self.ledger, version=version, groups=batch)
         tracing.record("group.acquire", self._traces(batch), begin_ns=begin_ns, step=step)
 
     async def train(self, step: int, batch: Sequence[Group], *, begin: float) -> None:
-        """Have the trainer train a step, commit it, and delete its samples."""
+        """Trains a step, commits it, and deletes its samples."""
         with tracing.span(
             "step", tracing.of_step(self.run_id, step), is_first=True, run=self.run_id, step=step
         ):
             await self._train(step, batch, begin=begin)
 
     async def _train(self, step: int, batch: Sequence[Group], *, begin: float) -> None:
-        # A trainer that has trained the step repeats its answer, even if the samples are gone since.
+        # A trainer that has already trained the step repeats its answer, even if the samples are
+        # gone.
         stored = [group for group in batch if group in self.scheduler.stored]
         version, timeout_s = step - 1 + self.version_offset, self.spec.now.limits.step_timeout_s
         samples = self.scheduler.stored.meta(stored)
@@ -139,7 +140,7 @@ class TrainSteps:
 
     @asynccontextmanager
     async def _weights_may_change(self) -> AsyncIterator[None]:
-        """Wait until the trainer has its GPUs, and its weights are not being copied."""
+        """Waits until the trainer has its GPUs and its weights are not being copied."""
         turn = self.connections.weights.turn
         with self.waits("handover"):
             await self.gpu_time_sharing.begin_training()
@@ -151,10 +152,10 @@ class TrainSteps:
             turn.release()
 
     async def settle(self, step: int) -> bool:
-        """Finish the step that was begun, or put its groups back if their samples are gone.
+        """Finishes a step that was begun, or returns its groups if samples are lost.
 
         Returns:
-            Whether the step is trained.
+            True if the step is trained.
         """
         batch = self.ledger.in_state(GroupState.TRAINING)
         lost = [group for group in batch if group not in self.scheduler.stored]
@@ -177,7 +178,7 @@ class TrainSteps:
         begin: float,
         wait_s: float,
     ) -> None:
-        """Record a step and everything it consumed, in one transaction."""
+        """Records a step and the groups that it consumed, in one transaction."""
         begin_ns = time.time_ns()
         numbers = _finite(trained.metrics)
         self._check_staleness(step, numbers)
@@ -213,7 +214,7 @@ class TrainSteps:
         )
 
     def _check_staleness(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Raise a StalenessError if a token over the bound was in the loss of a step."""
+        """Raises a StalenessError if the loss of a step included a token over the bound."""
         bound, oldest = self.spec.now.algorithm.max_staleness, numbers.get("staleness_max", 0.0)
         if oldest > bound:
             metrics.STALENESS_VIOLATIONS.labels(self.run_id).inc()
@@ -226,11 +227,11 @@ class TrainSteps:
     async def _look_for_learning(
         self, step: int, samples: KVBatchMeta, trained: TrainedStep
     ) -> None:
-        """Report why the newest steps trained nothing, once as long as the reason stays the same."""
+        """Reports why the newest steps trained nothing, once for as long as the reason is the same."""
         if samples.num_keys:
             columns = (samples.tag(name) for name in ("reward", "finish_reason", "greedy"))
             rows = [row for row in zip(*columns, strict=True) if not row[2]]
-            # A step of which no token was trained has no such number.
+            # A step without trained tokens has no such metric.
             idle = trained.metrics.get("zero_advantage_fraction", float(trained.skipped))
             self.newest.append(
                 step_samples(
@@ -249,14 +250,14 @@ class TrainSteps:
             await self.journal.note(note, self.ledger)
 
     def _set_scores(self, batch: Sequence[Group], samples: KVBatchMeta) -> dict[str, float]:
-        """Scores by set, where there are several."""
+        """Returns metrics by prompt set, if there are several sets."""
         if len(self.mixture.splits) == 1:
             return {}
         sets = {group.group_id: set_name(self.mixture.place(group.row)[0]) for group in batch}
         return set_scores(samples, sets)
 
     def _set_aside(self, step: int) -> dict[str, int]:
-        """How many prompts are left out, by reason."""
+        """Returns the number of prompts that the curriculum leaves out, by reason."""
         difficulty = self.ledger.difficulty
         counts = {} if difficulty is None else difficulty.set_aside(step=step)
         for why, count in counts.items():
@@ -268,12 +269,12 @@ class TrainSteps:
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Those that are numbers: JSON knows no others, and a mean with one of them says nothing."""
+    """Returns the finite numbers: JSON has no others, and a mean that includes another is meaningless."""
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _left_out(step: int, tokens: Mapping[str, int]) -> Note:
-    """The event that tells of sequences that outgrew the trainer's memory."""
+    """Returns the event that reports sequences that exceeded the trainer's memory."""
     told = ", ".join(
         f"{key} ({count:,} tokens)" for key, count in list(tokens.items())[:_MOST_TOLD]
     )
