@@ -1,7 +1,9 @@
-"""Evaluates pinned weight versions on the held-out prompts, beside training.
+"""Evaluates pinned weight versions on the held-out prompts while training continues.
 
-shared replicas    all rollouts answer; weights stay as they are until the last response is stored
-lent replicas      a few rollouts answer and keep their weights; the others, and training, go on
+::
+
+     shared replicas   all rollouts answer; weights stay as they are until the last response is stored
+     lent replicas     a few rollouts answer and keep their weights; the others continue to train
 """
 
 import asyncio
@@ -34,22 +36,22 @@ from services.transferqueue.client import TransferQueueClient
 
 logger = logging.getLogger(__name__)
 
-# Seeds of held-out samples never meet those of training groups.
+# Offset that keeps seeds of held-out samples apart from those of training groups.
 _SEED_OFFSET = 1 << 40
 GROUP_PREFIX = "v"
 
 
 class Evaluator:
-    """Evaluates the versions of one run.
+    """Evaluates weight versions of one run, one at a time.
 
     Args:
-        spec: The run's specification, as it is now.
-        run_id: Names its partitions.
-        connections: Where the prompts go, and what keeps the weights as they are meanwhile.
-        queue: Where the samples arrive.
-        request_queue: Holds the request for an evaluation.
-        tell: Is told of every evaluation that begins, and of its end, whatever that is, with the request that
-            it answers.
+        spec: Current specification of the run.
+        run_id: Identifier of the run; names its partitions.
+        connections: Rollouts that answer, and the weight session that pins the version.
+        queue: Client of the transferqueue.
+        request_queue: Holds a user's request for an evaluation.
+        tell: Called at the start and at the end of every evaluation, however it ends, with the
+            request that it completes.
     """
 
     def __init__(
@@ -77,20 +79,21 @@ class Evaluator:
         self._step: int | None = None
         self._turns = EvaluationQueue()
         self._is_leased = False
-        """Whether the current evaluation has its rollouts, or gets none."""
+        """True once the current evaluation has its rollouts, or was refused any."""
         self._num_begun = 0
         self._changed = asyncio.Condition()
         self._asked: dict[str, str] = {}
-        """The split of each group."""
+        """Split of each group."""
         self._samples: dict[str, KVBatchMeta] = {}
         self._failed: set[str] = set()
 
     async def restore(self, evaluated: Collection[int], begun: BegunEvaluation | None) -> None:
-        """Go on behind an earlier loop.
+        """Restores the state of an earlier attempt and deletes its leftover samples.
 
         Args:
-            evaluated: Versions that it evaluated.
-            begun: What a pause or a death interrupted; it is repeated under the first weights served.
+            evaluated: Versions that were evaluated.
+            begun: Evaluation that a pause or failure interrupted; it is repeated under the first
+                served weights.
         """
         self._evaluated, self._begun = evaluated, begun
         left = await self._queue.get_batch(self._partition)
@@ -98,7 +101,13 @@ class Evaluator:
             await self._queue.release(self._partition, list(left.keys))
 
     async def published(self, version: int, *, step: int, is_last: bool = False) -> None:
-        """The rollouts serve ``version``, the weights of ``step``; evaluate it if it is its turn."""
+        """Records that the rollouts serve ``version``, and evaluates it if it is due.
+
+        Args:
+            version: Weight version.
+            step: Step whose weights these are.
+            is_last: Whether this is the last step of the run.
+        """
         self._version = version
         reason = self._reason(step, is_last=is_last)
         self._step = step
@@ -118,48 +127,51 @@ class Evaluator:
 
     @property
     def interrupted(self) -> int | None:
-        """Version whose evaluation was interrupted and is not repeated yet."""
+        """Version whose evaluation was interrupted and not repeated yet; None without one."""
         return None if self._begun is None else self._begun.version
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being evaluated."""
+        """True while an evaluation is running."""
         return self._turns.current is not None
 
     @property
     def version(self) -> int:
-        """What the rollouts serve; -1 before the first."""
+        """Version that the rollouts serve; -1 before the first."""
         return self._version
 
     @property
     def in_turn(self) -> list[int]:
-        """Versions of the evaluation that goes on, and of the one behind it."""
+        """Versions of the running and of the next evaluation."""
         turns = self._turns.current, self._turns.next
         return [turn.version for turn in turns if turn is not None]
 
     async def trigger(self) -> None:
-        """Evaluate the version that is served now, because somebody asks for it; the next one, if none is."""
+        """Evaluates the served version at a user's request; does nothing before the first is served.
+
+        The request itself stays pending, so the first served version then answers it.
+        """
         if self._version >= 0:
             self._ask(self._version, "manual")
             await self._notify()
 
     async def idle(self) -> None:
-        """Return when no evaluation is running or waiting."""
+        """Waits until no evaluation is running or waiting."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._turns.current is None)
 
     async def leased(self) -> None:
-        """Return when no evaluation waits for its rollouts: another version would take its own away."""
+        """Waits until the current evaluation has its rollouts; a new version would replace its version."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._turns.current is None or self._is_leased)
 
     async def without(self, names: Collection[str]) -> None:
-        """Return when no evaluation has some rollouts for itself, who get nothing of the next ones."""
+        """Waits until no evaluation holds any of the rollouts, which later evaluations do not use."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._rollout_pool.has_loans(names))
 
     async def run(self) -> None:
-        """Evaluate whatever has its turn, for ever."""
+        """Runs due evaluations until it is cancelled."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._turns.current is not None)
@@ -170,7 +182,7 @@ class Evaluator:
             await self._notify()
 
     async def collect(self) -> None:
-        """Take in finished samples for ever."""
+        """Collects held-out samples until it is cancelled."""
         async for batch in self._queue.watch(self._partition, 0):
             late: list[str] = []
             for index, key in enumerate(batch.keys):
@@ -178,19 +190,19 @@ class Evaluator:
                     self._samples[key] = batch.select([index])
                 else:
                     late.append(key)
-            if late:  # of an evaluation that took too long
+            if late:  # samples of an evaluation that timed out
                 await self._queue.release(self._partition, late)
             await self._notify()
 
     async def leave_out_lost(self) -> None:
-        """Leave groups out of the scores that were lost with a shard before they were seen, for ever."""
+        """Excludes groups whose samples were lost with a shard from the scores, until it is cancelled."""
         async for loss in self._queue.watch_losses(self._partition):
             unseen = (key for key in loss.keys if key not in self._samples)
             self._failed |= self._asked.keys() & {group_of(key) for key in unseen}
             await self._notify()
 
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
-        """Take in held-out groups that brought no samples: they are left out of the scores."""
+        """Excludes held-out groups that produced no samples from the scores."""
         self._failed.update(f.group_id for f in failures if f.group_id in self._asked)
         await self._notify()
 
@@ -200,7 +212,7 @@ class Evaluator:
             return "final"
         if step == 0 and validation.begins:
             return "initial"
-        # Versions between two that are published are not seen here.
+        # Versions that were not published never arrive here.
         since = range(step if self._step is None else self._step + 1, step + 1)
         is_due = any(is_periodic(passed, validation.every) for passed in since)
         return "periodic" if is_due else None
@@ -227,7 +239,7 @@ class Evaluator:
         )
         await self._tell(
             scored,
-            # One that was missed answers nobody.
+            # A missed evaluation completes no request.
             None if status == "missed" else request,
         )
         await self._queue.release(self._partition, list(self._samples))
@@ -236,7 +248,7 @@ class Evaluator:
         self._failed.clear()
 
     async def _answer(self, begun: BegunEvaluation) -> Status:
-        """Have the held-out prompts answered by the version; returns how that ended."""
+        """Generates responses to the held-out prompts under the version; returns how that ended."""
         try:
             async with asyncio.timeout(self._spec.now.validation.timeout_s):
                 await self._weights.pin.acquire()
@@ -251,17 +263,18 @@ class Evaluator:
 
     @asynccontextmanager
     async def _lease(self, begun: BegunEvaluation) -> AsyncIterator[Sequence[str]]:
-        """Rollouts that serve the version and go on doing so, for whoever holds the pin, which is given back.
+        """Yields rollouts that serve the version and keep it; empty if they serve another one already.
 
-        None if they serve another one already.
+        The caller holds the pin, which this releases.
         """
         lent: Sequence[str] = ()
         try:
-            # A version may be served before this is told of it: its publication held the pin.
+            # A version may be in service before ``published`` is called: its publication held the
+            # pin.
             if max(self._version, self._weights.version) != begun.version:
                 yield ()
                 return
-            if begun.reason != "final":  # nobody trains beside it
+            if begun.reason != "final":  # training is over, so all rollouts evaluate
                 lent = self._rollout_pool.lend(self._spec.now.validation.replicas)
             if lent:
                 self._weights.lend(lent)
@@ -282,7 +295,7 @@ class Evaluator:
         await self._notify()
 
     def _groups(self, version: int) -> list[GroupAssignment]:
-        # Rollouts take a group that they had before for a repetition, so each evaluation has its own.
+        # Rollouts ignore a repeated group, so each evaluation has its own group ids.
         self._num_begun += 1
         places = [(split, row) for split, count in self._rows.items() for row in range(count)]
         return [
@@ -298,16 +311,16 @@ class Evaluator:
                     for member in range(len(temperatures))
                 ),
                 temperatures=temperatures,
-                first_attempt=self._attempt,  # each evaluation has groups of its own: nothing is resumed
+                first_attempt=self._attempt,  # groups are unique to an evaluation: nothing is resumed
             )
             for number, (split, row) in enumerate(places)
         ]
 
     def _temperatures(self, split: str) -> tuple[float, ...]:
-        """One of each sample of a set's prompts, of which the first is greedy."""
+        """Returns one temperature per sample of a prompt of the set; the first sample is greedy."""
         validation, part = self._spec.now.validation, self._spec.now.data.heldout_sets[split]
         if not (part.rewards or self._spec.now.rollout.rewards):
-            return (0.0,)  # the likelihood of the answers that rows have is measured: there is one
+            return (0.0,)  # without rewards, the one likelihood of the row's answer is measured
         count = validation.samples_per_prompt
         if isinstance(part, HeldoutSetSpec) and part.samples_per_prompt is not None:
             count = part.samples_per_prompt
@@ -354,10 +367,11 @@ class Evaluator:
 
 
 def _repeated(begun: BegunEvaluation, *, version: int, due: Reason | None) -> Reason:
-    """Why a version is evaluated that is served first after an evaluation was interrupted.
+    """Returns the reason for evaluating the first served version after an evaluation was interrupted.
 
-    The interrupted version may be gone: training went on, and nobody holds its weights. Then the version that
-    is served now takes its turn, but not as the initial one, which scores the model before training.
+    The interrupted version may be gone, if training continued and no worker holds its weights. The
+    version that is served now is then evaluated instead, but not as the initial one, which scores
+    the model before training.
     """
     if begun.version == version:
         return begun.reason
@@ -365,5 +379,5 @@ def _repeated(begun: BegunEvaluation, *, version: int, due: Reason | None) -> Re
 
 
 def _has_reward(meta: KVBatchMeta) -> bool:
-    """Whether a sample was scored: one whose reward service failed is no wrong answer."""
+    """Returns True if a sample was scored; a failed reward service does not count as a wrong answer."""
     return meta.tag("finish_reason")[0] != "failed"

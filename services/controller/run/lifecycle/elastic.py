@@ -1,11 +1,13 @@
-"""Brings a run to the rollouts that it should have, while it goes on.
+"""Changes the number of rollouts of a run while it runs, and replaces lost ones.
 
-more    the new ones are started and load while the others generate   -> they get weights, then groups
-lost    its replacement loads while the others generate               -> as above
-fewer   others take over what they have not finished, or begin it again -> they are ended
+::
 
-The loop is left, and entered with all, where weights have to take another way to reach new ones, and where
-one leaves that the loop still waits for.
+     more rollouts    new ones start and load while the others generate; they receive weights, then groups
+     lost rollouts    replacements load while the others generate; then as above
+     fewer rollouts   other rollouts continue or restart the unfinished groups; then workers are ended
+
+The loops are left and entered with all rollouts if new ones need another weight transport, or if a
+rollout is removed while the loops are not entered yet.
 """
 
 import asyncio
@@ -36,18 +38,18 @@ logger = logging.getLogger(__name__)
 
 
 class SizeChangedError(Exception):
-    """The run's workers are others now; its loop must be entered again."""
+    """Raised if the run's workers have changed and its loops must be entered again."""
 
 
 class ElasticSizing:
-    """Brings a run to the number of rollouts that its specification asks for.
+    """Brings a run to the number of rollouts in its specification.
 
     Args:
-        run_id: The run.
-        spec: Its specification, as it is now.
+        run_id: Identifier of the run.
+        spec: Current specification of the run.
         launcher: Starts and ends workers.
-        membership: Where they register.
-        journal: The run's record.
+        membership: Registry of workers.
+        journal: Durable record of the run.
         request_queue: Holds the request for another size.
     """
 
@@ -74,26 +76,26 @@ class ElasticSizing:
         self._started: set[str] = set()
 
     def begin(self) -> None:
-        """The mailbox is open: it may hold a request that an earlier controller did not fulfil."""
+        """Resumes a resize request that an earlier controller did not complete."""
         if (request := self._request_queue.get("resize")) is not None:
             has = request.options.get("has", len(self._size))
             self._size = _rollouts(with_replicas(self._spec.now, has))
 
     @property
     def size(self) -> int:
-        """Rollouts that the run has, or had before some were lost: others that are asked for may not come."""
+        """Number of rollouts without those that are requested but not running yet; lost ones count."""
         return len(self._size)
 
     def sure(self) -> RunSpec:
-        """The specification without rollouts that are asked for and may not come."""
+        """Returns the specification without rollouts that are requested and may not start."""
         return with_replicas(self._spec.now, len(self._wanted() & self._size))
 
     def ask(self) -> None:
-        """The specification has changed."""
+        """Wakes the watcher after the specification changed."""
         self._asked.set()
 
     def takes_exit(self, exit_: WorkerExit) -> bool:
-        """Whether a worker that ended is one that the run does not need yet, or any more."""
+        """Returns True if a worker that exited is one that the run does not need yet or any more."""
         if exit_.worker_id in self._new():
             self._failure = f"{exit_.worker_id} ended: {exit_.last_lines}"
             self._failed.set()
@@ -103,17 +105,17 @@ class ElasticSizing:
     async def watch(
         self, present: Collection[str], *, pipeline: asyncio.Future[TrainingPipeline]
     ) -> None:
-        """Get the rollouts that are wanted to take part, and no others, while the run goes on.
+        """Adds missing rollouts and removes surplus ones until it is cancelled.
 
-        If new ones do not come up, the run keeps the size that it has.
+        If new rollouts fail to start, the run keeps its size.
 
         Args:
-            present: Rollouts that the loop was entered with.
-            pipeline: The run, once the loop is entered.
+            present: Rollouts with which the loops were entered.
+            pipeline: Pipeline of the run; done once the loops are entered.
 
         Raises:
-            ResizedError: Once the loop can be entered with all that are wanted, if it has to be.
-            ServiceError: If a replacement does not come up.
+            SizeChangedError: If the loops have to be entered again.
+            ServiceError: If a replacement does not start.
         """
         here, has_left = set(present), False
         while True:
@@ -123,14 +125,14 @@ class ElasticSizing:
                 if not pipeline.done():
                     raise SizeChangedError
                 await pipeline.result().detach(leaving)
-            # Some may have been about to leave when the loop was left.
+            # Some rollouts may have been leaving when the loops were left.
             if gone := (here | self._started | self._size) - wanted:
                 has_left |= not gone.isdisjoint(self._size)
                 await self._end(gone)
                 here -= gone
                 self._started -= gone
                 self._size -= gone
-                await self._start(pipeline)  # platforms show how many there are
+                await self._start(pipeline)  # platforms display the number of workers
             if missing := wanted - here:
                 if await self._bring_up(missing, pipeline, request):
                     here |= missing
@@ -141,12 +143,12 @@ class ElasticSizing:
             await self._asked.wait()
 
     async def confirm(self) -> None:
-        """The loop is entered with the size that was asked for, if one was."""
+        """Reports a pending resize request as done once the loops are entered with that size."""
         if (request := self._request_queue.get("resize")) is not None:
             await self._tell("Resized", len(self._wanted()), request)
 
     async def settle(self) -> dict[str, str]:
-        """End rollouts that are too many; returns what was ended, with why."""
+        """Ends surplus rollouts before the loops are entered again; returns them with the cause."""
         workers = self._membership.workers(self._run_id, "rollout")
         known = {worker.worker_id for worker in workers} | self._started | self._size
         gone = known - self._wanted()
@@ -157,15 +159,15 @@ class ElasticSizing:
         return dict.fromkeys(gone, "was one too many")
 
     def absent(self) -> set[str]:
-        """Rollouts that have yet to load, if others can go on without them."""
+        """Returns rollouts that have not loaded yet and without which the others can start."""
         loaded, wanted = self._loaded(), self._wanted()
         missing = wanted - loaded
-        # One that takes turns has no GPU to load on beside the trainer.
+        # A colocated rollout has no free GPU on which to load while the trainer runs.
         has_to_wait = any(map(self._spec.now.is_colocated, missing))
         return missing if wanted & loaded and not has_to_wait else missing & self._new()
 
     def present(self) -> set[str]:
-        """Those with which the loop can be entered, once they have loaded."""
+        """Returns the rollouts with which the loops are entered, once they have loaded."""
         return self._wanted() - self.absent()
 
     async def _tell(self, kind: str, count: int, request: Request | None) -> None:
@@ -175,10 +177,10 @@ class ElasticSizing:
     async def _bring_up(
         self, missing: set[str], pipeline: asyncio.Future[TrainingPipeline], request: Request | None
     ) -> bool:
-        """Start rollouts and have them take part; whether they do: others may be wanted by then.
+        """Starts rollouts and adds them to the run; returns False if they are not wanted any more.
 
         Raises:
-            ResizedError: If they have loaded, and the loop has to be entered with them.
+            SizeChangedError: If they have loaded and the loops have to be entered with them.
         """
         self._failed.clear()
         self._started |= missing
@@ -204,7 +206,7 @@ class ElasticSizing:
         return True
 
     async def _keep_size(self, why: str, *, asked: int, request: Request | None) -> None:
-        """Rollouts that were asked for do not come up: those that are there are all that are wanted."""
+        """Keeps the current size after requested rollouts failed to start."""
         logger.warning("new rollouts did not start", extra={"run": self._run_id, "why": why})
         if self._spec.now.rollout.replicas == asked:
             self._spec.now = with_replicas(self._spec.now, self.size)
@@ -221,11 +223,11 @@ class ElasticSizing:
 
     async def _start(self, pipeline: asyncio.Future[TrainingPipeline]) -> None:
         if self._spec.now.topology.is_colocated:
-            await pipeline  # until then each worker starts while the others sleep
+            await pipeline  # until then, workers start one by one while the others sleep
         await self._launcher.start(self._run_id, self._spec.now)
 
     async def _load(self, missing: set[str], pipeline: asyncio.Future[TrainingPipeline]) -> None:
-        """Return when rollouts have loaded, or another number of them is wanted."""
+        """Waits until rollouts have loaded, or the specification changes."""
 
         def unloaded() -> list[str]:
             return sorted(missing - self._loaded())
@@ -254,7 +256,7 @@ class ElasticSizing:
         return _rollouts(self._spec.now)
 
     def _new(self) -> set[str]:
-        """Rollouts that are asked for and were never there."""
+        """Returns rollouts that are requested and never ran."""
         return self._wanted() - self._size
 
     def _loaded(self) -> set[str]:

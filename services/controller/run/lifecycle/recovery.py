@@ -1,12 +1,15 @@
-"""Where a run stands, rebuilt from the database, its workers and the transferqueue.
+"""Restores the state of a run from the database, its workers and the transferqueue.
 
-The same path serves a new run, a run whose worker died, and a run whose controller died:
+New runs, runs whose worker died, and runs whose controller died take the same path.
 
-    the trainer has a checkpoint of another run     -> a new run begins after the step of that checkpoint
-    the trainer has fewer steps than the database   -> rewind: later steps and all in flight are made anew
-    a group is stored                               -> ready, whatever the ledger last knew of it
-    a group is with a rollout that lives            -> handed to it again, which it takes as a repetition
-    a group is with a rollout that died             -> generated again
+::
+
+     the trainer has a checkpoint of another run     -> the new run begins after the checkpoint's step
+     the trainer has fewer steps than the database   -> rewind: later steps and groups in flight are
+                                                        generated and trained again
+     a group's samples are stored                    -> the group is READY, whatever its recorded state
+     a group is with a live rollout                  -> sent to it again; the rollout ignores repetitions
+     a group is with a dead rollout                  -> generated again, from stored tokens if possible
 """
 
 import logging
@@ -59,20 +62,21 @@ async def restore(
     lost_workers: Collection[str],
     gpus: Callable[[], int | None],
 ) -> TrainingPipeline:
-    """Rebuild everything that the loop keeps in memory.
+    """Restores the pipeline of a run.
 
     Args:
-        spec: The run's specification, as it is now.
-        connections: Its workers.
-        journal: Its record.
-        queue: Holds its samples.
-        clock: For stalls.
-        request_queue: What it is asked for.
-        lost_workers: Rollouts that died since the loop was entered before.
-        gpus: Returns how many GPUs the run may have; None if that is not known.
+        spec: Current specification of the run.
+        connections: Connections to its workers.
+        journal: Durable record of the run.
+        queue: Client of the transferqueue.
+        clock: Clock of stall detection.
+        request_queue: Pending user requests.
+        lost_workers: Rollouts that died since the previous attempt.
+        gpus: Returns how many GPUs the run may use; None if that is unknown.
 
     Raises:
-        FailedPreconditionError: If trainer and database are not of the same run.
+        FailedPreconditionError: If the trainer's checkpoints and the database are of different
+            runs.
     """
     run_id, recovered = journal.run_id, await journal.load()
     if recovered.is_new and connections.trained and spec.now.trainer.checkpoint.start_from:
@@ -164,7 +168,7 @@ async def restore(
 
 
 async def _saved_at(recovered: Recovered, journal: Journal, *, now: float) -> float:
-    """From when the time of what is not saved yet counts: losses of rollouts do not begin it anew."""
+    """Returns the time since which work is unsaved; lost rollouts do not reset it."""
     ready = await journal.read(ready_checkpoints)
     if recovered.step == (ready[0].step if ready else 0):
         return now
@@ -172,7 +176,7 @@ async def _saved_at(recovered: Recovered, journal: Journal, *, now: float) -> fl
 
 
 def _order(spec: CurrentSpec, connections: RunConnections, recovered: Recovered) -> PromptOrder:
-    """Where the run was in its prompts."""
+    """Returns the prompt order at the run's recorded position."""
     sets = spec.now.data.train_sets
     weights = {
         split: part.weight
@@ -204,7 +208,7 @@ def _scheduler(
     ledger: Ledger,
     order: PromptOrder,
 ) -> GenerationScheduler:
-    """Hands out prompts, and holds what comes back."""
+    """Returns the generation scheduler of the run."""
     stored = SampleIndex(
         queue,
         partition_id(journal.run_id, "train"),
@@ -233,7 +237,7 @@ def _scheduler(
 
 
 async def _start_from(step: int, spec: CurrentSpec, *, journal: Journal) -> Recovered:
-    """Begin a new run after the step of the checkpoint that its trainer has loaded."""
+    """Starts a new run after the step of the checkpoint that its trainer has loaded."""
     folder = spec.now.trainer.checkpoint.start_from
     if spec.num_steps <= step:
         raise FailedPreconditionError(
@@ -255,7 +259,7 @@ async def _rewind(
     journal: Journal,
     queue: TransferQueueClient,
 ) -> Recovered:
-    """Go back to the step that the trainer has; everything made by later weights is made anew."""
+    """Rewinds the run to the trainer's step and discards all later work."""
     step = connections.trained
     await connections.replicas.cancel([group.group_id for group in recovered.ledger.groups])
     await drop_partitions(queue, run_id)

@@ -1,1 +1,1 @@
-"""Progress, stalls, waits and advice of a run, for people."""
+"""Progress, stalls, waiting times and advice of a run, for people."""

@@ -1,4 +1,4 @@
-"""Says of a live run which side is short and what would mend it: once it shows, and when it changes."""
+"""Reports which side of a run is the bottleneck and which setting would help, when the answer changes."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ from services.controller.store.records import Note
 logger = logging.getLogger(__name__)
 _REMEMBERED = 40
 _LEAST_STEPS = 10
-# A prediction takes up to a second of a processor: it is made anew when the run has changed, and hardly ever
+# A prediction takes up to one second of CPU: it is repeated soon if the run has changed, and rarely
 # otherwise.
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 600.0, 3600.0
 _MOVED = 0.1
@@ -28,7 +28,7 @@ _MOVED = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class Advisor:
-    """Of one run."""
+    """Predicts the bottleneck of one run from the metrics of its newest steps."""
 
     spec: CurrentSpec
     journal: Journal
@@ -36,7 +36,7 @@ class Advisor:
     ledger: Ledger
     clock: Clock
     gpus: Callable[[], int | None]
-    """GPUs that the run may have; None if only those that it has are known."""
+    """Returns the number of GPUs that the run may use; None if only its current GPUs are known."""
     _steps: deque[Mapping[str, Any]] = field(
         default_factory=lambda: deque(maxlen=_REMEMBERED), init=False
     )
@@ -47,26 +47,26 @@ class Advisor:
     _told: tuple[object, ...] = field(default=(), init=False)
 
     def begin_anew(self) -> None:
-        """The run has other workers than its steps so far had: what was said of it may not hold any more."""
+        """Discards steps and advice after the run's workers changed."""
         self.progress.advised({})
         self._steps.clear()
         self._num_steps, self._advised_at = 0, None
 
     def stepped(self, numbers: Mapping[str, Any]) -> None:
-        """A step was committed, with these numbers and histograms."""
+        """Records the metrics and histograms of a committed step."""
         self._num_steps += 1
         self._steps.append({**numbers, "step": float(self._num_steps)})
         self._stepped.set()
 
     async def watch(self) -> None:
-        """Look at the steps for ever."""
+        """Updates the advice after each step until it is cancelled."""
         while True:
             await self._stepped.wait()
             self._stepped.clear()
             await self.look()
 
     async def look(self) -> None:
-        """Find out what to say, if it is time for that, in a thread."""
+        """Updates the advice in a thread, if an update is due."""
         if self._is_due():
             await self._advise()
 
@@ -88,11 +88,11 @@ class Advisor:
                 rates = rates_of(steps, lengths, setting=setting)
                 return advise(steps, rates, setting, others=otherwise(spec), gpus=gpus)
             except ValueError:
-                return None  # a number is missing, or none yet
+                return None  # a metric is missing so far
 
         try:
             advice = await asyncio.to_thread(work)
-        except Exception:  # a run never ends of advice
+        except Exception:  # a failed prediction must not end the run
             logger.exception("no advice")
             advice = None
         self._advised_at, self._waited = self.clock.monotonic(), waited(steps)
@@ -127,7 +127,7 @@ class Advisor:
         ]
 
     def _lengths(self) -> Mapping[int, int]:
-        """Responses by upper bound of their length."""
+        """Returns the number of responses by upper bound of their length bucket."""
         found: dict[int, int] = {}
         for step in self._steps:
             for bound, count in step.get("histograms", {}).get("response_tokens", {}).items():

@@ -1,4 +1,4 @@
-"""What a run has achieved so far, in numbers: the summary that users read."""
+"""Numbers that summarize the progress of a run for users."""
 
 import statistics
 from collections import deque
@@ -11,17 +11,17 @@ from services.controller.rules.ledger import Ledger
 from services.controller.run.dispatch.rollout_pool import RolloutPool
 from services.controller.run.weights.session import SyncReport
 
-# Newest weight syncs that the summary's percentiles are of: they are sorted for each event.
+# Newest weight syncs in the summary's percentiles: they are sorted for each event.
 _KEPT = 1000
-# Rollouts that the event of a step tells of one by one.
+# Max rollouts that the event of a step lists individually.
 _NAMED = 32
 
 
 class Progress:
-    """Collects the numbers of one run.
+    """Collects the summary of one run.
 
     Args:
-        max_staleness: The bound, shown beside what was measured.
+        max_staleness: Staleness bound, shown with the measured staleness.
         first_step: Step of the checkpoint that the run starts from.
     """
 
@@ -41,12 +41,12 @@ class Progress:
         """``step``, ``weight_version`` and ``score`` of the saved version with the highest held-out score."""
 
     def restore(self, summary: Mapping[str, Any], *, steps: int, syncs_ms: Iterable[float]) -> None:
-        """Go on from an earlier summary.
+        """Restores the numbers from an earlier summary.
 
         Args:
-            summary: What :meth:`summary` returned; may be empty.
-            steps: Steps that are trained now: fewer than in the summary if the run was rewound.
-            syncs_ms: Latencies of the weight syncs so far.
+            summary: Result of :meth:`summary`; may be empty.
+            steps: Trained steps: fewer than in the summary if the run was rewound.
+            syncs_ms: Latencies of the weight syncs so far, in milliseconds.
         """
         self._syncs_ms.extend(syncs_ms)
         if not summary:
@@ -59,28 +59,28 @@ class Progress:
         self._advice = summary.get("advice", {})
         self.nothing_learned = summary.get("nothing_learned", {})
         best = summary.get("best")
-        # What a rewind went back behind is trained, and saved, anew.
+        # Steps after a rewind's target are trained, and saved, again.
         self.best = best if best is not None and best["step"] <= steps else None
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
-        """A step was committed."""
+        """Records a committed step."""
         self._steps += 1
         self._max_staleness = max(self._max_staleness, int(metrics.get("staleness_max", 0)))
         self._staleness_sum += metrics.get("staleness_mean", 0.0)
 
     def synced(self, report: SyncReport) -> None:
-        """A version was published."""
+        """Records a published version."""
         self._version = report.version
         self._syncs_ms.append(report.total_s * 1000)
         self._sync = {name: ms for name, ms in sync_facts(report).items() if name.endswith("_ms")}
 
     def take_sync(self) -> dict[str, float | str]:
-        """Times of the newest weight sync, if one ended since they were taken; milliseconds."""
+        """Returns and resets the times of the newest weight sync, in milliseconds."""
         sync, self._sync = self._sync, {}
         return sync
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """A version was evaluated."""
+        """Records an evaluation."""
         if evaluation.status in ("ok", "timeout"):
             self._heldout = {
                 "greedy": evaluation.greedy,
@@ -91,16 +91,16 @@ class Progress:
             }
 
     def scored(self, score: float, *, step: int, version: int) -> None:
-        """A version that is saved was evaluated; of equal scores the first one stays."""
+        """Records the score of a saved version; the first of equal scores stays the best."""
         if self.best is None or score > self.best["score"]:
             self.best = {"step": step, "weight_version": version, "score": score}
 
     def advised(self, advice: Mapping[str, str]) -> None:
-        """It was found which side is short."""
+        """Records the advice about the bottleneck."""
         self._advice = advice
 
     def summary(self, ledger: Ledger) -> dict[str, Any]:
-        """All numbers, with those of the ledger."""
+        """Returns all numbers, including those of the ledger."""
         prompts = ledger.counts()
         ended = ("consumed", "dropped", "quarantined")
         return {
@@ -134,24 +134,24 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepUse:
-    """What the rollouts did during a step."""
+    """Activity of the rollouts during one step."""
 
     numbers: dict[str, float]
     idle_s: dict[str, float]
-    """Seconds without work, by rollout; of the first ones by name where there are many."""
+    """Idle seconds by rollout; only the first ones by name if there are many."""
 
 
 class StepMeter:
-    """Measures what the rollouts do during a step."""
+    """Measures the activity of the rollouts between two steps."""
 
     def __init__(self) -> None:
         self._idle_s: dict[str, float] = {}
         self._tokens = 0.0
 
     def measure(self, replicas: RolloutPool, seconds: float) -> StepUse:
-        """The use of the rollouts in a step that took ``seconds``."""
+        """Returns the activity of the rollouts in a step that took ``seconds``."""
         totals, tokens = replicas.idle_seconds(), replicas.tokens_total()
-        # A rollout that is new was idle before it came, and a gauge may be some seconds old.
+        # A new rollout was idle before it joined, and a gauge may be some seconds old.
         idle_s = {
             name: min(max(total - self._idle_s.get(name, total), 0.0), seconds)
             for name, total in totals.items()
@@ -168,7 +168,7 @@ class StepMeter:
 
 
 def sync_facts(report: SyncReport) -> dict[str, float | str]:
-    """Facts of a published version."""
+    """Returns the facts of a published version, as data of its event."""
     return {
         "version": report.version,
         "sync_ms": report.total_s * 1000,

@@ -1,4 +1,4 @@
-"""Says why a run trains no step, once that takes longer than its steps do."""
+"""Reports why a run trains no step, once that takes much longer than its steps do."""
 
 import asyncio
 from collections import deque
@@ -28,7 +28,7 @@ _REASONS: dict[Wait, tuple[str, str]] = {
 
 @dataclass(slots=True, kw_only=True)
 class StallReporter:
-    """Of one run. It is told again at longer and longer intervals, as the reason then is."""
+    """Reports a run that trains no step, at doubling intervals and with the current reason."""
 
     journal: Journal
     waits: Waits
@@ -36,13 +36,13 @@ class StallReporter:
     groups_per_step: int
     clock: Clock
     activity: Callable[[], str]
-    """What the run is doing, such as ``TRAINING``."""
+    """Returns the run's activity, such as ``TRAINING``."""
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), init=False)
     _since: float = field(default=0.0, init=False)
     _stepped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def stepped(self) -> None:
-        """A step was committed."""
+        """Records a committed step."""
         now = self.clock.monotonic()
         self._seconds.append(now - self._since)
         self._since = now
@@ -50,11 +50,11 @@ class StallReporter:
 
     @property
     def patience_s(self) -> float:
-        """How long no step is nothing unusual."""
+        """Seconds without a step that are not reported."""
         return max(_LEAST_PATIENCE_S, _STEPS_OF_PATIENCE * max(self._seconds, default=0.0))
 
     async def watch(self) -> None:
-        """Tell for ever."""
+        """Reports stalls until it is cancelled."""
         self._since, patience_s = self.clock.monotonic(), self.patience_s
         while True:
             try:
@@ -74,7 +74,7 @@ class StallReporter:
         await self.journal.note(Note("NoProgress", message, data), self.ledger)
 
     def why(self) -> tuple[str, str]:
-        """A stable code of what the run waits for, and the same for a person."""
+        """Returns a stable code for what the run waits for, and a message."""
         waited = self.waits.current
         if waited is not None and waited != "no_data":
             return _REASONS[waited]

@@ -1,4 +1,4 @@
-"""What a run spends its time on between two steps of the trainer."""
+"""Measures what the trainer waits for between two steps."""
 
 import time
 from collections.abc import Iterator
@@ -8,23 +8,23 @@ from typing import Literal
 Wait = Literal[
     "no_data", "barrier", "old_logprob", "values", "weight_sync", "handover", "checkpoint"
 ]
-"""``no_data``: groups are not finished. ``barrier``: a batch is there, but training waits for groups that
-would grow too stale. ``old_logprob``, ``values``: other workers score the batch. ``handover``: rollouts leave
-GPUs that they share with the trainer."""
+"""``no_data``: groups are not finished. ``barrier``: a batch is ready, but training waits for
+groups that would grow too stale. ``old_logprob``, ``values``: other workers score the batch.
+``handover``: rollouts leave GPUs that they share with the trainer."""
 
 
 class Waits:
-    """Seconds since the last step, by reason."""
+    """Waiting times since the last step in seconds, by reason."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._worked = 0.0
         self.current: Wait | None = None
-        """What is waited for now."""
+        """Reason of the current wait; None while the loop does not wait."""
 
     @contextmanager
     def __call__(self, reason: Wait) -> Iterator[None]:
-        """Add the time of the block to ``reason``."""
+        """Adds the duration of the block to ``reason``."""
         start, before = time.perf_counter(), self.current
         self.current = reason
         try:
@@ -35,15 +35,15 @@ class Waits:
             self.seconds[reason] = self.seconds.get(reason, 0.0) + spent
 
     def worked(self, seconds: float) -> None:
-        """The trainer had groups of the next batch for so long while the others were waited for."""
+        """Records seconds in which the trainer accumulated early groups during the wait for others."""
         self._worked += seconds
 
     def for_data(self) -> float:
-        """Seconds for which no batch could be formed, and the trainer had nothing to do."""
+        """Returns the seconds in which no batch could be formed and the trainer was idle."""
         waited = self.seconds.get("no_data", 0.0) + self.seconds.get("barrier", 0.0)
         return max(waited - self._worked, 0.0)
 
     def take(self) -> dict[str, float]:
-        """What was spent so far; from now on it counts anew."""
+        """Returns and resets the waiting times."""
         spent, self.seconds, self._worked = self.seconds, {}, 0.0
         return spent

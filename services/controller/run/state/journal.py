@@ -1,6 +1,7 @@
-"""The durable record of one run, as its loop writes it: events, ledger and steps, one transaction each.
+"""Durable record of one run: events, ledger and steps, each change in one transaction.
 
-The rule that makes a crash harmless: what the ledger decided is written before anybody outside acts on it.
+A decision of the ledger is written before any other process acts on it, which makes a crash
+harmless.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """Where a run stands according to the database."""
+    """State of a run according to the database."""
 
     run: Run
     ledger: LedgerState
@@ -40,33 +41,33 @@ class Recovered:
     rates: Sequence[PromptRate]
     """Running success of prompts."""
     step: int
-    """The last committed step."""
+    """Last committed step."""
     version_offset: int
-    """Weight version of a step's weights, less the step: it grows when a run is rewound."""
+    """Weight version of a step minus the step; grows when a run is rewound."""
     begun: StepRecord | None
-    """The step that the trainer was asked for and that is not committed."""
+    """Step that was sent to the trainer and is not committed; None without one."""
     syncs_ms: tuple[float, ...]
-    """Latencies of the weight syncs so far."""
+    """Latencies of the weight syncs so far, in milliseconds."""
     evaluated: frozenset[int]
     """Weight versions that were evaluated."""
     begun_evaluation: BegunEvaluation | None
-    """What was being evaluated."""
+    """Evaluation that was running; None without one."""
 
     @property
     def is_new(self) -> bool:
-        """Whether the run has issued, trained and published nothing."""
+        """True if the run has issued, trained and published nothing."""
         is_untrained = self.step == 0 and self.begun is None
         return is_untrained and self.ledger.num_issued == 0 and self.run.weight_version < 0
 
 
 class Journal:
-    """Writes what one run does.
+    """Writes and reads the durable record of one run.
 
     Args:
-        run_id: The run.
-        database: Where it is written.
-        store: The runs in it.
-        on_event: Called after each event.
+        run_id: Identifier of the run.
+        database: Database of the controller.
+        store: Runs in the database.
+        on_event: Called after each recorded event.
     """
 
     def __init__(
@@ -78,17 +79,17 @@ class Journal:
         on_event: Callable[[Event], None],
     ) -> None:
         self.run_id = run_id
-        """The run."""
+        """Identifier of the run."""
         self._database = database
         self._store = store
         self._on_event = on_event
 
     async def load(self) -> Recovered:
-        """Read where the run stands."""
+        """Reads the state of the run."""
         return await self._database.run(self._load)
 
     async def read(self, query: Callable[[sa.Connection, str], _T]) -> _T:
-        """Answer a query about the run."""
+        """Runs a query about the run and returns its result."""
 
         def read() -> _T:
             with self._database.read() as connection:
@@ -97,15 +98,15 @@ class Journal:
         return await self._database.run(read)
 
     async def newest_snapshot(self) -> str:
-        """The transferqueue's part of the newest checkpoint; empty if there is none."""
+        """Returns the transferqueue snapshot of the newest checkpoint; empty without one."""
         return await self.read(newest_snapshot)
 
     async def begin_attempt(self) -> int:
-        """Count that the loop is entered; returns the number, from 1."""
+        """Counts an attempt to enter the loops; returns its number, from 1."""
         return await self._database.run(self._store.begin_attempt, self.run_id)
 
     async def data_opened(self, rows: Mapping[str, int], *, steps: int) -> None:
-        """Write how many rows each set of prompts has, and how many steps the run has with them, once."""
+        """Records the rows of each prompt set and the resulting number of steps, unless they are known."""
 
         def known() -> Event | None:
             with self._database.read() as connection:
@@ -124,17 +125,17 @@ class Journal:
     async def note(
         self, note: Note, ledger: Ledger | None = None, *, also: Work | None = None
     ) -> None:
-        """Write an event, what changed in the ledger, and whatever else belongs to it."""
+        """Writes an event, the ledger's changes, and a further write in one transaction."""
         await self._record(note, self._change(ledger, also))
 
     async def save(self, ledger: Ledger) -> None:
-        """Write what changed in the ledger."""
+        """Writes the ledger's changes."""
         await self._database.run(self._write, self._change(ledger))
 
     async def begin_step(
         self, step: int, ledger: Ledger, *, version: int, groups: Sequence[Group]
     ) -> None:
-        """Write which groups the trainer will be asked to train."""
+        """Records which groups will be sent to the trainer for a step."""
         begin = partial(
             ledger_store.begin_step, run_id=self.run_id, step=step, version=version, groups=groups
         )
@@ -143,17 +144,17 @@ class Journal:
     async def commit_step(
         self, step: int, ledger: Ledger, *, note: Note, metrics: Mapping[str, Any]
     ) -> None:
-        """Write that a step is trained and its groups are consumed."""
+        """Records a trained step and its consumed groups."""
         commit = partial(ledger_store.commit_step, run_id=self.run_id, step=step, metrics=metrics)
         await self._record(note, self._change(ledger, commit))
 
     async def forget_step(self, step: int, ledger: Ledger) -> None:
-        """Write that a step that was begun was not trained."""
+        """Deletes the record of a step that was begun but not trained."""
         forget = partial(ledger_store.forget_step, run_id=self.run_id, step=step)
         await self._database.run(self._write, self._change(ledger, forget))
 
     async def rewind(self, step: int, *, version: int, message: str) -> None:
-        """Go back to the end of ``step``, whose weights get the number ``version`` now."""
+        """Rewinds the run to the end of ``step``, whose weights get the number ``version``."""
 
         def work(connection: sa.Connection) -> None:
             ledger_store.roll_back(connection, self.run_id, step)
@@ -163,7 +164,7 @@ class Journal:
         await self._record(Note("Rewound", message, data, step=step), work)
 
     async def start_at(self, step: int, *, message: str) -> None:
-        """Begin the run after ``step``, whose weights get the same number."""
+        """Starts the run after ``step``, whose weights get the same number."""
         work = partial(ledger_store.start_at, run_id=self.run_id, step=step)
         data = {"step": step, "version": step}
         await self._record(Note("StartedFromCheckpoint", message, data, step, step), work)
@@ -177,7 +178,7 @@ class Journal:
             work(connection)
 
     def _change(self, ledger: Ledger | None, also: Work | None = None) -> Work:
-        """The write of what changed, which is taken now, and of what belongs to it."""
+        """Returns the write of the ledger's changes, which are taken now, and of ``also``."""
         change = None if ledger is None else ledger.take_changes()
 
         def work(connection: sa.Connection) -> None:

@@ -1,4 +1,4 @@
-"""What users want of a live run: its specification as it is now, and what they ask of it."""
+"""Specification of a live run, and the requests that users make of it."""
 
 import asyncio
 from dataclasses import asdict
@@ -25,7 +25,7 @@ from services.controller.store.runs import Work
 
 
 def resource_needs(spec: RunSpec) -> Needs:
-    """What a run of a specification takes."""
+    """Returns the resources that a run of a specification reserves."""
     return Needs(
         gpus=total_gpus(spec),
         transferqueue_bytes=spec.transferqueue.quota_bytes,
@@ -33,7 +33,7 @@ def resource_needs(spec: RunSpec) -> Needs:
 
 
 def spec_columns(spec: RunSpec) -> dict[str, Any]:
-    """What a run's row has of its specification."""
+    """Returns the columns of a run's row that derive from its specification."""
     return {
         "spec_json": canonical_json(spec),
         "spec_digest": spec_digest(spec),
@@ -43,15 +43,15 @@ def spec_columns(spec: RunSpec) -> dict[str, Any]:
 
 
 def with_replicas(spec: RunSpec, count: int) -> RunSpec:
-    """A specification with another number of rollouts."""
+    """Returns a copy of a specification with another number of rollouts."""
     rollout = spec.rollout.model_copy(update={"replicas": count})
     return spec.model_copy(update={"rollout": rollout})
 
 
 def restore_size(run_id: str, *, asked: int, has: int) -> Work:
-    """The write by which a run that could not get the size that was asked for keeps the one that it has.
+    """Returns a write that resets a run to its current size after a requested size failed.
 
-    What was asked for meanwhile stays.
+    A size that was requested meanwhile stays.
     """
 
     def write(connection: sa.Connection) -> None:
@@ -65,12 +65,13 @@ def restore_size(run_id: str, *, asked: int, has: int) -> Work:
 
 
 class CurrentSpec:
-    """The specification of a live run.
+    """Mutable holder of a live run's specification.
 
-    Its parts share it and read what they need when they need it, so a change holds for all of them at once.
+    All parts of a run share it and read settings on each use, so a change takes effect everywhere
+    at once.
 
     Args:
-        now: As it is.
+        now: The specification.
     """
 
     def __init__(self, now: RunSpec) -> None:
@@ -80,7 +81,7 @@ class CurrentSpec:
 
     @property
     def now(self) -> RunSpec:
-        """The specification as it is; ``text`` is its canonical JSON, and ``digest`` the SHA-256 of that."""
+        """Current specification; ``text`` is its canonical JSON, and ``digest`` the SHA-256 of that."""
         return self._now
 
     @now.setter
@@ -89,19 +90,19 @@ class CurrentSpec:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run."""
+        """Total number of steps of the run."""
         return self.now.num_steps(self.num_train_rows)
 
 
 class RequestQueue:
-    """What is asked of a run and not done yet: one request of a kind at most, the newest.
+    """Pending requests of users: at most one of each kind, the newest.
 
-    A request counts once it is stored, and leaves in the transaction of the event that tells what came of it:
-    no loop that is entered again and no other controller misses it.
+    A request counts once it is stored, and is deleted in the transaction of the event that reports
+    its result. Later attempts and other controllers therefore find it.
 
     Args:
-        run_id: The run.
-        database: Where requests are stored.
+        run_id: Identifier of the run.
+        database: Database that stores requests.
     """
 
     def __init__(self, run_id: str, database: Database) -> None:
@@ -109,10 +110,10 @@ class RequestQueue:
         self._database = database
         self._waiting: dict[RequestKind, Request] = {}
         self.pausing = asyncio.Event()
-        """Set once a pause is asked for."""
+        """Set once a pause is requested."""
 
     async def open(self) -> None:
-        """Take up what an earlier controller was asked for."""
+        """Loads requests that an earlier controller did not complete."""
 
         def read() -> list[Request]:
             with self._database.read() as connection:
@@ -124,7 +125,7 @@ class RequestQueue:
             self.pausing.set()
 
     async def put(self, kind: RequestKind, **options: int) -> None:
-        """Store a request."""
+        """Stores a request."""
         request = Request(kind=kind, request_id=new_id("req"), options=options)
 
         def write() -> None:
@@ -137,11 +138,11 @@ class RequestQueue:
             self.pausing.set()
 
     def get(self, kind: RequestKind) -> Request | None:
-        """The request of a kind that waits."""
+        """Returns the pending request of a kind; None without one."""
         return self._waiting.get(kind)
 
     def done(self, request: Request | None) -> Work:
-        """The write by which a request leaves; for the transaction of the event that tells of its end."""
+        """Returns the write that deletes a request, for the transaction of the event with its result."""
 
         def write(connection: sa.Connection) -> None:
             if request is not None:

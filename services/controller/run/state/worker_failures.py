@@ -1,4 +1,4 @@
-"""What it means when the loop of a run breaks: something was lost, or the run cannot go on."""
+"""Classifies errors of a run: lost workers, from which it recovers, or failures that end it."""
 
 from collections.abc import Sequence
 
@@ -17,14 +17,14 @@ _OURS = (LeaseLostError, DatabaseError)
 
 
 class WorkerLostError(RuntimeError):
-    """A worker of a run is gone."""
+    """Raised if a worker of a run is gone."""
 
 
 class UnansweringError(UnavailableError):
-    """A worker's process gives no sign of life.
+    """Raised if a worker's process does not answer.
 
     Args:
-        worker_id: The worker.
+        worker_id: Identifier of the worker.
         why: What was tried.
     """
 
@@ -34,11 +34,11 @@ class UnansweringError(UnavailableError):
 
 
 class LateError(UnansweringError):
-    """A worker's process lives, but does not do what it was asked to: another one takes its place."""
+    """Raised if a worker's process is alive but misses a deadline; the worker is replaced."""
 
 
 def is_worker_failure(errors: Sequence[BaseException]) -> bool:
-    """Whether all that happened is that something else is gone, for which the run can wait."""
+    """Returns True if all errors come from lost or unavailable peers, so that the run can recover."""
     return all(
         isinstance(error, (*_TRANSIENT, WorkerLostError)) and not isinstance(error, _OURS)
         for error in errors
@@ -46,12 +46,12 @@ def is_worker_failure(errors: Sequence[BaseException]) -> bool:
 
 
 def ends_the_process(errors: Sequence[BaseException]) -> BaseException | None:
-    """The error after which this controller must not write any more, if there is one."""
+    """Returns the error after which this controller must not write any more; None without one."""
     return next((error for error in errors if isinstance(error, _OURS)), None)
 
 
 def explain(errors: Sequence[BaseException]) -> tuple[str, str]:
-    """Stable code and message of a failed run."""
+    """Returns stable code and message of a failed run."""
     if lost := next((e for e in errors if isinstance(e, WorkerLostError)), None):
         return "WorkerLost", str(lost)
     error = errors[0]

@@ -1,4 +1,4 @@
-"""The members of a run's weight group as the controller reaches them: calls to many at once, watched."""
+"""Members of a run's weight group: connections, plan agreement, and concurrent calls with liveness probes."""
 
 import asyncio
 import logging
@@ -32,20 +32,21 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# While a call lasts, its member's process is asked for a sign of life this often.
+# Interval at which a member's process is probed during a call.
 _PROBE_EVERY_S = 0.5
-# Of many members each is asked less often and gets longer to answer: asking takes this process's time too.
+# Max probes of all members per second, since probes take this process's time: with many members the
+# interval and the time-out grow.
 _PROBES_PER_S = 250
-# How often a member may find this process late with the time that it gave.
+# Number of time-outs that are retried because this process itself was late.
 _TIMES_LATE = 2
 
 
 class WeightMembers:
-    """Connected sources and rollouts.
+    """Connected weight sources (trainer ranks) and receivers (rollouts).
 
     Args:
-        run_id: The run.
-        spec: Mode and buckets.
+        run_id: Identifier of the run.
+        spec: Mode and bucket size.
     """
 
     def __init__(self, run_id: str, spec: WeightSyncSpec) -> None:
@@ -53,7 +54,7 @@ class WeightMembers:
         self._spec = spec
         self._mode: str = spec.mode
         self._backend: str = spec.backend
-        # What is tried if members cannot reach each other so, as (mode, backend).
+        # Fallbacks if members cannot reach each other, as (mode, backend).
         self._other_ways: list[tuple[str, str]] = []
         self._stack = AsyncExitStack()
         self._tensors: tuple[TensorSpec, ...] = ()
@@ -66,19 +67,20 @@ class WeightMembers:
         self.rollouts: dict[str, WeightSyncClient] = {}
         """Receivers, by worker."""
         self.plan: WeightPlan
-        """Available once the trainer is in."""
+        """Agreed weight plan; available once the trainer is connected."""
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         await self._stack.aclose()
 
     async def open(self, trainer: Worker, rollouts: Sequence[Worker]) -> None:
-        """Connect to all members and agree on a plan with them.
+        """Connects to all members and agrees on a plan with them.
 
-        Where some share a GPU, between whose processes NCCL sends nothing, weights take other ways.
+        Members that share a GPU use other transports, because NCCL does not connect two processes
+        on one GPU.
 
         Raises:
-            DataLossError: If they made different plans.
+            DataLossError: If members made different plans.
             ServiceError: If a member does not answer or cannot take part.
         """
         self._hosts = {worker.worker_id: worker.host_id for worker in (trainer, *rollouts)}
@@ -97,10 +99,10 @@ class WeightMembers:
                 await self._take(*self._other_ways.pop(0))
 
     async def switch_transfer_path(self, error: ServiceError) -> None:
-        """Agree on what else reaches all members.
+        """Agrees on the next fallback transport.
 
         Raises:
-            ServiceError: ``error``, if nothing does.
+            ServiceError: ``error``, if no fallback is left.
         """
         if not self._other_ways:
             raise error
@@ -112,11 +114,11 @@ class WeightMembers:
         await self._take(mode, backend)
 
     async def admit(self, rollouts: Sequence[Worker]) -> bool:
-        """Go on with further rollouts; returns whether weights reach them in the way that they take.
+        """Adds further rollouts; returns False if the current transport does not reach them.
 
         Raises:
-            DataLossError: If they made another plan.
-            FailedPreconditionError: If no way reaches them.
+            DataLossError: If they made a different plan.
+            FailedPreconditionError: If no transport reaches them.
             ServiceError: If one does not answer or cannot take part.
         """
         backend = self.backend()
@@ -138,9 +140,9 @@ class WeightMembers:
         return True
 
     def peers(self, joined: Sequence[str]) -> dict[str, list[str]]:
-        """Rollouts that can send on what they serve, and those of ``joined`` to which they are nearer.
+        """Returns serving rollouts as senders, each with the rollouts of ``joined`` on its host.
 
-        Nearer than the trainer is who is on the same host, if that is not the trainer's.
+        Rollouts on the trainer's host are left out: the trainer is as near to them.
         """
         if not MODES[self._mode].lends or len(self.sources) > 1 or self.backend() == HANDLE:
             return {}
@@ -154,30 +156,30 @@ class WeightMembers:
         return near
 
     def dismiss(self, names: Sequence[str]) -> None:
-        """Go on without rollouts."""
+        """Removes rollouts."""
         for name in names:
             self.rollouts.pop(name, None)
             self._devices.pop(name, None)
 
     def lend(self, names: Sequence[str]) -> None:
-        """Go on for now without rollouts that keep their weights."""
+        """Excludes rollouts that keep their weights for now."""
         for name in names:
             self._lent[name] = self.rollouts.pop(name)
 
     def take_back(self, names: Sequence[str]) -> None:
-        """Go on with rollouts that were lent."""
+        """Includes lent rollouts again."""
         for name in names:
             self.rollouts[name] = self._lent.pop(name)
 
     def all(self) -> dict[str, WeightSyncClient]:
-        """Every member by name."""
+        """Returns all members by name."""
         return {**self.sources, **self.rollouts}
 
     def backend(self) -> str:
-        """The collective backend that all members share.
+        """Returns the collective backend that all members share.
 
         Raises:
-            FailedPreconditionError: If there is none, saying who has what.
+            FailedPreconditionError: If there is none; the message names the members' devices.
         """
         wanted, mode = self._backend, MODES[self._mode]
         found = {mode.wire_device(device) for device in self._devices.values()}
@@ -199,11 +201,11 @@ class WeightMembers:
         return fitting
 
     async def ask(self, calls: Mapping[str, Awaitable[_T]]) -> dict[str, _T]:
-        """Results by member, once all have answered.
+        """Awaits a call to each member and returns the results by member.
 
         Raises:
-            ServiceError: At the first failure, naming its member, or as soon as a member's process does not
-                answer any more; the other calls are cancelled.
+            ServiceError: At the first failure, naming the member, or as soon as a member's process
+                stops answering probes; the other calls are cancelled.
         """
         results: dict[str, _T] = {}
 
@@ -223,7 +225,7 @@ class WeightMembers:
         return results
 
     async def abort(self, epoch: int, reason: str) -> list[str]:
-        """End an epoch everywhere; returns who does not answer."""
+        """Aborts an epoch on all members; returns the members that do not answer."""
         members, timeout_s = self.all(), self._spec.answer_timeout_s
         answers = await asyncio.gather(
             *(_aborted(m, epoch, reason, timeout_s) for m in members.values()),
@@ -252,16 +254,16 @@ class WeightMembers:
         self.plan = make_plan(self._tensors, self._bucket_bytes, shards)
 
     def _ways_of_shared_gpus(self) -> list[tuple[str, str]]:
-        """Best first: mode and backend."""
+        """Returns (mode, backend) candidates for members that share GPUs, best first."""
         if self._spec.backend == HANDLE:
-            return []  # as it is, or not at all
+            return []  # an explicit handle backend has no fallback
         through_host = (HOST_MODE, self._spec.backend)
         if self._spec.backend == "auto" and len(set(self._devices.values())) == 1:
             return [(self._mode, HANDLE), through_host]
         return [through_host]
 
     async def _take(self, mode: str, backend: str) -> None:
-        """Agree again."""
+        """Agrees on a plan under another mode and backend."""
         logger.info(
             "trainer and rollouts share GPUs",
             extra={
@@ -323,7 +325,7 @@ async def _probe(name: str, member: WeightSyncClient, timeout_s: float) -> None:
 
 
 async def _in_time(asked: Callable[[], Awaitable[_T]], timeout_s: float) -> _T:
-    """What a call answers; asked again if its deadline passed while this process stood still itself."""
+    """Awaits a call; repeats it if it timed out while this process itself was late."""
     for _ in range(_TIMES_LATE):
         begin = time.monotonic()
         try:

@@ -1,7 +1,7 @@
-"""Weights for rollouts that join from one on their host, where the trainer is on another.
+"""Sends weights from a serving rollout to joining rollouts on its host, if the trainer is elsewhere.
 
-Who sends has the version as it was received and verified. Those who join compare its bytes with the digest
-that the trainer's ranks reported, and its effect with the trainer's canary, as of every other version.
+The sender has received and verified the version before. The receivers verify it like any other: by
+the digest that the trainer's ranks reported, and by the trainer's canary.
 """
 
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSource:
-    """The version that all rollouts serve."""
+    """Version that all rollouts serve, with the facts that verify it."""
 
     version: int
     digest: str
@@ -26,7 +26,7 @@ class PeerSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPath:
-    """How weights travel, with deadlines in seconds."""
+    """Transport of a peer transfer, with deadlines in seconds."""
 
     backend: str
     run_id: str
@@ -43,14 +43,14 @@ async def bring(
     way: TransferPath,
     epoch: int,
 ) -> list[str]:
-    """Have rollouts send what they serve to others; returns those that serve it then.
+    """Sends the served version from peers to joining rollouts; returns those that serve it then.
 
     Args:
-        members: All of them.
-        peers: Who sends, and to whom.
-        served: What they serve.
-        way: How it travels.
-        epoch: Of the first group; each has its own.
+        members: Members of the weight group.
+        peers: Receivers by sender.
+        served: Version to send.
+        way: Transport and deadlines.
+        epoch: Epoch of the first group; each sender's group has its own.
     """
     brought: list[str] = []
     for number, (peer, near) in enumerate(peers.items(), epoch):

@@ -1,4 +1,4 @@
-"""What a published weight version took."""
+"""Publishes weight versions to the rollouts of one run: transfer, verification, adoption, canary check."""
 
 import asyncio
 import logging
@@ -28,37 +28,38 @@ from services.weightsync.plan import version_digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """One published version; of one that nobody receives, no more than its number."""
+    """Timings and receivers of one published version; only the version is set if it has no receivers."""
 
     version: int
     digest: str = ""
     num_bytes: int = 0
-    """On the wire, from all sources."""
+    """Bytes sent by all sources."""
     copy_s: float = 0.0
-    """Until the trainer had copied its weights and scored the canary: what its next step waits for."""
+    """Seconds until the trainer had copied its weights and scored the canary; its next step waits
+    for this."""
     prepare_s: float = 0.0
-    """Until everybody was ready, the copy included."""
+    """Seconds until all members were ready, the copy included."""
     transfer_s: float = 0.0
-    """Until every rollout had verified what it received."""
+    """Seconds from then until every rollout had verified what it received."""
     adopt_s: float = 0.0
-    """Until every rollout served the version."""
+    """Seconds from then until every rollout served the version."""
     check_s: float = 0.0
-    """Until every rollout had scored the canary like the trainer."""
+    """Seconds from then until every rollout had scored the canary like the trainer."""
     stall_s: float = 0.0
-    """Longest time in which a rollout produced no token."""
+    """Longest time in which a rollout generated no token, in seconds."""
     receivers: tuple[str, ...] = ()
-    """Who serves the version now."""
+    """Workers that serve the version now."""
     lost: tuple[str, ...] = ()
-    """Rollouts that were lost on the way; they do not serve the version."""
+    """Rollouts that were lost during publication; they do not serve the version."""
 
     @property
     def total_s(self) -> float:
-        """From the finished step to every rollout serving its weights."""
+        """Seconds from the start of the publication until every rollout serves the version."""
         return self.prepare_s + self.transfer_s + self.adopt_s
 
 
 def observe(run: str, report: SyncReport) -> None:
-    """Record a published version."""
+    """Records the metrics of a published version."""
     phases = {
         "prepare": report.prepare_s,
         "transfer": report.transfer_s,
@@ -75,21 +76,22 @@ def observe(run: str, report: SyncReport) -> None:
 logger = logging.getLogger(__name__)
 
 _LEAST_TIMEOUT_S = 1.5
-# A rollout that drains for so long is taken for dead, should its own watch have failed.
+# A rollout that drains for this long counts as dead, in case its own stall detection failed.
 _DRAINING_S = 7 * 86_400.0
-# Tries of one version while nobody is lost: a busy machine misses a deadline, a bit flips.
+# Max attempts to publish one version while no member is lost: a busy machine misses a deadline, a
+# bit flips.
 _MAX_TRIES = 5
 
 
 class WeightSession:
-    """The weight plane of one run, seen from the controller.
+    """Publishes weight versions from the trainer to the rollouts of one run.
 
     Args:
-        spec: Mode, buckets and deadlines.
-        run_id: Names the rendezvous scopes.
-        drains: Whether rollouts finish what they generate before they adopt, for as long as that makes
-            progress.
-        first_epoch: Epochs begin above it, so that members which knew an earlier session take part.
+        spec: Mode, bucket size and deadlines.
+        run_id: Identifier of the run; names the rendezvous scopes.
+        drains: Whether rollouts finish running responses before they adopt, for as long as these
+            make progress.
+        first_epoch: Epochs are greater than this, so that members of an earlier session take part.
     """
 
     def __init__(
@@ -106,17 +108,18 @@ class WeightSession:
         self._canary: tuple[int, Canary] | None = None
         self._served: PeerSource | None = None
         self.version = -1
-        """Newest version that was published; -1 before the first of the session."""
+        """Newest version that this session published; -1 before the first."""
         # Held while a version is being replaced, and by an evaluation while it needs its version.
         self.pin = asyncio.Lock()
         self.turn = asyncio.Lock()
         """Held while the trainer's weights change, and while they are copied."""
 
     async def open(self, trainer: Worker, rollouts: list[Worker]) -> None:
-        """Agree on a plan with the members and form their first group; without rollouts there is none.
+        """Agrees on a plan with the members and forms their first group; does nothing without rollouts.
 
         Raises:
-            ServiceError: If a member does not answer, made another plan, or the group is not formed.
+            ServiceError: If a member does not answer, made a different plan, or the group is not
+                formed.
         """
         members = self._members
         if not rollouts:
@@ -134,16 +137,18 @@ class WeightSession:
                 await members.switch_transfer_path(error)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         await self._members.close()
 
     async def admit(self, rollouts: Sequence[Worker]) -> bool:
-        """Have rollouts take part that have loaded, from what is published next on.
+        """Adds loaded rollouts, which receive the next published version.
 
-        Returns whether weights reach them; otherwise the session must be opened anew, with all.
+        Returns:
+            False if the current transport does not reach them; then the session must be reopened
+            with all.
 
         Raises:
-            ServiceError: If one does not answer, or made another plan.
+            ServiceError: If one does not answer, or made a different plan.
         """
         async with self.pin:
             is_reached = await self._members.admit(rollouts)
@@ -151,15 +156,16 @@ class WeightSession:
             return is_reached
 
     async def dismiss(self, names: Sequence[str]) -> None:
-        """Go on without rollouts, from what is published next on."""
+        """Removes rollouts before the next publication."""
         async with self.pin:
             self._members.dismiss(names)
             self._is_formed = False
 
     async def bring(self, names: Sequence[str]) -> list[str]:
-        """Have rollouts that were admitted get what is served from others, to whom they are nearer.
+        """Sends the served version to admitted rollouts from peers on their hosts.
 
-        Returns those that serve it now; the others get what is published next.
+        Returns:
+            Rollouts that serve the version now; the others receive the next published version.
         """
         async with self.pin:
             if self._is_formed or self._served is None:
@@ -176,37 +182,38 @@ class WeightSession:
             return await bring(self._members, peers, served=self._served, way=way, epoch=first)
 
     async def keep(self, version: int) -> None:
-        """Have the trainer copy a version that is served, before its weights change, for who joins."""
+        """Copies a served version on the trainer before its weights change, for rollouts that join later."""
         async with self.pin, self.turn:
             await self._prepare(version, self._members.sources)
             await self._score(version)
 
     def has_copy(self, version: int) -> bool:
-        """Whether a version can be sent without the trainer's weights."""
+        """Returns True if the trainer holds a copy of a version, so that it can be sent during training."""
         return self._canary is not None and self._canary[0] == version
 
     def lend(self, names: Sequence[str]) -> None:
-        """Publish to the other rollouts only; for whoever holds the pin."""
+        """Excludes rollouts from publications for now; the caller holds the pin."""
         self._members.lend(names)
         self._is_formed = False
 
     async def take_back(self, names: Sequence[str]) -> None:
-        """Publish to rollouts that were lent again: they get the next version, whichever they missed."""
+        """Includes lent rollouts again, which receive the next version whichever they missed."""
         async with self.pin:
             self._members.take_back(names)
             self._is_formed = False
 
     async def publish(self, newest: Callable[[], int]) -> SyncReport:
-        """Bring the trainer's newest version into service on every rollout that lives.
+        """Brings the trainer's newest version into service on every live rollout.
 
-        A version that the trainer has copied before is sent from its copy, also while it trains.
+        A version that the trainer has copied before is sent from its copy, also during training.
 
         Args:
-            newest: The version that the trainer's weights have, asked once they cannot change.
+            newest: Returns the version of the trainer's weights; called when they cannot change.
 
         Raises:
-            LateError: If a rollout does not put it into service in time.
-            ServiceError: If the trainer or all rollouts are lost, or if it fails although nobody is.
+            LateError: If a live rollout does not put the version into service in time.
+            ServiceError: If the trainer or all rollouts are lost, or if retries fail although no
+                member is lost.
         """
         async with self.pin:
             return await self.replace(newest)
@@ -214,11 +221,12 @@ class WeightSession:
     async def replace(
         self, newest: Callable[[], int], *, on_copied: Callable[[], Awaitable[None]] | None = None
     ) -> SyncReport:
-        """As :meth:`publish`, for whoever holds the pin.
+        """Publishes like :meth:`publish`; the caller holds the pin.
 
         Args:
-            newest: As there.
-            on_copied: Called once the trainer is not needed any more, before rollouts take anything.
+            newest: Returns the version of the trainer's weights.
+            on_copied: Called once the trainer's weights are copied, before rollouts receive
+                anything.
         """
         if not self._members.sources:
             return await self._keep(newest)
@@ -247,7 +255,7 @@ class WeightSession:
                     self._is_formed = False
                     gone = await self._members.abort(self._epoch, str(error))
                     if isinstance(error, LateError) and error.worker_id not in gone:
-                        raise  # it lives, and would keep the others waiting again
+                        raise  # the rollout lives, and would delay the others again
                     lost += gone
                     tries = 0 if gone else tries + 1
                     self._go_on_without(gone, error, tries)
@@ -260,7 +268,7 @@ class WeightSession:
                     return report
 
     async def _keep(self, newest: Callable[[], int]) -> SyncReport:
-        """A version that nobody receives."""
+        """Records a version that no worker receives."""
         async with self.turn:
             self.version = newest()
         return SyncReport(version=self.version)
@@ -322,7 +330,7 @@ class WeightSession:
         )
 
     async def _prepare(self, version: int, some: Mapping[str, WeightSyncClient]) -> dict[str, int]:
-        """Have members get ready; returns which version each of them still holds."""
+        """Prepares members for a version; returns the version that each of them still holds."""
         plan_hash = self._members.plan.plan_hash
         return await self._members.ask(
             {
@@ -332,7 +340,7 @@ class WeightSession:
         )
 
     async def _adopt(self, version: int, digest: str) -> dict[str, float]:
-        """Have the rollouts serve a version; returns for how long each made no token."""
+        """Puts a version into service; returns the seconds in which each rollout generated no token."""
 
         async def adopt(name: str, member: WeightSyncClient) -> float:
             try:
@@ -345,7 +353,7 @@ class WeightSession:
         return await self._members.ask({name: adopt(name, rollouts[name]) for name in rollouts})
 
     async def _score(self, version: int) -> Canary:
-        """What the trainer says about the canary; asked once, before it trains on."""
+        """Returns the trainer's canary scores of a version, asked for once, before the trainer continues."""
         if self._canary is None or self._canary[0] != version:
             name, trainer = next(iter(self._members.sources.items()))
             answers = await self._members.ask(
@@ -384,7 +392,12 @@ class WeightSession:
         metrics.observe_group(self._run_id, self._epoch, len(members.all()))
 
     def _go_on_without(self, gone: list[str], error: ServiceError, tries: int) -> None:
-        """Leave lost rollouts behind, or give up."""
+        """Removes lost rollouts.
+
+        Raises:
+            UnavailableError: If the trainer or all rollouts are lost.
+            ServiceError: ``error``, after the last retry.
+        """
         self._members.dismiss(gone)
         if any(name in self._members.sources for name in gone) or not self._members.rollouts:
             raise UnavailableError(
