@@ -1,1 +1,1 @@
-"""What a run decides by, as pure rules: its life, its ledger, its batches, its scores."""
+"""Pure decision rules of a run: life cycle, group ledger, batches, scores."""

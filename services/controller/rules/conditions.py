@@ -1,14 +1,17 @@
-"""What is true of a run beside its state, as its events tell it. Pure.
+"""Conditions of a run, derived from its events. Pure.
 
-    Admitted            it holds a place in its project's quota
-    Placed              every worker has a place to run, and runs
-    WeightGroupReady    the trainer's weights can be sent to all who need them
-    DataPlaneReady      the transferqueue takes its samples
-    Progressing         steps are trained, none of them for much longer than the others
-    Degraded            it goes on with less than it should have, or is being repaired
-    CheckpointCurrent   the newest try to save it succeeded
+::
 
-They are stored in the transaction of the event that changes them, so they are as durable as it is.
+     Admitted            the run holds a place in its project's quota
+     Placed              every worker has a place to run, and runs
+     WeightGroupReady    the trainer's weights can be sent to all receivers
+     DataPlaneReady      the transferqueue accepts its samples
+     Progressing         steps are trained, none of them for much longer than the others
+     Degraded            the run has fewer workers than it should have, or is recovering
+     CheckpointCurrent   the newest attempt to save a checkpoint succeeded
+
+A condition is stored in the transaction of the event that changes it, so it is as durable as the
+event.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,18 +34,18 @@ ConditionStatus = Literal["True", "False", "Unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Whether something is true of a run, why, and since when."""
+    """Status of one aspect of a run, with its cause and the time of its last change."""
 
     type: ConditionType
     status: ConditionStatus
     reason: str
     """Stable code of the newest change, such as ``Unschedulable``."""
     message: str
-    """The same for a person."""
+    """Cause, for people."""
     observed_generation: int
-    """Generation of the specification that this was seen under."""
+    """Generation of the specification under which the change was observed."""
     last_transition_time: float
-    """When the status last changed, in seconds since the epoch."""
+    """Time of the last change of the status, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ _PLAIN: Final[dict[str, tuple[ConditionType, ConditionStatus]]] = {
     "CheckpointSaved": ("CheckpointCurrent", "True"),
     "CheckpointFailed": ("CheckpointCurrent", "False"),
 }
-"""Events that tell of one condition."""
+"""Events that change exactly one condition."""
 
 
 def conditions_after(
@@ -82,15 +85,15 @@ def conditions_after(
     generation: int,
     time: float,
 ) -> tuple[Condition, ...]:
-    """Conditions of a run once an event has happened; those that it says nothing of stay as they are.
+    """Returns the conditions of a run after an event; conditions that it does not concern are unchanged.
 
     Args:
-        known: Conditions until now.
+        known: Conditions before the event.
         event: Type of the event.
-        message: Its text.
-        data: Its facts.
-        generation: Of the run's specification.
-        time: When it happened, in seconds since the epoch.
+        message: Message of the event.
+        data: Data of the event.
+        generation: Generation of the run's specification.
+        time: Time of the event, in seconds since the epoch.
     """
     found = {condition.type: condition for condition in known}
     for change in _changes(event, message, data, known):
@@ -156,7 +159,7 @@ def _moved(
 
 
 def _may_explain(condition: Condition) -> bool:
-    """Whether a condition may be why a run has failed; what only waited, does not wait any more."""
+    """Returns True if a condition may be the cause of a failed run; mere waiting is not."""
     is_waiting = condition.type == "Progressing" or condition.reason in _WAITS
     return condition.status == "False" and not is_waiting
 
@@ -178,5 +181,5 @@ def _lost(message: str, workers: Sequence[str]) -> Iterable[_Change]:
     if workers:
         yield _Change("Placed", "False", "WorkerLost", message)
     else:
-        # Some call failed although every worker lives.
+        # A call failed although every worker is alive.
         yield _Change("DataPlaneReady", "Unknown", "CallFailed", message)

@@ -1,7 +1,8 @@
-"""How hard each prompt is for the policy, from the rewards of its groups: which are worth another try. Pure.
+"""Tracks how hard each prompt is for the policy, from the rewards of its groups. Pure.
 
-A prompt whose groups are all right, or all wrong, teaches nothing: it is set aside, and tried again after a
-while, because the policy changes. Ten bytes a prompt, however long the run is.
+A prompt whose samples are all right, or all wrong, teaches nothing: it is set aside, and retried
+after some steps, because the policy changes. Memory is ten bytes per prompt, however long the run
+is.
 """
 
 import math
@@ -19,15 +20,15 @@ _MOST_TRIES = 2**16 - 1
 
 
 class PromptRate(NamedTuple):
-    """What is kept of a prompt."""
+    """Durable record of one prompt's success."""
 
     row: int
     rate: float
-    """Running mean of its groups' mean rewards."""
+    """Exponentially weighted mean of its groups' mean rewards."""
     tries: int
-    """Groups that it is a mean of."""
+    """Number of groups in the mean."""
     until: int
-    """Step before which it is set aside; 0 if it is not."""
+    """Step before which the prompt is set aside; 0 if it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,12 @@ class _Aside:
 
 
 class Difficulty:
-    """Running success of all prompts of a run.
+    """Success rates of all prompts of a run, and which prompts are set aside.
 
     Args:
         num_rows: Rows of the training data.
-        spec: What is set aside, and for how long.
-        known: What an earlier controller kept.
+        spec: Thresholds and duration of setting prompts aside.
+        known: Rates that an earlier controller recorded.
     """
 
     def __init__(
@@ -59,11 +60,11 @@ class Difficulty:
                 self._put(rate)
 
     def observe(self, row: int, rewards: Sequence[float], *, step: int) -> None:
-        """Take in a finished group; one without a reward says nothing.
+        """Updates a prompt's rate with a finished group; a group without finite rewards is ignored.
 
         Args:
-            row: Its prompt.
-            rewards: Of its samples.
+            row: Row of the prompt.
+            rewards: Rewards of the group's samples.
             step: Step whose weights are served; -1 before the first.
         """
         reward = sum(rewards) / len(rewards) if rewards else math.nan
@@ -79,15 +80,15 @@ class Difficulty:
         self._changed.add(row)
 
     def rate_of(self, row: int) -> PromptRate:
-        """What is known of a prompt."""
+        """Returns the record of a prompt."""
         return PromptRate(row, self._rates[row], self._tries[row], self._until[row])
 
     def is_aside(self, row: int, *, step: int) -> bool:
-        """Whether a prompt is left out while the weights of a step are served."""
+        """Returns True if a prompt is left out while the weights of ``step`` are served."""
         return self._until[row] > step
 
     def set_aside(self, *, step: int) -> dict[str, int]:
-        """How many prompts are left out, by reason."""
+        """Returns the number of prompts that are left out, by reason."""
         for passed in [aside for aside in self._aside if aside.until <= step]:
             del self._aside[passed]
         counts = {SOLVED: 0, HOPELESS: 0}
@@ -96,7 +97,7 @@ class Difficulty:
         return counts
 
     def take_changes(self) -> tuple[PromptRate, ...]:
-        """What changed since this was called before."""
+        """Returns the records that changed since the last call."""
         changed = tuple(self.rate_of(row) for row in sorted(self._changed))
         self._changed.clear()
         return changed
@@ -113,7 +114,7 @@ class Difficulty:
             self._aside[_Aside(rate.until, self._why(self._rates[row]) or SOLVED)] += 1
 
     def _why(self, rate: float) -> str | None:
-        """Why a prompt of such a rate is set aside; None if it is not."""
+        """Returns why a prompt of this rate is set aside; None if it is not."""
         spec = self._spec
         if spec.solved_from is not None and rate >= spec.solved_from:
             return SOLVED

@@ -12,20 +12,20 @@ from services.controller.rules.statistics import term_means
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One held-out sample as its tags tell of it."""
+    """One held-out sample, described by its tags."""
 
     prompt: str
-    """What it answers: samples of one prompt have this in common."""
+    """Identifier that all samples of one prompt share."""
     source: str
-    """Origin of the prompt."""
+    """Data source of the prompt."""
     reward: float
     answer: str
-    """Equal for equal answers."""
+    """Normalized answer: equal for equal answers."""
     is_greedy: bool
     terms: str = "{}"
     """Named terms of the reward: a JSON object of numbers."""
     set_name: str = "heldout"
-    """The set of prompts that it is of."""
+    """Name of the prompt set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +41,13 @@ class Evaluation:
     sampled: float | None
     """Mean reward of sampled responses (mean@k); None without any."""
     by_set: dict[str, dict[str, float]]
-    """Scores of each set, as of each source; ``prompts`` counts those that have a score."""
+    """Scores of each set, as in ``by_source``; ``prompts`` counts prompts with a score."""
     by_source: dict[str, dict[str, float]]
-    """The same two per data source and, of each prompt's k sampled responses, averaged over prompts: ``best``
-    (best@k), the highest reward, ``maj`` (maj@k), the reward of the answer that most of them give, and
-    ``pass@K``, the chance that one of K responses is right. ``reward/NAME`` is the mean of a named term over
-    sampled responses, or greedy ones if there are none."""
+    """Scores of each data source. ``greedy`` and ``sampled`` are as above. Of each prompt's k
+    sampled responses, averaged over prompts: ``best`` (best@k) is the highest reward, ``maj``
+    (maj@k) the reward of the most frequent answer, and ``pass@K`` the probability that one of K
+    responses is right. ``reward/NAME`` is the mean of a named term over sampled responses, or
+    greedy ones if there are none."""
     seconds: float
 
 
@@ -56,10 +57,10 @@ class _Part:
 
     greedy: list[Scored] = field(default_factory=list)
     sampled: dict[str, list[Scored]] = field(default_factory=lambda: defaultdict(list))
-    """By prompt."""
+    """Sampled responses by prompt."""
 
     def add(self, sample: Scored) -> None:
-        """Take in a sample."""
+        """Adds a sample."""
         if sample.is_greedy:
             self.greedy.append(sample)
         else:
@@ -67,11 +68,11 @@ class _Part:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts with a sample."""
+        """Number of prompts with a sample."""
         return len({sample.prompt for sample in self.greedy} | self.sampled.keys())
 
     def means(self, solved_from: float) -> dict[str, float]:
-        """Every score that there is, by name."""
+        """Returns all available scores by name."""
         prompts = self.sampled.values()
         scores = {
             "greedy": _mean([sample.reward for sample in self.greedy]),
@@ -94,15 +95,15 @@ def evaluate(
     seconds: float,
     solved_from: float = 1.0,
 ) -> Evaluation:
-    """Score what came of an evaluation.
+    """Computes the scores of an evaluation.
 
     Args:
         samples: All samples that have a reward.
-        version: Weight version that made them.
-        reason: Why it was evaluated.
+        version: Weight version that generated them.
+        reason: Why the version was evaluated.
         status: How the evaluation ended.
-        seconds: How long it took.
-        solved_from: Reward from which a response counts as right.
+        seconds: Duration of the evaluation.
+        solved_from: Min reward of a right response.
     """
     sources: dict[str, _Part] = defaultdict(_Part)
     sets: dict[str, _Part] = defaultdict(_Part)
@@ -128,7 +129,7 @@ def evaluate(
 
 
 def score_of(evaluation: Evaluation, best: BestSpec) -> float | None:
-    """The score by which versions are compared; None if it was not measured."""
+    """Returns the score by which checkpoints are compared; None if it was not measured."""
     sets = evaluation.by_set
     if best.set is None and len(sets) != 1:
         return {"greedy": evaluation.greedy, "sampled": evaluation.sampled}.get(best.metric)
@@ -137,12 +138,12 @@ def score_of(evaluation: Evaluation, best: BestSpec) -> float | None:
 
 
 def mean_reward(samples: Sequence[Scored]) -> float:
-    """Mean reward of a prompt's samples, of which there is at least one."""
+    """Returns the mean reward of a prompt's samples; there must be at least one."""
     return sum(sample.reward for sample in samples) / len(samples)
 
 
 def majority(samples: Sequence[Scored]) -> float:
-    """Mean reward of the most frequent answer; of equally frequent ones, the one that is worth least."""
+    """Returns the mean reward of the most frequent answer; ties go to the lowest reward."""
     rewards: Mapping[str, list[float]] = defaultdict(list)
     for sample in samples:
         rewards[sample.answer].append(sample.reward)
@@ -151,10 +152,10 @@ def majority(samples: Sequence[Scored]) -> float:
 
 
 def pass_at_k(solved: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """``pass@K`` for powers of two and for all samples, unbiased (Chen et al., arXiv:2107.03374).
+    """Computes unbiased ``pass@K`` for powers of two and for all samples (Chen et al., arXiv:2107.03374).
 
-    Of a prompt with n samples, c of them right, it is ``1 - C(n - c, k) / C(n, k)``; the mean is over prompts
-    that have k samples.
+    For a prompt with n samples, c of them right, it is ``1 - C(n - c, k) / C(n, k)``; the mean is
+    over prompts that have at least k samples.
 
     Args:
         solved: ``(n, c)`` of each prompt.
@@ -182,31 +183,34 @@ Status = Literal["ok", "timeout", "missed"]
 
 @dataclass(frozen=True, slots=True)
 class BegunEvaluation:
-    """An evaluation of one weight version, which is pinned from here to its report."""
+    """Evaluation of one weight version, which stays pinned until the evaluation is reported."""
 
     version: int
     reason: Reason
 
 
 def is_periodic(version: int, every: int) -> bool:
-    """Whether a version is evaluated because of its number: a resumed run picks the same ones."""
+    """Returns True if a number is a multiple of the period; a resumed run selects the same numbers."""
     return every > 0 and version > 0 and version % every == 0
 
 
 class EvaluationQueue:
-    """The evaluation that has its turn, and the one behind it."""
+    """The running evaluation and the next one."""
 
     def __init__(self) -> None:
         self.current: BegunEvaluation | None = None
         self.next: BegunEvaluation | None = None
 
     def ask(self, evaluation: BegunEvaluation) -> None:
-        """Have an evaluation made, now or behind the current one."""
+        """Starts an evaluation, or queues it after the current one.
+
+        A queued evaluation is replaced, unless it is the final one.
+        """
         if self.current is None:
             self.current = evaluation
         elif self.next is None or self.next.reason != "final":
             self.next = evaluation
 
     def end(self) -> None:
-        """The current one is reported."""
+        """Ends the current evaluation and starts the next one."""
         self.current, self.next = self.next, None

@@ -1,4 +1,4 @@
-"""What the ledger knows of an issued prompt, and of all of them: plain values. Pure."""
+"""Records of issued prompt groups and the states that the ledger keeps. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from services.controller.rules.prompts import ReturnedRows
 
 
 class GroupState(StrEnum):
-    """Where a group is."""
+    """State of a group; the diagram is in ``ledger.py``."""
 
     PENDING = "pending"
     LEASED = "leased"
@@ -41,39 +41,41 @@ class Group:
     """Row of the prompt in the training data."""
     state: GroupState = GroupState.PENDING
     attempt: int = 1
-    """Try, from 1."""
+    """Number of the current attempt, from 1."""
     failures: int = 0
-    """Tries that failed because of the prompt, not of the machinery around it."""
+    """Failed attempts that count against the prompt, unlike those that the system caused."""
     losses: int = 0
-    """Tries that ended because the worker died."""
+    """Attempts that ended because the worker died."""
     worker_id: str = ""
-    """Who generates it; of one that was put aside, who holds what was computed of it, if anybody does."""
+    """Rollout that generates the group or, if the group is parked, that holds its cached tokens;
+    empty without one."""
     oldest_version: int = -1
-    """Oldest weight version that its samples have, or may get; -1 while it has none."""
+    """Oldest weight version that its samples have, or may get; -1 without one."""
     started: float = 0.0
-    """When it was handed out, in monotonic seconds."""
+    """Time of dispatch, in monotonic seconds."""
     reason: str = ""
-    """Why it was dropped or quarantined."""
+    """Why the group was dropped or quarantined."""
     num_unfinished: int = 0
-    """Members that were not finished when it was interrupted."""
+    """Unfinished members when the group was interrupted."""
     num_tokens: int = 0
-    """Tokens that it had when it was interrupted."""
+    """Generated tokens when the group was interrupted."""
     first_attempt: int = 1
-    """First attempt whose cached tokens the newest attempt may resume. Every one of them is of
-    ``oldest_version`` or newer, which bounds staleness; tokens of earlier attempts are discarded."""
+    """First attempt whose cached tokens the current attempt may resume. All of them have
+    ``oldest_version`` or a newer one, which bounds staleness; tokens of earlier attempts are
+    discarded."""
     group_id: str = field(init=False)
-    """Its name on every plane."""
+    """Identifier of the group in all services."""
 
     def __post_init__(self) -> None:
         self.group_id = f"{GROUP_PREFIX}{self.sequence:08d}"
 
     def facts(self) -> "GroupFacts":
-        """What is stored of it, as it is now."""
+        """Returns the stored fields of the group with their current values."""
         return GroupFacts._make(_FACTS(self))
 
 
 class GroupFacts(NamedTuple):
-    """What is stored of a group."""
+    """Stored fields of a group."""
 
     sequence: int
     row: int
@@ -93,26 +95,26 @@ _FACTS = attrgetter(*GroupFacts._fields[:2], "state.value", *GroupFacts._fields[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerState:
-    """Everything that a ledger needs to go on."""
+    """Complete state from which a ledger is restored."""
 
     groups: tuple[Group, ...] = ()
     """Groups in flight."""
     num_issued: int = 0
     position: int = 0
-    """Rows of the prompt order that were taken."""
+    """Rows taken from the prompt order."""
     ended: Mapping[GroupState, int] = field(default_factory=dict)
     """Number of ended groups by state."""
     reasons: Mapping[str, int] = field(default_factory=dict)
-    """Dropped and quarantined groups by reason."""
+    """Number of dropped and quarantined groups by reason."""
     returned: ReturnedRows = field(default_factory=ReturnedRows)
     """Rows that are issued once more at the end of their epoch."""
     first_step: int = 0
-    """Step of the checkpoint that the run starts from: no group of it or of earlier steps is counted."""
+    """Step of the checkpoint that the run starts from; groups of steps up to it are not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerChange:
-    """What changed since the change before: as much as was touched, however long the run is."""
+    """Changes since the previous one; its size does not depend on the length of the run."""
 
     groups: tuple[GroupFacts, ...]
     """Groups in flight that are new or changed."""
@@ -123,8 +125,8 @@ class LedgerChange:
     counts: Mapping[GroupState, int]
     """Number of ended groups by state."""
     reasons: Mapping[str, int]
-    """Dropped and quarantined groups by reason."""
+    """Number of dropped and quarantined groups by reason."""
     returned: ReturnedRows
     """Rows that are issued once more at the end of their epoch."""
     rates: tuple[PromptRate, ...] = ()
-    """Prompts whose running success changed."""
+    """Prompts whose success rate changed."""

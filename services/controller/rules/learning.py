@@ -1,4 +1,4 @@
-"""Finds out why steps train nothing, from their samples. Pure."""
+"""Finds out why steps train nothing, from the rewards of their samples. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from typing import Literal
 from services.common.runspec.run import RunSpec
 
 PATIENCE = 3
-"""Steps in a row that train nothing before it is reported."""
+"""Consecutive steps that train nothing before this is reported."""
 Reason = Literal["AllFailed", "AllTruncated", "EqualRewards"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSamples:
-    """How the samples of a step ended, and whether any of them trained."""
+    """Outcome of the samples of one step."""
 
     is_idle: bool
-    """Whether no token of the step has an advantage."""
+    """True if no token of the step has an advantage."""
     count: int
     failed: int
     """Samples without a score."""
@@ -36,10 +36,10 @@ class NothingLearned:
 def step_samples(
     rewards: Sequence[float], finish_reasons: Sequence[str], *, is_idle: bool
 ) -> StepSamples:
-    """Count the samples of a step.
+    """Counts the sample outcomes of a step.
 
     Args:
-        rewards: Reward of each sample; that of a failed one does not count.
+        rewards: Reward of each sample; rewards of failed samples are ignored.
         finish_reasons: How each sample ended: ``stop``, ``length`` or ``failed``.
         is_idle: Whether no token of the step has an advantage.
     """
@@ -57,11 +57,11 @@ def step_samples(
 
 
 def nothing_learned(steps: Sequence[StepSamples], spec: RunSpec) -> NothingLearned | None:
-    """Return why the newest :data:`PATIENCE` steps trained nothing; None if one of them did.
+    """Returns why the newest :data:`PATIENCE` steps trained nothing; None if one of them did.
 
     Args:
-        steps: The steps of a run, in order.
-        spec: The run. Without rewards that training depends on, there is nothing to find.
+        steps: Steps of the run, in order.
+        spec: Specification of the run; the result is None if training does not depend on rewards.
     """
     newest = steps[-PATIENCE:]
     depends = spec.is_rewarded and spec.algorithm.advantage not in ("none", "uniform")

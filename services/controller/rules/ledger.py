@@ -1,13 +1,16 @@
-"""Every prompt that was issued is in exactly one state. Pure.
+"""Ledger of prompt groups: every issued prompt is in exactly one state. Pure.
 
-    issued -> PENDING -> LEASED -> GENERATING -> READY -> TRAINING -> CONSUMED
-                 ^                     |           |
-                 +------ failed -------+           +--> DROPPED (reason)
-                 +--> PARTIAL (interrupted, lost; the next try goes on where it stopped)
-                 +--> QUARANTINED after too many tries
+::
 
-A group is one issued prompt. Its attempt number fences late results: only the newest attempt counts. What
-changed is collected, so that one transaction can make a batch of transitions durable.
+     issued -> PENDING -> LEASED -> GENERATING -> READY -> TRAINING -> CONSUMED
+                  ^                     |           |
+                  +------ failed -------+           +--> DROPPED (reason)
+                  +--> PARTIAL (interrupted, lost; the next attempt resumes the stored tokens)
+                  +--> QUARANTINED after too many attempts
+
+A group is one issued prompt. Its attempt number fences off late results: only results of the newest
+attempt count. The ledger collects its changes, so that one transaction can write a batch of
+transitions.
 """
 
 from collections import Counter
@@ -28,27 +31,27 @@ from services.controller.rules.groups import (
 )
 from services.controller.rules.prompts import ReturnedRows
 
-# A prompt that was with this many workers when they died is taken to have killed them.
+# Lost workers after which a prompt is assumed to have killed them.
 _MAX_LOSSES = 8
 
 
 class LedgerError(RuntimeError):
-    """A transition that the ledger does not allow: a fault of ours."""
+    """Raised for a transition that the ledger does not allow, which is a bug."""
 
 
 class Ledger:
     """States of all issued groups of a run.
 
-    Terminal groups are only counted, so memory stays with the groups in flight.
+    Ended groups are only counted, so memory grows with the groups in flight, not with the run.
 
     Args:
-        max_attempts: Failures of a group before its prompt is quarantined.
+        max_attempts: Failures of a group after which its prompt is quarantined.
     """
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
         self._groups: dict[int, Group] = {}
-        # The same groups by state, so that nobody searches; those with a rollout in the order of leases.
+        # Index of the same groups by state; running groups are in order of their leases.
         self._by_state: dict[GroupState, dict[int, Group]] = {state: {} for state in GroupState}
         self._ended: Counter[GroupState] = Counter()
         self._reasons: Counter[str] = Counter()
@@ -62,7 +65,7 @@ class Ledger:
 
     @classmethod
     def restore(cls, state: LedgerState, *, max_attempts: int, now: float) -> Self:
-        """A ledger that goes on from ``state``; stalls count from ``now``."""
+        """Returns a ledger with a restored state; stall times count from ``now``."""
         ledger = cls(max_attempts)
         for group in state.groups:
             ledger._groups[group.sequence] = restored = replace(group, started=now)
@@ -76,7 +79,7 @@ class Ledger:
         return ledger
 
     def take_changes(self) -> LedgerChange:
-        """What changed since this was called before."""
+        """Returns the changes since the last call."""
         changed = [self._groups[sequence] for sequence in self._changed if sequence in self._groups]
         change = LedgerChange(
             groups=tuple([group.facts() for group in changed]),
@@ -93,7 +96,12 @@ class Ledger:
         return change
 
     def issue(self, row: int, *, position: int) -> Group:
-        """Admit the prompt of a row; ``position`` rows of the prompt order are taken now."""
+        """Admits the prompt of a row.
+
+        Args:
+            row: Row of the prompt.
+            position: Rows taken from the prompt order, this one included.
+        """
         group = Group(sequence=self.num_issued, row=row)
         self._groups[group.sequence] = self._by_state[group.state][group.sequence] = group
         self._changed.add(group.sequence)
@@ -102,7 +110,7 @@ class Ledger:
         return group
 
     def get(self, group_id: str, attempt: int | None = None) -> Group | None:
-        """A group in flight; None if it ended, or if ``attempt`` is not its newest."""
+        """Returns a group in flight; None if it ended, or if ``attempt`` is not its newest."""
         if not group_id.startswith(GROUP_PREFIX):
             return None
         group = self._groups.get(int(group_id.removeprefix(GROUP_PREFIX)))
@@ -111,16 +119,16 @@ class Ledger:
         return group
 
     def in_state(self, *states: GroupState) -> list[Group]:
-        """Groups in any of the states, in order of admission."""
+        """Returns the groups in any of the states, in order of admission."""
         found = [group for state in states for group in self._by_state[state].values()]
         return sorted(found, key=lambda group: group.sequence)
 
     def count(self, *states: GroupState) -> int:
-        """How many groups in flight are in any of the states."""
+        """Returns the number of groups in any of the states; ended groups are not counted."""
         return sum(len(self._by_state[state]) for state in states)
 
     def begun(self) -> list[Group]:
-        """Groups that have tokens, or may have some soon, and are not finished: the put aside too."""
+        """Returns unfinished groups that are running, or parked with tokens."""
         return [
             group
             for group in self.in_state(*RUNNING, GroupState.PARTIAL)
@@ -128,11 +136,11 @@ class Ledger:
         ]
 
     def running(self) -> list[Group]:
-        """Groups that are with a rollout."""
+        """Returns the groups that a rollout has."""
         return self.in_state(*RUNNING)
 
     def lease(self, group: Group, worker_id: str, *, version: int, now: float) -> None:
-        """Hand a waiting group to a rollout that serves ``version``."""
+        """Assigns a waiting group to a rollout that serves ``version``."""
         has_tokens = group.state is GroupState.PARTIAL and group.oldest_version >= 0
         self._move(group, GroupState.LEASED, WAITING)
         group.worker_id = worker_id
@@ -140,23 +148,23 @@ class Ledger:
         group.started = now
 
     def confirm(self, group: Group) -> None:
-        """The rollout has taken the group."""
+        """Records that the rollout accepted the group."""
         if group.state is GroupState.LEASED:
             self._place(group, GroupState.GENERATING)
 
     def complete(self, group: Group, *, oldest_version: int) -> None:
-        """The samples of the group are stored."""
+        """Records that all samples of the group are stored."""
         self._move(group, GroupState.READY, RUNNING)
         group.oldest_version = oldest_version
 
     def interrupt(self, group: Group, *, num_unfinished: int = 0, num_tokens: int = 0) -> None:
-        """The rollout stopped the group and stored what it has; another try goes on from there."""
+        """Parks a running group whose tokens the rollout stored; the next attempt resumes them."""
         self._move(group, GroupState.PARTIAL, RUNNING)
         group.num_unfinished, group.num_tokens = num_unfinished, num_tokens
         group.attempt += 1
 
     def stall(self, group: Group) -> bool:
-        """An interrupted group had come to a halt; False if its prompt is quarantined for it."""
+        """Counts a stall of an interrupted group; returns False if its prompt is now quarantined."""
         group.failures += 1
         group.worker_id = ""
         self._changed.add(group.sequence)
@@ -166,7 +174,7 @@ class Ledger:
         return True
 
     def retry(self, group: Group, reason: str) -> bool:
-        """Generate the group again after a failure; False if its prompt is quarantined instead."""
+        """Restarts a failed group; returns False if its prompt is quarantined instead."""
         group.failures += 1
         if group.failures >= self._max_attempts:
             self.quarantine(group, reason)
@@ -175,9 +183,9 @@ class Ledger:
         return True
 
     def lose(self, group: Group) -> bool:
-        """Generate the group again because its worker died; False if it is quarantined instead.
+        """Parks a group whose worker died; returns False if its prompt is quarantined instead.
 
-        The next try goes on from what the worker had stored of it, if anything: tokens as old as before.
+        The next attempt resumes tokens that the worker stored, with their weight versions.
         """
         group.losses += 1
         if group.losses >= _MAX_LOSSES:
@@ -188,10 +196,10 @@ class Ledger:
         return True
 
     def requeue(self, group: Group) -> None:
-        """Generate the group from the start; nothing is held against its prompt.
+        """Restarts a group from its first token without a penalty for its prompt.
 
-        Tokens of earlier attempts are fenced off, wherever they may still be cached: the group is as old as
-        its next lease says.
+        Cached tokens of earlier attempts are fenced off, so the next lease sets the group's oldest
+        version.
         """
         self._move(
             group, GroupState.PENDING, {*RUNNING, *WAITING, GroupState.READY, GroupState.TRAINING}
@@ -203,35 +211,35 @@ class Ledger:
         group.num_unfinished = group.num_tokens = 0
 
     def train(self, groups: Iterable[Group]) -> None:
-        """The groups form the batch that is being trained."""
+        """Moves ready groups into the batch that is being trained."""
         for group in groups:
             self._move(group, GroupState.TRAINING, {GroupState.READY})
 
     def put_back(self, groups: Iterable[Group]) -> None:
-        """The batch was not trained after all."""
+        """Returns the groups of a batch that was not trained."""
         for group in groups:
             self._move(group, GroupState.READY, {GroupState.TRAINING})
 
     def consume(self, groups: Iterable[Group]) -> None:
-        """The groups were trained and their step is committed."""
+        """Records that the groups were trained and their step is committed."""
         for group in groups:
             self._move(group, GroupState.CONSUMED, {GroupState.TRAINING})
 
     def drop(self, group: Group, reason: str) -> None:
-        """Give up a group; the reason is counted."""
+        """Drops a group and counts the reason."""
         self._end(group, GroupState.DROPPED, reason)
 
     def quarantine(self, group: Group, reason: str) -> None:
-        """Never issue the prompt of this group again."""
+        """Ends a group whose prompt will never be issued again."""
         self._end(group, GroupState.QUARANTINED, reason)
 
     @property
     def num_admitted(self) -> int:
-        """Groups that were admitted and not taken back: in flight and consumed."""
+        """Number of admitted groups that were not dropped or quarantined: in flight and consumed."""
         return len(self._groups) + self._ended[GroupState.CONSUMED]
 
     def counts(self) -> dict[str, int]:
-        """Number of groups in each state; they add up to ``issued``."""
+        """Returns the number of groups in each state; the states add up to ``issued``."""
         counts = Counter(self._ended)
         counts.update(group.state for group in self._groups.values())
         result = {state.value: counts[state] for state in GroupState}
@@ -240,11 +248,11 @@ class Ledger:
         return {"issued": self.num_issued, **result}
 
     def reasons(self) -> dict[str, int]:
-        """Dropped and quarantined groups by reason."""
+        """Returns the number of dropped and quarantined groups by reason."""
         return dict(self._reasons)
 
     def num_ended(self, reason: str) -> int:
-        """Groups that were dropped or quarantined for a reason."""
+        """Returns the number of groups that were dropped or quarantined for a reason."""
         return self._reasons[reason]
 
     def _end(self, group: Group, state: GroupState, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Where a group goes: to the least loaded rollout, or to the one that holds its prefix."""
+"""Chooses rollouts for groups: the least loaded one, or the one that holds a group's prefix."""
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -7,60 +7,60 @@ from itertools import islice
 
 
 class Placement:
-    """Loads of the rollouts of a run.
+    """Load of each rollout, in groups.
 
-    All members of a group go to one rollout, where they share their prompt's prefix, if they find places
-    there. A group that was put aside goes back to where it was
-    while there is room: elsewhere all that it has would be computed again. New groups even out the loads.
+    All members of a group go to one rollout, where they share their prompt's prefix, if its slots
+    suffice. A parked group returns to its rollout while that has room: elsewhere its tokens would
+    have to be computed again. New groups even out the loads.
     """
 
     def __init__(self) -> None:
         self._load: dict[str, int] = {}
-        # Rollouts by the number of groups that they have, so that nobody searches for the least.
+        # Index by load, so that the least loaded rollout is found without a search.
         self._by_load: dict[int, dict[str, None]] = {}
         self._away: set[str] = set()
 
     def add(self, worker_id: str) -> None:
-        """A rollout is there, without groups."""
+        """Adds a rollout without groups."""
         self._move(worker_id, 0)
 
     def remove(self, worker_id: str) -> None:
-        """A rollout is gone."""
+        """Removes a rollout."""
         self.send_away(worker_id)
         del self._load[worker_id]
         self._away.discard(worker_id)
 
     def assigned(self, worker_id: str) -> None:
-        """A rollout got a group."""
+        """Records that a rollout received a group."""
         if worker_id in self._load:
             self._move(worker_id, self._load[worker_id] + 1)
 
     def finished(self, worker_id: str) -> None:
-        """A group of a rollout ended."""
+        """Records that a group of a rollout ended."""
         if worker_id in self._load:
             self._move(worker_id, self._load[worker_id] - 1)
 
     @property
     def num_present(self) -> int:
-        """Rollouts that may get groups."""
+        """Number of rollouts that may receive groups."""
         return len(self._load) - len(self._away)
 
     def send_away(self, worker_id: str) -> None:
-        """A rollout gets no groups for now; what it has goes on."""
+        """Stops assigning groups to a rollout; its current groups continue."""
         self._away.add(worker_id)
         self._move(worker_id, self._load[worker_id])
 
     def bring_back(self, worker_id: str) -> None:
-        """A rollout may get groups again."""
+        """Resumes assigning groups to a rollout."""
         self._away.discard(worker_id)
         self._move(worker_id, self._load[worker_id])
 
     def choose(self, holder: str, *, room: int) -> str | None:
-        """The rollout for a group; None if there is none.
+        """Returns the rollout for a group; None if no rollout may receive groups.
 
         Args:
-            holder: The rollout that had the group before; empty if none had.
-            room: Groups that a rollout has places for.
+            holder: Rollout that had the group before; empty without one.
+            room: Groups for which one rollout has slots.
         """
         if not self._by_load:
             return None
@@ -71,7 +71,7 @@ class Placement:
         return next(iter(self._by_load[least]))
 
     def least_loaded(self, count: int) -> list[str]:
-        """The ``count`` least loaded rollouts; fewer if there are not so many."""
+        """Returns the ``count`` least loaded rollouts, or all if there are fewer."""
         names = (name for load in sorted(self._by_load) for name in self._by_load[load])
         return list(islice(names, count))
 
@@ -86,15 +86,15 @@ class Placement:
             self._by_load.setdefault(load, {})[worker_id] = None
 
 
-# Groups that the estimate is of.
+# Newest groups in the estimate.
 _REMEMBERED = 256
 
 
 class SlotUsage:
-    """Learns from finished groups how many places one takes on average while it is being generated.
+    """Estimates how many slots a group occupies on average while it is generated.
 
     Args:
-        places: Samples that one engine decodes at once.
+        places: Slots of one engine.
         group_size: Samples of a group.
     """
 
@@ -104,24 +104,24 @@ class SlotUsage:
         self._finished: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
 
     def finished(self, num_tokens: Sequence[int]) -> None:
-        """A group is whole, with responses of these lengths."""
+        """Records a complete group with responses of these lengths, in tokens."""
         self._finished.append((sum(num_tokens), max(num_tokens)))
 
     @property
     def slots_per_group(self) -> float:
-        """Places that a group takes on average, from 1 to its size; its size before the first is finished."""
+        """Mean slots that a group occupies, from 1 to its size; its size before the first one is finished."""
         total = sum(tokens for tokens, _ in self._finished)
         longest = sum(most for _, most in self._finished)
         return max(1.0, total / longest) if longest else float(self._group_size)
 
     def num_groups(self, num_engines: int) -> int:
-        """Groups that may be generated at once; one for each engine at least."""
+        """Returns how many groups may be generated at once, at least one per engine."""
         return max(num_engines, round(self._places * num_engines / self.slots_per_group))
 
 
 @dataclass(slots=True)
 class _Running:
-    """A group that is with one or more rollouts."""
+    """A group that one or more rollouts generate."""
 
     out: dict[str, set[int]]
     """Members without samples, by rollout."""
@@ -130,22 +130,22 @@ class _Running:
 
 
 class GroupShards:
-    """The shares of all groups that are being generated."""
+    """Shards of all groups that are being generated."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Running] = {}
 
     def begin(self, group_id: str, members: Mapping[str, Sequence[int]]) -> None:
-        """A group was handed out: members by rollout."""
+        """Records a dispatched group, with its members by rollout."""
         self._groups[group_id] = _Running({name: set(some) for name, some in members.items()})
 
     def workers(self, group_id: str) -> list[str]:
-        """Rollouts that still work on a group."""
+        """Returns the rollouts that still generate members of a group."""
         group = self._groups.get(group_id)
         return [] if group is None else [*group.out]
 
     def brought(self, group_id: str, members: Collection[int]) -> list[str]:
-        """Samples of a group arrived; returns the rollouts whose share ended with them."""
+        """Records samples that arrived; returns the rollouts whose shard is complete with them."""
         group = self._groups[group_id]
         for some in group.out.values():
             some.difference_update(members)
@@ -157,26 +157,26 @@ class GroupShards:
     def put_aside(
         self, group_id: str, worker_id: str, *, num_unfinished: int, num_tokens: int
     ) -> None:
-        """A rollout stopped its share and stored what it has."""
+        """Records that a rollout parked its shard."""
         group = self._groups[group_id]
         del group.out[worker_id]
         group.num_unfinished += num_unfinished
         group.num_tokens += num_tokens
 
     def progress(self, group_id: str) -> tuple[int, int]:
-        """Unfinished members, and tokens, of the shares that were put aside."""
+        """Returns unfinished members and tokens of the parked shards of a group."""
         group = self._groups[group_id]
         return group.num_unfinished, group.num_tokens
 
     def end(self, group_id: str) -> list[str]:
-        """Forget a group; returns the rollouts that still worked on it."""
+        """Removes a group; returns the rollouts that still generated members of it."""
         workers = self.workers(group_id)
         self._groups.pop(group_id, None)
         return workers
 
 
 def split(members: Sequence[int], workers: Sequence[str]) -> dict[str, Sequence[int]]:
-    """Shares of members, neighbours together, of equal sizes as far as that goes."""
+    """Splits members into contiguous shards of near-equal sizes, by rollout."""
     size, rest = divmod(len(members), len(workers))
     ends = [(place + 1) * size + min(place + 1, rest) for place in range(len(workers))]
     begins = [0, *ends[:-1]]

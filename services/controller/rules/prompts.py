@@ -1,4 +1,4 @@
-"""The order in which prompts are issued: a pure function of seed, sets of prompts and position."""
+"""Order in which prompts are issued: a pure function of seed, prompt sets and position."""
 
 import math
 from bisect import bisect_right
@@ -10,12 +10,12 @@ from services.controller.rules.difficulty import Difficulty
 
 
 class Mixture:
-    """Sets of prompts whose rows are numbered one set after the other.
+    """Concatenation of prompt sets, with a weighted interleaving.
 
     Args:
-        rows: Rows of each set, by split.
-        weights: Weight of each set; the number of its rows where there is none, for which an epoch has every
-            row once.
+        rows: Number of rows of each set, by split.
+        weights: Weight of each set; defaults to its number of rows, so that an epoch has every row
+            once.
 
     Raises:
         ValueError: If a set has no rows.
@@ -30,39 +30,39 @@ class Mixture:
         self.splits = tuple(rows)
         """Names of the sets."""
         self.sizes: Sequence[int] = tuple(rows.values())
-        """Rows of each."""
+        """Number of rows of each set."""
         given = weights or {}
         self._weights = [float(given.get(split, size)) for split, size in rows.items()]
         self._begins = list(accumulate(self.sizes, initial=0))
 
     @property
     def num_rows(self) -> int:
-        """Rows of all sets, which make an epoch."""
+        """Number of rows of all sets, which is the length of an epoch."""
         return self._begins[-1]
 
     def set_of(self, row: int) -> int:
-        """Number of the set that a row is of."""
+        """Returns the index of the set that contains a row."""
         return bisect_right(self._begins, row) - 1
 
     def place(self, row: int) -> tuple[str, int]:
-        """The split of a row, and its number there."""
+        """Returns the split of a row, and its index in that set."""
         number = self.set_of(row)
         return self.splits[number], row - self._begins[number]
 
     def name(self, row: int) -> str:
-        """A row, for people."""
+        """Returns a description of a row, for people."""
         split, index = self.place(row)
         return f"row {index} of data.{split}"
 
     def row(self, number: int, index: int) -> int:
-        """The row that is row ``index`` of a set."""
+        """Returns the row number of row ``index`` of a set."""
         return self._begins[number] + index
 
     def next_set(self, taken: Sequence[int]) -> int:
-        """Number of the set that the next place is of.
+        """Returns the index of the set that provides the next row (divisor method).
 
         Args:
-            taken: Places of each set so far.
+            taken: Number of rows taken from each set.
         """
         keys = [
             (2 * count + 1) / weight for count, weight in zip(taken, self._weights, strict=True)
@@ -70,9 +70,9 @@ class Mixture:
         return keys.index(min(keys))
 
     def taken(self, position: int) -> list[int]:
-        """Places of each set among the first ``position``, in time that does not grow with it."""
+        """Returns how many of the first ``position`` rows each set provides, in time independent of it."""
         total, num_sets = sum(self._weights), len(self._weights)
-        # None has fewer: shares of the divisor method are as near as that.
+        # Lower bounds: the divisor method stays this close to proportional shares.
         taken = [max(0, int(position * weight / total) - num_sets - 1) for weight in self._weights]
         for _ in range(position - sum(taken)):
             taken[self.next_set(taken)] += 1
@@ -82,35 +82,35 @@ class Mixture:
 _MASK = (1 << 64) - 1
 _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 _ROUNDS = 4
-# Rows that are set aside and passed over for one that is not: a hand-out must not take long.
+# Max rows that are examined for one that is not set aside: a dispatch must not take long.
 _MOST_LOOKS = 31
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnedRows:
-    """Rows that come once more at the end of their epoch, because their samples were thrown away."""
+    """Rows that are issued once more at the end of their epoch, because their samples were dropped."""
 
     epoch: int = 0
     waiting: tuple[int, ...] = ()
-    """Not issued again yet."""
+    """Rows that are not issued again yet."""
     known: tuple[int, ...] = ()
-    """All that were returned in this epoch; none is returned twice."""
+    """All rows that were returned in this epoch; none is returned twice."""
 
 
 class PromptOrder:
-    """Rows of the training data, epoch after epoch; quarantined rows are skipped.
+    """Yields rows of the training data, epoch after epoch, without quarantined rows.
 
-    Each set has epochs of its own, in which every row of it comes once. An epoch of the run has as many rows
-    as all sets together.
+    Each set has its own epochs, in which each of its rows comes once. An epoch of the run has as
+    many rows as all sets together.
 
     Args:
-        mixture: The training data.
-        seed: Of the run.
-        shuffle: Whether each epoch has an order of its own.
+        mixture: Prompt sets of the training data.
+        seed: Seed of the run.
+        shuffle: Whether each epoch has its own order.
         position: Rows that were taken before.
         quarantined: Rows that are skipped.
-        returned: Rows that were given back before.
-        difficulty: Tells which rows are set aside for a while; None if all are issued.
+        returned: Rows that were returned before.
+        difficulty: Determines which rows are set aside; None if none are.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class PromptOrder:
         difficulty: Difficulty | None = None,
     ) -> None:
         self.mixture = mixture
-        """The sets that rows are of."""
+        """Prompt sets of the training data."""
         self.difficulty = difficulty
-        """Which rows are worth a try."""
+        """Success rates of the prompts; None without a curriculum."""
         self._num_rows = mixture.num_rows
         self._taken = mixture.taken(position)
         self._seed = seed
@@ -135,7 +135,7 @@ class PromptOrder:
         self._position = position
         self._quarantined = set(quarantined)
         self.returned = returned or ReturnedRows()
-        """Rows that were given back."""
+        """Rows that are issued once more."""
 
     @property
     def position(self) -> int:
@@ -148,16 +148,16 @@ class PromptOrder:
         return self._position // self._num_rows
 
     def next_row(self, *, step: int = 0) -> int | None:
-        """The next row, or None if all rows are quarantined.
+        """Returns the next row; None if all rows are quarantined.
 
-        Where nearly all are set aside, one of them is issued before its time.
+        If nearly all rows are set aside, a row may be issued before its time.
 
         Args:
             step: Step whose weights are served.
         """
         if len(self._quarantined) == self._num_rows:
             return None
-        # One less than all rows: another one ends the search each time.
+        # One less than all rows, so that each search ends at a different row.
         looks = max(1, min(_MOST_LOOKS, self._num_rows - 1))
         while True:
             is_epoch_over = self._position > 0 and self._position % self._num_rows == 0
@@ -177,10 +177,10 @@ class PromptOrder:
                 return row
 
     def give_back(self, row: int) -> bool:
-        """Issue a row once more at the end of the epoch; False if that was done in this epoch before."""
+        """Schedules a row for the end of the epoch; returns False if it was returned in this epoch before."""
         epoch = max(self._position - 1, 0) // self._num_rows
         if epoch != self.returned.epoch:
-            # Rows that an epoch's end left behind are not lost: they wait for the next one.
+            # Rows that were not issued at the end of their epoch wait for the end of the next one.
             self.returned = ReturnedRows(epoch, self.returned.waiting, self.returned.waiting)
         if row in self.returned.known:
             return False
@@ -189,11 +189,11 @@ class PromptOrder:
         return True
 
     def quarantine(self, row: int) -> None:
-        """Never issue a row again."""
+        """Excludes a row from now on."""
         self._quarantined.add(row)
 
     def _take(self) -> int:
-        """The row of the next place."""
+        """Returns the row at the current position and advances it."""
         number = self.mixture.next_set(self._taken)
         num_rows = self.mixture.sizes[number]
         epoch, index = divmod(self._taken[number], num_rows)
@@ -205,15 +205,16 @@ class PromptOrder:
 
 
 def shuffled(index: int, num_rows: int, *, key: int) -> int:
-    """Where a permutation of ``num_rows`` rows puts one of them, without making the others.
+    """Returns where a pseudorandom permutation moves ``index``, in constant memory.
 
-    The index becomes a pair of digits, each of which is moved by a hash of the other in turn: a Feistel
-    network, which is a permutation of all pairs. What falls behind the last row is permuted again.
+    The index is split into two digits, each of which is shifted in turn by a hash of the other: a
+    Feistel network, which permutes all pairs. Results beyond the last row are permuted again (cycle
+    walking).
 
     Args:
-        index: The row's place, from 0.
-        num_rows: Rows that there are.
-        key: Chooses the permutation.
+        index: Index of the row, from 0.
+        num_rows: Number of rows.
+        key: Key that selects the permutation.
     """
     low_base = math.isqrt(num_rows - 1) + 1
     high_base = -(-num_rows // low_base)
@@ -229,16 +230,16 @@ def shuffled(index: int, num_rows: int, *, key: int) -> int:
 
 
 def sample_seed(run_seed: int, group_sequence: int, member: int, *, failures: int = 0) -> int:
-    """Seed of one sample, different between all samples of a run.
+    """Returns the seed of one sample, which differs between all samples of a run.
 
-    An attempt after an interruption or a loss draws the same tokens. One after a failure draws others: the
-    same ones would fail again.
+    An attempt after an interruption or a loss samples the same tokens. An attempt after a failure
+    samples others, because the same tokens would fail again.
 
     Args:
         run_seed: Seed of the run.
         group_sequence: Order of admission of the group.
-        member: Place of the sample in the group.
-        failures: Attempts of the group that failed.
+        member: Index of the sample in the group.
+        failures: Failed attempts of the group.
     """
     seed = _mixed(run_seed, group_sequence, member)
     if failures:
@@ -247,12 +248,12 @@ def sample_seed(run_seed: int, group_sequence: int, member: int, *, failures: in
 
 
 def _mixed(first: int, second: int, third: int) -> int:
-    """Numbers as one of 64 bits that looks random."""
+    """Hashes three integers to 64 bits."""
     return _scattered(first * _FIRST + second * _SECOND + third)
 
 
 def _scattered(number: int) -> int:
-    """A number as one of 64 bits that looks random."""
+    """Hashes an integer to 64 bits."""
     mixed = number & _MASK
     mixed ^= mixed >> 31
     mixed = mixed * 0x94D049BB133111EB & _MASK

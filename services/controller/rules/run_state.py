@@ -1,11 +1,11 @@
-"""Life cycle of a run: states, events, and which event leads where. Pure."""
+"""State machine of a run: states, events and transitions. Pure."""
 
 from enum import StrEnum
 from typing import Final, Literal
 
 
 class RunState(StrEnum):
-    """Where a run is in its life."""
+    """State of a run."""
 
     QUEUED = "QUEUED"
     STARTING = "STARTING"
@@ -20,7 +20,7 @@ class RunState(StrEnum):
 
 
 class RunEvent(StrEnum):
-    """What moves a run."""
+    """Event that changes the state of a run."""
 
     ADMIT = "admit"
     READY = "ready"
@@ -74,12 +74,12 @@ Desired = Literal["RUNNING", "PAUSED", "CANCELLED"]
 
 
 def desired_state(state: RunState) -> Desired:
-    """What users want of a run: they say so by what they do, and its state gets there by itself."""
+    """Returns the state that the user's last command asked for, which the run reaches by itself."""
     if state in (_S.PAUSING, _S.PAUSED):
         return "PAUSED"
     return "CANCELLED" if state in (_S.CANCELLING, _S.CANCELLED) else "RUNNING"
 
 
 def next_state(state: RunState, event: RunEvent) -> RunState | None:
-    """The state that ``event`` leads to, or None if it is refused in ``state``."""
+    """Returns the state that ``event`` leads to, or None if it is not allowed in ``state``."""
     return TRANSITIONS.get((state, event))

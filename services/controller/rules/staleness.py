@@ -1,7 +1,8 @@
-"""Bounded staleness: when a group may start, and which must be trained now. Pure.
+"""Bounds staleness: decides when groups may start and which must be trained next. Pure.
 
-Source of the admission rule: AReaL (arXiv:2505.24298), ``N + 1 <= (v + max_staleness + 1) * B``. It bounds
-what is admitted; a long response can still grow older, so batches are checked again when they are formed.
+The admission rule is from AReaL (arXiv:2505.24298): ``N + 1 <= (v + max_staleness + 1) * B``. It
+bounds admission only; a long response can still grow older, so batches are checked again when they
+are formed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,47 +13,48 @@ from services.controller.rules.groups import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessGate:
-    """The bound of one run."""
+    """Staleness bound of one run."""
 
     max_staleness: int
-    """Most weight versions a sample may lag behind when it is trained."""
+    """Max number of weight versions between the trainer and a sample's oldest token."""
     groups_per_step: int
-    """Groups in a batch."""
+    """Number of groups in a batch."""
 
     def capacity(self, *, published: int, num_admitted: int, most: int) -> int:
-        """Groups that may start now; not negative.
+        """Returns how many groups may start now; not negative.
 
         Args:
             published: Newest weight version that the rollouts serve.
-            num_admitted: Groups admitted so far and not taken back: running, waiting and trained.
-            most: Groups that the rollouts have room for.
+            num_admitted: Admitted groups that were not dropped or quarantined: running, waiting and
+                trained.
+            most: Groups for which the rollouts have slots.
         """
         bound = (published + self.max_staleness + 1) * self.groups_per_step
         return max(0, min(bound - num_admitted, most))
 
     def is_stale(self, oldest_version: int, *, trainer_version: int) -> bool:
-        """Whether a sample may no longer be trained by the trainer as it is now."""
+        """Returns True if a sample is over the bound at the trainer's current version."""
         return trainer_version - oldest_version > self.max_staleness
 
     def batches_left(self, oldest_version: int, *, trainer_version: int) -> int:
-        """Batches behind the next one that may still have a sample; 0 if the next one must."""
+        """Returns how many batches after the next one may still have a sample; 0 if the next one must."""
         return max(0, oldest_version + self.max_staleness - trainer_version)
 
     def is_at_risk(self, oldest_version: int, weight_version: int) -> bool:
-        """Whether an unfinished sample would be due after one more version."""
+        """Returns True if an unfinished sample would be due after one more version."""
         return weight_version - oldest_version >= self.max_staleness - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchChoice:
-    """What to do for the next batch."""
+    """Decision about the next batch."""
 
     batch: tuple[Group, ...] = ()
-    """Groups to train now, oldest admission first; empty if the batch is not complete yet."""
+    """Groups to train now, in order of admission; empty if the batch is not complete yet."""
     awaited: tuple[Group, ...] = ()
-    """Running groups that must be waited for, because some of them would be stale otherwise."""
+    """Running groups to wait for, because some of them would become stale otherwise."""
     stale: tuple[Group, ...] = ()
-    """Finished groups that are over the bound already."""
+    """Finished groups that are over the bound."""
 
 
 def choose_batch(
@@ -64,18 +66,19 @@ def choose_batch(
     wait_for_due: bool,
     keep_stale: bool,
 ) -> BatchChoice:
-    """Choose the groups of the next batch.
+    """Chooses the groups of the next batch.
 
-    The oldest come first: not completion order, which would favour short responses. Groups that are faster
-    than older ones take their places only as far as the batches behind this one have room for those.
+    Groups with the oldest weight versions come first; order of completion would favor short
+    responses. Newer groups take the places of running older ones only as far as later batches have
+    room for those.
 
     Args:
         ready: Finished groups.
         running: Groups that are begun and not finished.
-        gate: Bound and batch size.
+        gate: Staleness bound and batch size.
         trainer_version: Weight version that the batch will be trained from.
-        wait_for_due: Whether due groups that still run hold the batch back.
-        keep_stale: Whether groups over the bound stay in (their stale tokens are masked).
+        wait_for_due: Whether the batch waits for running groups that are due.
+        keep_stale: Whether groups over the bound stay in the batch, with their stale tokens masked.
     """
     stale = tuple(
         group
@@ -98,10 +101,10 @@ def choose_batch(
 def _overdue(
     groups: Sequence[Group], *, gate: StalenessGate, trainer_version: int
 ) -> frozenset[int]:
-    """Numbers of groups of which some would be stale if a batch were trained without them.
+    """Returns sequence numbers of groups, some of which would be stale if a batch were trained without them.
 
-    The batch behind it has room for so many, that and the next for twice as many, and so on: if more have to
-    be trained by then, younger groups that were faster have taken their places.
+    The next batch has room for one batch of them, the next two for twice as many, and so on: if
+    more groups have to be trained by then, newer groups have taken their places.
     """
     by_age = sorted(groups, key=lambda group: group.oldest_version)
     for index, group in reversed([*enumerate(by_age)]):
@@ -114,15 +117,15 @@ def _overdue(
 def resume_key(
     *, is_at_risk: bool, num_unfinished: int, num_tokens: int, sequence: int
 ) -> tuple[bool, int, int, int]:
-    """Where an unfinished group stands among those that wait; the least goes on first.
+    """Returns the sort key of an unfinished group that waits; the smallest key resumes first.
 
-    Groups that are about to grow stale come first, then those with the least left to do, then those with the
-    most done, then the oldest.
+    Groups that are about to become stale come first, then those with the fewest unfinished members,
+    then those with the most tokens, then the oldest.
 
     Args:
-        is_at_risk: Whether it would be due after one more version.
-        num_unfinished: Members that are not finished.
-        num_tokens: Tokens generated so far.
+        is_at_risk: Whether the group would be due after one more version.
+        num_unfinished: Number of unfinished members.
+        num_tokens: Number of tokens generated so far.
         sequence: Order of admission.
     """
     return (not is_at_risk, num_unfinished, -num_tokens, sequence)
@@ -131,12 +134,12 @@ def resume_key(
 def resume_order(
     groups: Iterable[Group], *, gate: StalenessGate, weight_version: int
 ) -> list[Group]:
-    """The order in which waiting groups go on.
+    """Sorts waiting groups in the order in which they resume.
 
     Args:
         groups: Groups that wait for a rollout.
-        gate: The bound.
-        weight_version: What the rollouts serve.
+        gate: Staleness bound.
+        weight_version: Newest version that the rollouts serve.
     """
 
     def key(group: Group) -> tuple[bool, int, int, int]:

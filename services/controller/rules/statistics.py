@@ -1,15 +1,15 @@
-"""How samples of a step spread: counts by bucket. Pure."""
+"""Histograms and means of a step's samples. Pure."""
 
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 Histogram = dict[str, int]
-"""Samples by the upper bound of their bucket, which belongs to it; buckets without samples are left out."""
+"""Number of samples by inclusive upper bound of their bucket; empty buckets are left out."""
 
 
 def histogram(values: Iterable[int]) -> Histogram:
-    """Count whole numbers from 0; buckets grow by a half or a third: 0, 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    """Counts non-negative integers in buckets with bounds 0, 1, 2, 3, 4, 6, 8, 12, 16, ..."""
     counts: Counter[int] = Counter()
     for value, count in Counter(values).items():
         counts[bound_of(value)] += count
@@ -17,7 +17,7 @@ def histogram(values: Iterable[int]) -> Histogram:
 
 
 def least_of(bound: int) -> int:
-    """Lowest number of the bucket with an upper bound."""
+    """Returns the smallest number of the bucket with an upper bound."""
     if bound < 3:
         return bound
     is_power = bound & (bound - 1) == 0
@@ -25,7 +25,7 @@ def least_of(bound: int) -> int:
 
 
 def bound_of(value: int) -> int:
-    """Upper bound of a number's bucket."""
+    """Returns the upper bound of a number's bucket."""
     if value < 3:
         return max(value, 0)
     power: int = 1 << (value - 1).bit_length()
@@ -34,17 +34,17 @@ def bound_of(value: int) -> int:
 
 
 PREFIX = "reward/"
-"""Before the name of a term among a step's metrics."""
+"""Prefix of reward terms among a step's metrics."""
 
 
 def term_means(terms: Iterable[str]) -> dict[str, float]:
-    """Mean of each term over the samples that have it.
+    """Returns the mean of each term over the samples that have it.
 
     Args:
-        terms: The tag ``terms`` of each sample: a JSON object of numbers.
+        terms: Tag ``terms`` of each sample: a JSON object of numbers.
 
     Returns:
-        ``reward/NAME`` by name of the term.
+        Means by ``reward/NAME``.
     """
     values: dict[str, list[float]] = defaultdict(list)
     for text in terms:
