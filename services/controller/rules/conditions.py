@@ -2,13 +2,13 @@
 
 ::
 
-     Admitted            the run holds a place in its project's quota
-     Placed              every worker has a place to run, and runs
-     WeightGroupReady    the trainer's weights can be sent to all receivers
-     DataPlaneReady      the transferqueue accepts its samples
-     Progressing         steps are trained, none of them for much longer than the others
-     Degraded            the run has fewer workers than it should have, or is recovering
-     CheckpointCurrent   the newest attempt to save a checkpoint succeeded
+    Admitted            the run holds a place in its project's quota
+    Placed              every worker has a place to run, and runs
+    WeightGroupReady    the trainer's weights can be sent to all receivers
+    DataPlaneReady      the transferqueue accepts its samples
+    Progressing         steps are trained, none of them for much longer than the others
+    Degraded            the run has fewer workers than it should have, or is recovering
+    CheckpointCurrent   the newest attempt to save a checkpoint succeeded
 
 A condition is stored in the transaction of the event that changes it, so it is as durable as the
 event.

@@ -2,11 +2,11 @@
 
 ::
 
-     issued -> PENDING -> LEASED -> GENERATING -> READY -> TRAINING -> CONSUMED
-                  ^                     |           |
-                  +------ failed -------+           +--> DROPPED (reason)
-                  +--> PARTIAL (interrupted, lost; the next attempt resumes the stored tokens)
-                  +--> QUARANTINED after too many attempts
+    issued -> PENDING -> LEASED -> GENERATING -> READY -> TRAINING -> CONSUMED
+                 ^                     |           |
+                 +------ failed -------+           +--> DROPPED (reason)
+                 +--> PARTIAL (interrupted, lost; the next attempt resumes the stored tokens)
+                 +--> QUARANTINED after too many attempts
 
 A group is one issued prompt. Its attempt number fences off late results: only results of the newest
 attempt count. The ledger collects its changes, so that one transaction can write a batch of

@@ -1,81 +1,83 @@
 """Runs the concurrent loops that train one run, and owns the state they share.
 
 Each box is a method: a bare name is a method of :class:`TrainingPipeline`, a dotted one is a method
-of that attribute. ``lifecycle.loop.train`` calls the methods of the first loop, one step after the
-other; all other loops run concurrently as tasks.
+of that attribute. ``lifecycle.loop.train`` calls ``catch_up``, then the methods of the first loop,
+one step after the other, and at last ``finish``; all other loops run concurrently as tasks.
 
 ::
 
-                      groups               samples               groups are READY
-     scheduler      ---------> rollouts  ----------> scheduler  ------------------> take_batch
-     .dispatch_loop           (engines)              .collect                           |
-         ^                     ^  ^   |                                                 | a batch
-         | scheduler           |  |   | held-out samples                                v
-         | .published          |  |   +-------------> evaluator                       train
-         | (the gate opens)    |  |                   .collect                          |
-         |                     |  | held-out groups       | samples                     | offer,
-         |                     |  |                       v                             | publish
-         |                     |  +------------------ evaluator                         |
-         |                     |                      .run                              |
-         |                     | weights                  ^ evaluator.published         |
-         |                     |                          |                             v
-         +---------------------+--------------------------+---------------------- publisher.run
+                     groups               samples               groups are READY
+    scheduler      ---------> rollouts  ----------> scheduler  ------------------> take_batch
+    .dispatch_loop           (engines)              .collect                           |
+        ^                     ^  ^   |                                                 | a batch
+        | scheduler           |  |   | held-out samples                                v
+        | .published          |  |   +-------------> evaluator                       train
+        | (the gate opens)    |  |                   .collect                          |
+        |                     |  | held-out groups       | samples                     | offer,
+        |                     |  |                       v                             | publish
+        |                     |  +------------------ evaluator                         |
+        |                     |                      .run                              |
+        |                     | weights                  ^ evaluator.published         |
+        |                     |                          |                             v
+        +---------------------+--------------------------+---------------------- publisher.run
 
 ::
 
-     take_batch, train, offer, publish, save    trains one step after the other
-         waits for     take_batch: enough READY groups for a batch; train: the trainer's turn on
-                       shared GPUs, and weights that are not being copied; publish: served weights
-         unblocked by  scheduler.collect, scheduler.fail (groups finish or end), publisher.run
-                       (weights are copied, served); a pause request ends the wait for a batch
+    take_batch, train, offer, publish, save    trains one step after the other
+        waits for     take_batch: enough READY groups for a batch; train: the trainer's turn on
+                      shared GPUs, and weights that are not being copied; publish: served weights
+        unblocked by  scheduler.collect, scheduler.fail (groups finish or end), publisher.run
+                      (weights are copied, served); a pause request ends the wait for a batch
 
-     scheduler.dispatch_loop                    starts prompt groups on rollouts
-         waits for     room under the staleness gate, and free slots; checks for stalled groups
-         unblocked by  scheduler.published (weights are served), scheduler.collect, scheduler.fail,
-                       scheduler.replace_lost (groups end), train (a batch is released)
+    scheduler.dispatch_loop                    starts prompt groups on rollouts
+        waits for     room under the staleness gate and free slots, or the time of the next check
+                      for stalled groups
+        unblocked by  scheduler.published (weights are served), scheduler.collect, scheduler.fail,
+                      scheduler.replace_lost (groups end), train (a batch is released)
 
-     scheduler.collect                          moves groups to READY
-         waits for     samples in the ``train`` partition of the transferqueue
-         unblocked by  rollouts, which store samples
+    scheduler.collect                          moves groups to READY
+        waits for     samples in the ``train`` partition of the transferqueue
+        unblocked by  rollouts, which store samples
 
-     scheduler.replace_lost                     restarts groups whose samples were lost
-         waits for     the loss of a shard of the transferqueue
-         unblocked by  the transferqueue, which reports the lost keys
+    scheduler.replace_lost                     restarts groups whose samples were lost
+        waits for     the loss of a shard of the transferqueue
+        unblocked by  the transferqueue, which reports the lost keys
 
-     early.accumulate                           trains READY groups before their batch is full
-         waits for     READY groups that it has not sent yet (``trainer.accumulate_early``)
-         unblocked by  scheduler.collect, scheduler.fail; take_batch starts and cancels it
+    early.accumulate                           trains READY groups before their batch is full
+        waits for     READY groups that it has not sent yet (``trainer.accumulate_early``)
+        unblocked by  scheduler.collect, scheduler.fail; take_batch starts and cancels it
 
-     publisher.run                              brings the newest weights into service
-         waits for     a version newer than the served one, or a rollout that joined without
-                       weights; then the pin on the weights, and their turn lock
-         unblocked by  offer, publish (a step is trained), admit (a rollout joins); evaluator.run
-                       releases the pin, train the lock
+    publisher.run                              brings the newest weights into service
+        waits for     a version newer than the served one, or a rollout that joined without
+                      weights; then the pin on the weights, and their turn lock; with
+                      ``validation.mode: barrier`` also the end of a due evaluation
+        unblocked by  offer, publish (a step is trained), admit (a rollout joins); evaluator.run
+                      releases the pin and ends evaluations, train releases the lock
 
-     evaluator.run                              evaluates one weight version at a time
-         waits for     a due evaluation; then the pin on the weights; then the held-out samples
-         unblocked by  evaluator.published (called by publisher.run), evaluator.trigger (called for
-                       a user); publisher.run releases the pin; evaluator.collect, evaluator.fail
+    evaluator.run                              evaluates one weight version at a time
+        waits for     a due evaluation; then the pin on the weights; then the held-out samples
+        unblocked by  evaluator.published (called by publisher.run), evaluator.trigger (called for
+                      a user); publisher.run releases the pin; evaluator.collect, evaluator.fail
 
-     evaluator.collect                          records held-out samples
-         waits for     samples in the ``validation`` partition of the transferqueue
-         unblocked by  rollouts, which store samples
+    evaluator.collect                          records held-out samples
+        waits for     samples in the ``validation`` partition of the transferqueue
+        unblocked by  rollouts, which store samples
 
-     evaluator.leave_out_lost                   excludes lost held-out groups from the scores
-         waits for     the loss of a shard of the transferqueue
-         unblocked by  the transferqueue, which reports the lost keys
+    evaluator.leave_out_lost                   excludes lost held-out groups from the scores
+        waits for     the loss of a shard of the transferqueue
+        unblocked by  the transferqueue, which reports the lost keys
 
-     steps.advisor.watch                        advises which side is the bottleneck
-         waits for     a committed step
-         unblocked by  train
+    steps.advisor.watch                        advises which side is the bottleneck
+        waits for     a committed step
+        unblocked by  train
 
-     _stall_reporter.watch                      reports why no step is trained
-         waits for     a committed step, or the end of its patience
-         unblocked by  train
+    _stall_reporter.watch                      reports why no step is trained
+        waits for     a committed step, or the end of its patience
+        unblocked by  train
 
-     _end_of_faults                             ends the run
-         waits for     an error in the processing of a worker's failure report
-         unblocked by  fail
+    _end_of_faults                             ends the run
+        waits for     an error in the processing of a worker's failure report
+        unblocked by  fail
 
 A loop that raises ends all of them; ``RunDriver`` then decides if the run recovers.
 """

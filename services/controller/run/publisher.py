@@ -2,10 +2,10 @@
 
 ::
 
-     a step is trained      -> its version is offered; it is copied before the next step if no transfer
-                               is running
-     a version is served    -> the gate opens, an evaluation may start, the newest offered version is next
-     a rollout has joined   -> it receives the served version from the trainer's copy, or a newer one
+    a step is trained      -> its version is offered; it is copied before the next step if no transfer
+                              is running
+    a version is served    -> the gate opens, an evaluation may start, the newest offered version is next
+    a rollout has joined   -> it receives the served version from the trainer's copy, or a newer one
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class Publisher:
 
     @property
     def is_busy(self) -> bool:
-        """True if a version is to be sent or being sent."""
+        """True if a version is pending or being sent."""
         is_kept = self.connections.weights.has_copy(self._served + self.version_offset)
         # Colocated runs publish each step; a transfer to joining rollouts alone would need another
         # GPU switch.

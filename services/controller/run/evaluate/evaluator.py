@@ -2,8 +2,8 @@
 
 ::
 
-     shared replicas   all rollouts answer; weights stay as they are until the last response is stored
-     lent replicas     a few rollouts answer and keep their weights; the others continue to train
+    shared replicas   all rollouts answer; weights stay as they are until the last response is stored
+    lent replicas     a few rollouts answer and keep their weights; the others continue to train
 """
 
 import asyncio

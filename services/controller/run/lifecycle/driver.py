@@ -2,12 +2,12 @@
 
 ::
 
-     the run is admitted                        -> its workers start; the loops are entered
-     a worker exits, is silent or is replaced   -> the loops are left; the missing workers start; the
-                                                   loops are entered again. Lost rollouts are not
-                                                   awaited while others are left: they join later.
-     too many failures without a finished step  -> the run fails, with the last log lines of the
-                                                   lost workers
+    the run is admitted                        -> its workers start; the loops are entered
+    a worker exits, is silent or is replaced   -> the loops are left; the missing workers start; the
+                                                  loops are entered again. Lost rollouts are not
+                                                  awaited while others are left: they join later.
+    too many failures without a finished step  -> the run fails, with the last log lines of the
+                                                  lost workers
 """
 
 import asyncio

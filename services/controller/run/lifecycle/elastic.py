@@ -2,9 +2,9 @@
 
 ::
 
-     more rollouts    new ones start and load while the others generate; they receive weights, then groups
-     lost rollouts    replacements load while the others generate; then as above
-     fewer rollouts   other rollouts continue or restart the unfinished groups; then workers are ended
+    more rollouts    new ones start and load while the others generate; they receive weights, then groups
+    lost rollouts    replacements load while the others generate; then as above
+    fewer rollouts   other rollouts continue or restart the unfinished groups; then workers are ended
 
 The loops are left and entered with all rollouts if new ones need another weight transport, or if a
 rollout is removed while the loops are not entered yet.

@@ -4,12 +4,12 @@ New runs, runs whose worker died, and runs whose controller died take the same p
 
 ::
 
-     the trainer has a checkpoint of another run     -> the new run begins after the checkpoint's step
-     the trainer has fewer steps than the database   -> rewind: later steps and groups in flight are
-                                                        generated and trained again
-     a group's samples are stored                    -> the group is READY, whatever its recorded state
-     a group is with a live rollout                  -> sent to it again; the rollout ignores repetitions
-     a group is with a dead rollout                  -> generated again, from stored tokens if possible
+    the trainer has a checkpoint of another run     -> the new run begins after the checkpoint's step
+    the trainer has fewer steps than the database   -> rewind: later steps and groups in flight are
+                                                       generated and trained again
+    a group's samples are stored                    -> the group is READY, whatever its recorded state
+    a group is with a live rollout                  -> sent to it again; the rollout ignores repetitions
+    a group is with a dead rollout                  -> generated again, from stored tokens if possible
 """
 
 import logging

@@ -2,11 +2,11 @@
 
 ::
 
-     rollouts' turn   rollouts generate, and evaluate, until a batch is complete
-     switch           evaluations end; engines sleep, running responses keep their tokens; the trainer
-                      wakes
-     trainer's turn   the trainer trains the batch, and copies its weights for the rollouts
-     switch           the trainer sleeps, engines wake; they adopt the copy, and responses continue
+    rollouts' turn   rollouts generate, and evaluate, until a batch is complete
+    switch           evaluations end; engines sleep, running responses keep their tokens; the trainer
+                     wakes
+    trainer's turn   the trainer trains the batch, and copies its weights for the rollouts
+    switch           the trainer sleeps, engines wake; they adopt the copy, and responses continue
 
 A sleeping side keeps its state in host memory, if it needs the state again. Rollouts with their own
 GPUs never sleep: they take over unfinished groups at the switch, and adopt the trainer's copy
