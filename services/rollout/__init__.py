@@ -1,1 +1,1 @@
-"""Generation: engines, workflows and rewards; groups in, scored samples out."""
+"""Rollout workers: engines, environments and rewards turn prompt groups into scored samples."""

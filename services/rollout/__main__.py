@@ -1,4 +1,4 @@
-"""A rollout worker: load, register, serve until the controller orders the end."""
+"""Entry point of a rollout worker: registers, loads the model and data, serves until the run ends."""
 
 import asyncio
 import logging
@@ -60,10 +60,10 @@ logger = logging.getLogger(__name__)
 
 
 async def run(settings: RolloutSettings) -> None:
-    """Serve one run."""
+    """Serves one run until the controller orders the end or a signal arrives."""
     device = _device(settings)
     servicer = RolloutServicer()
-    # Who calls while this ends is told that nobody is here, before what would have answered is closed.
+    # The server stops first, so that late callers get "unavailable" rather than closed components.
     async with AsyncExitStack() as stack, AsyncExitStack() as serving:
         receiver = WeightReceiver(
             on_refused=lambda reason: session.report(state="loaded", activity=reason)
@@ -90,8 +90,8 @@ async def run(settings: RolloutSettings) -> None:
         session.report(state="loading", activity="loading model and data")
         engine, sampler, publisher = await _load(stack, session, settings, device)
         tasks = await stack.enter_async_context(TaskGroup())
-        # Beside the engine's start, and after its model was described: both make models, whose dtype is that
-        # of the whole process.
+        # Runs while the engine starts, but after its model was created: both create models under
+        # torch's process-wide default dtype.
         reading = tasks.create_task(asyncio.to_thread(_frozen, session.spec, device))
         background = [
             tasks.create_task(engine.run()),
@@ -124,13 +124,14 @@ async def run(settings: RolloutSettings) -> None:
 async def _load(
     stack: AsyncExitStack, session: WorkerSession, settings: RolloutSettings, device: torch.device
 ) -> tuple[Engine, GroupSampler, GroupPublisher]:
-    """Load model, data and rewards as the run's specification says."""
+    """Loads the model, data and rewards that the run's specification names."""
     spec: RunSpec = with_secrets(session.spec, settings.secrets_directory)
     tokenizer = await asyncio.to_thread(
         load_tokenizer, spec.model, spec.data.chat_template_arguments
     )
     if spec.data.chat_template:
-        # What renders chats starts now, in a thread; what is wrong is reported with each prompt.
+        # Imports of the template engine happen now, in a thread. Errors are reported with each
+        # prompt.
         with suppress(ValueError):
             hello = {"role": "user", "content": "Hello"}
             await asyncio.to_thread(tokenizer.render_chat, [hello])
@@ -138,7 +139,7 @@ async def _load(
     pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     reach = AddressPolicy(settings.reward_hosts)
-    # Processes for rewards start, and import what these need, while the engine's model is read.
+    # Reward processes start and import their code while the engine reads its model.
     with unwrapped():
         async with TaskGroup() as loading:
             building = loading.create_task(
@@ -203,7 +204,7 @@ async def _load(
 
 
 def _frozen(spec: RunSpec, device: torch.device) -> FrozenWeights | None:
-    """Read the weights that adapters are merged into, if these come alone."""
+    """Reads the base weights that LoRA adapters are merged into, if only adapters are published."""
     if not spec.sends_adapters or not engine_kind(spec.rollout.engine).has_model:
         return None
     dtype = getattr(torch, spec.trainer.dtype)
@@ -217,7 +218,7 @@ async def _open_workflow(
     reach: AddressPolicy,
     tokenizer: Tokenizer,
 ) -> Workflow:
-    """How episodes are made, with what they need served until the stack is closed."""
+    """Loads the workflow and starts the servers that it needs, until the stack is closed."""
     workflow = load_workflow(spec.rollout)
     if isinstance(workflow, MultiTurn):
         workflow.check(tokenizer if spec.data.chat_template else None)
@@ -235,7 +236,7 @@ async def _open_workflow(
 
 
 async def _report_failures(session: WorkerSession, failures: Sequence[Failure]) -> None:
-    """Tell the controller of groups that ended without samples."""
+    """Reports groups that ended without samples to the controller."""
     await session.report_failures(
         [
             GroupFailure(
@@ -255,7 +256,7 @@ async def _report_failures(session: WorkerSession, failures: Sequence[Failure]) 
 async def _serve_until_stopped(
     session: WorkerSession, sampler: GroupSampler, *, drain_timeout_s: float
 ) -> None:
-    """Serve until the controller orders the end, or a signal asks for a drain."""
+    """Serves until the controller orders the end; a signal drains: unfinished groups are cached first."""
     ordered, _ = await until_first(session.stopped(), wait_for_shutdown())
     sampler.refuse()
     if ordered.cancelled():
@@ -280,7 +281,7 @@ def _device(settings: RolloutSettings) -> torch.device:
 
 
 def _peers(device: torch.device) -> list[torch.device]:
-    """The engine's other GPUs: a rollout sees those of its engine only."""
+    """Returns the engine's further GPUs; a rollout process sees only those of its engine."""
     if device.type == "cpu":
         return []
     return [torch.device("cuda", index) for index in range(1, torch.cuda.device_count())]
@@ -300,7 +301,7 @@ def main() -> None:
         service="rollout",
         worker=settings.worker_id,
     )
-    # An agent's episode holds a connection, here and in the agent's own process.
+    # Each running episode of an agent holds a connection, here and in the agent's process.
     raise_descriptor_limit()
     with (
         acting_as(settings.identity()),

@@ -1,4 +1,4 @@
-"""Finished groups into the transferqueue."""
+"""Publishes finished groups to the transferqueue."""
 
 import time
 
@@ -16,13 +16,13 @@ from services.transferqueue.dataclient import DataClient
 
 
 class GroupPublisher:
-    """Stores groups: one call a group, the prompt once.
+    """Stores each group with one call; a prompt that all samples share is stored once.
 
     Args:
-        data: Where to.
-        routing: What routers choose, if the trainer is to know.
-        has_token_rewards: Whether rewards of the run are for turns or tokens.
-        teller: Tells people of some of them; None if nothing is kept.
+        data: Client of the transferqueue.
+        routing: Shape of the routers' choices, if the trainer replays them.
+        has_token_rewards: True if a reward of the run scores turns or tokens.
+        teller: Records some of the samples for people to read; None if none are recorded.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class GroupPublisher:
 
     @property
     def longest_wait_s(self) -> float:
-        """How long the oldest unfinished publication has been waiting; 0 if there is none."""
+        """Age of the oldest unfinished publication; 0 if there is none."""
         return time.monotonic() - min(self._waiting.values()) if self._waiting else 0.0
 
     async def publish(
         self, assignment: GroupAssignment, prompt: Prompt, samples: list[Sample]
     ) -> None:
-        """Store a group; it is visible when this returns. A full queue makes this wait.
+        """Stores a group, which is visible after the call returns; waits while the queue is full.
 
         Raises:
-            GroupError: If the transferqueue does not take it; another try could succeed.
+            GroupError: If the transferqueue does not accept the group; a retry may succeed.
         """
         group_id = assignment.group_id
         self._waiting[group_id] = time.monotonic()
@@ -74,12 +74,14 @@ class GroupPublisher:
             if self._teller is not None and self._teller.keeps(assignment):
                 await self._teller.tell(assignment, prompt, samples, columns)
         except AlreadyExistsError as error:
-            # A lease that was taken from this replica and given to another finished there first; or the one
-            # before this lease did, too late. The controller knows which, and generates again in that case.
+            # Either another replica that received the lease published first, or an earlier lease
+            # published too late. The controller knows which; in the second case it generates the
+            # group again.
             metrics.LATE_GROUPS.inc()
             raise GroupError("publish_failed", error.message, retryable=True) from error
         except InvalidArgumentError as error:
-            # There is never room for it, or it breaks another rule: nobody may try this for ever.
+            # The group can never fit or breaks another rule, so its own reason lets the controller
+            # end the retries.
             raise GroupError("publish_refused", error.message, retryable=True) from error
         except ServiceError as error:
             raise GroupError("publish_failed", error.message, retryable=True) from error

@@ -1,4 +1,4 @@
-"""What is told of some samples to people: texts, turns and facts, beside the columns of their tokens."""
+"""Records some samples for people to read: texts, turns and facts, with the columns of their tokens."""
 
 import asyncio
 import json
@@ -25,18 +25,18 @@ from services.transferqueue.dataclient import DataClient
 logger = logging.getLogger(__name__)
 
 _COLUMNS = ("response_ids", "rollout_logprobs", "version_runs")
-# Training must not wait for what people may read.
+# Training must not wait for records.
 _TIMEOUT_S = 5.0
 
 
 class SampleRecorder:
-    """Puts the records of samples that are kept, which follow from the names of their groups.
+    """Stores the records of selected samples; the name of a group decides if it is selected.
 
     Args:
-        data: Takes them.
+        data: Client of the transferqueue.
         spec: The run.
         tokenizer: The model's.
-        num_heldout: Held-out prompts of the run.
+        num_heldout: Number of held-out prompts of the run.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SampleRecorder:
         self._texts: dict[int, str] = {}
 
     def keeps(self, assignment: GroupAssignment) -> bool:
-        """Whether the samples of a group are kept."""
+        """Returns True if the samples of a group are recorded."""
         kept = self._spec.samples
         if kind_of(assignment.split) == "train":
             prompts = self._spec.trainer.prompts_per_step
@@ -67,13 +67,13 @@ class SampleRecorder:
         samples: Sequence[Sample],
         fields: Mapping[str, Sequence[Tensor]],
     ) -> None:
-        """Put the records of a group; if that fails, they are merely not kept.
+        """Stores the records of a group; a failure is counted and logged only.
 
         Args:
             assignment: The group.
-            prompt: What it answers.
+            prompt: The prompt of the group.
             samples: Its samples.
-            fields: Their columns, as they go to training.
+            fields: The samples' columns, as published for training.
         """
         try:
             async with asyncio.timeout(_TIMEOUT_S):
@@ -90,7 +90,7 @@ class SampleRecorder:
     def _records(
         self, assignment: GroupAssignment, prompt: Prompt, samples: Sequence[Sample]
     ) -> list[Tensor]:
-        """JSON of each sample as bytes, uint8 ``[B]``."""
+        """Returns each sample's record as JSON bytes, uint8 ``[B]``."""
         records = [self._record(assignment, prompt, sample) for sample in samples]
         texts = [json.dumps(record, default=str).encode() for record in records]
         return [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts]
@@ -129,7 +129,7 @@ class SampleRecorder:
             "split": kind_of(assignment.split),
             "row": assignment.row,
             "data_source": prompt.data_source,
-            # An evaluation is of one version.
+            # An evaluation has one weight version, which is the step.
             "step": None if is_training else oldest,
             "oldest_version": oldest,
             "newest_version": max(versions, default=None),
@@ -145,7 +145,7 @@ class SampleRecorder:
         }
 
     def _vocabulary(self, token_ids: Sequence[int]) -> dict[int, str]:
-        """Text of each token that occurs; a vocabulary is small, and its tokens come again and again."""
+        """Returns the text of each token that occurs; texts are cached, since tokens recur often."""
         texts = self._texts
         found: dict[int, str] = {}
         for token in set(token_ids):

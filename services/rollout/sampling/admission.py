@@ -1,6 +1,6 @@
-"""How many groups a replica works on: additive increase, multiplicative decrease.
+"""Admission limit for groups: additive increase, multiplicative decrease.
 
-A full transferqueue or a crowded KV cache slows the intake before anything breaks.
+The limit slows the intake before the transferqueue is full or the KV cache overflows.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ _DECREASE = 0.5
 
 
 class Admission:
-    """A limit on groups in work that follows the pressure behind them.
+    """Limits concurrent groups by the load of the KV cache and the transferqueue.
 
     Args:
-        maximum: The limit without pressure.
+        maximum: The limit without load.
     """
 
     def __init__(self, maximum: int) -> None:
@@ -27,7 +27,7 @@ class Admission:
 
     @asynccontextmanager
     async def admitted(self) -> AsyncIterator[None]:
-        """Wait for room, and take it while the block runs."""
+        """Waits until the limit allows another group, which counts while the block runs."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_admitted < self.limit)
             self._num_admitted += 1
@@ -39,14 +39,14 @@ class Admission:
                 self._changed.notify()
 
     async def adapt(self, *, kv_used_fraction: float, publish_wait_s: float) -> None:
-        """Follow the pressure; called at regular intervals.
+        """Lowers or raises the limit; to be called at regular intervals.
 
         Args:
-            kv_used_fraction: Part of the KV cache in use, 0 to 1.
-            publish_wait_s: How long the oldest unfinished publication has been waiting.
+            kv_used_fraction: Fraction of the KV cache in use, 0 to 1.
+            publish_wait_s: Age of the oldest unfinished publication.
         """
         if kv_used_fraction >= _CROWDED_KV or publish_wait_s >= _SLOW_PUBLISH_S:
-            # From what is in work, not from a limit that was never reached.
+            # Start from the groups that run, not from a limit that was never reached.
             self.limit = max(1, int(min(self.limit, self._num_admitted) * _DECREASE))
         elif self.limit < self._maximum:
             self.limit += 1

@@ -1,4 +1,4 @@
-"""Samples of rows that bring their own answers: nothing is generated for them."""
+"""Samples made from answers in the data, without generation."""
 
 from collections.abc import Sequence
 
@@ -16,19 +16,22 @@ from services.rollout.workflows.turns import shown
 async def demonstration_sample(
     prompt: Prompt, member: int, spec: RolloutSpec, engine: Engine, *, is_training: bool
 ) -> Sample:
-    """A sample of an answer that a row has.
+    """Returns a sample whose response is an answer of the prompt's row.
 
     Args:
-        prompt: With a demonstration for each member.
-        member: Which of them is meant.
-        spec: Bounds the response.
-        engine: Bounds it with its prompt; says how likely a held-out answer is.
-        is_training: Whether it is to be learned. Otherwise its score is the mean log-probability of its
-            tokens, and the term ``loss`` that with the other sign; of a pair, ``preferred`` is 1 where the
-            first is likelier than the second.
+        prompt: Prompt with a demonstration for each member.
+        member: Index of the demonstration.
+        spec: Limits the response's length.
+        engine: Limits the length of prompt and response; computes log-probabilities of held-out
+            answers.
+        is_training: True if the answer is trained. Otherwise the sample's score is the mean
+            log-probability of
+            the answer's tokens and the term ``loss`` is its negative; for a pair, the term
+            ``preferred`` is 1
+            if the first answer is likelier than the second.
 
     Raises:
-        GroupError: If it does not fit, and may not be cut. Another try would not help.
+        GroupError: If the answer does not fit and may not be cut; a retry would not help.
     """
     shows = prompt.demonstrations[member]
     most = min(spec.max_response_tokens, engine.max_tokens - len(shows.prompt_ids))
@@ -44,7 +47,7 @@ async def demonstration_sample(
         )
     shows = shows.cut(most)
     turns = [shown(part.token_ids, is_answer=part.is_answer) for part in shows.stretches]
-    # Of a pair the first is preferred.
+    # The first answer of a pair is the preferred one.
     score = Score(float(member == 0))
     if not is_training:
         score = await _likelihood([shows, *prompt.demonstrations[1:]], engine)
@@ -72,7 +75,7 @@ async def _likelihood(every: Sequence[Demonstration], engine: Engine) -> Score:
 
 
 async def _logprobs(shows: Demonstration, engine: Engine) -> list[float]:
-    """Those of the tokens that answer."""
+    """Returns the log-probabilities of the tokens that belong to the answer."""
     response = [token for part in shows.stretches for token in part.token_ids]
     trains = [part.is_answer for part in shows.stretches for _ in part.token_ids]
     try:

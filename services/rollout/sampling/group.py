@@ -1,4 +1,4 @@
-"""One group on this replica: those of its members that were assigned are sampled and scored concurrently."""
+"""Samples and scores the members of one prompt group that this replica was assigned."""
 
 import asyncio
 import hashlib
@@ -36,32 +36,32 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupServices:
-    """What a group is made with."""
+    """Collaborators that every running group of this replica uses."""
 
     engine: Engine
-    """Generates."""
     tokenizer: Tokenizer
-    """The model's."""
     workflow: Workflow
-    """Shapes episodes."""
+    """Runs the episodes."""
     reward: Reward
-    """Scores them."""
+    """Scores finished episodes."""
     calls: CallPool
-    """Calls the workflow's tools."""
+    """Runs the workflow's tool calls."""
     comparison: Callable[[str], Comparison | None] = lambda _: None
-    """What scores members of a split by what the others did, if a reward does that."""
+    """Returns, for a split, the reward that scores members against each other; None if the split has none."""
     curriculum: Curriculum | None = None
-    """Says which prompts are worth a try, where the run names a function for it."""
+    """Decides which prompts are worth sampling, if the run names a function for it."""
 
 
 class RunningGroup:
-    """Samples all assigned members at once; the first that fails for good ends the others.
+    """Samples all assigned members concurrently; the first permanent failure cancels the others.
 
     Attributes:
-        assignment: What is generated.
-        is_interrupted: Whether it was told to stop.
-        is_cut: Whether it ended before all members were complete: told to stop, or at the end of a segment.
-        stalled: Why it was told to stop, if it had come to a halt.
+        assignment: The group and the members to generate.
+        is_interrupted: True after :meth:`interrupt` was called.
+        is_cut: True if the group ended before all members were complete, because it was interrupted
+            or
+            reached the end of a segment.
+        stalled: Reason of the interruption if the group stalled, otherwise empty.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class RunningGroup:
         self._members: dict[int, asyncio.Task[Sample | None]] = {}
 
     async def sample(self, prompt: Prompt, progress: GroupProgress) -> list[Sample]:
-        """Sample and score all members; an interrupted group is cut and its samples are of no use.
+        """Samples and scores all members; returns no samples if the group was cut.
 
         Args:
-            prompt: What is answered.
-            progress: What an earlier attempt left, by member.
+            prompt: The prompt that all members answer.
+            progress: Progress of an earlier attempt, by member.
 
         Raises:
-            GroupError: If a member failed for good.
+            GroupError: If a member failed permanently.
         """
         members = self.assignment.members
         self._earlier = {member: progress[member] for member in members if member in progress}
@@ -108,10 +108,11 @@ class RunningGroup:
         return made if comparison is None else await self._compared(made, comparison)
 
     def interrupt(self) -> Collection[str]:
-        """Stop at the next chance; returns the requests that the engine has to abort for it.
+        """Requests a stop and returns the engine requests that the caller must abort.
 
-        What is being generated ends with the abort and keeps its tokens. Scoring and tool calls are given
-        up; they run again when the group is resumed.
+        Aborted requests keep their tokens. Running scores and tool calls are cancelled; they run
+        again when the
+        group is resumed.
         """
         self.is_interrupted = True
         for member, episode in self._episodes.items():
@@ -123,11 +124,13 @@ class RunningGroup:
     def marks(
         self, running: Mapping[str, GenerationResult], tokens_total: int
     ) -> Mapping[int, int]:
-        """How far each unfinished member is: a number that changes whenever it makes a token or a call.
+        """Returns a progress mark for each unfinished member, which changes with every token or call.
 
         Args:
-            running: What the engine has of the requests that are being decoded.
-            tokens_total: Tokens of the engine: a request that waits for its place moves with the others.
+            running: Partial results of the requests that the engine is decoding.
+            tokens_total: Token counter of the engine. It is part of the mark of a request that
+                waits for a slot,
+                so that a waiting member does not count as stalled while the engine makes tokens.
         """
         marks: dict[int, int] = {}
         for member, episode in self._episodes.items():
@@ -141,10 +144,10 @@ class RunningGroup:
         return marks
 
     def progress(self, running: Mapping[str, GenerationResult]) -> GroupProgress:
-        """What the members have so far.
+        """Returns the progress of all members so far.
 
         Args:
-            running: What the engine has of the requests that are being decoded.
+            running: Partial results of the requests that the engine is decoding.
         """
         progress: dict[int, MemberProgress] = {}
         for member, episode in self._episodes.items():
@@ -157,7 +160,7 @@ class RunningGroup:
         return {**self._earlier, **progress}
 
     async def _sample_member(self, prompt: Prompt, member: int) -> Sample | None:
-        """Sample and score one member; after a failed score, as often as the specification says."""
+        """Samples and scores one member; tries again after a failed score if the specification allows."""
         if prompt.demonstrations:
             return await demonstration_sample(
                 prompt, member, self._spec, self._tools.engine, is_training=self._is_training
@@ -201,7 +204,8 @@ class RunningGroup:
                 max_tokens=self._tools.engine.max_tokens,
                 stop_texts=stop_texts,
                 stop_token_ids=special_ids | frozenset(self._spec.sampling.stop_token_ids),
-                # Held-out prompts are evaluated under one version, in one piece.
+                # An evaluation measures one weight version, so held-out responses are not split
+                # into segments.
                 segment_tokens=self._spec.segment_tokens if self._is_training else None,
             ),
             engine=self._tools.engine,
@@ -212,7 +216,7 @@ class RunningGroup:
         )
 
     async def _run_workflow(self, episode: Episode) -> bool:
-        """Run an episode; returns whether it was finished and not interrupted."""
+        """Runs an episode; returns True if it finished and was not interrupted."""
         episode.is_interrupted = self.is_interrupted
         try:
             with tracing.span("rollout.generate") as span:
@@ -236,7 +240,7 @@ class RunningGroup:
         return not self.is_interrupted
 
     def _check_segments(self, episode: Episode) -> None:
-        """Refuse a response that was stretched over too many weight versions."""
+        """Raises GroupError if a response has more weight versions than ``rollout.max_segments``."""
         num_segments, most = episode.num_segments, self._spec.max_segments
         if most is not None and num_segments > most:
             raise GroupError(
@@ -247,7 +251,7 @@ class RunningGroup:
             )
 
     async def _compared(self, samples: Sequence[Sample], comparison: Comparison) -> list[Sample]:
-        """Add what comparing the members is worth; those without a score are not compared."""
+        """Adds the comparison's scores to the members that have a score of their own."""
         scored = [sample for sample in samples if sample.finish_reason != "failed"]
         if not scored:
             return [*samples]
@@ -311,14 +315,14 @@ class RunningGroup:
         return sample
 
     def _answer(self, response: str) -> str:
-        """What the response answers; nobody asks for it in training."""
+        """Returns the digest of the response's answer; empty in training, which does not use it."""
         if self._is_training:
             return ""
         return answer_digest(response, self._spec.answer_pattern)
 
 
 def _check_sampled(episode: Episode) -> None:
-    """Refuse an episode that ended before the policy said anything."""
+    """Raises CallError if the episode ended before the policy sampled a token."""
     if not any(map(num_sampled, episode.sequences)):
         raise CallError(
             "invalid_value",
@@ -328,7 +332,7 @@ def _check_sampled(episode: Episode) -> None:
 
 
 def _derived_seed(seed: int, num_failed: int) -> int:
-    """Another seed for another try, the same on every replica."""
+    """Returns the seed of a further try, which is the same on every replica."""
     digest = hashlib.sha256(f"{seed}/{num_failed}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 

@@ -1,4 +1,4 @@
-"""Liveness from progress, never from age: of an engine that accepts work, and of each episode."""
+"""Stall detection by progress instead of age, for the engine and for each episode."""
 
 from collections.abc import Mapping
 
@@ -6,14 +6,14 @@ from services.rollout.engines.base import EngineStats
 
 
 class EngineStalledError(RuntimeError):
-    """The engine holds requests and makes no token; only a restart helps."""
+    """The engine has running requests and makes no token; only a restart helps."""
 
 
 class ProgressWatch:
-    """Looks at an engine's gauges from time to time.
+    """Detects a stalled engine from its gauges, which the caller samples periodically.
 
     Args:
-        deadline_s: Longest time without a token while requests run; may be changed.
+        deadline_s: Max time without a token while requests run; may be changed.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -23,14 +23,15 @@ class ProgressWatch:
         self._since = 0.0
 
     def check(self, stats: EngineStats, *, now: float) -> None:
-        """Compare with the last look.
+        """Compares the gauges with the previous check.
 
         Args:
             stats: The engine's gauges.
             now: Monotonic seconds.
 
         Raises:
-            EngineStalledError: If requests run and nothing has moved for longer than the deadline.
+            EngineStalledError: If requests run and neither tokens nor weight version changed within
+                the deadline.
         """
         seen = (stats.tokens_total, stats.weight_version)
         if (
@@ -48,10 +49,10 @@ class ProgressWatch:
 
 
 class EpisodeWatch:
-    """Looks from time to time at how far the members of all groups are.
+    """Detects stalled members of groups from progress marks, which the caller samples periodically.
 
     Args:
-        deadline_s: Longest time in which a member makes neither a token nor a call; may be changed.
+        deadline_s: Max time in which a member makes neither a token nor a call; may be changed.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -59,7 +60,7 @@ class EpisodeWatch:
         self._seen: dict[tuple[str, int], tuple[int, float]] = {}
 
     def look(self, groups: Mapping[str, Mapping[int, int]], *, now: float) -> dict[str, str]:
-        """Groups that have come to a halt, and why.
+        """Returns the groups that stalled, each with the reason.
 
         Args:
             groups: By group and member, a number that changes with each token and call.

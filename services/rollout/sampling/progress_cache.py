@@ -1,4 +1,4 @@
-"""Unfinished samples as tensors, so that any replica can go on with them."""
+"""Stores the progress of unfinished samples as tensors, so that any replica can resume them."""
 
 import asyncio
 import io
@@ -31,33 +31,35 @@ _FINISH_REASONS = {code: reason for reason, code in _FINISH_CODES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberProgress:
-    """What one member of a group has so far."""
+    """Progress of one member of a group."""
 
     num_failed_scores: int
-    """Tries whose reward failed; the next seed follows from it."""
+    """Number of tries whose reward failed; it determines the next seed."""
     turns: tuple[Turn, ...]
-    """Turns of the current try; the last one may be cut."""
+    """Turns of the current try; the last one may be incomplete."""
     score: Score | None = None
-    """Of a member that is complete and was scored."""
+    """Score, if the member is complete."""
 
 
 GroupProgress = Mapping[int, MemberProgress]
-"""Progress by member."""
 
 PARTIAL_FIELDS: Final = (
     "response_ids", "rollout_logprobs", "version_runs", "turns", "scores", ROUTED_EXPERTS,
 )  # fmt: skip
-"""Fields of the ``partial`` partition, one row per member of a group.
+"""Fields of the ``partial`` partition, which has one row per member of a group.
 
-``response_ids``, ``rollout_logprobs`` and ``version_runs`` are as for samples. ``turns`` int32 ``[T, 6]`` has
-failed scores, tokens, version runs, finish code, milliseconds and tokens with known experts of each turn;
-``scores`` uint8 ``[B]`` has the score, if there is one, as a JSON list of its value, terms and tokens;
-``routed_experts`` uint8 ``[B]`` has the known experts, if there are any, as a file of numpy's.
+``response_ids``, ``rollout_logprobs`` and ``version_runs`` are as for samples. ``turns``, int32
+``[T, 6]``, has
+for each turn: failed scores, tokens, version runs, finish code, milliseconds and tokens with known
+experts.
+``scores``, uint8 ``[B]``, has the score, if there is one, as a JSON list of its value, terms and
+tokens.
+``routed_experts``, uint8 ``[B]``, has the known experts, if there are any, in NumPy's file format.
 """
 
 
 def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
-    """Tensors of a member by field."""
+    """Encodes a member's progress as tensors by field."""
     turns = progress.turns
     table = [
         (
@@ -86,10 +88,10 @@ def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
 
 
 def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
-    """The member that :func:`encode_progress` made tensors of.
+    """Decodes the tensors of :func:`encode_progress`.
 
     Raises:
-        ValueError: If the tensors do not fit together.
+        ValueError: If the tensors are inconsistent.
     """
     table = fields["turns"].tolist()
     tokens, logprobs = fields["response_ids"].tolist(), fields["rollout_logprobs"].tolist()
@@ -144,16 +146,19 @@ _Member = tuple[str, int]
 
 
 class TransferQueueCache:
-    """One row per member of a group in the run's ``partial`` partition.
+    """Stores one row per member of a group in the run's ``partial`` partition.
 
-    A member has two keys that take turns: the new row is stored before the old one is deleted, so that a
-    crash at any moment leaves one that is complete. The tag ``serial`` says which is newer. The tag
-    ``attempt`` fences a row: a later attempt that begins anew never resumes it, however late the row is
-    stored or restored. Replicas that work on different members of a group touch different rows.
+    A member has two keys, used alternately: the new row is stored before the old one is deleted, so
+    that a
+    crash at any moment leaves one complete row. The tag ``serial`` orders the two. The tag
+    ``attempt`` fences a
+    row: an attempt that starts over never resumes rows of earlier attempts, however late they are
+    stored or
+    restored. Replicas that work on different members of a group write different rows.
 
     Args:
         partition_id: The run's ``partial`` partition.
-        data: Moves the tensors.
+        data: Transfers the tensors.
         metadata: Finds and deletes rows.
     """
 
@@ -166,7 +171,7 @@ class TransferQueueCache:
         self._serials: dict[str, dict[int, int]] = defaultdict(dict)
 
     async def load(self, first_attempts: Mapping[str, int]) -> Mapping[str, GroupProgress]:
-        """Return the newest progress of those groups that have some that can be used.
+        """Returns the newest usable progress of the groups that have any.
 
         Args:
             first_attempts: By group, the first attempt whose progress may be resumed.
@@ -201,23 +206,23 @@ class TransferQueueCache:
     async def save(
         self, groups: Mapping[str, GroupProgress], attempts: Mapping[str, int], *, is_last: bool
     ) -> None:
-        """Store progress in place of older progress of the same members.
+        """Replaces the stored progress of members.
 
         Args:
             groups: Progress by group.
             attempts: The attempt of each group.
-            is_last: Whether this replica gives these groups away.
+            is_last: True if this replica gives the groups up after this call.
 
         Raises:
-            GroupError: If the transferqueue does not take it.
+            GroupError: If the transferqueue rejects the rows or cannot be reached.
         """
         members = [(group_id, member) for group_id in groups for member in groups[group_id]]
         serials = [self._serials[name].get(member, 0) + 1 for name, member in members]
         rows = []
         for group_id, member in members:
             rows.append(encode_progress(groups[group_id][member]))
-            # One at a time: all of them take longer than messages may wait for the event loop, and a thread
-            # would keep the interpreter from it for milliseconds at each of its calls.
+            # Yield after each row: encoding all rows takes longer than messages may wait for the
+            # event loop. A thread would hold the GIL for milliseconds at each of its calls.
             await asyncio.sleep(0)
         keys = [_key(*who, serial % 2) for who, serial in zip(members, serials, strict=True)]
         old = [_key(*who, 1 - serial % 2) for who, serial in zip(members, serials, strict=True)]
@@ -232,7 +237,7 @@ class TransferQueueCache:
             try:
                 await self._data.put(self._partition_id, keys, fields, tags=tags)
             except AlreadyExistsError:
-                # A row that a crash left in this slot is older than the one that takes its place.
+                # A row that a crash left under this key is older than the one that replaces it.
                 await self._release(keys)
                 await self._data.put(self._partition_id, keys, fields, tags=tags)
             await self._release(old)
@@ -245,7 +250,7 @@ class TransferQueueCache:
                 self._serials[group_id][member] = serial
 
     async def forget(self, group_id: str, members: Collection[int]) -> None:
-        """Delete the progress of members of a group, if there is any."""
+        """Deletes the progress of members of a group, if there is any."""
         known = self._serials.pop(group_id, {})
         keys = [_key(group_id, m, slot) for m in members if m in known for slot in _SLOTS]
         if not keys:
@@ -264,13 +269,13 @@ def _key(group_id: str, member: int, slot: int) -> str:
 
 
 def _members(stored: KVBatchMeta) -> list[_Member]:
-    """Whose progress each row is."""
+    """Returns the group and member of each row."""
     names, members = stored.tag("group_id"), stored.tag("member")
     return [(str(names[row]), int(members[row])) for row in range(stored.num_keys)]
 
 
 def _newest(stored: KVBatchMeta, first_attempts: Mapping[str, int]) -> KVBatchMeta:
-    """Of each member whose progress may be resumed, the row with the highest serial."""
+    """Selects, for each member whose progress may be resumed, the row with the highest serial."""
     places: dict[_Member, int] = {}
     serials, attempts = stored.tag("serial"), stored.tag("attempt")
     for place, who in enumerate(_members(stored)):

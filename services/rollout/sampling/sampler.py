@@ -1,11 +1,11 @@
-"""Groups in, scored and published groups out.
+"""Runs assigned prompt groups from assignment to publication, with interruption and checkpoints.
 
 ::
 
-    start      -> cached progress, if any -> RunningGroup: members sampled and scored -> published
-                                                                                  or  -> failure reported
-    interrupt  -> engine aborts, tokens kept -> progress cached -> reported as "interrupted"
-    checkpoint -> progress cached while generation goes on: what a crash does not lose
+    start      -> load cached progress -> RunningGroup samples and scores -> publish
+                                                                         or -> report failure
+    interrupt  -> abort in the engine, keep tokens -> cache progress -> report "interrupted"
+    checkpoint -> cache progress while generation continues, so that a crash loses little
 """
 
 import asyncio
@@ -33,10 +33,10 @@ from services.rollout.sampling.samples import Sample
 logger = logging.getLogger(__name__)
 
 _NUM_REMEMBERED = 100_000
-"""Groups whose attempts are remembered, so that a repeated request does not start them again."""
+"""Max groups whose attempts are remembered, so that a repeated request does not start them again."""
 
 _CHECKPOINT_SHARE = 0.02
-"""Most of the time that goes into caching what runs on."""
+"""Max fraction of time spent on checkpoints of running groups."""
 
 
 class Publisher(Protocol):
@@ -45,15 +45,15 @@ class Publisher(Protocol):
     async def publish(
         self, assignment: GroupAssignment, prompt: Prompt, samples: list[Sample]
     ) -> None:
-        """Store a group. Raises GroupError if it cannot be stored."""
+        """Stores a group. Raises GroupError if it cannot be stored."""
         ...
 
 
 class ProgressCache(Protocol):
-    """Keeps the progress of unfinished groups where every replica finds it."""
+    """Stores the progress of unfinished groups where every replica can read it."""
 
     async def load(self, first_attempts: Mapping[str, int]) -> Mapping[str, GroupProgress]:
-        """Return the newest progress of those groups that have any.
+        """Returns the newest progress of the groups that have any.
 
         Args:
             first_attempts: By group, the first attempt whose progress may be resumed.
@@ -63,30 +63,31 @@ class ProgressCache(Protocol):
     async def save(
         self, groups: Mapping[str, GroupProgress], attempts: Mapping[str, int], *, is_last: bool
     ) -> None:
-        """Store progress in place of older progress. Raises GroupError if it cannot be stored.
+        """Replaces stored progress. Raises GroupError if it cannot be stored.
 
         Args:
             groups: Progress by group.
             attempts: The attempt of each group.
-            is_last: Whether this replica gives these groups away.
+            is_last: True if this replica gives the groups up after this call.
         """
         ...
 
     async def forget(self, group_id: str, members: Collection[int]) -> None:
-        """Delete the progress of members of a group, if there is any."""
+        """Deletes the stored progress of members of a group, if there is any."""
         ...
 
 
 Failure = tuple[GroupAssignment, GroupError]
 ReportFailures = Callable[[Sequence[Failure]], Awaitable[None]]
-"""Tells the controller of groups that ended without samples."""
+"""Reports groups that ended without samples to the controller."""
 
 
 class GroupSampler:
     """Runs groups concurrently; the engine's queue decides which samples are decoded first.
 
-    A group ends in exactly one way: published, reported as failed or interrupted, or cancelled by the
-    controller. A fault of ours in one of them cancels the task that entered the sampler.
+    A group ends in exactly one way: it is published, reported as failed or interrupted, or
+    cancelled by the
+    controller. An unexpected exception in a group cancels the task that entered the sampler.
     """
 
     def __init__(
@@ -99,15 +100,15 @@ class GroupSampler:
         cache: ProgressCache,
         report_failures: ReportFailures,
     ) -> None:
-        """Sample with the given parts.
+        """Initializes a sampler without groups.
 
         Args:
             prompts: The run's data.
-            tools: What groups are made with.
+            tools: Collaborators of the groups.
             spec: Limits and policies.
-            publisher: Takes finished groups.
-            cache: Takes unfinished ones.
-            report_failures: Tells the controller of groups without samples.
+            publisher: Stores finished groups.
+            cache: Stores the progress of unfinished groups.
+            report_failures: Reports groups without samples to the controller.
         """
         self._prompts = prompts
         self._tools = tools
@@ -115,7 +116,8 @@ class GroupSampler:
         self._publisher = publisher
         self._cache = cache
         self._report_failures = report_failures
-        # Validation brings groups of one or two samples; more than twice the places only wait.
+        # Validation groups have one or two samples. More groups than twice the slots would only
+        # wait.
         self.admission = Admission(2 * spec.max_running_samples)
         self._tasks = TaskGroup()
         self._is_ending = False
@@ -131,24 +133,24 @@ class GroupSampler:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        """Cancel all groups."""
+        """Cancels all groups."""
         self.cancel_all()
         await self._tasks.__aexit__(*error)
 
     @property
     def num_groups(self) -> int:
-        """Groups that are being worked on."""
+        """Number of running groups."""
         return len(self._running)
 
     def num_prompts(self) -> dict[str, int]:
-        """Rows of each set of prompts, by split."""
+        """Returns the number of rows of each set, by split."""
         return {split: self._prompts.num_rows(split) for split in self._prompts.splits}
 
     def start(self, assignments: Iterable[GroupAssignment]) -> None:
-        """Start groups; an attempt that was started before is left as it is.
+        """Starts groups; ignores an assignment whose attempt, or a later one, was started before.
 
         Raises:
-            UnavailableError: If this replica is ending.
+            UnavailableError: If this replica is shutting down.
         """
         if self._is_ending:
             raise UnavailableError("this replica is ending, so no group can start here")
@@ -166,11 +168,11 @@ class GroupSampler:
             )
 
     def refuse(self) -> None:
-        """Start no more groups."""
+        """Refuses all further groups."""
         self._is_ending = True
 
     def cancel(self, group_ids: Iterable[str]) -> None:
-        """End groups without results; unknown ones are ignored."""
+        """Ends groups without results; ignores unknown ids."""
         for group_id in group_ids:
             task = self._running.pop(group_id, None)
             self._groups.pop(group_id, None)
@@ -178,13 +180,14 @@ class GroupSampler:
                 task.cancel()
 
     def cancel_all(self) -> None:
-        """End all groups without results."""
+        """Ends all groups without results."""
         self.cancel(list(self._running))
 
     async def interrupt(self, group_ids: Iterable[str] | None = None) -> None:
-        """Stop groups (None: all), cache what they have, and report them as ``interrupted``.
+        """Stops groups (None: all), caches their progress and reports them as ``interrupted``.
 
-        No token is lost: any replica that is given the next attempt goes on where this one stopped.
+        No token is lost: any replica that receives the next attempt continues from the cached
+        progress.
         """
         names = [*self._running] if group_ids is None else [*group_ids]
         tasks = {name: self._running[name] for name in names if name in self._running}
@@ -197,12 +200,12 @@ class GroupSampler:
         await self._park([group for group in groups if group.is_cut])
 
     async def sleep(self) -> None:
-        """Free the engine's memory; what runs is finished first, unless it may go on under other weights."""
-        # Memory is moved to its end, even if the caller is gone.
+        """Releases the engine's GPU memory; first finishes running requests unless partial rollout is on."""
+        # The shield completes the memory transfer even if the caller is cancelled.
         await asyncio.shield(self._tasks.create_task(self._sleep()))
 
     async def wake(self) -> None:
-        """Give the engine its memory back."""
+        """Takes the engine's GPU memory back."""
         await asyncio.shield(self._tasks.create_task(self._tools.engine.wake()))
 
     async def _sleep(self) -> None:
@@ -212,7 +215,7 @@ class GroupSampler:
         await engine.sleep()
 
     async def stop_stalled(self, watch: EpisodeWatch, *, now: float) -> None:
-        """Interrupt groups of which a member made no token and no call for too long."""
+        """Interrupts groups that have a member without a token or a call for longer than the deadline."""
         running, total = await self._tools.engine.peek(), self._tools.engine.stats().tokens_total
         marks = {name: group.marks(running, total) for name, group in self._groups.items()}
         stalled = watch.look(marks, now=now)
@@ -222,7 +225,7 @@ class GroupSampler:
             await self.interrupt(stalled)
 
     async def checkpoint(self) -> None:
-        """Cache what the running groups have, while they run on."""
+        """Caches the progress of all running groups while they continue."""
         async with self._caching:
             now = asyncio.get_running_loop().time
             begin = now()
@@ -231,9 +234,10 @@ class GroupSampler:
             self._next_checkpoint = begin + (now() - begin) / _CHECKPOINT_SHARE
 
     def checkpoint_soon(self) -> None:
-        """Checkpoint beside whatever the caller does next, unless the last one is too recent for its cost.
+        """Starts a checkpoint in the background, unless the last one is too recent for what it cost.
 
-        Nothing is cached of responses that may not go on elsewhere.
+        Does nothing without partial rollout, since responses may then not continue on another
+        replica.
         """
         now = asyncio.get_running_loop().time()
         if self._spec.partial_rollout and now >= self._next_checkpoint:
@@ -241,9 +245,9 @@ class GroupSampler:
             self._tasks.create_task(self.checkpoint())
 
     async def _park(self, groups: Sequence[RunningGroup]) -> None:
-        """Cache what groups have and give them back to the controller.
+        """Caches the progress of groups and returns them to the controller.
 
-        Whoever comes while others are being cached goes with the next ones, in one call.
+        Groups that arrive while a save runs are parked together in the next save.
         """
         self._parked += groups
         async with self._caching:
@@ -263,7 +267,7 @@ class GroupSampler:
         *,
         is_last: bool,
     ) -> None:
-        """Cache progress; if that fails, the groups are merely generated anew after a crash."""
+        """Caches progress. A failure is only logged: after a crash the groups start from the beginning."""
         progress = {group.assignment.group_id: group.progress(running) for group in groups}
         attempts = {group.assignment.group_id: group.assignment.attempt for group in groups}
         found = {group_id: members for group_id, members in progress.items() if members}
@@ -276,7 +280,7 @@ class GroupSampler:
             logger.warning("progress was not cached", extra={"why": error.message})
 
     def _end(self, group: RunningGroup) -> None:
-        """Forget a group, unless a newer attempt took its place."""
+        """Removes a group unless a newer attempt replaced it."""
         group_id = group.assignment.group_id
         if self._groups.get(group_id) is group:
             del self._running[group_id], self._groups[group_id]
@@ -284,10 +288,11 @@ class GroupSampler:
     def _load_progress(
         self, assignments: Sequence[GroupAssignment]
     ) -> "asyncio.Task[Mapping[str, GroupProgress]] | None":
-        """Read what earlier attempts left of all these groups, in one go; None if none had one."""
+        """Starts one read of the cached progress of all these groups; returns None if none needs it."""
         if not self._spec.partial_rollout:
             return None
-        # Those that begin anew too: the cache then knows the rows that they replace.
+        # Includes groups that start over: the cache then knows the serials of the rows that it
+        # replaces.
         again = {a.group_id: a.first_attempt for a in assignments if a.attempt > 1}
         return self._tasks.create_task(self._cache.load(again)) if again else None
 
@@ -296,7 +301,7 @@ class GroupSampler:
     ) -> None:
         assignment = group.assignment
         trace = tracing.of_group(run_of(assignment.partition_id), assignment.group_id)
-        # The traces of held-out groups begin here; the others were issued by the controller.
+        # The controller starts the traces of training groups; those of held-out groups start here.
         is_first = assignment.split != "train"
         with tracing.span("rollout.group", trace, is_first=is_first, attempt=assignment.attempt):
             await self._make_group(group, loading)
@@ -310,7 +315,8 @@ class GroupSampler:
             prompt = self._prompts.prompt(assignment.split, assignment.row)
             if assignment.tried is not None and self._tools.curriculum is not None:
                 await self._tools.curriculum.check(prompt.row, assignment.tried)
-            # A group that is cancelled meanwhile must not cancel the reading for the others.
+            # The shield keeps the shared read alive for the other groups if this group is
+            # cancelled.
             loaded = await asyncio.shield(loading) if loading is not None else {}
             progress = loaded.get(group_id, {})
             async with self.admission.admitted():
@@ -333,7 +339,7 @@ class GroupSampler:
 
 
 def _interruption(group: RunningGroup) -> InterruptedGroupError:
-    """How far a group came: the controller resumes those first that have the least left to do."""
+    """Returns the report of an interrupted group. The controller resumes the nearly finished ones first."""
     members = group.progress({}).values()
     return InterruptedGroupError(
         stalled=group.stalled,

@@ -1,4 +1,4 @@
-"""A finished sample and the tensors and tags that describe it."""
+"""The finished sample and its tensors and tags."""
 
 import hashlib
 import json
@@ -30,31 +30,31 @@ from services.rollout.workflows.turns import (
 
 logger = logging.getLogger(__name__)
 
-# The pattern is somebody else's, and the event loop waits for it.
+# The pattern comes from the user, and matching blocks the event loop.
 _PATTERN_TIMEOUT_S = 0.1
 Tag = int | float | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One response of a group, scored."""
+    """One scored response of a group."""
 
     member: int
     """Index in the group."""
     prompt_ids: tuple[int, ...]
     """Tokens before the response."""
     turns: tuple[Turn, ...]
-    """The response; further conversations of the episode follow, each with its prompt."""
+    """The response; then any further conversations of the episode, each with its prompt."""
     score: Score
-    """Task reward and its terms; 0 and meaningless if the sample failed."""
+    """Task reward and its terms; 0 and without meaning if the sample failed."""
     finish_reason: str
     """``stop``, ``length`` or ``failed``."""
     is_greedy: bool
-    """Whether it was decoded greedily."""
+    """True if the sample was decoded greedily."""
     token_rewards: tuple[float, ...] = ()
-    """What of the reward each token of the response earned, if a reward says so."""
+    """Reward of each response token, if a reward assigns it by token; otherwise empty."""
     answer: str = ""
-    """Digest of what it answers; empty for training."""
+    """Digest of the answer; empty in training."""
 
     @property
     def response_ids(self) -> list[int]:
@@ -63,22 +63,25 @@ class Sample:
 
     @property
     def version_runs(self) -> list[VersionRun]:
-        """Weight versions of all tokens, run-length coded."""
+        """Run-length encoded weight versions of all tokens."""
         return version_runs(self.turns)
 
     @property
     def sampled_versions(self) -> list[int]:
-        """Weight versions of the sampled stretches, in order, without repeats in a row."""
+        """Weight versions of the sampled stretches, in order, without consecutive repeats."""
         return sampled_versions(self.turns)
 
 
 def answer_digest(response: str, pattern: str) -> str:
-    """A digest that is equal for responses with equal answers.
+    """Returns a digest that is equal for responses with equal answers.
 
     Args:
         response: Text of a response.
-        pattern: Regular expression whose last match is the answer, or its first group if it has one; the
-            whole response is the answer if it is empty, does not match, or takes too long.
+        pattern: Regular expression. The answer is its last match, or the first group of that match
+            if the
+            pattern has groups. The whole response is the answer if the pattern is empty, does not
+            match or
+            times out.
     """
     answer: str | None = response
     try:
@@ -95,12 +98,12 @@ def answer_digest(response: str, pattern: str) -> str:
 def placed_rewards(
     tokens: Sequence[float], judged: Conversation, trained: Sequence[Conversation]
 ) -> tuple[float, ...]:
-    """Rewards of single tokens at their places in a sample's response; 0 where no reward was given.
+    """Maps per-token rewards to the positions of a sample's response; other tokens get 0.
 
     Args:
-        tokens: One for each sampled token of the judged conversation.
-        judged: That conversation.
-        trained: What the sample is made of; tokens that are context there get nothing.
+        tokens: One reward for each sampled token of the judged conversation.
+        judged: The conversation that the reward scored.
+        trained: The conversations of the sample; tokens that are context there get 0.
     """
     by_turn, place = dict[int, Sequence[float]](), 0
     for turn in judged:
@@ -118,14 +121,14 @@ def placed_rewards(
 
 
 def prompt_fields(samples: Sequence[Sample]) -> list[Tensor]:
-    """Tokens of the prompts, ``[P]`` int32 each: one row if all samples of the group share it."""
+    """Returns the prompts' tokens, ``[P]`` int32 each; a single row if all samples share the prompt."""
     prompts = [sample.prompt_ids for sample in samples]
     rows = prompts[:1] if len(set(prompts)) == 1 else prompts
     return [torch.tensor(row, dtype=torch.int32) for row in rows]
 
 
 def row_of(parts: Iterable[Sequence[float]], dtype: Any) -> Tensor:
-    """One row of numbers that come in parts: three times as fast as torch takes them."""
+    """Concatenates parts into one tensor, three times as fast as ``torch.tensor`` on a flat list."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype=dtype))
 
 
@@ -135,12 +138,12 @@ def sample_fields(
     *,
     has_token_rewards: bool = False,
 ) -> dict[str, list[Tensor]]:
-    """Tensors of the samples, by field name, as the data dictionary says.
+    """Returns the tensors of the samples by field name, as the data dictionary defines them.
 
     Args:
-        samples: Of a group.
-        routing: What routers choose, if the trainer is to know.
-        has_token_rewards: Whether rewards of the run are for turns or tokens.
+        samples: Samples of one group.
+        routing: Shape of the routers' choices, if the trainer replays them.
+        has_token_rewards: True if a reward of the run scores turns or tokens.
 
     Raises:
         ValueError: If a sample's logprobs or versions do not cover its tokens.
@@ -177,7 +180,7 @@ def sample_fields(
 
 
 def _experts(sample: Sample, routing: RoutingShape) -> Tensor:
-    """An entry for each token but the last: what engines told of, and of the others that it is not known."""
+    """Returns the experts of all tokens but the last; tokens without a report get ``routing.missing``."""
     num_tokens = max(len(sample.prompt_ids) + len(sample.response_ids) - 1, 0)
     experts = np.full((num_tokens, *routing.tail), routing.missing, routing.dtype)
     start = 0
@@ -193,7 +196,7 @@ def _experts(sample: Sample, routing: RoutingShape) -> Tensor:
 def sample_tags(
     samples: Sequence[Sample], prompt: Prompt, *, group_id: str, attempt: int
 ) -> dict[str, list[Any]]:
-    """Tags of the samples, by name, as the data dictionary says."""
+    """Returns the tags of the samples by name, as the data dictionary defines them."""
     rows = [_tags(sample, prompt, group_id=group_id, attempt=attempt) for sample in samples]
     return {name: [row[name] for row in rows] for name in rows[0]}
 
