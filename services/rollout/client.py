@@ -1,4 +1,7 @@
-"""Typed client of the rollout service; the controller starts and ends groups with it. No torch."""
+"""Client of the rollout service, with which the controller starts and ends groups.
+
+This module does not import torch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,66 +15,66 @@ from slipstream.rollout.v1 import rollout_pb2 as pb
 from slipstream.rollout.v1 import rollout_pb2_grpc
 
 PASSED_OVER: Final = "set_aside"
-"""Reason of groups that were not begun, because the curriculum's function has their prompts wait."""
+"""Failure reason of groups that were not started because the curriculum's function deferred their prompts."""
 
 _TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriedPrompt:
-    """How a prompt did so far."""
+    """History of a prompt, on which the curriculum's function decides."""
 
     step: int
     """Step whose weights are served."""
     tries: int
-    """Its groups with a reward."""
+    """Number of the prompt's groups with a reward."""
     mean_reward: float
-    """Running mean of their mean rewards; 0 without any."""
+    """Running mean of those groups' mean rewards; 0 without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAssignment:
-    """What to generate: a group, or those of its members that one replica takes. Prompts are named by row."""
+    """A group, or a shard of it, that one replica generates; the prompt is identified by its row."""
 
     group_id: str
-    """Its samples get the keys ``{group_id}.{member}``."""
+    """The group's id; its samples get the keys ``{group_id}.{member}``."""
     attempt: int
-    """Try of the group, from 1."""
+    """Number of this attempt, from 1."""
     split: str
-    """The set of prompts: ``train`` or ``heldout``, or ``train.NAME`` and ``heldout.NAME`` of several."""
+    """Set of prompts: ``train`` or ``heldout``; if there are several, ``train.NAME`` or ``heldout.NAME``."""
     row: int
-    """Row inside the set, from 0."""
+    """Row in the set, from 0."""
     partition_id: str
-    """Partition that the samples go to."""
+    """Partition that stores the samples."""
     members: tuple[int, ...]
-    """Places of the samples in the group, from 0."""
+    """Indices of the samples in the group, from 0."""
     seeds: tuple[int, ...]
-    """One sampling seed per sample."""
+    """Sampling seed of each sample."""
     temperatures: tuple[float, ...]
-    """One temperature per sample; 0 is greedy."""
+    """Temperature of each sample; 0 is greedy."""
     tried: TriedPrompt | None = None
-    """What the curriculum's function is told before anything is sampled; None does not ask it."""
+    """History that the curriculum's function receives before sampling; None skips the function."""
     first_attempt: int = 1
-    """First attempt whose cached tokens this one may resume; those of earlier attempts are discarded."""
+    """First attempt whose cached tokens may be resumed; tokens of earlier attempts are discarded."""
 
 
 def rows_gauge(split: str) -> str:
-    """Name of the gauge by which a rollout tells how many rows a set has."""
+    """Returns the name of the gauge in which a rollout reports the number of rows of a set."""
     return f"prompts_{split}"
 
 
 class RolloutClient:
-    """Calls one rollout worker."""
+    """Client of one rollout worker."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = rollout_pb2_grpc.RolloutServiceStub(channel)
 
     async def start_groups(self, groups: Sequence[GroupAssignment]) -> None:
-        """Start groups; returns at once. Safe to repeat.
+        """Starts groups and returns at once. Safe to repeat.
 
         Raises:
-            InvalidArgumentError: If a group is described wrongly; then none was started.
-            UnavailableError: If the worker still loads.
+            InvalidArgumentError: If a group is invalid; then no group was started.
+            UnavailableError: If the worker is still loading.
         """
         await call(
             self._stub.StartGroups,
@@ -90,7 +93,7 @@ class RolloutClient:
         )
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        """End groups without results. Safe to repeat."""
+        """Ends groups without results. Safe to repeat."""
         await call(
             self._stub.CancelGroups,
             pb.CancelGroupsRequest(group_ids=group_ids),
@@ -99,9 +102,10 @@ class RolloutClient:
         )
 
     async def interrupt_groups(self, group_ids: Sequence[str] = ()) -> None:
-        """Stop groups (none named: all) and cache their tokens, so that any worker can resume them.
+        """Stops groups (none named: all) and caches their tokens, so that any worker can resume them.
 
-        They are reported as failed with reason ``interrupted`` before this returns. Safe to repeat.
+        The worker reports them as failed with reason ``interrupted`` before the call returns. Safe
+        to repeat.
         """
         await call(
             self._stub.InterruptGroups,
@@ -111,9 +115,9 @@ class RolloutClient:
         )
 
     async def sleep(self, *, timeout_s: float) -> None:
-        """Have the engine give its GPU memory up; groups wait where they are. Safe to repeat."""
+        """Releases the engine's GPU memory; groups are parked meanwhile. Safe to repeat."""
         await call(self._stub.Sleep, pb.SleepRequest(), timeout_s=timeout_s, idempotent=True)
 
     async def wake(self, *, timeout_s: float) -> None:
-        """Give the engine its memory back; groups go on with the next weights. Safe to repeat."""
+        """Takes the engine's GPU memory back; groups continue after the next weights. Safe to repeat."""
         await call(self._stub.Wake, pb.WakeRequest(), timeout_s=timeout_s, idempotent=True)

@@ -1,10 +1,10 @@
-"""A rollout in the trainer's pod: it starts once the trainer has loaded and sleeps, on GPUs of the trainer.
+"""Starts a colocated rollout in the trainer's pod after the trainer has loaded and sleeps.
 
     python -m services.rollout.colocated /tmp/trainer-0.ready 0,1 600
 
-waits 600 seconds at most for the file in which the trainer names its GPUs, takes the first two of them, and
-goes on as ``python -m services.rollout``. Kubernetes gives a GPU to one container of a pod; the runtime lets
-the others see it too.
+waits up to 600 seconds for the file in which the trainer lists its GPUs, takes the first two of
+them and replaces itself with ``python -m services.rollout``. Kubernetes assigns a GPU to one
+container of a pod; the container runtime makes it visible to the others.
 """
 
 import json
@@ -27,17 +27,17 @@ def wait_for_gpus(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Names of some of the trainer's GPUs, once it sleeps; empty where it has none.
+    """Waits for the trainer and returns the names of the selected GPUs; empty if it uses none.
 
     Args:
-        ready_file: What the trainer writes.
-        numbers: Which of its GPUs.
-        timeout_s: How long it may take.
-        clock: Seconds.
+        ready_file: File that the trainer writes after it has loaded.
+        numbers: Indices of the trainer's GPUs.
+        timeout_s: Max time to wait.
+        clock: Returns monotonic seconds.
         pause: Sleeps.
 
     Raises:
-        TimeoutError: If it has not loaded by then.
+        TimeoutError: If the file does not appear in time.
     """
     deadline = clock() + timeout_s
     while not ready_file.exists():
@@ -54,7 +54,7 @@ def wait_for_gpus(
 
 def main() -> NoReturn:
     """Entry point of ``python -m services.rollout.colocated``."""
-    # The first process of a container ignores what it has no handler for.
+    # PID 1 of a container ignores signals without a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     path, numbers, timeout_s = sys.argv[1:]
     wanted = [int(number) for number in numbers.split(",")]

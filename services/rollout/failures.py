@@ -1,4 +1,4 @@
-"""Why a group or a sample brought nothing: typed, so that no failure can pass for a score."""
+"""Typed failures of groups and user code, so that no failure can be mistaken for a score."""
 
 from typing import Literal
 
@@ -6,21 +6,22 @@ FailureKind = Literal["timeout", "exception", "invalid_value", "sandbox_killed"]
 
 
 class GroupError(Exception):
-    """A group ends without samples.
+    """Ends a group without samples.
 
     Attributes:
         reason: Stable code, for example ``prompt_too_long``.
-        message: For a person: what was expected, what came, what to do.
-        retryable: Whether another try could succeed.
-        num_unfinished: Members that were not finished when it was interrupted.
-        num_tokens: Tokens that it had then.
+        message: Text for people: what was expected, what occurred, what to do.
+        retryable: True if another attempt may succeed.
+        num_unfinished: Number of unfinished members when the group was interrupted.
+        num_tokens: Number of tokens that the group had then.
     """
 
     num_unfinished = 0
     num_tokens = 0
 
     def __init__(self, reason: str, message: str, *, retryable: bool) -> None:
-        # A user's error may hold what is no text: neither messages to the controller nor databases take it.
+        # A user's error may contain characters that neither gRPC messages nor databases accept as
+        # text.
         message = message.replace("\0", "\\0").encode(errors="backslashreplace").decode()
         super().__init__(message)
         self.reason = reason
@@ -29,12 +30,13 @@ class GroupError(Exception):
 
 
 class InterruptedGroupError(GroupError):
-    """A group was stopped before it was finished; what it has is cached.
+    """Reports that a group was stopped before it was finished; its progress is cached.
 
     Args:
-        stalled: Why it was stopped, if nobody asked for it: it had come to a halt.
-        num_unfinished: Members that are not finished.
-        num_tokens: Tokens that it has.
+        stalled: Why the group counts as stalled; empty if the controller asked for the
+            interruption.
+        num_unfinished: Number of unfinished members.
+        num_tokens: Number of tokens that the group has.
     """
 
     def __init__(self, *, stalled: str, num_unfinished: int, num_tokens: int) -> None:
@@ -45,13 +47,13 @@ class InterruptedGroupError(GroupError):
 
 
 class CallError(Exception):
-    """User code, or a service that the user named, gave no answer.
+    """Reports that user code, or a service that the user configured, gave no valid answer.
 
-    As a reward, it means that the sample has no score, which is not a score of 0.
+    A failed reward leaves its sample without a score, which differs from a score of 0.
 
     Attributes:
-        kind: What went wrong.
-        message: For a person.
+        kind: Category of the failure.
+        message: Text for people.
     """
 
     def __init__(self, kind: FailureKind, message: str) -> None:
@@ -61,4 +63,4 @@ class CallError(Exception):
 
 
 class BusyError(Exception):
-    """The service cannot answer now; another try may succeed."""
+    """Reports that a service cannot answer now; a retry may succeed."""

@@ -1,4 +1,4 @@
-"""Frozen weights of a run with adapters, in host memory: adapters are merged on the way to the engine.
+"""Frozen base weights in host memory, into which LoRA adapters are merged on the way to the engine.
 
 ::
 
@@ -6,7 +6,7 @@
     bucket i  -- copied -->  adapters are merged           -->  copied to the live weights
                              bucket i+1 is filled meanwhile
 
-So no copy of the weights is on the device beside the engine's own, whatever the model's size is.
+The device never holds a second copy of the weights besides the engine's, whatever the model's size.
 """
 
 import logging
@@ -39,11 +39,11 @@ _HOST: Final = torch.device("cpu")
 
 
 class FrozenWeights:
-    """Reads the weights of ``model.path``, and writes them into an engine with adapters merged into them.
+    """Reads the weights of ``model.path`` and writes them into an engine with adapters merged.
 
     Attributes:
-        plan: How the weights lie in buckets.
-        slots: Buffers of a bucket's size on the device, in which buckets lie in turn.
+        plan: Assignment of the weights to buckets.
+        slots: Bucket-sized buffers on the device, used alternately.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class FrozenWeights:
         device: torch.device,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Read the weights. Blocks for as long as the disk takes.
+        """Reads the weights; blocks while it reads from disk.
 
         Args:
-            model: Of the policy; no preset.
-            tokenizer: Of the policy.
-            dtype: That the trainer keeps frozen weights in, and the engine its own.
-            device: Of the engine.
+            model: The policy's model; not a preset.
+            tokenizer: The policy's.
+            dtype: Dtype of the trainer's frozen weights and of the engine's weights.
+            device: The engine's device.
             bucket_bytes: Max bytes of a bucket.
 
         Raises:
@@ -92,13 +92,13 @@ class FrozenWeights:
             _pin(self._bytes[0])
 
     def check(self, received: Mapping[str, Tensor]) -> None:
-        """Compare the trainer's frozen weights with these.
+        """Checks that the trainer's frozen weights equal these.
 
         Args:
-            received: What the trainer sent.
+            received: Tensors that the trainer sent.
 
         Raises:
-            ValueError: If they differ, or adapters are of weights that are not here.
+            ValueError: If the frozen weights differ or an adapter belongs to an unknown weight.
         """
         if unknown := sorted(adapters_by_weight(received).keys() - self._tensors.keys()):
             raise ValueError(
@@ -112,17 +112,17 @@ class FrozenWeights:
 
     @torch.no_grad()
     def write(self, received: Mapping[str, Tensor], place: Place) -> None:
-        """Merge adapters and place all weights, bucket by bucket. Blocks.
+        """Merges adapters and writes all weights, bucket by bucket. Blocks.
 
         Args:
-            received: Adapters, and other tensors that take the place of those here, on the device.
-            place: Copies a slot to where its bucket belongs.
+            received: Adapters, and other tensors that replace frozen ones, on the device.
+            place: Copies a slot to the live weights of its bucket.
         """
         changes = adapters_by_weight(received)
         count = len(self.plan.sources[0].buckets)
         filled = self._fill(0, received, changes)
         for index in range(count):
-            # The other slot is free: what was in it has been placed.
+            # The other slot is free: its bucket has been written.
             following = self._fill(index + 1, received, changes) if index + 1 < count else None
             if filled is not None:
                 filled.synchronize()
@@ -132,7 +132,7 @@ class FrozenWeights:
 
     @torch.no_grad()
     def merged(self, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All weights on the device, for an engine whose live weights cannot be written in place."""
+        """Returns all merged weights on the device, for engines without in-place weight updates."""
         changes = adapters_by_weight(received)
         with on_device(self._device):
             return {
@@ -148,7 +148,7 @@ class FrozenWeights:
         received: Mapping[str, Tensor],
         changes: Mapping[str, tuple[Tensor, Tensor]],
     ) -> torch.cuda.Event | None:
-        """Start to fill the slot of a bucket; returns what tells when it is filled."""
+        """Starts to fill the slot of a bucket; returns an event for its completion, or None on the CPU."""
         slot = self.slots.slot(0, index)
         with on_device(self._device), torch.cuda.stream(self._stream):
             for part in bucket_parts(self.plan, 0, index):
@@ -163,7 +163,7 @@ class FrozenWeights:
         received: Mapping[str, Tensor],
         changes: Mapping[str, tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Bytes of a tensor as the engine gets it. One that spans buckets is merged once."""
+        """Returns a tensor's bytes for the engine; caches the last merged one, which may span buckets."""
         name = self.plan.tensors[tensor].name
         if name in received:
             return _flat(received[name])
@@ -185,7 +185,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _pin(part: Tensor) -> None:
-    """Let the GPU read the memory that a tensor lies in without a detour; torch would round its size up."""
+    """Pins the memory of a tensor for direct transfers; torch's own pinning would round its size up."""
     storage = part.untyped_storage()
     runtime: Any = torch.cuda.cudart()
     if error := int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0)):

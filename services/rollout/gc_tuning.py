@@ -1,14 +1,15 @@
-"""How much of a process the interpreter looks through for cycles that nobody reaches."""
+"""Settings of Python's cyclic garbage collector."""
 
 import gc
 
 
 def freeze_startup_objects() -> None:
-    """Leave out all that exists by now, and look through old objects rarely.
+    """Excludes all existing objects from garbage collection and makes full collections rare.
 
-    Modules, engine and data stay, and little of what an episode makes is a cycle: by default all of it would
-    be looked through every half a minute, which holds every episode up for a quarter of a second. New objects
-    are looked through as often as ever: a look takes the longer, the more tokens came since the last one.
+    Modules, engine and data live as long as the process, and episodes create few cycles. By
+    default, a full collection would run every half minute and block every episode for a quarter of
+    a second. Young generations are collected as often as by default, because a collection takes
+    longer the more objects have been allocated since the last one.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What the rollout service measures."""
+"""Prometheus metrics of the rollout service."""
 
 from prometheus_client import Counter, Gauge, Histogram
 

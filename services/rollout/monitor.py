@@ -1,4 +1,4 @@
-"""Once a second: gauges to the controller and to Prometheus, admission, liveness."""
+"""Reports gauges, adapts admission and detects stalls, once a second."""
 
 import asyncio
 import math
@@ -11,18 +11,20 @@ from services.rollout.engines.base import Engine, EngineStats
 from services.rollout.sampling.liveness import EngineStalledError, EpisodeWatch, ProgressWatch
 from services.rollout.sampling.sampler import GroupSampler
 
-# Seconds after which what was seen counts a third.
+# Time constant of the moving sums, in seconds: older observations have weight exp(-age / this).
 _REMEMBERED_S = 600.0
-# By how much the concurrency may change between two looks: what it was meanwhile is not known otherwise.
+# Max relative change of the concurrency between two observations; larger changes hide what it was
+# in between.
 _STEADY = 0.2
-# Where the concurrency hardly varies no slope can be seen: half of a step is then taken to be for its
-# samples. That assumption weighs as much as a spread of a tenth of the concurrency.
+# Concurrency that hardly varies shows no slope. The prior then assumes that half of a step's time
+# is proportional to the number of samples; it weighs as much as a spread of a tenth of the
+# concurrency.
 _ASSUMED_SHARE = 0.5
 _ASSUMED_SPREAD = 0.1
 
 
 class DecodeTimes:
-    """Learns from an engine's gauges."""
+    """Fits an engine's decode step time, ``fixed + samples * per_sample``, to its gauges."""
 
     def __init__(self) -> None:
         self._seen: tuple[float, EngineStats] | None = None
@@ -30,7 +32,7 @@ class DecodeTimes:
         self._most = 0.0
 
     def observe(self, stats: EngineStats, *, now: float) -> None:
-        """Take in the gauges at a moment, in seconds; time in which nothing was decoded says nothing."""
+        """Adds the gauges at time ``now`` in seconds; skips intervals in which nothing was decoded."""
         seen, self._seen = self._seen, (now, stats)
         if seen is None:
             return
@@ -45,12 +47,13 @@ class DecodeTimes:
         step_s = samples * passed / tokens
         kept = math.exp(-passed / _REMEMBERED_S)
         new = (1.0, samples, step_s, samples * samples, samples * step_s)
-        # By tokens, not by time: the mean of ratios whose denominators vary would be too large.
+        # Weighted by tokens, not by time: a mean of ratios with varying denominators would be too
+        # large.
         self._sums = [kept * old + tokens * one for old, one in zip(self._sums, new, strict=True)]
         self._most = max(self._most, samples)
 
     def gauges(self) -> Mapping[str, float]:
-        """Seconds of a step, whatever it decodes and for each sample in it, and up to how many were seen."""
+        """Returns the fixed and per-sample seconds of a decode step, and the max concurrency observed."""
         weight, samples, step_s, squares, products = self._sums
         if not weight:
             return {}
@@ -68,11 +71,12 @@ class DecodeTimes:
 
 
 _EVERY_S = 1.0
-# Of those a second, so that what is decoded at once hardly changes between two of them.
+# Observations per second, so that the concurrency hardly changes between two of them.
 _LOOKS = 5
-# Looking at every episode takes longer than reading gauges.
+# A check of every episode costs more than a read of gauges.
 _LOOK_S = 15.0
-# A version may take an hour to come, and a process that is killed loses what it sampled since it last cached.
+# A weight update may take an hour to come, and a killed process loses the tokens since its last
+# checkpoint.
 _CHECKPOINT_S = 60.0
 
 
@@ -83,19 +87,20 @@ async def monitor(
     *,
     publish_wait_s: Callable[[], float],
 ) -> None:
-    """Watch until cancelled.
+    """Monitors the engine and the sampler until cancelled.
 
-    An episode that makes no token and no call within ``limits.stall_timeout_s``, as it is then, is stopped.
-    An engine that holds requests and makes no token at all ends in half of that.
+    Interrupts groups with an episode that made no token and no call within
+    ``limits.stall_timeout_s``, which is read again each second. The process ends if the engine has
+    running requests but made no token for half of that time.
 
     Args:
-        session: Hears of it, and knows the limits.
-        engine: Is watched.
-        sampler: Its admission follows the pressure.
-        publish_wait_s: How long the oldest unfinished publication has been waiting.
+        session: Receives the reports and has the current limits.
+        engine: The engine to monitor.
+        sampler: Its admission limit is adapted to the load.
+        publish_wait_s: Returns the age of the oldest unfinished publication.
 
     Raises:
-        EngineStalledError: If the engine is dead; the process has to end.
+        EngineStalledError: If the engine is stalled; the process must end.
     """
     stall_s = session.spec.limits.stall_timeout_s
     progress, episodes = ProgressWatch(stall_s / 2), EpisodeWatch(stall_s)
@@ -128,7 +133,7 @@ async def monitor(
                 "idle_seconds": stats.idle_seconds,
             }
         )
-        if stats.is_asleep:  # others have its GPU: no episode can move
+        if stats.is_asleep:  # others use its GPU, so no episode can progress
             episodes = EpisodeWatch(stall_s)
         try:
             progress.check(stats, now=clock())

@@ -1,4 +1,4 @@
-"""gRPC face of the rollout service."""
+"""gRPC server of the rollout service."""
 
 from typing import Any
 
@@ -15,47 +15,47 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """Translates requests.
+    """Translates gRPC requests to calls of the sampler.
 
-    It answers UNAVAILABLE until the engine is loaded and attached, because the port must be known before
-    the run's specification is.
+    Answers UNAVAILABLE until the sampler is attached: the port must be registered before the run's
+    specification, and so the engine, can be loaded.
     """
 
     def __init__(self) -> None:
         self._sampler: GroupSampler | None = None
 
     def attach(self, sampler: GroupSampler) -> None:
-        """Begin to serve."""
+        """Starts to serve requests with this sampler."""
         self._sampler = sampler
 
     async def StartGroups(
         self, request: pb.StartGroupsRequest, context: _Context
     ) -> pb.StartGroupsResponse:
-        """Start groups."""
+        """Starts groups."""
         self._attached().start([_assignment(group) for group in request.groups])
         return pb.StartGroupsResponse()
 
     async def CancelGroups(
         self, request: pb.CancelGroupsRequest, context: _Context
     ) -> pb.CancelGroupsResponse:
-        """End groups without results."""
+        """Ends groups without results."""
         self._attached().cancel(request.group_ids)
         return pb.CancelGroupsResponse()
 
     async def InterruptGroups(
         self, request: pb.InterruptGroupsRequest, context: _Context
     ) -> pb.InterruptGroupsResponse:
-        """Stop groups and cache what they have."""
+        """Stops groups and caches their progress."""
         await self._attached().interrupt(request.group_ids or None)
         return pb.InterruptGroupsResponse()
 
     async def Sleep(self, request: pb.SleepRequest, context: _Context) -> pb.SleepResponse:
-        """Give the GPU memory up."""
+        """Releases the engine's GPU memory."""
         await self._attached().sleep()
         return pb.SleepResponse()
 
     async def Wake(self, request: pb.WakeRequest, context: _Context) -> pb.WakeResponse:
-        """Take the GPU memory back."""
+        """Takes the engine's GPU memory back."""
         await self._attached().wake()
         return pb.WakeResponse()
 
@@ -66,7 +66,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 def _assignment(group: pb.GroupAssignment) -> GroupAssignment:
-    """Check and translate one group."""
+    """Validates and converts one assignment."""
     problems = {
         "group_id must not be empty": not group.group_id,
         "attempt must be at least 1": group.attempt < 1,

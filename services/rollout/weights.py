@@ -1,4 +1,4 @@
-"""The engine's side of weight sync: when a received version goes into service."""
+"""Adoption of received weight versions by the engine."""
 
 import asyncio
 import logging
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class WeightReceiver:
-    """Hands complete, verified versions to the engine.
+    """Passes complete, verified weight versions to the engine.
 
-    With partial rollout, running responses go on under the new weights in the middle of a sentence.
-    Without it they finish under the old ones first, while new responses wait.
+    With partial rollout, running responses continue under the new weights in mid-sentence.
+    Otherwise they finish under the old weights first, while new responses wait.
 
     Args:
-        on_refused: Hears why this rollout serves nothing until it gets other weights.
+        on_refused: Receives the reason if this rollout stops serving until it adopts other weights.
     """
 
     def __init__(self, on_refused: Callable[[str], None] = lambda reason: None) -> None:
@@ -45,19 +45,19 @@ class WeightReceiver:
         is_partial: bool,
         frozen: FrozenWeights | None = None,
     ) -> None:
-        """Begin to receive.
+        """Sets the engine and sampler; until then calls raise UnavailableError.
 
         Args:
-            engine: Takes the weights.
-            sampler: Caches what is unfinished after each update, if ``is_partial``.
-            is_partial: Whether responses may change weights in their middle.
-            frozen: What adapters are merged into, if they come alone.
+            engine: Adopts the weights.
+            sampler: Checkpoints unfinished groups after each update, if ``is_partial``.
+            is_partial: True if weights may change in the middle of a response.
+            frozen: Base weights to merge adapters into, if only adapters are received.
         """
         self._engine, self._sampler, self._is_partial = engine, sampler, is_partial
         self._frozen = frozen
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
-        """Put a version into service; returns the seconds in which no token was produced."""
+        """Puts a version into service; returns the seconds without tokens."""
         engine, _ = self._attached()
         if self._frozen is not None:
             try:
@@ -70,7 +70,7 @@ class WeightReceiver:
     async def _adopt_merged(
         self, frozen: FrozenWeights, version: int, tensors: Mapping[str, Tensor]
     ) -> float:
-        """Merge adapters into frozen weights, on their way into the live ones."""
+        """Merges adapters into the frozen weights and writes the result into the live weights."""
         try:
             place = await self.open_weights(frozen.plan, frozen.slots.buffers)
         except InvalidArgumentError as error:
@@ -106,28 +106,30 @@ class WeightReceiver:
         return stall_s
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
-        """Logprob of each token but the first under the live weights; none from the fake engine."""
+        """Returns the logprob of each token but the first; empty for an engine without a model."""
         engine, _ = self._attached()
-        # Without a model, no weights could be in the wrong places.
+        # An engine without weights cannot have misplaced ones.
         return await engine.score(token_ids) if engine.weight_specs() else ()
 
     async def refuse_weights(self, reason: str) -> None:
-        """Serve nothing until other weights are adopted."""
+        """Pauses the engine until other weights are adopted, and reports the reason."""
         engine, _ = self._attached()
         await engine.pause()
         self._on_refused(reason)
 
     async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
-        """Pause, and let the engine's live weights be written.
+        """Pauses the engine and opens its live weights for writing.
 
         Raises:
-            InvalidArgumentError: If the engine keeps them to itself, or they are not those of the plan.
+            InvalidArgumentError: If the engine does not expose its weights, or they do not match
+                the plan.
         """
         engine = self._open()
         asked_at = time.monotonic()
         if not self._is_partial:
             await engine.pause(drain=True)
-        # After a transfer that failed the engine stands still since then.
+        # After a failed transfer the engine is still paused; the stall counts from that first
+        # pause.
         if self._stopped_at is None:
             self._asked_at, self._stopped_at = asked_at, time.monotonic()
         try:
@@ -136,7 +138,7 @@ class WeightReceiver:
             raise InvalidArgumentError(str(error)) from error
 
     async def adopt_placed(self, version: int) -> float:
-        """Put what was written into service; returns the seconds since the pause began."""
+        """Puts the written weights into service; returns the seconds since the pause began."""
         engine = self._open()
         await engine.adopt_placed(version)
         await engine.resume()
@@ -147,7 +149,7 @@ class WeightReceiver:
         return stall_s
 
     async def close_weights(self) -> None:
-        """Go on after a pause in which nothing was written."""
+        """Resumes after a pause in which nothing was written."""
         await self._open().close_weights()
         self._stopped_at = None
 

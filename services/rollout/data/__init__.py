@@ -1,1 +1,1 @@
-"""Prompt sources, prompts, demonstrations, curriculum."""
+"""Prompt sources, prompts, demonstrations and the curriculum."""

@@ -1,4 +1,4 @@
-"""The user's function that says which prompts are worth a try now."""
+"""Curriculum: a user's function decides which prompts are worth sampling at the current step."""
 
 from services.common.runspec.data import CurriculumSpec
 from services.rollout.calls.pool import CallPool
@@ -8,11 +8,11 @@ from services.rollout.failures import CallError, GroupError
 
 
 class Curriculum:
-    """Asks the function of a run's curriculum.
+    """Calls the function of a run's curriculum.
 
     Args:
         spec: Names the function.
-        calls: Calls it, in a process of its own.
+        calls: Calls the function in a separate process.
     """
 
     def __init__(self, spec: CurriculumSpec, calls: CallPool) -> None:
@@ -20,15 +20,16 @@ class Curriculum:
         self._calls = calls
 
     async def check(self, row: Row, tried: TriedPrompt) -> None:
-        """Return if a prompt is worth a try now.
+        """Returns if the prompt is worth sampling now, and raises otherwise.
 
         Args:
-            row: Its row.
-            tried: What is known of it.
+            row: The prompt's row.
+            tried: The prompt's history.
 
         Raises:
-            GroupError: ``set_aside`` if it waits; ``curriculum_timeout``, ``curriculum_exception``,
-                ``curriculum_sandbox_killed`` or ``curriculum_invalid_value`` if the function gave no answer.
+            GroupError: ``set_aside`` if the function defers the prompt; ``curriculum_timeout``,
+                ``curriculum_exception``, ``curriculum_sandbox_killed`` or
+                ``curriculum_invalid_value`` if the function gave no valid answer.
         """
         reference = self._spec.function
         assert reference is not None, "a function is asked for"

@@ -1,8 +1,9 @@
-"""Answers that a row brings with it, as the tokens that the policy would have seen and said.
+"""Demonstrations: answers in the data, as the tokens that the policy would have read and sampled.
 
-The prompt is encoded as it is for sampling, and each stretch behind it by itself, as an engine would go on
-from it. In a chat, what the template writes between "here the assistant's answer begins" and the end of its
-message is the assistant's; where a template marks that itself (``{% generation %}``), its marks count.
+The prompt is encoded as for sampling. Each later stretch is encoded separately, as an engine would
+continue from it. In a chat, the text that the template writes between the opening of an assistant's
+turn and the end of its message counts as the assistant's. If the template marks the assistant's
+text itself (``{% generation %}``), its marks count instead.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,26 +19,26 @@ Turns = Literal["all", "last"]
 
 @dataclass(frozen=True, slots=True)
 class DemonstrationTurn:
-    """Tokens of a demonstration that one side said."""
+    """Consecutive tokens of a demonstration that come from one side."""
 
     token_ids: tuple[int, ...]
     is_answer: bool
-    """Whether they are the assistant's, and train."""
+    """True for tokens of the assistant that train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A prompt and what follows it."""
+    """A prompt and its continuation."""
 
     prompt_ids: tuple[int, ...]
     """Tokens before the first answer that trains."""
     stretches: tuple[DemonstrationTurn, ...]
     """The response; its first stretch is an answer."""
     text: str
-    """The last answer as people read it."""
+    """Text of the last answer."""
 
     def cut(self, num_tokens: int) -> "Demonstration":
-        """The same with so many tokens behind the prompt."""
+        """Returns a copy with at most ``num_tokens`` tokens after the prompt."""
         kept: list[DemonstrationTurn] = []
         for stretch in self.stretches:
             if num_tokens > 0:
@@ -47,12 +48,12 @@ class Demonstration:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens behind the prompt."""
+        """Number of tokens after the prompt."""
         return sum(len(stretch.token_ids) for stretch in self.stretches)
 
 
 def of_text(prompt: str, answer: str, tokenizer: Tokenizer) -> Demonstration:
-    """A prompt and its answer, which the end-of-sequence token ends."""
+    """Returns the demonstration of a prompt and its answer, with an end-of-sequence token."""
     answer_ids = (*tokenizer.encode(answer), tokenizer.eos_id)
     return Demonstration(
         prompt_ids=tuple(tokenizer.encode_prompt(prompt)),
@@ -64,16 +65,16 @@ def of_text(prompt: str, answer: str, tokenizer: Tokenizer) -> Demonstration:
 def of_chat(
     messages: Messages, tools: Messages, tokenizer: Tokenizer, *, turns: Turns
 ) -> Demonstration:
-    """A conversation, of which the assistant's messages, or its last one alone, are the answers.
+    """Returns the demonstration of a conversation with one or more answers.
 
     Args:
-        messages: The first is not the assistant's, the last is.
-        tools: What the assistant could call.
-        tokenizer: Renders and encodes.
-        turns: Which messages of the assistant are answers.
+        messages: Messages; the last one is the assistant's, the first one is not.
+        tools: Tools that the assistant could call.
+        tokenizer: Renders and encodes the chat.
+        turns: ``all`` if all of the assistant's messages train, ``last`` for the last one only.
 
     Raises:
-        ValueError: If the template does not show exactly where the answers are.
+        ValueError: If the rendered chat does not show exactly where the answers are.
     """
     marked = tokenizer.marked_chat(messages, tools)
     if marked is None:
@@ -95,10 +96,10 @@ def of_chat(
 
 
 def as_messages(value: object, what: str) -> Messages:
-    """A value that is chat messages.
+    """Returns a value that must be chat messages.
 
     Raises:
-        ValueError: With what it is instead; ``what`` names it.
+        ValueError: If it is anything else; ``what`` names the value in the message.
     """
     is_chat = isinstance(value, Sequence) and not isinstance(value, str) and bool(value)
     if not is_chat or not all(
@@ -112,10 +113,10 @@ def as_messages(value: object, what: str) -> Messages:
 
 
 def check_answered(messages: Messages, what: str) -> None:
-    """See that the assistant answers something, and has the last word.
+    """Checks that a conversation ends, but does not start, with a message of the assistant.
 
     Raises:
-        ValueError: With what is wrong; ``what`` names the messages.
+        ValueError: If it does not; ``what`` names the conversation in the message.
     """
     first, last = messages[0]["role"], messages[-1]["role"]
     if last != "assistant":
@@ -133,7 +134,7 @@ def check_answered(messages: Messages, what: str) -> None:
 def _rendered(
     messages: Messages, tools: Messages, tokenizer: Tokenizer, turns: Turns
 ) -> Iterator[DemonstrationTurn]:
-    """Stretches between one rendering of the conversation's beginnings and the next."""
+    """Yields the stretches between renderings of successive prefixes of the conversation."""
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     text, left = "", list[int]()
     for place in places if turns == "all" else places[-1:]:
@@ -159,10 +160,10 @@ def _rendered(
 
 
 def _ended(text: str, tokenizer: Tokenizer, *, is_last: bool) -> tuple[list[int], list[int]]:
-    """An answer up to the token that ends it, and what the template writes behind that.
+    """Splits an answer's tokens after the token that ends it; returns the answer and the remaining tokens.
 
-    Where a template ends the last answer with none, the end-of-sequence token does: the policy has to learn
-    when to stop.
+    If the template does not end the last answer with a stop token, the end-of-sequence token is
+    added: the policy has to learn when to stop.
     """
     token_ids = tokenizer.encode(text)
     ends = [i for i, token in enumerate(token_ids) if token in tokenizer.stop_ids]
@@ -181,7 +182,7 @@ def _of_marks(
         DemonstrationTurn(tuple(token for token, _ in run), is_answer=marked)
         for marked, run in groupby(pairs, key=lambda pair: pair[1])
     ]
-    # What the template writes behind the last answer, such as a line's end, is nobody's.
+    # The template's text after the last answer, such as a newline, is neither prompt nor answer.
     last = max((index for index, run in enumerate(runs) if run.is_answer), default=-1)
     runs = runs[: last + 1]
     if turns == "last" and last > 0:

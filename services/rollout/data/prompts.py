@@ -1,4 +1,4 @@
-"""Rows to prompts: template, chat template, tokens, limits."""
+"""Conversion of rows to prompts: prompt template, chat template, tokens, limits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,30 +24,30 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What a group answers."""
+    """The prompt of a group."""
 
     token_ids: tuple[int, ...]
-    """Tokens that the engine continues; none if an environment makes the prompt."""
+    """Tokens that the engine continues; empty if an environment provides the prompt."""
     text: str
-    """The prompt as people read it: filled template, or the last message of a chat."""
+    """Text of the prompt: the filled template, or the last message of a chat."""
     answer: Any
     """Expected answer for the reward; None if the data has none."""
     row: Row
     """The whole row, for the reward."""
     data_source: str
-    """Origin, for scores per source."""
+    """Source of the row, for scores per source."""
     messages: tuple[Message, ...] = ()
-    """The chat that it is; none if it went through no chat template."""
+    """Messages of the chat; empty if no chat template was applied."""
     demonstrations: tuple[Demonstration, ...] = ()
-    """Answers that the row brings with it, one for each member of a group; none if they are sampled."""
+    """Answers of the row, one for each member of a group; empty if answers are sampled."""
     may_be_cut: bool = False
-    """Whether such an answer may lose its end where it is too long."""
+    """True if a demonstration that is too long may be truncated."""
 
 
 class PromptStore:
-    """The prompts of a run by split and row.
+    """Prompts of a run by split and row.
 
-    A prompt that cannot be used is refused alone: it raises, and its neighbours are not touched.
+    An invalid row raises an error for its own group only.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class PromptStore:
         num_demonstrations: int = 0,
         answers_heldout: bool = True,
     ) -> None:
-        """Read the prompts of a run.
+        """Initializes the store; rows are read on demand.
 
         Args:
             data: Names the columns.
             sources: Rows of each split.
             tokenizer: The model's.
-            num_demonstrations: Answers that each row brings with it; 0 if they are sampled.
-            answers_heldout: Whether those of held-out rows are sampled all the same.
+            num_demonstrations: Number of answers in each row; 0 if answers are sampled.
+            answers_heldout: True if answers to held-out rows are sampled nevertheless.
         """
         self._data = data
         self._specs = data.sets
@@ -77,20 +77,20 @@ class PromptStore:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The sets that there are."""
+        """Names of all sets."""
         return tuple(self._sources)
 
     def num_rows(self, split: str) -> int:
-        """Rows of a split; 0 if the run has none."""
+        """Returns the number of rows of a split; 0 if the run does not have it."""
         source = self._sources.get(split)
         return 0 if source is None else len(source)
 
     def prompt(self, split: str, row_index: int) -> Prompt:
-        """Return one prompt.
+        """Returns one prompt.
 
         Raises:
-            GroupError: If the row does not exist or is damaged, or its prompt is empty, too long, or of
-                the wrong kind. Another try would not help.
+            GroupError: If the row does not exist or is damaged, or its prompt is empty, too long or
+                of the wrong kind. A retry would not help.
         """
         if not 0 <= row_index < self.num_rows(split):
             raise _refused(
@@ -124,7 +124,7 @@ class PromptStore:
     def _demonstrated(
         self, row: Row, spec: PromptSourceSpec, source: str, place: str, *, is_sampled: bool
     ) -> Prompt:
-        """A prompt that comes with its answer, or with two of which the first is preferred."""
+        """Returns a prompt with its answer, or with two answers of which the first is preferred."""
         data = self._data
         turns = "last" if is_sampled else data.demonstration.turns
         try:
@@ -161,7 +161,7 @@ class PromptStore:
     def _encode(
         self, row: Row, spec: PromptSourceSpec, place: str
     ) -> tuple[str, tuple[Message, ...], Sequence[int]]:
-        """Text, chat and tokens."""
+        """Returns text, chat messages and tokens."""
         column = self._data.prompt_column_of(spec)
         content = column_value(row, column)
         if isinstance(content, str):
@@ -197,17 +197,17 @@ class PromptStore:
 def conversations_of(
     row: Row, data: DataSpec, spec: PromptSourceSpec, place: str, *, count: int
 ) -> list[Messages]:
-    """The messages of a row that brings its own answers, one of which is the last of each.
+    """Returns the conversations of a row with demonstrations; each ends with one of the answers.
 
     Args:
-        row: A row that has the columns.
+        row: The row.
         data: Names the columns.
-        spec: The set that it is of.
-        place: Where the row is, for the message.
-        count: Answers of a row: one, or two of which the first is preferred.
+        spec: The set that the row belongs to.
+        place: Position of the row, for error messages.
+        count: Number of answers in a row: one, or two of which the first is preferred.
 
     Raises:
-        ValueError: If there is nothing in it to learn.
+        ValueError: If the row has no valid answer to train.
     """
     keys = {"answer_column": data.answer_column_of(spec), "rejected_column": data.rejected_column}
     columns = list(keys.items())[:count]
@@ -262,17 +262,17 @@ def check_prompt(
     key: str,
     num_demonstrations: int = 0,
 ) -> None:
-    """Look at the kind of a row's prompt, before there is a tokenizer.
+    """Checks the type of a row's prompt; needs no tokenizer.
 
     Args:
         row: A row that has the columns.
         data: Names the columns.
-        spec: The set that it is of.
-        key: Key of the source, for the message.
-        num_demonstrations: Answers that the row has to bring with it.
+        spec: The set that the row belongs to.
+        key: Configuration key of the source, for error messages.
+        num_demonstrations: Number of answers that the row must have.
 
     Raises:
-        ValueError: If no prompt can be made of it.
+        ValueError: If the row cannot become a prompt.
     """
     if num_demonstrations:
         conversations_of(row, data, spec, key, count=num_demonstrations)

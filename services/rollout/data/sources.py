@@ -1,4 +1,4 @@
-"""One row of a set of prompts, and its columns."""
+"""Sources of prompts: files, datasets, functions and environments as rows by index, with filters."""
 
 import inspect
 import json
@@ -17,11 +17,11 @@ from services.common.runspec.data import DataSpec, FilterSpec, PromptSourceSpec
 from services.common.runspec.suggestions import did_you_mean
 
 Row = Mapping[str, Any]
-"""Column names to JSON-like values."""
+"""Mapping of column names to JSON-like values."""
 
 
 def has_column(row: Row, column: str) -> bool:
-    """Whether a row has a column, or the nested one that a dotted name means."""
+    """Returns True if a row has a column; a dotted name may refer to a nested one."""
     if column in row:
         return True
     head, _, rest = column.partition(".")
@@ -29,35 +29,37 @@ def has_column(row: Row, column: str) -> bool:
 
 
 def column_value(row: Row, column: str) -> Any:
-    """The value of a column, None if it is missing; ``a.b`` reaches into the nested column ``a``."""
+    """Returns the value of a column, None if it is missing; ``a.b`` reads ``b`` of the column ``a``."""
     if column in row or not has_column(row, column):
         return row.get(column)
     head, _, rest = column.partition(".")
     return column_value(row[head], rest)
 
 
-# The pattern is somebody else's, and so is the text.
+# Both the pattern and the text come from users.
 _PATTERN_TIMEOUT_S = 1.0
 _Keeps = Callable[[Row], object]
 
 
 class Rows(Protocol):
-    """Rows by index."""
+    """Read-only rows by index."""
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Returns the number of rows."""
 
     def __getitem__(self, index: int, /) -> Row:
-        """Return one row. Raises ValueError if the row is damaged."""
+        """Returns one row. Raises ValueError if the row is damaged."""
 
 
 def kept_rows(rows: Rows, filters: Sequence[FilterSpec], *, key: str) -> "array[int]":
-    """Numbers of the rows that pass all filters; a damaged row stays, and is refused when it is issued.
+    """Returns the indices of the rows that pass all filters.
+
+    A damaged row is kept here and refused when its prompt is dispatched.
 
     Args:
-        rows: All of the set, of which there is at least one.
-        filters: What they must pass.
-        key: Key of the set, for messages.
+        rows: All rows of the set; at least one.
+        filters: Filters to apply.
+        key: Configuration key of the set, for error messages.
 
     Raises:
         ValueError: If a filter cannot be applied, or no row passes; the message names the filter.
@@ -83,7 +85,7 @@ def kept_rows(rows: Rows, filters: Sequence[FilterSpec], *, key: str) -> "array[
 def _passes(keeps: _Keeps, row: Row, place: str) -> bool:
     try:
         answer = keeps(row)
-    except Exception as error:  # it may be the user's code
+    except Exception as error:  # may be user code
         raise ValueError(
             f"{place}: the filter failed with {type(error).__name__}: {error}"
         ) from error
@@ -122,7 +124,7 @@ def _function(reference: str, arguments: Mapping[str, Any], key: str) -> _Keeps:
 
 
 def _fits(spec: FilterSpec, value: object) -> bool:
-    """Whether a column's value is as a filter says; one of another kind is not."""
+    """Returns True if a column's value passes a filter; values of another type do not pass."""
     if spec.one_of is not None and value not in spec.one_of:
         return False
     number = value if isinstance(value, int | float) else None
@@ -139,43 +141,43 @@ def _fits(spec: FilterSpec, value: object) -> bool:
 
 
 def _is_within(number: float | None, least: float | None, most: float | None) -> bool:
-    """Whether a number is there, if there are bounds, and within them."""
+    """Returns True if a number is within the bounds; None passes only without bounds."""
     if number is None:
         return least is None and most is None
     return (least is None or number >= least) and (most is None or number <= most)
 
 
 def _length(value: Sized) -> int:
-    """Characters of a text, or of all messages of a chat; items of anything else."""
+    """Returns the characters of a text or of all messages of a chat, or the number of items otherwise."""
     if isinstance(value, Sequence) and all(isinstance(part, Mapping) for part in value):
         return sum(len(str(part.get("content", ""))) for part in value)
     return len(value)
 
 
-# Bytes of a decoded Parquet file that are held in memory; a larger one is copied to disk.
+# Max bytes of a decoded Parquet file to hold in memory; a larger one is copied to disk.
 _MOST_BYTES_HELD = 256 << 20
 _ROWS_COPIED = 16_384
 _VERIFIERS = "services.rollout.environments.verifiers:tasks_of"
 
 
 class PromptSource(Protocol):
-    """Rows by index."""
+    """Rows of one source by index."""
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Returns the number of rows."""
         ...
 
     def __getitem__(self, index: int, /) -> Row:
-        """Return one row. Raises ValueError if the row is damaged."""
+        """Returns one row. Raises ValueError if the row is damaged."""
         ...
 
 
 def open_sources(data: DataSpec) -> dict[str, PromptSource]:
-    """Open all sets of a run, by split, and check their columns.
+    """Opens all sets of a run and checks their columns; returns them by split.
 
     Raises:
-        ValueError: If a source is missing, empty or lacks a column; the message names the key, what
-            was found, and the fix.
+        ValueError: If a source is missing, empty or lacks a column; the message has the key, the
+            actual value and the fix.
     """
     return {
         split: open_source(spec, data, key=f"data.{split}") for split, spec in data.sets.items()
@@ -185,16 +187,16 @@ def open_sources(data: DataSpec) -> dict[str, PromptSource]:
 def open_source(
     spec: PromptSourceSpec, data: DataSpec, *, key: str, has_columns: bool = True
 ) -> PromptSource:
-    """Open one source and look at its first row.
+    """Opens one source, applies its filters and limit, and checks the columns of its first row.
 
     Args:
         spec: The source.
         data: Names the columns.
-        key: Key of the source, for messages.
-        has_columns: Whether the columns must be there.
+        key: Configuration key of the source, for error messages.
+        has_columns: True to require the columns.
 
     Raises:
-        ValueError: As :func:`open_sources`; one line for each column that is missing.
+        ValueError: As :func:`open_sources`; with one line for each missing column.
     """
     source = _OPENERS[spec.source](spec, key)
     if len(source) == 0:
@@ -205,7 +207,7 @@ def open_source(
         source = _ChosenRows(source, kept_rows(source, spec.filters, key=key))
     if spec.limit is not None:
         source = _ChosenRows(source, range(min(spec.limit, len(source))))
-    if spec.source == "environment":  # it makes the prompt itself
+    if spec.source == "environment":  # the environment provides the prompt
         return source
     columns = {_column_key("prompt_column", spec, key): data.prompt_column_of(spec)}
     if (answers := data.answer_column_of(spec)) is not None:
@@ -228,12 +230,12 @@ def open_source(
 
 
 def _column_key(name: str, spec: PromptSourceSpec, key: str) -> str:
-    """The key that names a column of a set."""
+    """Returns the configuration key that names a column of a set."""
     return f"data.{name}" if getattr(spec, name) is None else f"{key}.{name}"
 
 
 class _ChosenRows:
-    """Some rows of another source."""
+    """Selected rows of another source."""
 
     def __init__(self, source: PromptSource, chosen: Sequence[int]) -> None:
         self._source = source
@@ -247,7 +249,7 @@ class _ChosenRows:
 
 
 class _JsonLines:
-    """A JSONL file, read row by row; only the places of the rows are kept in memory."""
+    """A JSONL file that is read row by row; only the offsets of the rows are kept in memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -269,7 +271,7 @@ class _JsonLines:
         begin = self._offsets[index]
         is_last = begin == self._offsets[-1]
         end = self._size if is_last else self._offsets[index + 1]
-        # Threads read at once, so there is no common place in the file.
+        # pread, because threads read concurrently and a file has only one position.
         line = os.pread(self._file, end - begin, begin)
         try:
             row = json.loads(line)
@@ -282,7 +284,7 @@ class _JsonLines:
 
 
 class _Parquet:
-    """A Parquet file; a large one is copied to a file that is mapped, and not held in memory."""
+    """A Parquet file; a large one is copied to a memory-mapped file instead of held in memory."""
 
     def __init__(self, path: Path, key: str) -> None:
         import pyarrow as pa
@@ -307,7 +309,7 @@ class _Parquet:
 
 
 def _mapped(file: Any) -> Any:
-    """The table of a Parquet file, mapped from a copy that leaves with the process."""
+    """Returns a Parquet file's table, mapped from an unlinked copy that disappears with the process."""
     import pyarrow as pa
 
     with tempfile.TemporaryDirectory() as folder:
@@ -319,7 +321,7 @@ def _mapped(file: Any) -> Any:
 
 
 class _Numbers:
-    """Tasks that an environment knows by their number."""
+    """Tasks that an environment identifies by index."""
 
     def __init__(self, split: str, count: int) -> None:
         self._split = split
@@ -333,7 +335,7 @@ class _Numbers:
 
 
 class _Rows:
-    """Rows that a library or the user's function holds."""
+    """Rows of a library or of a user's function."""
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:
         self._rows = rows
@@ -398,14 +400,14 @@ def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
             f"{key}: {spec.path!r} could not be called with {dict(spec.arguments)} ({error}); check "
             f"{key}.arguments"
         ) from error
-    except Exception as error:  # it is the user's code
+    except Exception as error:  # user code
         raise _raised(spec, key, error) from error
     if isinstance(rows, Sized) and hasattr(rows, "__getitem__"):
         return _Rows(rows, spec.path)  # type: ignore[arg-type]  # a sequence, whatever its class
     if isinstance(rows, Iterable):
         try:
             return _Rows(list(rows), spec.path)
-        except Exception as error:  # as above: a generator runs here
+        except Exception as error:  # user code: a generator runs here
             raise _raised(spec, key, error) from error
     raise ValueError(
         f"{key}: {spec.path!r} returned a {type(rows).__name__}; it must return the rows, for example "
@@ -426,7 +428,7 @@ def _open_environment(spec: PromptSourceSpec, key: str) -> PromptSource:
 
 def _open_verifiers(spec: PromptSourceSpec, key: str) -> PromptSource:
     try:
-        # By reference: it stands on the floors above, and loading it takes seconds.
+        # Loaded by name: the module is in a higher layer, and its import takes seconds.
         tasks_of = load_callable(_VERIFIERS)
         rows = tasks_of(spec.path, dict(spec.arguments), limit=spec.limit)
     except (ImportError, AttributeError, TypeError, ValueError) as error:

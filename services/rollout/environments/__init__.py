@@ -1,1 +1,1 @@
-"""Environments: who gives an episode its prompt, tools, observations, end and reward."""
+"""Environments, which give an episode its prompt, tools, observations, end and reward."""

@@ -1,4 +1,4 @@
-"""The rollout's side of the protocol: one environment, and its sessions."""
+"""Client of the environment protocol: one environment and its sessions."""
 
 import asyncio
 import json
@@ -22,26 +22,26 @@ _BUSY = frozenset({429, 503})
 
 
 class Session(Protocol):
-    """One episode of an environment; at most one call at a time."""
+    """One episode of an environment; allows one call at a time."""
 
     async def step(self, message: Message) -> Observation:
-        """What the policy's message leads to. Raises CallError naming the environment."""
+        """Sends the policy's message and returns the next observation. Raises CallError."""
         ...
 
     async def close(self) -> Observation:
-        """End the episode, if it goes on; returns what that earned."""
+        """Ends the episode if it is still running; returns the reward of the end."""
         ...
 
 
 class Environment(Protocol):
-    """Makes episodes."""
+    """Starts episodes."""
 
     async def check(self) -> None:
-        """Whether it is there and speaks as expected. Raises CallError."""
+        """Checks that the environment responds and speaks the protocol. Raises CallError."""
         ...
 
     async def begin(self, task: Mapping[str, Any], *, seed: int) -> tuple[Session, Observation]:
-        """Begin an episode. Raises CallError naming the environment."""
+        """Starts an episode. Raises CallError naming the environment."""
         ...
 
 
@@ -49,10 +49,10 @@ class HttpEnvironment:
     """An environment that speaks the protocol over HTTP.
 
     Args:
-        name: What messages call it.
-        service: Is asked.
-        timeout_s: Deadline of each answer, with everything that is tried again until then.
-        wait_s: Longest wait for a place while the environment is busy.
+        name: Name of the environment in messages.
+        service: HTTP service of the environment.
+        timeout_s: Deadline of each answer, including retries.
+        wait_s: Max time to retry while the environment is busy.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HttpEnvironment:
         self._wait_s = wait_s
 
     async def check(self) -> None:
-        """Whether it is there and speaks as expected. Raises CallError."""
+        """Checks that the environment responds and speaks this version of the protocol. Raises CallError."""
         answer = await self.ask("GET", "/v1", None, what="answer", wait_s=self.timeout_s)
         if answer.get("protocol") != PROTOCOL:
             raise CallError(
@@ -76,7 +76,7 @@ class HttpEnvironment:
     async def begin(
         self, task: Mapping[str, Any], *, seed: int
     ) -> tuple["HttpSession", Observation]:
-        """Begin an episode. Raises CallError naming the environment."""
+        """Starts an episode. Raises CallError naming the environment."""
         body = {"task": dict(task), "seed": seed}
         answer = await self.ask(
             "POST", "/v1/episodes", body, what="begin an episode", wait_s=self._wait_s
@@ -98,13 +98,14 @@ class HttpEnvironment:
         what: str,
         wait_s: float,
     ) -> dict[str, Any]:
-        """Ask until there is an answer.
+        """Sends a request, with retries, and returns the answer.
 
-        Broken connections are tried again until the deadline: a step that came twice is answered as before.
+        Broken connections are retried until the deadline. This is safe: the environment answers a
+        repeated step with the answer that it gave before.
 
         Raises:
-            CallError: ``timeout`` past the deadline, ``exception`` with what the environment says is wrong,
-                ``invalid_value`` if its answer is none.
+            CallError: ``timeout`` after the deadline, ``exception`` with the environment's error
+                message, ``invalid_value`` if the answer is invalid.
         """
         loop, begin = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         why = f"is silent for {self.timeout_s:g} s"
@@ -129,7 +130,7 @@ class HttpEnvironment:
                     f"environment {self.name!r} did not {what}: it {why}",
                 )
             await asyncio.sleep(delay_s)
-        raise AssertionError  # delays never end
+        raise AssertionError  # delays() is infinite
 
     def _checked(self, response: httpx.Response, what: str) -> dict[str, Any]:
         try:
@@ -157,7 +158,7 @@ class HttpSession:
         self._step = 0
 
     async def step(self, message: Message) -> Observation:
-        """What the policy's message leads to. Raises CallError naming the environment."""
+        """Sends the policy's message and returns the next observation. Raises CallError."""
         environment = self._environment
         self._step += 1
         body = {"step": self._step, "message": dict(message)}
@@ -177,7 +178,7 @@ class HttpSession:
         return parse_observation(answer, source=_source(environment.name))
 
     async def close(self) -> Observation:
-        """End the episode, if it goes on; returns what that earned."""
+        """Ends the episode if it is still running; returns the reward of the end."""
         environment = self._environment
         answer = await environment.ask(
             "DELETE", self._path, None, what="end its episode", wait_s=environment.timeout_s

@@ -1,15 +1,17 @@
-"""Serves a class of the user's as environments over HTTP, many episodes at once.
+"""HTTP server that runs a user's class as an environment, with many concurrent episodes.
 
-``python -m services.rollout.environments.host REFERENCE --bind HOST:PORT --token-file FILE`` serves rollouts
-elsewhere. A rollout that is given the reference starts this itself, on a Unix socket, which needs no token.
+``python -m services.rollout.environments.host REFERENCE --bind HOST:PORT --token-file FILE`` serves
+remote rollouts. A rollout that is configured with the class itself starts this module on a Unix
+socket, without a token.
 
-The class is made anew for each episode, with the run's arguments, and has::
+Each episode gets a new instance of the class, created with the run's arguments. The class has::
 
-    reset(task, seed) -> observation     the first messages, and the tools if there are any
-    step(message)     -> observation     what the policy's message leads to
-    close()           -> reward | None   optional: the episode ends here, whoever ended it
+    reset(task, seed) -> observation     first messages, and tools if there are any
+    step(message)     -> observation     the answer to the policy's message
+    close()           -> reward | None   optional; called at the end, whichever side ends the
+    episode
 
-each a coroutine or a plain function, which gets a thread.
+each a coroutine or a plain function, which runs in a thread.
 """
 
 import argparse
@@ -38,12 +40,12 @@ from services.rollout.environments.protocol import MAX_ANSWER_BYTES, PROTOCOL, w
 _MAX_THREADS = 512
 _MAX_EPISODES = 1024
 _MOST_ERROR_CHARACTERS = 2000
-# A rollout that died leaves its episodes behind. A reply of the policy's may take long.
+# Limits episodes that a dead rollout leaves behind; long enough for a slow reply of the policy.
 _IDLE_S = 1800.0
 
 
 class _RefusedError(Exception):
-    """An answer other than 200."""
+    """Answers a request with a status other than 200."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -52,7 +54,7 @@ class _RefusedError(Exception):
 
 @dataclass(slots=True)
 class _Episode:
-    """One instance of the user's class and how far it is."""
+    """One instance of the user's class and its state."""
 
     inner: Any = None
     step: int = 0
@@ -62,14 +64,14 @@ class _Episode:
 
 
 class Host:
-    """The episodes of one class.
+    """Runs the episodes of one class.
 
     Args:
-        make: Makes an instance for each episode.
-        name: What the environment is called.
+        make: Creates the instance of an episode.
+        name: Name of the environment.
         arguments: Keyword arguments of ``make``.
-        max_episodes: Episodes at once; beyond it, others are told to come later.
-        idle_s: Seconds after which an episode that nobody goes on with is ended.
+        max_episodes: Max concurrent episodes; further ones get status 503.
+        idle_s: Seconds without a request after which an episode is ended.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Host:
         self._episodes: dict[str, _Episode] = {}
 
     def app(self) -> Starlette:
-        """The ASGI application."""
+        """Returns the ASGI application."""
         return Starlette(
             routes=[
                 Route("/healthz", lambda _: Response()),
@@ -107,7 +109,8 @@ class Host:
                 return JSONResponse(_bounded(await handle(request)))
             except _RefusedError as error:
                 return _refusal(str(error), error.status)
-            # The edge to user code: every fault becomes an answer, and none ends the others' episodes.
+            # Boundary to user code: every exception becomes an answer, so that other episodes
+            # continue.
             except (Exception, SystemExit) as error:  # noqa: BLE001
                 return _refusal(f"{type(error).__name__}: {error}", 500)
 
@@ -121,7 +124,7 @@ class Host:
         given = await _body(request, "task", "seed")
         if len(self._episodes) >= self._max_episodes:
             raise _RefusedError(503, f"{len(self._episodes)} episodes are running; come later")
-        # Whoever knows the name may go on with the episode.
+        # The name is unguessable because it is the only credential for the episode.
         name = secrets.token_urlsafe(24)
         episode = self._episodes[name] = _Episode()
         try:
@@ -191,7 +194,7 @@ class Host:
 
 
 async def _body(request: Request, *keys: str) -> dict[str, Any]:
-    """What a request says. Raises _RefusedError if it is no object with these keys."""
+    """Returns a request's JSON object. Raises _RefusedError if it is invalid or lacks one of the keys."""
     try:
         given = json.loads(await request.body())
     except (ValueError, RecursionError) as error:
@@ -202,7 +205,7 @@ async def _body(request: Request, *keys: str) -> dict[str, Any]:
 
 
 def _refusal(message: str, status: int) -> JSONResponse:
-    """What is wrong, whatever characters a user's error has."""
+    """Returns an error answer with all characters made encodable, since a user's error may have any."""
     shown = message[:_MOST_ERROR_CHARACTERS].encode(errors="backslashreplace").decode()
     return JSONResponse({"error": shown}, status)
 
@@ -220,7 +223,7 @@ def _bounded(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Call a method of the user's; a plain one must not stop the others."""
+    """Calls a user's method; a plain function runs in a thread so that it does not block other episodes."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **keywords)
     return await asyncio.to_thread(function, *arguments, **keywords)
@@ -235,11 +238,11 @@ def _as_answer(answer: Any) -> dict[str, Any]:
 
 
 async def serve(given: argparse.Namespace, answers: TextIO) -> None:
-    """Serve until told to stop; a child also stops when its standard input ends."""
+    """Serves until a signal arrives; a child process also stops when its standard input ends."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
     try:
         make = await asyncio.to_thread(load_callable, given.reference)
-    except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
+    except Exception as error:  # noqa: BLE001 -- boundary to user code: every exception becomes an answer
         answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
         return
     arguments = json.loads(given.arguments)
@@ -252,7 +255,7 @@ async def serve(given: argparse.Namespace, answers: TextIO) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Entry point of ``python -m services.rollout.environments.host``."""
     parser = argparse.ArgumentParser(description="Serve a class as environments.")
     parser.add_argument("reference", help="module:Class or file.py:Class")
     add_options(parser)
@@ -266,7 +269,8 @@ def main() -> None:
     )
     parser.add_argument("--child", action="store_true", help="end with the standard input")
     given = parser.parse_args()
-    # The answer keeps the original standard output; whatever user code prints goes to standard error.
+    # The parent reads the answer from the original standard output; user code prints to standard
+    # error.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:

@@ -1,4 +1,4 @@
-"""Environments in processes of this rollout's: started when needed, started again when they died."""
+"""Environments in child processes, started on first use and restarted after they die."""
 
 import asyncio
 import itertools
@@ -25,14 +25,14 @@ _HERE = "127.0.0.1"
 
 
 class LocalEnvironment:
-    """One process with a class of the user's, and many episodes of it.
+    """One child process that runs many episodes of a user's class.
 
     Args:
         reference: ``module:Class`` or ``file.py:Class``.
-        arguments: Its keyword arguments.
-        folder: Where only this user may look; holds the process's socket.
+        arguments: Keyword arguments of the class.
+        folder: Folder for the process's socket, accessible to this user only.
         timeout_s: Deadline of each answer.
-        wait_s: Longest wait for a place.
+        wait_s: Max time to retry while the environment is busy.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class LocalEnvironment:
         self._environment: HttpEnvironment | None = None
 
     async def check(self) -> None:
-        """Start it. Raises CallError if the class cannot be loaded."""
+        """Starts the process. Raises CallError if the class cannot be loaded."""
         environment, _ = await self._started()
         await environment.check()
 
     async def begin(
         self, task: Mapping[str, Any], *, seed: int
     ) -> tuple["LocalSession", Observation]:
-        """Begin an episode. Raises CallError naming the environment."""
+        """Starts an episode. Raises CallError naming the environment."""
         self.num_running += 1
         try:
             environment, process = await self._started()
@@ -75,7 +75,7 @@ class LocalEnvironment:
         return LocalSession(self, session, process), first
 
     async def while_alive(self, process: Process, call: Any) -> Any:
-        """The result of a call, unless the process dies first."""
+        """Returns the result of a call; raises CallError if the process dies first."""
         calling, dying = asyncio.ensure_future(call), asyncio.ensure_future(process.wait())
         try:
             await asyncio.wait((calling, dying), return_when=asyncio.FIRST_COMPLETED)
@@ -91,7 +91,7 @@ class LocalEnvironment:
             dying.cancel()
 
     async def stop(self) -> None:
-        """Kill the process."""
+        """Kills the process."""
         if self._service is not None:
             await self._service.close()
         if self._process is not None and self._process.returncode is None:
@@ -112,7 +112,8 @@ class LocalEnvironment:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "services.rollout.environments.host", "--child", "--bind", f"unix:{path}"),
-            # What begins with a dash is no option of the host's.
+            # The forms with "=" and "--" keep values that start with a dash from being parsed as
+            # options.
             *(f"--arguments={self._arguments}", "--", self._reference),
             env=environment_of_user_code(),
             stdin=PIPE,
@@ -145,7 +146,7 @@ class LocalEnvironment:
 
 
 class LocalSession:
-    """One episode in a process; it ends with it."""
+    """One episode in a child process; it ends with the process."""
 
     def __init__(self, owner: LocalEnvironment, inner: HttpSession, process: Process) -> None:
         self._owner = owner
@@ -153,33 +154,33 @@ class LocalSession:
         self._process = process
 
     async def step(self, message: Message) -> Observation:
-        """What the policy's message leads to. Raises CallError naming the environment."""
+        """Sends the policy's message and returns the next observation. Raises CallError."""
         answer: Observation = await self._owner.while_alive(
             self._process, self._inner.step(message)
         )
         return answer
 
     async def close(self) -> Observation:
-        """End the episode; returns what that earned."""
+        """Ends the episode; returns the reward of the end."""
         self._owner.num_running -= 1
         answer: Observation = await self._owner.while_alive(self._process, self._inner.close())
         return answer
 
 
 class LocalEnvironments:
-    """Several processes; an episode goes to the one with the fewest."""
+    """Distributes episodes over several processes; each goes to the one with the fewest."""
 
     def __init__(self, environments: Sequence[LocalEnvironment]) -> None:
         self._environments = environments
 
     async def check(self) -> None:
-        """Start the first. Raises CallError if the class cannot be loaded."""
+        """Starts the first process. Raises CallError if the class cannot be loaded."""
         await self._environments[0].check()
 
     async def begin(
         self, task: Mapping[str, Any], *, seed: int
     ) -> tuple[LocalSession, Observation]:
-        """Begin an episode. Raises CallError naming the environment."""
+        """Starts an episode. Raises CallError naming the environment."""
         least = min(self._environments, key=lambda environment: environment.num_running)
         return await least.begin(task, seed=seed)
 
@@ -193,7 +194,7 @@ async def local_environments(
     timeout_s: float,
     wait_s: float,
 ) -> AsyncIterator[LocalEnvironments]:
-    """Processes with a class of the user's, while the block runs."""
+    """Provides child processes of a user's class and stops them when the block ends."""
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-env-"))
         environments = []

@@ -1,8 +1,8 @@
-"""Servers that speak OpenEnv's protocol: a WebSocket for each episode.
+"""Client of OpenEnv servers, with one WebSocket per episode.
 
-Source: ``openenv-core`` 0.2 (``openenv.core.env_server.types``): ``{"type", "data"}`` messages; ``reset``
-takes the task's keys and a seed, ``step`` an action of the server's own shape, and both are answered with an
-observation, a reward and whether it is done.
+Source: ``openenv-core`` 0.2 (``openenv.core.env_server.types``): ``{"type", "data"}`` messages;
+``reset`` takes the task's keys and a seed, ``step`` an action in the server's own format; both
+answer with an observation, a reward and a done flag.
 """
 
 import asyncio
@@ -31,12 +31,14 @@ class OpenEnv:
 
     Args:
         url: ``openenv+http://host:port`` or ``openenv+https://...``.
-        reach: Where it may be.
-        action: Template of an action, JSON-like: the text ``{message}`` in it becomes the policy's message.
-        observe: Key of the observation that the policy sees; None shows all of it as JSON.
-        token: Is shown to the server as ``Authorization: Bearer``; empty shows none.
+        reach: Policy for the server's address.
+        action: JSON-like template of an action: the string ``{message}`` in it becomes the policy's
+            message.
+        observe: Key of the observation that the policy sees; None shows the whole observation as
+            JSON.
+        token: Token for ``Authorization: Bearer``; empty sends no header.
         timeout_s: Deadline of each answer.
-        wait_s: Longest wait for a place.
+        wait_s: Max time to retry while the server is full.
     """
 
     def __init__(
@@ -65,14 +67,14 @@ class OpenEnv:
         self._timeout_s, self._wait_s = timeout_s, wait_s
 
     async def check(self) -> None:
-        """Begin an episode and end it. Raises CallError."""
+        """Starts an episode and ends it. Raises CallError."""
         session, _ = await self.begin({}, seed=0)
         await session.close()
 
     async def begin(
         self, task: Mapping[str, Any], *, seed: int
     ) -> tuple["OpenEnvSession", Observation]:
-        """Begin an episode, once the server is there and has a place. Raises CallError naming the server."""
+        """Starts an episode; retries while the server is down or full. Raises CallError naming the server."""
         from websockets.exceptions import WebSocketException
 
         loop, begin = asyncio.get_running_loop(), asyncio.get_running_loop().time()
@@ -90,21 +92,21 @@ class OpenEnv:
             except ValueError as error:  # it redirects to another host
                 message = f"environment {self._name!r} did not begin an episode: {error}"
                 raise CallError("exception", message) from error
-            except (OSError, WebSocketException) as error:  # it may be starting again
+            except (OSError, WebSocketException) as error:  # it may be restarting
                 if passed_s > self._timeout_s:
                     message = f"environment {self._name!r} did not begin an episode: {error!r}"
                     raise CallError("exception", message) from error
             await asyncio.sleep(delay_s)
-        raise AssertionError  # delays never end
+        raise AssertionError  # delays() is infinite
 
     def action_of(self, message: Message) -> Any:
-        """The action that a message of the policy's is."""
+        """Returns the action for a message of the policy."""
         return _filled(self._action, str(message.get("content") or ""))
 
     async def _begin_now(
         self, task: Mapping[str, Any], seed: int
     ) -> tuple["OpenEnvSession", Observation]:
-        # With the extra `openenv`; nothing else here needs it.
+        # Imported here because only the extra `openenv` installs it.
         from websockets.asyncio.client import connect
 
         try:
@@ -157,27 +159,27 @@ class OpenEnvSession:
         self._timeout_s = timeout_s
 
     async def step(self, message: Message) -> Observation:
-        """What the policy's message leads to. Raises CallError naming the server."""
+        """Sends the policy's message and returns the next observation. Raises CallError naming the server."""
         return await self.ask("step", self._action_of(message))
 
     async def close(self) -> Observation:
-        """End the episode; nothing more is earned."""
+        """Ends the episode; the end has no reward."""
         await self._socket.close()
         return Observation(is_done=True)
 
     async def ask(self, kind: str, data: Any) -> Observation:
-        """Send a message and read the observation that answers it.
+        """Sends a message and returns the observation that answers it.
 
         Raises:
-            BusyError: If the server has no place for another episode.
-            CallError: If there is no observation.
+            BusyError: If the server has no room for another episode.
+            CallError: If the answer is missing or is not an observation.
         """
         from websockets.exceptions import ConnectionClosed, WebSocketException
 
         message = json.dumps({"type": kind, "data": data}, default=str)
         try:
             async with asyncio.timeout(self._timeout_s):
-                # A server that is full says so unasked and closes.
+                # A full server reports this before it receives anything, and closes.
                 with suppress(ConnectionClosed):
                     await self._socket.send(message)
                 answer = json.loads(await self._socket.recv())
@@ -228,7 +230,7 @@ class OpenEnvSession:
 
 
 def _filled(template: Any, text: str) -> Any:
-    """An action with the policy's message in it."""
+    """Replaces the placeholder in an action template with the policy's message."""
     if template == "{message}":
         return text
     if isinstance(template, Mapping):

@@ -1,15 +1,18 @@
-"""What environments and rollouts say to each other, version 1: JSON over HTTP.
+"""Protocol between rollouts and environments, version 1: JSON over HTTP.
 
 ::
 
     GET    /healthz                                                    -> 200
-    GET    /v1                 {}                                      -> {"protocol": 1, "name", "version"}
-    POST   /v1/episodes        {"task", "seed"}                        -> {"episode", ...observation}
-    POST   /v1/episodes/ID     {"step": n, "message", "tool_calls"}    -> {"step": n, ...observation}
+    GET    /v1                 {}                                      -> {"protocol": 1, "name",
+    "version"}
+    POST   /v1/episodes        {"task", "seed"}                        -> {"episode",
+    ...observation}
+    POST   /v1/episodes/ID     {"step": n, "message", "tool_calls"}    -> {"step": n,
+    ...observation}
     DELETE /v1/episodes/ID                                             -> {"reward", "metrics"}
 
-An observation is ``{"messages", "tools", "done", "reward", "metrics"}``. 429 and 503 mean: later. A step that
-is asked for again gets the answer that it had.
+An observation is ``{"messages", "tools", "done", "reward", "metrics"}``. Status 429 and 503 ask the
+client to retry later. A repeated step gets the answer that it got before.
 """
 
 import json
@@ -23,38 +26,38 @@ from services.rollout.rewards.terms import named_numbers
 
 PROTOCOL: Final = 1
 MAX_ANSWER_BYTES: Final = 1 << 20
-"""Of one answer of an environment."""
+"""Max size of one answer of an environment."""
 _KEYS: Final = frozenset({"messages", "tools", "done", "reward", "metrics"})
 _ROLES: Final = frozenset({"system", "user", "tool"})
 Message = Mapping[str, Any]
-"""``role``, ``content`` and, of a tool's result, ``tool_call_id`` and ``name``."""
+"""``role``, ``content`` and, for a tool's result, ``tool_call_id`` and ``name``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What an environment answers."""
+    """Answer of an environment."""
 
     messages: tuple[Message, ...] = ()
-    """What the policy sees next."""
+    """Messages that the policy sees next."""
     tools: tuple[Mapping[str, Any], ...] | None = None
-    """What the policy may call from here on, as OpenAI's API describes tools; None changes nothing."""
+    """Tools that the policy may call from here on, in the format of OpenAI's API; None changes nothing."""
     is_done: bool = False
-    """Whether the episode is over."""
+    """True if the episode is over."""
     reward: Mapping[str, float] = field(default_factory=dict)
-    """Named terms that this step earned; those of all steps are added up."""
+    """Named reward terms of this step; the terms of all steps are added up."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that are only measured; the last value of each counts."""
+    """Numbers that are only recorded; the last value of each counts."""
 
 
 def parse_observation(answer: object, *, source: str) -> Observation:
-    """Read an answer: a mapping, or a text that stands for one message of the user's.
+    """Parses an answer: a mapping, or a text that stands for one message of the role ``user``.
 
     Args:
-        answer: What came.
-        source: Who sent it, for messages.
+        answer: The answer.
+        source: Name of the sender in error messages.
 
     Raises:
-        CallError: ``invalid_value`` naming what is wrong.
+        CallError: ``invalid_value`` with the faulty key and value.
     """
     if isinstance(answer, str):
         answer = {"messages": answer}
@@ -80,7 +83,7 @@ def parse_observation(answer: object, *, source: str) -> Observation:
 
 
 def parse_end(answer: object, *, source: str) -> Observation:
-    """Read the answer to an early end: only reward and metrics count. Raises CallError."""
+    """Parses the answer to an early end, which has only reward and metrics. Raises CallError."""
     known = {"reward", "metrics"}
     if not isinstance(answer, Mapping) or set(answer) - known:
         raise _wrong(source, "an end", "an object with reward and metrics", answer)
@@ -88,7 +91,7 @@ def parse_end(answer: object, *, source: str) -> Observation:
 
 
 def delays() -> Iterator[float]:
-    """Seconds to wait before each further try, for ever: longer each time, and never quite the same."""
+    """Yields seconds to wait before each retry, without end: exponential backoff up to 2 s, with jitter."""
     longest_s = 0.05
     while True:
         yield longest_s * random.uniform(0.5, 1.0)  # noqa: S311 -- jitter
@@ -96,7 +99,7 @@ def delays() -> Iterator[float]:
 
 
 def wire_size(answer: object) -> int:
-    """Bytes of an answer. Raises ValueError or TypeError if it is no JSON."""
+    """Returns an answer's size in bytes as JSON. Raises ValueError or TypeError if it is not JSON."""
     return len(json.dumps(answer, allow_nan=False).encode())
 
 

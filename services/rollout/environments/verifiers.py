@@ -1,8 +1,8 @@
-"""Environments of ``verifiers`` (0.4), unchanged: their tasks are rows, and an agent plays them.
+"""Adapter for environments of ``verifiers`` (0.4): their tasks become rows, and an agent plays them.
 
-They drive the policy themselves, over the endpoint of ``rollout.workflow: agent``, and score what they see.
-The rewards of their traces are the terms, by name and with their weights in them; their metrics are only
-measured.
+The environments are used unchanged. They query the policy through the endpoint of
+``rollout.workflow: agent`` and score the result themselves. The rewards of their traces become the
+terms by name, weights included; their metrics are only recorded.
 """
 
 import functools
@@ -20,15 +20,15 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 def tasks_of(
     taskset: str, arguments: Mapping[str, Any], *, limit: int | None
 ) -> Sequence[Mapping[str, Any]]:
-    """Rows of a taskset.
+    """Returns the rows of a taskset.
 
     Args:
-        taskset: Its id, as it is installed.
+        taskset: Id of the installed taskset.
         arguments: Configuration of the environment (``EnvConfig``) besides the taskset's id.
-        limit: Most rows; an infinite taskset needs it.
+        limit: Max rows; required for an infinite taskset.
 
     Raises:
-        ValueError: If the configuration is wrong, or there is no end of tasks.
+        ValueError: If the configuration is invalid, or the taskset is infinite and has no limit.
     """
     config = {**arguments, "taskset": {**arguments.get("taskset", {}), "id": taskset}}
     tasks = _environment(json.dumps(config, sort_keys=True)).taskset
@@ -47,14 +47,15 @@ def tasks_of(
 async def play(
     base_url: str, api_key: str, model: str, prompt: str, row: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Play one episode of the row's environment with the policy; returns reward and metrics.
+    """Plays one episode of the row's environment with the policy; returns reward and metrics.
 
     Raises:
-        RuntimeError: If the environment could not finish or score it.
+        RuntimeError: If the environment could not finish or score the episode.
     """
     config = json.dumps(row["verifiers"], sort_keys=True)
     task = _task(config, row["index"])
-    # The servers of an environment keep a client for each key, so they live as long as the episode.
+    # An environment's servers keep a client for each key, so a new environment is loaded for each
+    # episode.
     environment = load_environment(resolve_env_config(json.loads(config)))
     variable = f"VERIFIERS_KEY_{secrets.token_hex(8)}"
     os.environ[variable] = api_key
@@ -71,7 +72,7 @@ async def play(
 
 
 def _rewards(traces: Sequence[Any]) -> dict[str, Any]:
-    """Rewards and metrics of an episode; those of several agents have the agent's name before them."""
+    """Returns rewards and metrics of an episode, prefixed by the agent's name if there are several."""
     terms: dict[str, float] = {}
     metrics: dict[str, float] = {}
     for number, trace in enumerate(traces):
@@ -90,7 +91,7 @@ def _rewards(traces: Sequence[Any]) -> dict[str, Any]:
 
 
 def _problem(episode: Any) -> str:
-    """What went wrong in an episode, the first cause first."""
+    """Returns the errors of an episode, first cause first."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     told = [f"{error.type}: {error.message}" for error in errors]
     return "verifiers: " + ("; ".join(told) or "the episode was stopped before it was over")

@@ -1,4 +1,4 @@
-"""An environment shapes the episode: it speaks, the policy answers, until one of them is done."""
+"""Workflow in which an environment and the policy exchange messages until one of them is done."""
 
 import asyncio
 import hashlib
@@ -27,30 +27,33 @@ from services.rollout.workflows.training import TrainedConversations
 from services.rollout.workflows.turns import observed
 
 _KEY = "rollout.workflow_arguments"
-# For the goodbye to an environment whose episode is given up.
+# Max time to close an environment whose episode is abandoned.
 _ABANDON_S = 1.0
 _Answer = TypeVar("_Answer")
 
 
 class Environments:
-    """Plays each episode in an environment, whose messages are the prompt and what is observed.
+    """Plays each episode in an environment, whose messages are the prompt and the observations.
 
-    The environment is reset with the row of the prompt, and with a seed that all members of a group have in
-    common. What it rewards is what the reward ``environment`` gives. An interrupted episode is played again:
-    as long as the environment says the same, the policy says what was recorded, without sampling.
+    The environment is reset with the row of the prompt and with a seed that all members of a group
+    share. Its reward is the value of the reward ``environment``. An interrupted episode is played
+    again: as long as the environment sends the same messages, the recorded replies are reused
+    without sampling.
 
     Args:
-        environment: ``module:Class`` or ``file.py:Class``, which runs in processes of its own; ``http://`` or
-            ``https://`` of a host of such a class; ``openenv+http://`` or ``openenv+https://`` of an OpenEnv
-            server.
-        arguments: Keyword arguments of the class; of an OpenEnv server ``action`` and ``observe``.
-        max_turns: Most sampled turns.
-        max_turn_tokens: Most tokens of one turn; None leaves it to the response's limit.
-        chat: Whether messages go through the model's chat template; otherwise their texts follow one another.
+        environment: ``module:Class`` or ``file.py:Class``, which runs in separate processes;
+            ``http://`` or ``https://`` URL of a host of such a class; ``openenv+http://`` or
+            ``openenv+https://`` URL of an OpenEnv server.
+        arguments: Keyword arguments of the class; for an OpenEnv server ``action`` and ``observe``.
+        max_turns: Max sampled turns.
+        max_turn_tokens: Max tokens of one turn; None applies only the response's limit.
+        chat: True to render messages with the model's chat template; otherwise their texts are
+            concatenated.
         timeout_s: Deadline of each answer of the environment.
-        wait_s: Longest wait for a place in an environment that is busy.
-        processes: Processes that a class runs in; each has many episodes at once.
-        token: Is shown to a host or a server elsewhere; a specification names the secret that holds it.
+        wait_s: Max time to retry while the environment is busy.
+        processes: Number of processes that run the class; each runs many episodes concurrently.
+        token: Token for a remote host or server; a run's specification names the secret that holds
+            it.
     """
 
     def __init__(  # noqa: PLR0913 -- the keys of rollout.workflow_arguments
@@ -84,19 +87,20 @@ class Environments:
         self._timeout_s, self._wait_s = timeout_s, wait_s
         self._processes = processes
         self._token = token
-        # It has several conversations if it changes its tools.
+        # An environment that changes its tools starts a new conversation; all of them train.
         self._trained = TrainedConversations("all")
         self._environment: Environment | None = None
 
     @asynccontextmanager
     async def serving(self, reach: AddressPolicy) -> AsyncIterator[None]:
-        """Have the environment while the block runs.
+        """Opens the environment while the block runs.
 
         Args:
-            reach: Where a service may be.
+            reach: Policy for a service's address.
 
         Raises:
-            ValueError: If it is not there, cannot be loaded, or speaks another version of the protocol.
+            ValueError: If the environment cannot be reached or loaded, or speaks another version of
+                the protocol.
         """
         async with self._opened(reach) as environment:
             try:
@@ -107,7 +111,7 @@ class Environments:
             yield
 
     async def run(self, episode: Episode) -> None:
-        """Play until the environment or a limit ends the episode.
+        """Plays until the environment or a limit ends the episode.
 
         Raises:
             CallError: If the environment fails.
@@ -129,7 +133,7 @@ class Environments:
                 seen = await self._timed("step", session.step(said))
                 seen_so_far.append(seen)
         except BaseException:
-            # The environment may be what failed, or somebody waits for this to stop.
+            # Bounded and tolerant: the environment may have failed, or the caller waits for a stop.
             with suppress(CallError, TimeoutError):
                 async with asyncio.timeout(_ABANDON_S):
                     await session.close()
@@ -139,8 +143,8 @@ class Environments:
         await self._trained.choose(episode)
 
     def _earned(self, observations: Sequence[Observation], *, is_over: bool) -> Mapping[str, Any]:
-        """The reward: terms of all steps added up, and the last value of what is only measured."""
-        if len(observations) < 3:  # the first, and the end
+        """Adds up the reward terms of all steps and takes the last value of each metric."""
+        if len(observations) < 3:  # the first observation, and the end
             raise CallError(
                 "invalid_value",
                 f"environment {self._name!r} ended an episode before the policy said anything, so it cannot "
@@ -207,7 +211,7 @@ class Environments:
 
 
 class _Chat:
-    """Messages go through the chat template, as those of an agent do."""
+    """Renders the environment's messages with the chat template, like those of an agent."""
 
     def __init__(self, episode: Episode, max_tokens: int | None) -> None:
         self._episode = episode
@@ -217,10 +221,10 @@ class _Chat:
         self._tools: tuple[Message, ...] = ()
 
     async def answer(self, seen: Observation) -> Message | None:
-        """What the policy says to an observation; None if there is no room for it.
+        """Returns the policy's reply to an observation; None if the response has no room for it.
 
         Raises:
-            CallError: If the observation cannot be shown to the policy.
+            CallError: If the observation cannot be rendered for the policy.
         """
         self._tools = self._tools if seen.tools is None else seen.tools
         try:
@@ -243,7 +247,7 @@ class _Chat:
 
 
 class _Text:
-    """Texts of the environment and of the policy follow one another."""
+    """Concatenates the texts of the environment and of the policy."""
 
     def __init__(self, episode: Episode, max_tokens: int | None) -> None:
         episode.is_served = True
@@ -251,10 +255,10 @@ class _Text:
         self._max_tokens = max_tokens
 
     async def answer(self, seen: Observation) -> Message | None:
-        """What the policy says to an observation; None if there is no room for it.
+        """Returns the policy's reply to an observation; None if the response has no room for it.
 
         Raises:
-            CallError: If the observation cannot be shown to the policy, or is another one than before an
+            CallError: If the observation cannot be tokenized, or differs from the one before an
                 interruption.
         """
         episode = self._episode
@@ -291,6 +295,6 @@ class _Text:
 
 
 def _seed(task: Mapping[str, Any]) -> int:
-    """A seed that all episodes of a task have in common."""
+    """Returns a seed that all episodes of a task share."""
     text = json.dumps(task, sort_keys=True, default=str)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint in front of the engine; what agents sample through it is recorded."""
+"""OpenAI-compatible endpoint in front of the engine, which records what agents sample."""

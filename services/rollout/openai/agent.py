@@ -1,4 +1,4 @@
-"""An existing agent shapes the episode through an OpenAI-compatible endpoint."""
+"""Workflow in which an existing agent drives the episode through an OpenAI-compatible endpoint."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,24 +14,26 @@ from services.rollout.workflows.training import TrainedConversations
 
 
 class Agent:
-    """Runs an agent per sample; what it samples under its key becomes the sample.
+    """Runs an agent for each sample; the tokens that it samples with its API key become the sample.
 
-    The agent is called with ``base_url``, ``api_key``, ``model``, ``prompt`` and ``row``, and talks to the
-    policy with any OpenAI client. Its conversations are recorded token by token: the first messages are the
-    prompt, later ones are observed and not trained. The reward judges the last reply.
+    The agent is called with ``base_url``, ``api_key``, ``model``, ``prompt`` and ``row``, and
+    queries the policy with any OpenAI client. Its conversations are recorded token by token: the
+    first messages are the prompt; later messages are observed and do not train. The reward scores
+    the last reply.
 
-    An interrupted sample is resumed by running the agent again. As long as it asks the same, it is given
-    what was recorded; from where it asks something else on, it is sampled anew.
+    An interrupted sample is resumed by running the agent again. As long as the agent sends the same
+    requests, it gets the recorded replies; from the first different request on, replies are
+    sampled.
 
     Args:
-        agent: ``module:function`` or ``file.py:function``, a coroutine or a plain function; the URL of a
-            service that gets the same as JSON and answers when it has finished; or ``verifiers``. What it
-            returns or answers is what the reward ``environment`` gives.
+        agent: ``module:function`` or ``file.py:function``, a coroutine or a plain function; the URL
+            of a service that receives the same arguments as JSON and answers when it has finished;
+            or ``verifiers``. Its return value or answer is the value of the reward ``environment``.
         timeout_s: Deadline of one episode.
-        processes: Processes that a function runs in; each runs many episodes at once.
-        train: Which of its conversations train: ``last`` (the one that was continued last), ``all``, or
-            ``module:function`` / ``file.py:function`` that says.
-        token: Is shown to a service; a specification names the secret that holds it.
+        processes: Number of processes that run a function; each runs many episodes concurrently.
+        train: Conversations that train: ``last`` (the one that was continued last), ``all``, or
+            ``module:function`` / ``file.py:function`` that selects them.
+        token: Token for a service; a run's specification names the secret that holds it.
     """
 
     def __init__(
@@ -64,13 +66,13 @@ class Agent:
     async def serving(
         self, bind: str, *, host: str, temperature: float, reach: AddressPolicy
     ) -> AsyncIterator[None]:
-        """Serve the endpoint and hold the agent's processes while the block runs.
+        """Serves the endpoint and keeps the agent's processes running while the block runs.
 
         Args:
             bind: ``host:port`` of the endpoint.
-            host: Host name under which the agent reaches it.
-            temperature: Of the run.
-            reach: Where the agent may be, if it is a service.
+            host: Host name by which the agent reaches the endpoint.
+            temperature: The run's sampling temperature.
+            reach: Policy for the agent's address, if it is a service.
         """
         async with (
             agent_runner(self._agent, self._processes, reach, token=self._token) as runner,
@@ -80,10 +82,10 @@ class Agent:
             yield
 
     async def run(self, episode: Episode) -> None:
-        """Run the agent.
+        """Runs the agent.
 
         Raises:
-            CallError: If it fails, takes too long, or samples nothing.
+            CallError: If the agent fails, times out or samples nothing.
         """
         assert self._parts is not None, "the workflow must be serving"
         endpoint, runner = self._parts

@@ -1,4 +1,4 @@
-"""Chats to tokens and back. What the policy said is never turned into tokens again."""
+"""Conversion between chats and tokens. Sampled text is never tokenized again."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from services.rollout.workflows.turns import Turn
 def first_tokens(
     tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> list[int]:
-    """Tokens of a chat that continues nothing, up to where the reply begins."""
+    """Returns the tokens of a new chat, up to the start of the reply."""
     return _encode(tokenizer, _render(tokenizer, messages, tools))
 
 
@@ -28,13 +28,13 @@ def following_tokens(
     reply_index: int,
     last_id: int | None,
 ) -> list[int]:
-    """Tokens between the end of a recorded reply and the beginning of the next one.
+    """Returns the tokens between the end of a recorded reply and the start of the next one.
 
     Args:
         tokenizer: The model's.
         messages: The whole chat.
-        tools: What the assistant may call.
-        reply_index: Place of the recorded reply in ``messages``.
+        tools: Tools that the assistant may call.
+        reply_index: Index of the recorded reply in ``messages``.
         last_id: Last token of the recorded reply.
     """
     mark = secrets.token_hex(12)
@@ -58,14 +58,15 @@ def following_tokens(
 def reply(
     tokenizer: Tokenizer, turn: Turn, *, stop_texts: Sequence[str], name: str, has_tools: bool
 ) -> Message:
-    """What the agent sees of a sampled turn.
+    """Returns the message that the agent receives for a sampled turn.
 
     Args:
         tokenizer: The model's.
-        turn: What was sampled.
-        stop_texts: Texts that ended it; the reply ends before them.
-        name: Makes the ids of its calls unique in the episode, and the same when it is replayed.
-        has_tools: Whether ``<tool_call>`` blocks are calls.
+        turn: The sampled turn.
+        stop_texts: Texts that end the turn; the reply ends before them.
+        name: Prefix that makes the ids of the calls unique in the episode, and equal when it is
+            replayed.
+        has_tools: True if ``<tool_call>`` blocks are calls.
     """
     text = visible_text(tokenizer, turn, stop_texts)
     found = list(call_texts(text)) if has_tools else []
@@ -83,14 +84,14 @@ def reply(
 
 
 def visible_text(tokenizer: Tokenizer, turn: Turn, stop_texts: Sequence[str]) -> str:
-    """Text of a turn before the first stop text, special tokens left out."""
+    """Returns the text of a turn before the first stop text, without special tokens."""
     text = tokenizer.decode(turn.token_ids)
     ends = [place for stop in stop_texts if (place := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 
 
 def _call_id(name: str) -> str:
-    """Nine letters and digits: Mistral's chat templates take no others."""
+    """Returns an id of nine letters or digits, which Mistral's chat templates require."""
     return hashlib.sha256(name.encode()).hexdigest()[:9]
 
 

@@ -1,8 +1,9 @@
-"""The HTTP side: routes, keys, and one session per episode.
+"""HTTP server of the endpoint: routes, API keys, and one session per episode.
 
 ::
 
-    agent --POST /v1/chat/completions, Bearer key--> Session of that key --> Record --> Episode --> Engine
+    agent --POST /v1/chat/completions, Bearer key--> Session of that key --> Record --> Episode -->
+    Engine
 """
 
 import asyncio
@@ -36,30 +37,32 @@ from services.rollout.openai.streaming import ReplyStream
 from services.rollout.workflows.base import Episode, Interrupted
 
 MODEL_NAME = "policy"
-"""The one model that the endpoint has."""
+"""Name of the only model that the endpoint serves."""
 
 _CHAT_PATH = "/v1/chat/completions"
-# Longer than clients keep theirs, so that none is closed under a request, and than most tools take.
+# Longer than clients keep idle connections, so that the server closes none under a request; longer
+# than most tool calls.
 _KEEP_ALIVE_S = 75
-# Thousands of agents wait for answers at once, and each request holds a whole conversation.
+# Size of all concurrent requests: thousands of agents wait at once, each with its whole
+# conversation.
 _MAX_REQUEST_BYTES = 1 << 30
 _Answer = asyncio.Task[Replies | ApiError]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """How an agent reaches its episode."""
+    """Address and credentials of an agent's episode."""
 
     base_url: str
-    """As OpenAI's clients take it; ends with ``/v1``."""
+    """Base URL for OpenAI clients; ends with ``/v1``."""
     api_key: str
-    """Valid while the episode lasts, for this episode only."""
+    """Key of this episode, valid until the episode ends."""
     model: str = MODEL_NAME
-    """The model to name."""
+    """Model name for requests."""
 
 
 class _Session:
-    """One episode and the replies that are being made for it."""
+    """One episode and its running requests."""
 
     def __init__(self, episode: Episode, tasks: TaskGroup, temperature: float) -> None:
         self.episode = episode
@@ -71,7 +74,7 @@ class _Session:
     def begin(
         self, request: ChatRequest | CompletionRequest, listen: Listen | None = None
     ) -> "_Answer":
-        """Sample in a task of the episode's, which ends with it, whatever the connection does.
+        """Starts to sample in a task of the episode, which outlives the connection but not the episode.
 
         Raises:
             ApiError: If the request cannot be served, or the episode is ending.
@@ -80,7 +83,7 @@ class _Session:
         replies = self._replies(request, listen)
         try:
             task = self._tasks.create_task(replies)
-        except RuntimeError as error:  # the group takes no task once one of its own has failed
+        except RuntimeError as error:  # the group accepts no task after one of its tasks has failed
             replies.close()
             raise _ended() from error
         self._running.add(task)
@@ -88,10 +91,10 @@ class _Session:
         return task
 
     async def end(self, task: "_Answer") -> Replies:
-        """Wait for the answer.
+        """Waits for the answer.
 
         Raises:
-            ApiError: If there is none.
+            ApiError: If the request failed or the episode ended.
         """
         await asyncio.wait([task])
         if task.cancelled() or task.exception() is not None:
@@ -102,7 +105,7 @@ class _Session:
         return result
 
     def close(self) -> None:
-        """Give up what is still being sampled."""
+        """Cancels all running requests."""
         for task in self._running:
             task.cancel()
 
@@ -133,11 +136,11 @@ class _Session:
 
 
 class Endpoint:
-    """Serves the episodes that are open.
+    """Serves all open episodes to their agents.
 
     Args:
-        base_url: Under which agents reach it.
-        temperature: Of the run; requests may repeat it.
+        base_url: URL by which agents reach the endpoint.
+        temperature: The run's sampling temperature; requests may repeat it, but not change it.
     """
 
     def __init__(self, base_url: str, *, temperature: float) -> None:
@@ -149,12 +152,12 @@ class Endpoint:
     @classmethod
     @asynccontextmanager
     async def serve(cls, bind: str, *, host: str, temperature: float) -> AsyncIterator["Endpoint"]:
-        """Listen until the block ends.
+        """Serves until the block ends.
 
         Args:
-            bind: ``host:port``; port 0 takes a free one.
-            host: Host name under which agents reach it.
-            temperature: Of the run.
+            bind: ``host:port``; port 0 selects a free one.
+            host: Host name by which agents reach the endpoint.
+            temperature: The run's sampling temperature.
         """
         endpoint = cls("", temperature=temperature)
         serving = serve_http(
@@ -165,7 +168,7 @@ class Endpoint:
             yield endpoint
 
     def app(self) -> ASGIApp:
-        """The ASGI application."""
+        """Returns the ASGI application."""
         chat = self._answers(self._chat)
         others = Starlette(
             routes=[
@@ -177,7 +180,7 @@ class Endpoint:
         )
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            # Turns of agents: the way through Starlette's layers takes as long as to read what is asked.
+            # Chat requests bypass Starlette's routing, which takes as long as parsing the request.
             if scope["path"] == _CHAT_PATH and scope["method"] == "POST":
                 response = await chat(Request(scope, receive))
                 await response(scope, receive, send)
@@ -188,10 +191,10 @@ class Endpoint:
 
     @asynccontextmanager
     async def open(self, episode: Episode) -> AsyncIterator[Access]:
-        """Let an agent shape an episode while the block runs.
+        """Opens an episode to an agent while the block runs.
 
         Raises:
-            Interrupted: If the episode was interrupted; what was sampled is recorded.
+            Interrupted: If the episode was interrupted; the sampled tokens are recorded.
         """
         key = f"ep-{secrets.token_urlsafe(32)}"
         try:
@@ -256,7 +259,7 @@ class Endpoint:
         answer = session.begin(request, stream.listen)
         answer.add_done_callback(lambda _: stream.close())
         if not await stream.has_begun():
-            await session.end(answer)  # raises what is wrong while the status can still say so
+            await session.end(answer)  # raises an error while the HTTP status can still report it
         events = stream.events(lambda: session.end(answer))
         return StreamingResponse(events, media_type="text/event-stream")
 
@@ -266,6 +269,6 @@ def _ended() -> ApiError:
 
 
 def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error that matters: an interruption before what it caused."""
+    """Returns the error to raise: an interruption takes precedence over the errors that it caused."""
     found = leaves(errors)
     return next((error for error in found if isinstance(error, Interrupted)), found[0])

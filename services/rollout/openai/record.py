@@ -1,8 +1,8 @@
-"""What an agent sampled in one episode: exact tokens, conversation by conversation.
+"""Exact tokens of the conversations that an agent samples in one episode.
 
-A request that repeats a recorded conversation and adds to it continues its tokens; only what was added is
-turned into tokens. A request that continues none begins another conversation: a helper's, or one whose
-history the agent rewrote. The one that was continued last led to what the reward judges.
+A request that repeats a recorded conversation and adds to it continues the recorded tokens; only
+the addition is tokenized. Any other request starts a new conversation, for example a helper's, or
+one whose history the agent rewrote. The reward scores the conversation that was continued last.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 Listen = Callable[[int, Sequence[int], Sequence[float]], None]
-"""Hears of new tokens, and their logprobs, of the reply with a number."""
+"""Receives the index of a reply, its new tokens and their logprobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +39,13 @@ class Choice:
     """One reply to a request."""
 
     turn: Turn
-    """What was sampled."""
+    """The sampled turn."""
     message: Message
-    """What the agent sees of it."""
+    """The message that the agent receives."""
 
     @property
     def finish_reason(self) -> str:
-        """As OpenAI names it."""
+        """Finish reason in OpenAI's terms."""
         return "tool_calls" if self.message.tool_calls else str(self.turn.finish_reason)
 
 
@@ -54,36 +54,35 @@ class Replies:
     """All replies to a request."""
 
     num_prompt_tokens: int
-    """Tokens before the replies."""
+    """Number of tokens before the replies."""
     choices: tuple[Choice, ...]
-    """The replies."""
 
     @property
     def num_reply_tokens(self) -> int:
-        """Tokens of the replies."""
+        """Number of tokens of all replies."""
         return sum(len(choice.turn.token_ids) for choice in self.choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Conversation:
-    """Recorded turns, and what the agent saw of them."""
+    """Recorded turns and the text of them that the agent has seen."""
 
     turns: tuple[Turn, ...]
     asked: "_Hash"
-    """Of the tokens before the last turn."""
+    """Hash of the tokens before the last turn."""
     meanings: tuple[bytes, ...] = ()
-    """Of a chat: its tools, then the meaning of each message."""
+    """For chats: digest of the tools, then of each message."""
     text: str = ""
-    """Of completions: prompt and replies."""
+    """For completions: text of the prompt and the replies."""
     has_visible_reply: bool = True
-    """Whether the last reply has text."""
+    """True if the last reply has text."""
 
 
 class EpisodeRecord:
-    """Everything that was sampled for one episode.
+    """Records everything that is sampled for one episode.
 
     Args:
-        episode: Gets the turns of the conversation that was continued last.
+        episode: Receives the turns of the conversation that was continued last.
     """
 
     def __init__(self, episode: Episode) -> None:
@@ -94,7 +93,7 @@ class EpisodeRecord:
         self._num_asked: Counter[bytes] = Counter()
 
     async def chat(self, request: ChatRequest, listen: Listen | None = None) -> Replies:
-        """Answer a chat."""
+        """Answers a chat request."""
         tools = hashlib.sha256(repr(request.tools).encode()).digest()
         meanings = (tools, *(message.meaning for message in request.messages))
         earlier = _longest(self._chats, lambda seen: _begins(meanings[:-1], seen.meanings))
@@ -127,7 +126,7 @@ class EpisodeRecord:
         return Replies(num_prompt_tokens=num_tokens(turns), choices=tuple(choices))
 
     async def complete(self, request: CompletionRequest, listen: Listen | None = None) -> Replies:
-        """Continue a text or tokens."""
+        """Continues a text or a list of tokens."""
         prompt = request.prompt
         if isinstance(prompt, str):
             earlier = _longest(self._texts, lambda seen: _continues(prompt, seen))
@@ -163,7 +162,7 @@ class EpisodeRecord:
         return Replies(num_prompt_tokens=num_tokens(turns), choices=tuple(choices))
 
     def _chat_turns(self, request: ChatRequest, earlier: _Conversation | None) -> tuple[Turn, ...]:
-        """The turns before the reply."""
+        """Returns the turns before the reply."""
         tokenizer = self._episode.tokenizer
         if earlier is None:
             return self._extended(None, first_tokens(tokenizer, request.messages, request.tools))
@@ -171,14 +170,14 @@ class EpisodeRecord:
             tokenizer,
             request.messages,
             request.tools,
-            # The first meaning is that of the tools, the last one that of the reply.
+            # The first digest is the tools', the last one the reply's.
             reply_index=len(earlier.meanings) - 2,
             last_id=next(iter(earlier.turns[-1].token_ids[-1:]), None),
         )
         return self._extended(earlier, added)
 
     def _extended(self, earlier: _Conversation | None, added: Sequence[int]) -> tuple[Turn, ...]:
-        """Recorded turns and what was added to them; with nothing added, the last reply goes on."""
+        """Returns recorded turns with an addition; without one, the last reply is continued."""
         turns = earlier.turns if earlier else ()
         if not turns and not added:
             raise invalid("the prompt has no tokens; give at least one", param="prompt")
@@ -206,14 +205,14 @@ class EpisodeRecord:
         max_tokens: int | None,
         listen: Listen | None,
     ) -> list[Turn]:
-        """Sample all replies at once.
+        """Samples all replies concurrently.
 
         Args:
-            turns: What comes before them.
-            asked: Of its tokens.
-            request: What was asked.
-            max_tokens: Of a reply.
-            listen: Hears of new tokens.
+            turns: Turns before the replies.
+            asked: Hash of the tokens of those turns.
+            request: The request.
+            max_tokens: Max tokens of a reply.
+            listen: Receives new tokens.
 
         Raises:
             Interrupted: If the episode was interrupted.
@@ -254,7 +253,7 @@ class EpisodeRecord:
     def _stops(
         self, request: ChatRequest | CompletionRequest
     ) -> tuple[tuple[str, ...], frozenset[int]]:
-        """Texts and tokens that end the reply, besides those of the episode."""
+        """Returns texts and tokens that end the reply, in addition to the episode's."""
         tokenizer = self._episode.tokenizer
         ids = frozenset(request.stop_token_ids or ())
         if unknown := [each for each in ids if not 0 <= each < tokenizer.vocab_size]:
@@ -270,7 +269,7 @@ class EpisodeRecord:
         return texts, special_ids | ids
 
     def _seed(self, context: bytes, given: int | None, *, number: int, index: int) -> int:
-        """A seed of its own for each reply to a context, the same whenever the agent does the same."""
+        """Returns a distinct seed for each reply to a context, equal if the agent repeats its requests."""
         which = f"{number + index}" if given is None else f"{given}+{index}"
         text = f"{self._episode.limits.seed}/{which}/".encode() + context
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
@@ -285,13 +284,13 @@ class EpisodeRecord:
 def _longest(
     conversations: Iterable[_Conversation], fits: Callable[[_Conversation], bool]
 ) -> _Conversation | None:
-    """The longest conversation that a request continues."""
+    """Returns the longest conversation that a request continues."""
     fitting = [conversation for conversation in conversations if fits(conversation)]
     return max(fitting, key=lambda found: num_tokens(found.turns), default=None)
 
 
 def _hash(turns: Sequence[Turn], earlier: _Conversation | None) -> "_Hash":
-    """Hash of the tokens of some turns, from that of the conversation that they continue."""
+    """Hashes the tokens of turns, starting from the hash of the conversation that they continue."""
     found = hashlib.sha256() if earlier is None else earlier.asked.copy()
     try:
         for turn in turns[0 if earlier is None else len(earlier.turns) - 1 :]:
@@ -306,7 +305,7 @@ def _begins(whole: Sequence[Any], part: Sequence[Any]) -> bool:
 
 
 def _continues(prompt: str, seen: _Conversation) -> bool:
-    """Whether a text goes on where a reply ended that the agent could see."""
+    """Returns True if a text continues at the end of a reply that the agent could see."""
     if prompt == seen.text:
         return seen.turns[-1].finish_reason == "length"
     return prompt.startswith(seen.text) and seen.has_visible_reply

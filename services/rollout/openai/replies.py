@@ -1,4 +1,4 @@
-"""Answers as OpenAI's API gives them, in one piece or as server-sent events."""
+"""Answers in the format of OpenAI's API, as a single body or as server-sent events."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,12 @@ _DONE = "data: [DONE]\n\n"
 
 
 class Formatter:
-    """Writes the answers to one request.
+    """Formats the answers to one request.
 
     Args:
-        request: What was asked.
-        tokenizer: The model's; for the texts of single tokens.
-        reply_id: Names the answer.
+        request: The request.
+        tokenizer: The model's; decodes single tokens for logprobs.
+        reply_id: Id of the answer.
         created: Unix seconds.
     """
 
@@ -36,26 +36,26 @@ class Formatter:
         self._head = {"id": reply_id, "created": created, "model": request.model}
 
     def body(self, replies: Replies) -> dict[str, Any]:
-        """The whole answer."""
+        """Returns the body of a complete answer."""
         choices = [self._choice(index, choice) for index, choice in enumerate(replies.choices)]
         return {**self._head, "object": self._name, "choices": choices, "usage": _usage(replies)}
 
     def begin_event(self, index: int) -> str:
-        """The first event of a reply in a chat: who speaks."""
+        """Returns the first event of a chat reply, which has the role."""
         delta = {"role": "assistant", "content": ""}
         return self._event([{"index": index, "delta": delta, "finish_reason": None}])
 
     def tokens_event(
         self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[float], *, begin: int
     ) -> str:
-        """Some tokens of a reply.
+        """Returns an event with new tokens of a reply.
 
         Args:
-            index: Number of the reply.
-            text: What the agent sees of it now.
+            index: Index of the reply.
+            text: New text that the agent may see.
             tokens: New tokens.
-            logprobs: Of each of them.
-            begin: Characters of the tokens before.
+            logprobs: Logprob of each new token.
+            begin: Number of characters of the tokens before.
         """
         part = {
             "index": index,
@@ -66,7 +66,7 @@ class Formatter:
         return self._event([part])
 
     def end_event(self, index: int, choice: Choice, rest: str) -> str:
-        """The last event of a reply: how it ended, its calls, and what was held back of its text."""
+        """Returns the last event of a reply: finish reason, tool calls, and the text that was held back."""
         if not self._is_chat:
             part = {"index": index, "text": rest, "finish_reason": choice.finish_reason}
             return self._event([part])
@@ -78,7 +78,7 @@ class Formatter:
         )
 
     def last_events(self, replies: Replies) -> Iterator[str]:
-        """What ends a stream."""
+        """Yields the events that end a stream."""
         if self._request.with_usage:
             yield self._event([], usage=_usage(replies))
         yield _DONE
@@ -104,7 +104,7 @@ class Formatter:
     def _logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[float], *, begin: int
     ) -> dict[str, Any] | None:
-        """Logprobs of sampled tokens, if they were asked for."""
+        """Returns logprobs of sampled tokens, if the request asks for them."""
         wanted = self._request.logprobs
         if wanted is None or wanted is False:
             return None

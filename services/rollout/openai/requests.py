@@ -1,4 +1,4 @@
-"""Requests of the endpoint: the part of OpenAI's API that a recorded policy can serve."""
+"""Requests of the endpoint: the subset of OpenAI's API that is compatible with recording for training."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 
 class ApiError(Exception):
-    """An answer other than 200.
+    """Answers a request with a status other than 200.
 
     Attributes:
         status: HTTP status.
@@ -27,22 +27,22 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer: whoever asks an episode that is ending is told to wait, not to insist."""
+        """Headers of the answer; for an ending episode, they ask clients to wait before a retry."""
         return {"Retry-After": "1"} if self.status == 503 else {}
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the conversation has no room for another reply."""
+        """True if the conversation has no room for another reply."""
         return bool(self.body["error"]["code"] == "context_length_exceeded")
 
 
 def invalid(message: str, *, param: str | None = None) -> ApiError:
-    """The request is at fault."""
+    """Returns the error for an invalid request."""
     return ApiError(400, message, param=param)
 
 
 def too_long(message: str) -> ApiError:
-    """The conversation does not fit into the sample's limits."""
+    """Returns the error for a conversation that exceeds the sample's limits."""
     return ApiError(400, message, code="context_length_exceeded")
 
 
@@ -52,7 +52,7 @@ def _type(status: int) -> str:
     return "invalid_request_error" if status < 500 else "server_error"
 
 
-# Says nothing about how tokens are drawn or rendered.
+# Parameters that affect neither sampling nor rendering.
 _IGNORED = frozenset(
     (
         "user",
@@ -64,7 +64,8 @@ _IGNORED = frozenset(
         "request_id",
     )
 )
-# What would change the prompt, the tokens' distribution or the reply, with the values that do not.
+# Parameters that would change the prompt, the distribution of tokens or the reply, with the values
+# that do not.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),
@@ -102,7 +103,7 @@ _Request = TypeVar("_Request", bound="GenerateRequest")
 
 
 class ContentPart(BaseModel):
-    """One part of a message."""
+    """One text part of a message."""
 
     model_config = ConfigDict(frozen=True)
     type: Literal["text"]
@@ -118,7 +119,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call in an assistant's message."""
+    """A tool call in an assistant's message."""
 
     model_config = ConfigDict(frozen=True)
     id: str = ""
@@ -126,7 +127,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message of a chat; two are the same if they say the same."""
+    """One message of a chat; :attr:`meaning` compares messages by content."""
 
     model_config = ConfigDict(frozen=True)
     role: str
@@ -137,21 +138,21 @@ class Message(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
+        """The content as a single text."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "".join(part.text for part in self.content)
 
     @property
     def meaning(self) -> bytes:
-        """What is equal in two messages that say the same: a digest, which long chats take no room with."""
+        """Digest that is equal for equivalent messages; it keeps the records of long chats small."""
         calls = [(call.function.name, _parsed(call.function)) for call in self.tool_calls or ()]
         calls_text = json.dumps(calls, sort_keys=True) if calls else ""
         said = (self.role, self.text.strip(), self.name, calls_text, self.tool_call_id)
         return hashlib.sha256(repr(said).encode()).digest()
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: arguments are objects."""
+        """Returns the message as chat templates expect it, with the arguments of calls as objects."""
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
@@ -170,7 +171,7 @@ class Message(BaseModel):
 
 
 class GenerateRequest(BaseModel):
-    """What both kinds of requests have."""
+    """Parameters that chat and completion requests share."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     model: str
@@ -192,7 +193,7 @@ class GenerateRequest(BaseModel):
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
+        """True if a stream ends with token counts."""
         return bool((self.stream_options or {}).get("include_usage"))
 
     @model_validator(mode="after")
@@ -208,7 +209,7 @@ class GenerateRequest(BaseModel):
 
 
 class ChatRequest(GenerateRequest):
-    """``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``."""
 
     messages: tuple[Message, ...] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -217,29 +218,29 @@ class ChatRequest(GenerateRequest):
 
     @property
     def has_tools(self) -> bool:
-        """Whether replies may call tools."""
+        """True if replies may call tools."""
         return bool(self.tools) and (self.model_extra or {}).get("tool_choice") != "none"
 
     @property
     def reply_tokens(self) -> int | None:
-        """Most tokens of the reply."""
+        """Max tokens of the reply."""
         return self.max_completion_tokens or self.max_tokens
 
 
 class CompletionRequest(GenerateRequest):
-    """``POST /v1/completions``."""
+    """Body of ``POST /v1/completions``."""
 
     prompt: str | tuple[int, ...]
     logprobs: int | None = Field(None, ge=0, le=0)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """A chat request. Raises ApiError naming the parameter that is wrong."""
+    """Parses a chat request. Raises ApiError naming the invalid parameter."""
     return _parse(ChatRequest, body)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """A completion request. Raises ApiError naming the parameter that is wrong."""
+    """Parses a completion request. Raises ApiError naming the invalid parameter."""
     return _parse(CompletionRequest, body)
 
 
@@ -258,7 +259,7 @@ def _refused(problems: Sequence[Any]) -> ApiError:
 
 
 def _parsed(function: FunctionCall) -> Any:
-    """Arguments as an object, or as they are if they are none."""
+    """Returns the arguments as JSON values, or as text if they are not JSON."""
     try:
         return json.loads(function.arguments)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""A reply as server-sent events, token by token while the engine makes them."""
+"""Replies as server-sent events, while the engine samples them."""
 
 import asyncio
 import json
@@ -16,11 +16,11 @@ _News = tuple[int, Sequence[int], Sequence[float]]
 
 
 class ReplyStream:
-    """Events of the replies to one request.
+    """Produces the events of the replies to one request.
 
     Args:
-        request: What was asked.
-        formatter: Writes the events.
+        request: The request.
+        formatter: Formats the events.
         tokenizer: The model's.
     """
 
@@ -37,21 +37,21 @@ class ReplyStream:
         self._first: _News | None = None
 
     def listen(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Take in tokens of a reply."""
+        """Adds tokens of a reply."""
         if tokens:
             self._news.put_nowait((index, tokens, logprobs))
 
     def close(self) -> None:
-        """No more tokens come."""
+        """Ends the stream of tokens."""
         self._news.put_nowait(None)
 
     async def has_begun(self) -> bool:
-        """Wait for the first token; False if there is none."""
+        """Waits for the first token; returns False if the stream ended without any."""
         self._first = await self._news.get()
         return self._first is not None
 
     async def events(self, finish: Callable[[], Awaitable[Replies]]) -> AsyncIterator[str]:
-        """All events.
+        """Yields all events.
 
         Args:
             finish: Returns the replies when they are complete.
@@ -80,7 +80,7 @@ class ReplyStream:
         return self._formatter.tokens_event(index, text.add(tokens), tokens, logprobs, begin=begin)
 
     def _last(self, index: int, choice: Choice) -> list[str]:
-        """Tokens that the engine did not tell of, and the end."""
+        """Returns events for the tokens that the engine did not stream, and the reply's last event."""
         told = self._texts[index].num_tokens
         turn = choice.turn
         left = turn.token_ids[told:]
@@ -90,35 +90,35 @@ class ReplyStream:
 
 
 class VisibleText:
-    """The text of a reply so far, as far as it will stay.
+    """Text of a growing reply, as far as it is final.
 
-    Bytes that make no character yet are held back, and so is what may become a mark, and all that follows
-    one.
+    Holds back incomplete characters, text that may become a mark, and everything from a mark on.
 
     Args:
         tokenizer: The model's.
-        marks: Texts that a reply ends before, or that begin something else.
+        marks: Texts before which the visible reply ends: stop texts and the start of tool calls.
     """
 
     def __init__(self, tokenizer: Tokenizer, marks: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._marks = marks
         self._tokens: list[int] = []
-        # Texts of a few tokens are not those of each: decoding begins a little before what is new.
+        # A token's text depends on its neighbours, so decoding starts a few tokens before the new
+        # ones.
         self._context = 0
         self._decoded = 0
         self._held = ""
         self._sent = ""
         self.num_characters = 0
-        """Characters of all tokens."""
+        """Number of characters of all decoded tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return len(self._tokens)
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Take in tokens; returns what can be seen now."""
+        """Adds tokens; returns the text that became visible."""
         self._tokens += tokens
         known = self._tokenizer.decode(self._tokens[self._context : self._decoded])
         text = self._tokenizer.decode(self._tokens[self._context :])
@@ -133,11 +133,11 @@ class VisibleText:
         return seen
 
     def rest(self, whole: str) -> str:
-        """What was not seen yet of the whole text."""
+        """Returns the part of the whole text that was not returned before."""
         return whole[len(self._sent) :] if whole.startswith(self._sent) else ""
 
     def _first_mark(self) -> int:
-        """Where the held text has, or could be about to have, a mark."""
+        """Returns the position of the first mark, or possible start of one, in the held text."""
         places = [len(self._held)]
         for mark in self._marks:
             found = self._held.find(mark)

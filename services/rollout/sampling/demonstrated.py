@@ -25,10 +25,8 @@ async def demonstration_sample(
         engine: Limits the length of prompt and response; computes log-probabilities of held-out
             answers.
         is_training: True if the answer is trained. Otherwise the sample's score is the mean
-            log-probability of
-            the answer's tokens and the term ``loss`` is its negative; for a pair, the term
-            ``preferred`` is 1
-            if the first answer is likelier than the second.
+            log-probability of the answer's tokens and the term ``loss`` is its negative; for a
+            pair, the term ``preferred`` is 1 if the first answer is likelier than the second.
 
     Raises:
         GroupError: If the answer does not fit and may not be cut; a retry would not help.

@@ -59,8 +59,7 @@ class RunningGroup:
         assignment: The group and the members to generate.
         is_interrupted: True after :meth:`interrupt` was called.
         is_cut: True if the group ended before all members were complete, because it was interrupted
-            or
-            reached the end of a segment.
+            or reached the end of a segment.
         stalled: Reason of the interruption if the group stalled, otherwise empty.
     """
 
@@ -111,8 +110,7 @@ class RunningGroup:
         """Requests a stop and returns the engine requests that the caller must abort.
 
         Aborted requests keep their tokens. Running scores and tool calls are cancelled; they run
-        again when the
-        group is resumed.
+        again when the group is resumed.
         """
         self.is_interrupted = True
         for member, episode in self._episodes.items():
@@ -129,8 +127,8 @@ class RunningGroup:
         Args:
             running: Partial results of the requests that the engine is decoding.
             tokens_total: Token counter of the engine. It is part of the mark of a request that
-                waits for a slot,
-                so that a waiting member does not count as stalled while the engine makes tokens.
+                waits for a slot, so that a waiting member does not count as stalled while the
+                engine makes tokens.
         """
         marks: dict[int, int] = {}
         for member, episode in self._episodes.items():

@@ -49,12 +49,10 @@ PARTIAL_FIELDS: Final = (
 """Fields of the ``partial`` partition, which has one row per member of a group.
 
 ``response_ids``, ``rollout_logprobs`` and ``version_runs`` are as for samples. ``turns``, int32
-``[T, 6]``, has
-for each turn: failed scores, tokens, version runs, finish code, milliseconds and tokens with known
-experts.
-``scores``, uint8 ``[B]``, has the score, if there is one, as a JSON list of its value, terms and
-tokens.
-``routed_experts``, uint8 ``[B]``, has the known experts, if there are any, in NumPy's file format.
+``[T, 6]``, has for each turn: failed scores, tokens, version runs, finish code, milliseconds and
+tokens with known experts. ``scores``, uint8 ``[B]``, has the score, if there is one, as a JSON list
+of its value, terms and tokens. ``routed_experts``, uint8 ``[B]``, has the known experts, if there
+are any, in NumPy's file format.
 """
 
 
@@ -149,12 +147,10 @@ class TransferQueueCache:
     """Stores one row per member of a group in the run's ``partial`` partition.
 
     A member has two keys, used alternately: the new row is stored before the old one is deleted, so
-    that a
-    crash at any moment leaves one complete row. The tag ``serial`` orders the two. The tag
-    ``attempt`` fences a
-    row: an attempt that starts over never resumes rows of earlier attempts, however late they are
-    stored or
-    restored. Replicas that work on different members of a group write different rows.
+    that a crash at any moment leaves one complete row. The tag ``serial`` orders the two. The tag
+    ``attempt`` fences a row: an attempt that starts over never resumes rows of earlier attempts,
+    however late they are stored or restored. Replicas that work on different members of a group
+    write different rows.
 
     Args:
         partition_id: The run's ``partial`` partition.

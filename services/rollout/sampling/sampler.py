@@ -86,8 +86,8 @@ class GroupSampler:
     """Runs groups concurrently; the engine's queue decides which samples are decoded first.
 
     A group ends in exactly one way: it is published, reported as failed or interrupted, or
-    cancelled by the
-    controller. An unexpected exception in a group cancels the task that entered the sampler.
+    cancelled by the controller. An unexpected exception in a group cancels the task that entered
+    the sampler.
     """
 
     def __init__(

@@ -78,10 +78,8 @@ def answer_digest(response: str, pattern: str) -> str:
     Args:
         response: Text of a response.
         pattern: Regular expression. The answer is its last match, or the first group of that match
-            if the
-            pattern has groups. The whole response is the answer if the pattern is empty, does not
-            match or
-            times out.
+            if the pattern has groups. The whole response is the answer if the pattern is empty,
+            does not match or times out.
     """
     answer: str | None = response
     try:

@@ -1,1 +1,1 @@
-"""Episode shapes: what happens between a prompt and a scored sample."""
+"""Workflows: how a prompt becomes an episode of sampled and observed turns."""

@@ -1,9 +1,9 @@
-"""An episode: what a workflow does to turn one prompt into one response.
+"""Episodes, which record everything a workflow does to turn one prompt into one response.
 
-A workflow is ordinary code that asks its episode for turns. Every turn is recorded, so an interrupted
-episode can be resumed on any replica: the workflow runs again from its start, the recorded turns are
-handed back without generating or calling anything, and generation goes on in the middle of the turn that
-was cut.
+A workflow is ordinary code that asks its episode for turns. The episode records every turn, so any
+replica can resume an interrupted episode: the workflow runs again from its start, the episode
+returns the recorded turns without sampling or calling anything, and generation continues inside the
+turn that was cut.
 """
 
 import itertools
@@ -47,68 +47,69 @@ from services.rollout.workflows.turns import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """How the tokens of an episode are drawn and when it ends."""
+    """Sampling parameters and limits of an episode."""
 
     seed: int
     """Seed of this sample."""
     temperature: float
     """Sampling temperature; 0 is greedy."""
     max_response_tokens: int
-    """Most tokens of the response, observed ones included, after any prompt."""
+    """Max tokens of the response, observed ones included, after any prompt."""
     max_tokens: int
-    """Most tokens of a prompt with its response: what the engine holds."""
+    """Max tokens of a prompt with its response, which is the engine's context length."""
     stop_texts: tuple[str, ...]
     """Texts that end a turn."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end a turn, besides those of the tokenizer."""
+    """Tokens that end a turn, in addition to the tokenizer's."""
     segment_tokens: int | None = None
-    """Tokens after which the episode is interrupted, wherever it is; None never is."""
+    """Tokens after which the episode is interrupted, at any position; None disables segments."""
 
     def response_tokens(self, *, prompt_tokens: int) -> int:
-        """Most tokens of the response to a prompt."""
+        """Returns the max tokens of the response to a prompt."""
         return min(self.max_response_tokens, self.max_tokens - prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingChoice:
-    """How one turn is drawn."""
+    """Sampling parameters and limits of one turn."""
 
     seed: int
     """Seed of the turn's random stream."""
     offset: int
     """Tokens drawn from the stream before the turn."""
     max_tokens: int
-    """Most tokens of the turn."""
+    """Max tokens of the turn."""
     stop_texts: tuple[str, ...]
-    """Texts that end it."""
+    """Texts that end the turn."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end it, besides those of the episode."""
+    """Tokens that end the turn, in addition to the episode's."""
 
 
 class Interrupted(Exception):  # noqa: N818 -- an order, not an error
-    """Generation was interrupted; the episode keeps everything that it has."""
+    """Ends a workflow whose generation was interrupted; the episode keeps all its turns."""
 
 
 class Episode:
     """One prompt and its growing response.
 
     Attributes:
-        prompt: What is answered.
-        limits: How its tokens are drawn.
-        turns: What happened so far; of several conversations, the one that was continued last.
-        conversations: Of an agent, all that none of the others continues, in the order of their beginnings.
-        trained: Those of them that train; None for the one that was continued last.
-        num_rewritten: Times that it asked with replies that are not as they were recorded.
-        measured: Facts by name that are measured beside the terms of its reward.
-        is_complete: Whether the workflow has finished.
-        is_full: Whether something did not fit into the response.
-        is_served: Whether an agent shapes it over HTTP. Then the first turn is the prompt, as the agent
-            wrote it; see :mod:`services.rollout.openai.record`.
-        is_interrupted: Whether it was told to stop at the next chance.
-        earned: What its environment or its agent gave for it; see
+        prompt: The prompt to answer.
+        limits: Sampling parameters and limits.
+        turns: Turns so far; if there are several conversations, those of the one continued last.
+        conversations: Of an agent: all conversations that no other one continues, in order of their
+            start.
+        trained: The conversations that train; None for the one continued last.
+        num_rewritten: Number of requests whose replies differ from the recorded ones.
+        measured: Measurements by name, stored with the terms of the reward.
+        is_complete: True after the workflow finished.
+        is_full: True if something did not fit into the response.
+        is_served: True if an agent drives the episode over HTTP. Then the first turn is the prompt,
+            as the agent wrote it; see :mod:`services.rollout.openai.record`.
+        is_interrupted: True after a stop at the next opportunity was requested.
+        earned: Reward that the environment or the agent gave; see
             :func:`services.rollout.rewards.terms.earned_terms`.
         tokenizer: The model's.
-        call: Calls a function of the user's in a process of its own; see
+        call: Calls a user's function in a separate process; see
             :meth:`services.rollout.calls.pool.CallPool.call`.
     """
 
@@ -145,7 +146,7 @@ class Episode:
 
     @property
     def request_ids(self) -> list[str]:
-        """What the engine is generating for this episode."""
+        """Ids of the engine requests that run for this episode."""
         return list(self._active)
 
     @property
@@ -157,7 +158,7 @@ class Episode:
 
     @property
     def response_turns(self) -> tuple[Turn, ...]:
-        """The response."""
+        """Turns of the response."""
         return tuple(self.turns[1:] if self.is_served else self.turns)
 
     @property
@@ -167,13 +168,13 @@ class Episode:
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens that the response may still grow by."""
+        """Tokens by which the response may still grow."""
         limit = self.limits.response_tokens(prompt_tokens=len(self.prompt_ids))
         return limit - num_tokens(self.response_turns)
 
     @property
     def finish_reason(self) -> FinishReason:
-        """How the last sampled turn ended; ``length`` if something did not fit into the response."""
+        """Finish reason of the last sampled turn; ``length`` if something did not fit into the response."""
         if self.is_full:
             return "length"
         sampled = [turn.finish_reason for turn in self.turns if turn.finish_reason is not None]
@@ -181,31 +182,31 @@ class Episode:
 
     @property
     def response_text(self) -> str:
-        """Text of the last sampled turn: what the reward judges."""
+        """Text of the last sampled turn, which the reward scores."""
         sampled = [turn for turn in self.turns if turn.is_sampled]
         return self.text(sampled[-1]) if sampled else ""
 
     @property
     def sequences(self) -> Sequence[Conversation]:
-        """The conversations that train, each with its prompt before it."""
+        """Conversations that train, each starting with its prompt."""
         if not self.is_served:
             return [(observed(self.prompt.token_ids), *self.turns)]
         return [tuple(self.turns)] if self.trained is None else self.trained
 
     @property
     def num_segments(self) -> int:
-        """Most stretches of one weight version in a conversation that trains."""
+        """Max number of single-version stretches in a conversation that trains."""
         return max(len(sampled_versions(conversation)) for conversation in self.sequences)
 
     def text(self, turn: Turn) -> str:
-        """Text of a turn, special tokens left out."""
+        """Returns the text of a turn without special tokens."""
         return self.tokenizer.decode(turn.token_ids)
 
     def recorded(self, running: Mapping[str, GenerationResult]) -> tuple[Turn, ...]:
-        """All turns: what another attempt needs to go on from here.
+        """Returns all turns, which are what another attempt needs to resume this episode.
 
         Args:
-            running: What the engine has so far of the requests that it works on.
+            running: Partial results of the requests that the engine is decoding.
         """
         reached = self.conversations or ([tuple(self.turns)] if self.turns else [])
         for request_id, (before, started) in self._active.items():
@@ -218,11 +219,11 @@ class Episode:
         )
 
     def replayed(self, turns: Sequence[Turn], *, number: int = 0) -> Turn | None:
-        """The turn that followed these ones before an interruption; None if none did.
+        """Returns the turn that followed these turns before an interruption; None if there is none.
 
         Args:
-            turns: What comes before it.
-            number: Which one, if several did.
+            turns: The preceding turns.
+            number: Index among several following turns.
         """
         place, before = len(turns), tuple(turns)
         recorded = [
@@ -232,19 +233,19 @@ class Episode:
         return following[number] if number < len(following) else None
 
     def keep(self, before: Conversation, turns: Sequence[Turn]) -> None:
-        """Record turns of an agent's, each of which follows the same ones; the first one is what counts."""
+        """Records an agent's alternative turns after the same ones; the first continues the episode."""
         for turn in turns:
             self.conversations = with_turn(self.conversations, before, turn)
         self.turns = [*before, turns[0]]
 
     async def generate(self, *, max_tokens: int | None = None) -> Turn:
-        """Sample a turn.
+        """Samples a turn.
 
         Args:
-            max_tokens: Bound on this turn; by default only the response's bound holds.
+            max_tokens: Max tokens of this turn; by default only the response's limit applies.
 
         Raises:
-            Interrupted: If generation was interrupted; what was sampled is recorded.
+            Interrupted: If generation was interrupted; the sampled tokens are recorded.
             ValueError: If the response has no room left.
         """
         started = self._next_recorded(sampled=True)
@@ -264,14 +265,14 @@ class Episode:
         return turn
 
     async def observe(self, call: Callable[[], Awaitable[str | Sequence[int]]]) -> Turn | None:
-        """Add what the world answered, for example the result of a tool.
+        """Adds a turn that the policy did not sample, for example the result of a tool.
 
         Args:
-            call: Makes the text, or its token ids. Not called when the turn was recorded before an
-                interruption.
+            call: Returns the text or its token ids. It is not called if the turn was recorded
+                before an interruption.
 
         Returns:
-            The turn, or None if the text leaves the response no room for what would follow it.
+            The turn, or None if the text would leave the response no room for a further turn.
         """
         turn = self._next_recorded(sampled=False)
         if turn is None:
@@ -293,13 +294,13 @@ class Episode:
         started: Turn | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Turn:
-        """Sample the turn that follows given ones, which need not be the episode's own.
+        """Samples the turn that follows the given ones, which need not be the episode's own.
 
         Args:
-            turns: What came before.
-            draw: How the turn is drawn.
-            started: What is there of the turn already.
-            on_tokens: Hears of the turn's tokens, as far as the engine tells.
+            turns: The preceding turns.
+            draw: Sampling parameters of the turn.
+            started: Tokens of the turn that exist already.
+            on_tokens: Receives the turn's tokens, as far as the engine streams them.
 
         Returns:
             The turn; it is cut if the episode was interrupted.
@@ -355,12 +356,12 @@ class Episode:
         )
 
     def _within_segment(self, wanted: int, done: int) -> int:
-        """Cut a number of new tokens to what is left of this segment."""
+        """Limits a number of new tokens to the rest of the current segment."""
         segment = self.limits.segment_tokens
         return wanted if segment is None else min(wanted, segment - done % segment)
 
     def _next_recorded(self, *, sampled: bool) -> Turn | None:
-        """The next recorded turn; a workflow that changed its mind is a fault of its own."""
+        """Returns the next recorded turn; raises ValueError if the resumed workflow took another course."""
         turn = self.replayed(self.turns)
         if turn is not None and turn.is_sampled != sampled:
             raise ValueError(
@@ -374,19 +375,20 @@ class Episode:
 class Workflow(Protocol):
     """Turns a prompt into a response.
 
-    A run's own workflow is a class that is called with ``rollout.workflow_arguments`` and has this method.
+    A custom workflow is a class with this method; its constructor receives
+    ``rollout.workflow_arguments``.
     """
 
     async def run(self, episode: Episode) -> None:
-        """Ask the episode for turns until the response is complete."""
+        """Asks the episode for turns until the response is complete."""
         ...
 
 
 def load_workflow(spec: RolloutSpec) -> Workflow:
-    """Make the workflow with its arguments.
+    """Creates the run's workflow with its arguments.
 
     Raises:
-        ValueError: If there is no such workflow or it does not take the arguments.
+        ValueError: If the workflow does not exist or does not accept the arguments.
     """
     make = load_callable(WORKFLOWS.get(spec.workflow, spec.workflow))
     try:

@@ -1,7 +1,8 @@
-"""Tokens between a sampled reply and the next one, by the model's chat template.
+"""Tokens between a sampled reply and the next one, rendered by the model's chat template.
 
-The template renders the chat with a mark in place of the reply. What follows the mark closes the reply's
-turn, has the new messages, and opens the next turn. So the reply itself is never tokenized again.
+The template renders the chat with a mark in place of the reply. The text after the mark closes the
+reply's turn, contains the new messages and opens the next turn. The reply itself is never tokenized
+again.
 """
 
 import secrets
@@ -16,22 +17,22 @@ _Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallAndResult:
-    """One call of a tool."""
+    """One tool call and its result."""
 
     name: str
-    """The tool."""
+    """Name of the tool."""
     result: str
-    """What it answered."""
+    """Text that the tool returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolRound:
-    """One reply with calls, and their results."""
+    """One reply with tool calls, and their results."""
 
     reply: str
-    """Text of the reply, the calls included."""
+    """Text of the reply, including the calls."""
     calls: tuple[ToolCallAndResult, ...]
-    """Its calls, in order; at least one."""
+    """The calls in order; at least one."""
 
 
 def following_ids(
@@ -42,18 +43,19 @@ def following_ids(
     mark: str,
     last_id: int | None,
 ) -> list[int]:
-    """Token ids that follow a sampled reply, up to where the next one begins.
+    """Returns the token ids between a sampled reply and the start of the next one.
 
     Args:
         tokenizer: The model's.
-        chats: The same chat in several forms; the first one that the template takes is used. Each has the
-            mark as the content of the reply, or as the name of its last call.
-        tools: What the assistant may call.
-        mark: Stands for the reply.
-        last_id: Last token of the reply. If it ends a turn, the template's own end is left out.
+        chats: The same chat in several forms; the first one that the template accepts is used. Each
+            has the mark as the content of the reply, or as the name of its last call.
+        tools: Tools that the assistant may call.
+        mark: Placeholder of the reply.
+        last_id: Last token of the reply. If it ends a turn, the template's own end token is left
+            out.
 
     Raises:
-        ValueError: If the template takes none of the forms.
+        ValueError: If the template accepts none of the forms.
     """
     problem = ""
     for chat in chats:
@@ -64,7 +66,7 @@ def following_ids(
             continue
         ids = tokenizer.encode(rest)
         if not any(message.get("content") == mark for message in chat):
-            # The rest of the call comes first; the policy has written it in its own way.
+            # Skip the rest of the call, which the policy has already written in its own format.
             ends = [place for place, each in enumerate(ids) if each in tokenizer.stop_ids]
             if not ends:
                 problem = problem or "no token of the template ends the turn of an assistant"
@@ -82,17 +84,17 @@ def tool_result_ids(
     *,
     last_id: int | None,
 ) -> list[int]:
-    """Token ids of the results of the last round, up to where the next reply begins.
+    """Returns the token ids of the last round's results, up to the start of the next reply.
 
     Args:
         tokenizer: The model's.
         messages: The prompt.
         rounds: All rounds so far; the policy sampled the replies.
-        tools: What the prompt offers.
+        tools: Tools that the prompt offers.
         last_id: Last token of the last reply.
 
     Raises:
-        ValueError: If the chat template renders no such results.
+        ValueError: If the chat template cannot render the results.
     """
     mark = secrets.token_hex(12)
     chats = _tool_chats(messages, rounds, mark)
@@ -100,14 +102,14 @@ def tool_result_ids(
 
 
 def check_tool_results(tokenizer: Tokenizer) -> None:
-    """Refuse a chat template that cannot render results of tools.
+    """Checks that the chat template can render tool results.
 
     Raises:
-        ValueError: Saying what the template lacks.
+        ValueError: If it cannot; the message states what the template lacks.
     """
     question: list[_Message] = [{"role": "user", "content": "question"}]
     mark, result = secrets.token_hex(12), secrets.token_hex(12)
-    # A second round shows whether the template takes a chat that goes on after results.
+    # The second round checks that the template accepts a chat that continues after results.
     calls = (ToolCallAndResult(name="tool", result=result),)
     rounds = [ToolRound(reply="call", calls=calls)] * 2
     for chat in (chats := _tool_chats(question, rounds, mark)):
@@ -134,11 +136,11 @@ def check_tool_results(tokenizer: Tokenizer) -> None:
 def _tool_chats(
     messages: Sequence[_Message], rounds: Sequence[ToolRound], mark: str
 ) -> list[list[_Message]]:
-    """The chat with calls as text of the replies, then with calls as the fields that some templates need."""
+    """Returns the chat with calls as text, and with calls as the fields that some templates need."""
     as_text, as_fields = [*messages], [*messages]
     for number, each in enumerate(rounds):
         is_last = number == len(rounds) - 1
-        # Mistral's templates demand ids of nine letters or digits.
+        # Mistral's templates require ids of nine letters or digits.
         ids = [f"{number:05}{index:04}" for index in range(len(each.calls))]
         names = [call.name for call in each.calls]
         if is_last:
@@ -167,7 +169,7 @@ def _after_mark(text: str, mark: str) -> str:
 
 
 def _is_ended(tokenizer: Tokenizer, ids: Sequence[int], last_id: int | None) -> bool:
-    """Return whether a reply's last token already does what the template's first one would."""
+    """Returns True if the reply's last token already ends the turn, as the template's first token would."""
     if not ids or last_id is None:
         return False
     is_special = ids[0] in tokenizer.special_tokens.values()

@@ -1,7 +1,8 @@
-"""Conversations of one episode: what grew from what, and how they become one row of turns.
+"""Conversations of one episode: branches, and their encoding as a single row of turns.
 
-Those that branch off one another have the same turns at their beginnings, the very objects. One row of turns
-holds them all: each but the first begins with its prompt, whose weight version is ``PROMPT_VERSION``.
+Conversations that branch from one another share the turn objects of their common beginning. One row
+of turns holds them all: each conversation but the first starts with its prompt, whose weight
+version is ``PROMPT_VERSION``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,21 +12,22 @@ from services.common.fields import PROMPT_VERSION
 from services.rollout.workflows.turns import Turn, observed
 
 Conversation = tuple[Turn, ...]
-"""Turns, of which the first one is the prompt where the agent or the environment wrote it."""
+"""Turns; the first one is the prompt if the agent or the environment wrote it."""
 
-# What an agent that never asks the same twice may leave behind.
+# Max recorded conversations to keep that this attempt has not started: an agent may never repeat a
+# request.
 _MOST_UNREACHED = 64
 
 
 def with_turn(
     conversations: Sequence[Conversation], before: Conversation, turn: Turn
 ) -> list[Conversation]:
-    """Add a turn behind others: to the conversation that they are, or as a branch.
+    """Adds a turn to the conversation that it continues, or as a new branch.
 
     Args:
-        conversations: None of which another one continues.
-        before: What the turn follows.
-        turn: The new one.
+        conversations: Conversations, none of which continues another.
+        before: The turns before the new one.
+        turn: The new turn.
     """
     found, grown = list(conversations), (*before, turn)
     for place, conversation in enumerate(found):
@@ -36,11 +38,12 @@ def with_turn(
 
 
 def merged(reached: Sequence[Conversation], recorded: Sequence[Conversation]) -> list[Conversation]:
-    """Conversations of two attempts: of each as much as the attempt that came further has.
+    """Merges the conversations of two attempts, keeping the longer version of each.
 
     Args:
-        reached: Of this attempt.
-        recorded: Of the one before; those of which this one has nothing yet are kept.
+        reached: Conversations of this attempt.
+        recorded: Conversations of the previous attempt; those that this attempt has not started are
+            kept.
     """
     found, unreached = list(reached), list[Conversation]()
     for old in recorded:
@@ -55,14 +58,14 @@ def merged(reached: Sequence[Conversation], recorded: Sequence[Conversation]) ->
 
 
 def flattened(conversations: Iterable[Conversation]) -> tuple[Turn, ...]:
-    """All turns, one conversation behind the other."""
+    """Concatenates all conversations into one row of turns."""
     first, *others = [conversation for conversation in conversations if conversation] or [()]
     further = [turn for other in others for turn in (_as_prompt(other[0]), *other[1:])]
     return (*first, *further)
 
 
 def divided(turns: Iterable[Turn]) -> list[Conversation]:
-    """The conversations that were :func:`flattened`."""
+    """Splits a row that :func:`flattened` made into its conversations."""
     found: list[list[Turn]] = [[]]
     for turn in turns:
         if turn.version_runs[:1] and turn.version_runs[0][0] == PROMPT_VERSION:
@@ -73,7 +76,7 @@ def divided(turns: Iterable[Turn]) -> list[Conversation]:
 
 
 def trained_once(conversations: Iterable[Conversation]) -> list[Conversation]:
-    """Conversations in which what an earlier one sampled is context, so that no token trains twice."""
+    """Turns repeated sampled turns into context, so that no token trains twice."""
     seen: set[int] = set()
     found = []
     for conversation in conversations:
@@ -100,7 +103,7 @@ def _is(one: Turn, other: Turn) -> bool:
 
 
 def _reaches(new: Conversation, old: Conversation) -> bool:
-    """Whether a conversation has all of one that was recorded, whose last turn may have been cut."""
+    """Returns True if ``new`` contains all of ``old``, whose last turn may have been cut."""
     before, last = old[:-1], old[-1]
     if len(new) < len(old) or new[: len(before)] != before:
         return False

@@ -1,4 +1,4 @@
-"""An episode as rewards are told of it."""
+"""JSON-like form of an episode for rewards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,12 +9,14 @@ from services.rollout.workflows.turns import observed
 
 
 def history_of(episode: Episode) -> Mapping[str, Any]:
-    """The whole episode, JSON-like.
+    """Returns the whole episode in JSON-like form.
 
     Returns:
-        ``messages``: see :func:`messages_of`; of several conversations, those of the one continued last.
-        ``other_conversations``: the messages of each other one. ``finish_reason``: ``stop`` or ``length``.
-        ``seconds``: of all messages.
+        ``messages``: see :func:`messages_of`; if there are several conversations, those of the one
+            continued
+        last. ``other_conversations``: the messages of each other one. ``finish_reason``: ``stop``
+            or
+        ``length``. ``seconds``: total of all messages.
     """
     judged = (observed(episode.prompt_ids), *episode.response_turns)
     last = tuple(episode.turns)
@@ -28,13 +30,16 @@ def history_of(episode: Episode) -> Mapping[str, Any]:
 
 
 def messages_of(episode: Episode, conversation: Conversation) -> list[dict[str, Any]]:
-    """Messages of a conversation, JSON-like.
+    """Returns the messages of a conversation in JSON-like form.
 
     Returns:
-        The prompt, then every turn. Each has ``role`` (``user`` for the prompt, ``assistant`` for what the
-        policy sampled, ``tool`` for what it observed), ``content`` (text, special tokens left out),
-        ``token_ids``, ``seconds`` and, if it was sampled, ``logprobs`` and ``versions`` (pairs of weight
-        version and number of tokens).
+        The prompt, then every turn. Each has ``role`` (``user`` for the prompt, ``assistant`` for a
+            sampled
+        turn, ``tool`` for an observed one), ``content`` (text without special tokens),
+            ``token_ids``,
+        ``seconds`` and, if it was sampled, ``logprobs`` and ``versions`` (pairs of weight version
+            and number of
+        tokens).
     """
     messages: list[dict[str, Any]] = []
     for turn in conversation:

@@ -1,4 +1,4 @@
-"""The policy calls tools, reads their results, and goes on until it answers."""
+"""Workflow in which the policy calls tools and reads their results until it answers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,23 +22,25 @@ _SCHEMAS = "services.rollout.calls.schemas"
 
 
 class MultiTurn:
-    """Turns of sampling, each followed by the results of the tools that it called.
+    """Samples turns, each followed by the results of the tools that it called, until one calls none.
 
-    The policy calls a tool by writing ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. A turn
-    without a call is the answer, and what the reward judges. Results are tokens that are not trained. A tool
-    that fails tells the policy so; it does not fail the sample. Tools run in processes of their own. The
-    model's chat template renders results, as messages of the role ``tool``, and opens the next turn; it is
-    given the tools that may be called.
+    The policy calls a tool by writing ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+    A turn without a call is the answer, which the reward scores. Results are observed tokens and do
+    not train. If a tool fails, the policy reads the error as its result; the sample does not fail.
+    Tools run in separate processes. The model's chat template renders results as messages of the
+    role ``tool`` and opens the next turn; it also receives the tools that may be called.
 
     Args:
-        tools: Python functions, ``module:function`` or ``file.py:function``, called by keyword.
+        tools: Python functions, ``module:function`` or ``file.py:function``, called with keyword
+            arguments.
         mcp_servers: Commands of Model Context Protocol servers; all their tools are offered.
-        max_turns: Most sampled turns.
-        max_turn_tokens: Most tokens of one turn; None leaves it to the response's limit.
+        max_turns: Max sampled turns.
+        max_turn_tokens: Max tokens of one turn; None applies only the response's limit.
         tool_timeout_s: Deadline of one call.
-        result_template: Text that is added for each result in place of what the chat template renders;
-            ``{result}`` stands for it. It has to end the policy's turn and open the next one.
-        offer_tools: Whether the chat template gets the tools' names, docstrings and parameters.
+        result_template: Text to add for each result instead of the chat template's rendering; it
+            contains ``{result}`` in place of the result. It must end the policy's turn and open the
+            next one.
+        offer_tools: True to give the tools' names, docstrings and parameters to the chat template.
     """
 
     def __init__(
@@ -73,13 +75,14 @@ class MultiTurn:
         self._result_template = result_template
 
     def check(self, tokenizer: Tokenizer | None) -> None:
-        """Refuse a run in which results cannot be rendered.
+        """Checks that tool results can be rendered.
 
         Args:
-            tokenizer: The model's; None if prompts do not go through its chat template.
+            tokenizer: The model's; None if prompts do not use its chat template.
 
         Raises:
-            ValueError: Naming the key and the fix.
+            ValueError: If results cannot be rendered; the message has the configuration key and the
+                fix.
         """
         if self._result_template is not None:
             return
@@ -98,11 +101,12 @@ class MultiTurn:
         )
 
     async def run(self, episode: Episode) -> None:
-        """Sample and call until there is an answer or a limit is reached.
+        """Samples and calls tools until there is an answer or a limit is reached.
 
         Raises:
-            CallError: If a server or a function does not say what it offers.
-            GroupError: If the prompt with its tools leaves no room, or the chat template renders no results.
+            CallError: If a server or a function cannot be described.
+            GroupError: If the prompt with its tools leaves no room for a response, or the chat
+                template cannot render results.
         """
         if self._offers_tools and episode.prompt.messages:
             await self._offer(episode)
@@ -118,13 +122,13 @@ class MultiTurn:
             results = partial(self._results, episode, rounds, said, calls)
             if (seen := await episode.observe(results)) is None:
                 return
-            # The same whether the results came now or were recorded before an interruption.
+            # Derived from the observed text, so that a resumed episode sees the same results.
             result = episode.text(seen)
             made = tuple(ToolCallAndResult(name=_name(call), result=result) for call in calls)
             rounds.append(ToolRound(reply=said, calls=made))
 
     async def _offer(self, episode: Episode) -> None:
-        """Render the prompt again, with the tools."""
+        """Renders the prompt again, with descriptions of the tools."""
         await self._servers(episode)
         prompt, tokenizer = episode.prompt, episode.tokenizer
         token_ids = tokenizer.encode(tokenizer.render_chat(prompt.messages, self._schemas))
@@ -186,7 +190,7 @@ class MultiTurn:
         return f"error: there is no tool {name!r}; tools: {known}"
 
     async def _servers(self, episode: Episode) -> Mapping[str, list[str]]:
-        """Server of each tool; asked once, and what functions are."""
+        """Returns the server of each tool; the first call also reads the schemas of tools and functions."""
         if self._mcp_tools is None:
             timeout_s = self._tool_timeout_s
             schemas = [
@@ -204,7 +208,7 @@ class MultiTurn:
 
 
 def _name(call: str) -> str:
-    """Name in a call, which may be no JSON."""
+    """Returns the name in a call; ``unknown`` if the call is invalid JSON or has none."""
     try:
         return str(json.loads(call)["name"])
     except (ValueError, KeyError, TypeError, RecursionError):

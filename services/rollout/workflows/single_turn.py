@@ -1,4 +1,4 @@
-"""One prompt, one answer."""
+"""Workflow with one prompt and one answer."""
 
 from services.rollout.workflows.base import Episode
 
@@ -7,5 +7,5 @@ class SingleTurn:
     """Samples one turn."""
 
     async def run(self, episode: Episode) -> None:
-        """Sample the answer."""
+        """Samples the answer."""
         await episode.generate()

@@ -1,4 +1,4 @@
-"""Which conversations of an episode train."""
+"""Selection of the conversations of an episode that train."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -15,12 +15,12 @@ _TIMEOUT_S = 30.0
 
 
 class TrainedConversations:
-    """Chooses when an episode is over.
+    """Selects the conversations that train after an episode is complete.
 
     Args:
-        train: ``last`` for the conversation that was continued last, ``all``, or ``module:function`` /
-            ``file.py:function``, which is called with all conversations and the row of the prompt and returns
-            the numbers of those that train.
+        train: ``last`` for the conversation that was continued last, ``all``, or
+            ``module:function`` / ``file.py:function``. The function receives all conversations and
+            the prompt's row and returns the indices of those that train.
     """
 
     def __init__(self, train: str) -> None:
@@ -29,10 +29,10 @@ class TrainedConversations:
         self._train = train
 
     async def choose(self, episode: Episode) -> None:
-        """Set what trains of an episode.
+        """Sets the conversations of an episode that train.
 
         Raises:
-            CallError: If the user's function fails or names conversations that are not there.
+            CallError: If the user's function fails or returns invalid indices.
         """
         everything = episode.conversations
         if self._train != "last" and everything:
@@ -44,7 +44,7 @@ class TrainedConversations:
         metrics.UNUSED_AGENT_TOKENS.inc(max(unused, 0))
 
     async def _chosen(self, episode: Episode) -> Sequence[int]:
-        """What the user's function answers."""
+        """Returns the indices that the user's function selects."""
         last = tuple(episode.turns)
         conversations = [
             {"messages": messages_of(episode, each), "is_last": each == last}
@@ -68,5 +68,5 @@ class TrainedConversations:
 
 
 def _num_sampled(conversations: Sequence[Conversation]) -> int:
-    """Tokens that the policy sampled, those at the beginning of several conversations once."""
+    """Returns the number of sampled tokens; a beginning that several conversations share counts once."""
     return sum(map(num_sampled, trained_once(conversations)))

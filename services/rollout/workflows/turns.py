@@ -1,4 +1,4 @@
-"""Turns: what an episode is made of."""
+"""Turns, the sampled or observed stretches of an episode."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,26 +24,26 @@ class Turn:
     logprobs: tuple[float, ...]
     """Log-probability of each sampled token; 0 for observed ones."""
     version_runs: tuple[VersionRun, ...]
-    """Weight versions, run-length coded; observed tokens have version -1."""
+    """Run-length encoded weight versions; observed tokens have version -1."""
     finish_reason: FinishReason | None
-    """How sampling ended; None for an observed turn."""
+    """Reason why sampling ended; None for an observed turn."""
     seconds: float = field(default=0.0, compare=False)
-    """Time that it took, waiting included."""
+    """Duration of the turn, waiting included."""
     routed_experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
-    """Chosen experts of the tokens since those of the turn before that has some, but for the last token."""
+    """Experts of the tokens after those that an earlier turn has experts of, without the last token."""
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the policy sampled these tokens."""
+        """True if the policy sampled these tokens."""
         return self.finish_reason is not None
 
     @property
     def is_cut(self) -> bool:
-        """Whether sampling was interrupted and has to go on."""
+        """True if sampling was interrupted and must continue."""
         return self.finish_reason == "aborted"
 
     def continued(self, result: GenerationResult, seconds: float = 0.0) -> "Turn":
-        """This turn and what was sampled after it, in so much time."""
+        """Returns this turn extended by a result that took the given time."""
         runs = list(self.version_runs)
         for run in result.version_runs:
             append_version(runs, *run)
@@ -62,7 +62,7 @@ NOTHING_SAMPLED = Turn(token_ids=(), logprobs=(), version_runs=(), finish_reason
 
 
 def observed(token_ids: Sequence[int], seconds: float = 0.0) -> Turn:
-    """A turn of tokens that no policy sampled."""
+    """Returns a turn of tokens that no policy sampled."""
     return Turn(
         token_ids=tuple(token_ids),
         logprobs=(0.0,) * len(token_ids),
@@ -73,12 +73,12 @@ def observed(token_ids: Sequence[int], seconds: float = 0.0) -> Turn:
 
 
 def shown(token_ids: Sequence[int], *, is_answer: bool) -> Turn:
-    """A turn of tokens that a row brought with it; what the assistant says trains like what is sampled."""
+    """Returns a turn of a demonstration; an answer's tokens train like sampled ones."""
     return replace(observed(token_ids), finish_reason="stop" if is_answer else None)
 
 
 def routed_experts(turns: Iterable[Turn]) -> RoutedExperts | None:
-    """Chosen experts of all tokens, from the first on, of which they are known; None if of none."""
+    """Returns the experts of all tokens from the first one on, as far as known; None if none are."""
     return _joined([turn.routed_experts for turn in turns])
 
 
@@ -88,25 +88,25 @@ def _joined(parts: Sequence[RoutedExperts | None]) -> RoutedExperts | None:
 
 
 def token_ids(turns: Iterable[Turn]) -> tuple[int, ...]:
-    """Tokens of all turns."""
+    """Returns the tokens of all turns."""
     found: list[int] = []
     for turn in turns:
-        found += turn.token_ids  # copies; taking one after the other costs ten times as much
+        found += turn.token_ids  # extends in bulk; token by token is ten times slower
     return tuple(found)
 
 
 def num_tokens(turns: Iterable[Turn]) -> int:
-    """Tokens of all turns."""
+    """Returns the number of tokens of all turns."""
     return sum(len(turn.token_ids) for turn in turns)
 
 
 def num_sampled(turns: Iterable[Turn]) -> int:
-    """Tokens that the policy sampled."""
+    """Returns the number of tokens that the policy sampled."""
     return sum(len(turn.token_ids) for turn in turns if turn.is_sampled)
 
 
 def version_runs(turns: Iterable[Turn]) -> list[VersionRun]:
-    """Weight versions of all tokens of some turns, run-length coded."""
+    """Returns the run-length encoded weight versions of all tokens."""
     runs: list[VersionRun] = []
     for turn in turns:
         for run in turn.version_runs:
@@ -115,7 +115,7 @@ def version_runs(turns: Iterable[Turn]) -> list[VersionRun]:
 
 
 def sampled_versions(turns: Iterable[Turn]) -> list[int]:
-    """Weight versions of the sampled stretches, in order, without repeats in a row."""
+    """Returns the weight versions of the sampled stretches, in order, without consecutive repeats."""
     versions: list[int] = []
     for version, _ in version_runs(turn for turn in turns if turn.is_sampled):
         if versions[-1:] != [version]:
