@@ -130,8 +130,7 @@ async def _load(
         load_tokenizer, spec.model, spec.data.chat_template_arguments
     )
     if spec.data.chat_template:
-        # Imports of the template engine happen now, in a thread. Errors are reported with each
-        # prompt.
+        # Imports of the template engine happen now, in a thread. Errors are reported with each prompt.
         with suppress(ValueError):
             hello = {"role": "user", "content": "Hello"}
             await asyncio.to_thread(tokenizer.render_chat, [hello])

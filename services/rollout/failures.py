@@ -20,8 +20,7 @@ class GroupError(Exception):
     num_tokens = 0
 
     def __init__(self, reason: str, message: str, *, retryable: bool) -> None:
-        # A user's error may contain characters that neither gRPC messages nor databases accept as
-        # text.
+        # A user's error may contain characters that neither gRPC messages nor databases accept as text.
         message = message.replace("\0", "\\0").encode(errors="backslashreplace").decode()
         super().__init__(message)
         self.reason = reason
@@ -33,8 +32,7 @@ class InterruptedGroupError(GroupError):
     """Reports that a group was stopped before it was finished; its progress is cached.
 
     Args:
-        stalled: Why the group counts as stalled; empty if the controller asked for the
-            interruption.
+        stalled: Why the group counts as stalled; empty if the controller asked for the interruption.
         num_unfinished: Number of unfinished members.
         num_tokens: Number of tokens that the group has.
     """

@@ -16,9 +16,8 @@ _REMEMBERED_S = 600.0
 # Max relative change of the concurrency between two observations; larger changes hide what it was
 # in between.
 _STEADY = 0.2
-# Concurrency that hardly varies shows no slope. The prior then assumes that half of a step's time
-# is proportional to the number of samples; it weighs as much as a spread of a tenth of the
-# concurrency.
+# Concurrency that hardly varies shows no slope. The prior then assumes that half of a step's time is
+# proportional to the number of samples; it weighs as much as a spread of a tenth of the concurrency.
 _ASSUMED_SHARE = 0.5
 _ASSUMED_SPREAD = 0.1
 
@@ -47,8 +46,7 @@ class DecodeTimes:
         step_s = samples * passed / tokens
         kept = math.exp(-passed / _REMEMBERED_S)
         new = (1.0, samples, step_s, samples * samples, samples * step_s)
-        # Weighted by tokens, not by time: a mean of ratios with varying denominators would be too
-        # large.
+        # Weighted by tokens, not by time: a mean of ratios with varying denominators would be too large.
         self._sums = [kept * old + tokens * one for old, one in zip(self._sums, new, strict=True)]
         self._most = max(self._most, samples)
 
@@ -75,8 +73,7 @@ _EVERY_S = 1.0
 _LOOKS = 5
 # A check of every episode costs more than a read of gauges.
 _LOOK_S = 15.0
-# A weight update may take an hour to come, and a killed process loses the tokens since its last
-# checkpoint.
+# A weight update may take an hour to come, and a killed process loses the tokens since its last checkpoint.
 _CHECKPOINT_S = 60.0
 
 

@@ -121,15 +121,13 @@ class WeightReceiver:
         """Pauses the engine and opens its live weights for writing.
 
         Raises:
-            InvalidArgumentError: If the engine does not expose its weights, or they do not match
-                the plan.
+            InvalidArgumentError: If the engine does not expose its weights, or they do not match the plan.
         """
         engine = self._open()
         asked_at = time.monotonic()
         if not self._is_partial:
             await engine.pause(drain=True)
-        # After a failed transfer the engine is still paused; the stall counts from that first
-        # pause.
+        # After a failed transfer the engine is still paused; the stall counts from that first pause.
         if self._stopped_at is None:
             self._asked_at, self._stopped_at = asked_at, time.monotonic()
         try:

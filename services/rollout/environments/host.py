@@ -8,8 +8,7 @@ Each episode gets a new instance of the class, created with the run's arguments.
 
     reset(task, seed) -> observation     first messages, and tools if there are any
     step(message)     -> observation     the answer to the policy's message
-    close()           -> reward | None   optional; called at the end, whichever side ends the
-    episode
+    close()           -> reward | None   optional; called at the end, whichever side ends it
 
 each a coroutine or a plain function, which runs in a thread.
 """
@@ -109,8 +108,7 @@ class Host:
                 return JSONResponse(_bounded(await handle(request)))
             except _RefusedError as error:
                 return _refusal(str(error), error.status)
-            # Boundary to user code: every exception becomes an answer, so that other episodes
-            # continue.
+            # Boundary to user code: every exception becomes an answer, so that other episodes continue.
             except (Exception, SystemExit) as error:  # noqa: BLE001
                 return _refusal(f"{type(error).__name__}: {error}", 500)
 
@@ -269,8 +267,7 @@ def main() -> None:
     )
     parser.add_argument("--child", action="store_true", help="end with the standard input")
     given = parser.parse_args()
-    # The parent reads the answer from the original standard output; user code prints to standard
-    # error.
+    # The parent reads the answer from the original standard output; user code prints to standard error.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:

@@ -112,8 +112,7 @@ class LocalEnvironment:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "services.rollout.environments.host", "--child", "--bind", f"unix:{path}"),
-            # The forms with "=" and "--" keep values that start with a dash from being parsed as
-            # options.
+            # The forms with "=" and "--" keep values that start with a dash from being parsed as options.
             *(f"--arguments={self._arguments}", "--", self._reference),
             env=environment_of_user_code(),
             stdin=PIPE,

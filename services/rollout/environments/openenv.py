@@ -34,8 +34,7 @@ class OpenEnv:
         reach: Policy for the server's address.
         action: JSON-like template of an action: the string ``{message}`` in it becomes the policy's
             message.
-        observe: Key of the observation that the policy sees; None shows the whole observation as
-            JSON.
+        observe: Key of the observation that the policy sees; None shows the whole observation as JSON.
         token: Token for ``Authorization: Bearer``; empty sends no header.
         timeout_s: Deadline of each answer.
         wait_s: Max time to retry while the server is full.

@@ -2,17 +2,15 @@
 
 ::
 
-    GET    /healthz                                                    -> 200
-    GET    /v1                 {}                                      -> {"protocol": 1, "name",
-    "version"}
-    POST   /v1/episodes        {"task", "seed"}                        -> {"episode",
-    ...observation}
-    POST   /v1/episodes/ID     {"step": n, "message", "tool_calls"}    -> {"step": n,
-    ...observation}
-    DELETE /v1/episodes/ID                                             -> {"reward", "metrics"}
+    GET    /healthz                                     -> 200
+    GET    /v1                                          -> {"protocol": 1, "name", "version"}
+    POST   /v1/episodes        {"task", "seed"}         -> {"episode", ...observation}
+    POST   /v1/episodes/ID     {"step": n, "message"}   -> {"step": n, ...observation}
+    DELETE /v1/episodes/ID                              -> {"reward", "metrics"}
 
-An observation is ``{"messages", "tools", "done", "reward", "metrics"}``. Status 429 and 503 ask the
-client to retry later. A repeated step gets the answer that it got before.
+A message is the policy's reply with ``role``, ``content`` and any ``tool_calls``. An observation is
+``{"messages", "tools", "done", "reward", "metrics"}``. Status 429 and 503 ask the client to retry
+later. A repeated step gets the answer that it got before.
 """
 
 import json

@@ -54,8 +54,7 @@ async def play(
     """
     config = json.dumps(row["verifiers"], sort_keys=True)
     task = _task(config, row["index"])
-    # An environment's servers keep a client for each key, so a new environment is loaded for each
-    # episode.
+    # An environment's servers keep a client for each key, so a new environment is loaded for each episode.
     environment = load_environment(resolve_env_config(json.loads(config)))
     variable = f"VERIFIERS_KEY_{secrets.token_hex(8)}"
     os.environ[variable] = api_key

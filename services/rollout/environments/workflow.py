@@ -35,10 +35,9 @@ _Answer = TypeVar("_Answer")
 class Environments:
     """Plays each episode in an environment, whose messages are the prompt and the observations.
 
-    The environment is reset with the row of the prompt and with a seed that all members of a group
-    share. Its reward is the value of the reward ``environment``. An interrupted episode is played
-    again: as long as the environment sends the same messages, the recorded replies are reused
-    without sampling.
+    The environment is reset with the row of the prompt and with a seed that all members of a group share.
+    Its reward is the value of the reward ``environment``. An interrupted episode is played again: as long
+    as the environment sends the same messages, the recorded replies are reused without sampling.
 
     Args:
         environment: ``module:Class`` or ``file.py:Class``, which runs in separate processes;
@@ -52,8 +51,7 @@ class Environments:
         timeout_s: Deadline of each answer of the environment.
         wait_s: Max time to retry while the environment is busy.
         processes: Number of processes that run the class; each runs many episodes concurrently.
-        token: Token for a remote host or server; a run's specification names the secret that holds
-            it.
+        token: Token for a remote host or server; a run's specification names the secret that holds it.
     """
 
     def __init__(  # noqa: PLR0913 -- the keys of rollout.workflow_arguments

@@ -22,8 +22,7 @@ class Agent:
     the last reply.
 
     An interrupted sample is resumed by running the agent again. As long as the agent sends the same
-    requests, it gets the recorded replies; from the first different request on, replies are
-    sampled.
+    requests, it gets the recorded replies; from the first different request on, replies are sampled.
 
     Args:
         agent: ``module:function`` or ``file.py:function``, a coroutine or a plain function; the URL

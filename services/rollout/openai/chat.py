@@ -64,8 +64,7 @@ def reply(
         tokenizer: The model's.
         turn: The sampled turn.
         stop_texts: Texts that end the turn; the reply ends before them.
-        name: Prefix that makes the ids of the calls unique in the episode, and equal when it is
-            replayed.
+        name: Prefix that makes the ids of the calls unique in the episode, and equal when it is replayed.
         has_tools: True if ``<tool_call>`` blocks are calls.
     """
     text = visible_text(tokenizer, turn, stop_texts)

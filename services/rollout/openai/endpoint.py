@@ -2,8 +2,7 @@
 
 ::
 
-    agent --POST /v1/chat/completions, Bearer key--> Session of that key --> Record --> Episode -->
-    Engine
+    agent --POST /v1/chat/completions, Bearer key--> _Session --> EpisodeRecord --> Episode --> Engine
 """
 
 import asyncio
@@ -43,8 +42,7 @@ _CHAT_PATH = "/v1/chat/completions"
 # Longer than clients keep idle connections, so that the server closes none under a request; longer
 # than most tool calls.
 _KEEP_ALIVE_S = 75
-# Size of all concurrent requests: thousands of agents wait at once, each with its whole
-# conversation.
+# Size of all concurrent requests: thousands of agents wait at once, each with its whole conversation.
 _MAX_REQUEST_BYTES = 1 << 30
 _Answer = asyncio.Task[Replies | ApiError]
 

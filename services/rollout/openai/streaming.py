@@ -103,8 +103,7 @@ class VisibleText:
         self._tokenizer = tokenizer
         self._marks = marks
         self._tokens: list[int] = []
-        # A token's text depends on its neighbours, so decoding starts a few tokens before the new
-        # ones.
+        # A token's text depends on its neighbours, so decoding starts a few tokens before the new ones.
         self._context = 0
         self._decoded = 0
         self._held = ""

@@ -80,8 +80,8 @@ class GroupPublisher:
             metrics.LATE_GROUPS.inc()
             raise GroupError("publish_failed", error.message, retryable=True) from error
         except InvalidArgumentError as error:
-            # The group can never fit or breaks another rule. Unlike publish_failed, this reason counts
-            # against the group, so that it is not retried forever.
+            # The group can never fit or breaks another rule. Unlike publish_failed, this reason
+            # counts against the group, so that it is not retried forever.
             raise GroupError("publish_refused", error.message, retryable=True) from error
         except ServiceError as error:
             raise GroupError("publish_failed", error.message, retryable=True) from error

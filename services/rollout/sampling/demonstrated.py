@@ -22,8 +22,7 @@ async def demonstration_sample(
         prompt: Prompt with a demonstration for each member.
         member: Index of the demonstration.
         spec: Limits the response's length.
-        engine: Limits the length of prompt and response; computes log-probabilities of held-out
-            answers.
+        engine: Limits the length of prompt and response; computes log-probabilities of held-out answers.
         is_training: True if the answer is trained. Otherwise the sample's score is the mean
             log-probability of the answer's tokens and the term ``loss`` is its negative; for a
             pair, the term ``preferred`` is 1 if the first answer is likelier than the second.

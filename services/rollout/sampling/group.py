@@ -249,7 +249,7 @@ class RunningGroup:
             )
 
     async def _compared(self, samples: Sequence[Sample], comparison: Comparison) -> list[Sample]:
-        """Adds the comparison's scores to the members that have a score of their own."""
+        """Adds the comparison's scores to those of the members; failed members are not compared."""
         scored = [sample for sample in samples if sample.finish_reason != "failed"]
         if not scored:
             return [*samples]

@@ -85,9 +85,8 @@ ReportFailures = Callable[[Sequence[Failure]], Awaitable[None]]
 class GroupSampler:
     """Runs groups concurrently; the engine's queue decides which samples are decoded first.
 
-    A group ends in exactly one way: it is published, reported as failed or interrupted, or
-    cancelled by the controller. An unexpected exception in a group cancels the task that entered
-    the sampler.
+    A group ends in exactly one way: it is published, reported as failed or interrupted, or cancelled by the
+    controller. An unexpected exception in a group cancels the task that entered the sampler.
     """
 
     def __init__(
@@ -116,8 +115,7 @@ class GroupSampler:
         self._publisher = publisher
         self._cache = cache
         self._report_failures = report_failures
-        # Validation groups have one or two samples. More groups than twice the slots would only
-        # wait.
+        # Validation groups have one or two samples. More groups than twice the slots would only wait.
         self.admission = Admission(2 * spec.max_running_samples)
         self._tasks = TaskGroup()
         self._is_ending = False
@@ -186,8 +184,7 @@ class GroupSampler:
     async def interrupt(self, group_ids: Iterable[str] | None = None) -> None:
         """Stops groups (None: all), caches their progress and reports them as ``interrupted``.
 
-        No token is lost: any replica that receives the next attempt continues from the cached
-        progress.
+        No token is lost: any replica that receives the next attempt continues from the cached progress.
         """
         names = [*self._running] if group_ids is None else [*group_ids]
         tasks = {name: self._running[name] for name in names if name in self._running}
@@ -236,8 +233,7 @@ class GroupSampler:
     def checkpoint_soon(self) -> None:
         """Starts a checkpoint in the background, unless the last one is too recent for what it cost.
 
-        Does nothing without partial rollout, since responses may then not continue on another
-        replica.
+        Does nothing without partial rollout, since responses may then not continue on another replica.
         """
         now = asyncio.get_running_loop().time()
         if self._spec.partial_rollout and now >= self._next_checkpoint:
@@ -291,8 +287,7 @@ class GroupSampler:
         """Starts one read of the cached progress of all these groups; returns None if none needs it."""
         if not self._spec.partial_rollout:
             return None
-        # Includes groups that start over: the cache then knows the serials of the rows that it
-        # replaces.
+        # Includes groups that start over: the cache then knows the serials of the rows that it replaces.
         again = {a.group_id: a.first_attempt for a in assignments if a.attempt > 1}
         return self._tasks.create_task(self._cache.load(again)) if again else None
 
@@ -315,8 +310,7 @@ class GroupSampler:
             prompt = self._prompts.prompt(assignment.split, assignment.row)
             if assignment.tried is not None and self._tools.curriculum is not None:
                 await self._tools.curriculum.check(prompt.row, assignment.tried)
-            # The shield keeps the shared read alive for the other groups if this group is
-            # cancelled.
+            # The shield keeps the shared read alive for the other groups if this group is cancelled.
             loaded = await asyncio.shield(loading) if loading is not None else {}
             progress = loaded.get(group_id, {})
             async with self.admission.admitted():

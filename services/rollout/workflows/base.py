@@ -96,8 +96,7 @@ class Episode:
         prompt: The prompt to answer.
         limits: Sampling parameters and limits.
         turns: Turns so far; if there are several conversations, those of the one continued last.
-        conversations: Of an agent: all conversations that no other one continues, in order of their
-            start.
+        conversations: Of an agent: all conversations that no other one continues, in order of their start.
         trained: The conversations that train; None for the one continued last.
         num_rewritten: Number of requests whose replies differ from the recorded ones.
         measured: Measurements by name, stored with the terms of the reward.
@@ -375,8 +374,7 @@ class Episode:
 class Workflow(Protocol):
     """Turns a prompt into a response.
 
-    A custom workflow is a class with this method; its constructor receives
-    ``rollout.workflow_arguments``.
+    A custom workflow is a class with this method; its constructor receives ``rollout.workflow_arguments``.
     """
 
     async def run(self, episode: Episode) -> None:

@@ -1,8 +1,7 @@
 """Tokens between a sampled reply and the next one, rendered by the model's chat template.
 
-The template renders the chat with a mark in place of the reply. The text after the mark closes the
-reply's turn, contains the new messages and opens the next turn. The reply itself is never tokenized
-again.
+The template renders the chat with a mark in place of the reply. The text after the mark closes the reply's
+turn, contains the new messages and opens the next turn. The reply itself is never tokenized again.
 """
 
 import secrets
@@ -51,8 +50,7 @@ def following_ids(
             has the mark as the content of the reply, or as the name of its last call.
         tools: Tools that the assistant may call.
         mark: Placeholder of the reply.
-        last_id: Last token of the reply. If it ends a turn, the template's own end token is left
-            out.
+        last_id: Last token of the reply. If it ends a turn, the template's own end token is left out.
 
     Raises:
         ValueError: If the template accepts none of the forms.

@@ -14,8 +14,7 @@ from services.rollout.workflows.turns import Turn, observed
 Conversation = tuple[Turn, ...]
 """Turns; the first one is the prompt if the agent or the environment wrote it."""
 
-# Max recorded conversations to keep that this attempt has not started: an agent may never repeat a
-# request.
+# Max recorded conversations to keep that this attempt has not started: an agent may never repeat a request.
 _MOST_UNREACHED = 64
 
 
@@ -42,8 +41,7 @@ def merged(reached: Sequence[Conversation], recorded: Sequence[Conversation]) ->
 
     Args:
         reached: Conversations of this attempt.
-        recorded: Conversations of the previous attempt; those that this attempt has not started are
-            kept.
+        recorded: Conversations of the previous attempt; those that this attempt has not started are kept.
     """
     found, unreached = list(reached), list[Conversation]()
     for old in recorded:

@@ -13,10 +13,8 @@ def history_of(episode: Episode) -> Mapping[str, Any]:
 
     Returns:
         ``messages``: see :func:`messages_of`; if there are several conversations, those of the one
-            continued
-        last. ``other_conversations``: the messages of each other one. ``finish_reason``: ``stop``
-            or
-        ``length``. ``seconds``: total of all messages.
+        continued last. ``other_conversations``: the messages of each other one. ``finish_reason``:
+        ``stop`` or ``length``. ``seconds``: total of all messages.
     """
     judged = (observed(episode.prompt_ids), *episode.response_turns)
     last = tuple(episode.turns)
@@ -34,12 +32,9 @@ def messages_of(episode: Episode, conversation: Conversation) -> list[dict[str, 
 
     Returns:
         The prompt, then every turn. Each has ``role`` (``user`` for the prompt, ``assistant`` for a
-            sampled
-        turn, ``tool`` for an observed one), ``content`` (text without special tokens),
-            ``token_ids``,
-        ``seconds`` and, if it was sampled, ``logprobs`` and ``versions`` (pairs of weight version
-            and number of
-        tokens).
+        sampled turn, ``tool`` for an observed one), ``content`` (text without special tokens),
+        ``token_ids``, ``seconds`` and, if it was sampled, ``logprobs`` and ``versions`` (pairs of
+        weight version and number of tokens).
     """
     messages: list[dict[str, Any]] = []
     for turn in conversation:

@@ -31,15 +31,13 @@ class MultiTurn:
     role ``tool`` and opens the next turn; it also receives the tools that may be called.
 
     Args:
-        tools: Python functions, ``module:function`` or ``file.py:function``, called with keyword
-            arguments.
+        tools: Python functions, ``module:function`` or ``file.py:function``, called with keyword arguments.
         mcp_servers: Commands of Model Context Protocol servers; all their tools are offered.
         max_turns: Max sampled turns.
         max_turn_tokens: Max tokens of one turn; None applies only the response's limit.
         tool_timeout_s: Deadline of one call.
-        result_template: Text to add for each result instead of the chat template's rendering; it
-            contains ``{result}`` in place of the result. It must end the policy's turn and open the
-            next one.
+        result_template: Text to add for each result instead of the chat template's rendering; it contains
+            ``{result}`` in place of the result. It must end the policy's turn and open the next one.
         offer_tools: True to give the tools' names, docstrings and parameters to the chat template.
     """
 
@@ -81,8 +79,7 @@ class MultiTurn:
             tokenizer: The model's; None if prompts do not use its chat template.
 
         Raises:
-            ValueError: If results cannot be rendered; the message has the configuration key and the
-                fix.
+            ValueError: If results cannot be rendered; the message has the configuration key and the fix.
         """
         if self._result_template is not None:
             return
