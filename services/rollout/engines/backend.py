@@ -1,4 +1,4 @@
-"""What :class:`PartedEngine` needs of an engine of another project."""
+"""Interface between :class:`~services.rollout.engines.external.ExternalEngine` and an external engine."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
@@ -8,82 +8,93 @@ from services.rollout.engines.request_segments import Segment, TokenChunk
 
 
 class EngineDiedError(RuntimeError):
-    """The engine's process is gone or does not answer; only a restart helps."""
+    """The engine's process died or does not respond; only a restart helps."""
 
 
 class SegmentStream(Protocol):
-    """The tokens of one part."""
+    """Token stream of one segment."""
 
     async def next(self) -> TokenChunk:
-        """Return what came since; a chunk with a finish reason is the last. Raises EngineDiedError."""
+        """Waits for the next chunk; a chunk with a finish reason is the last.
+
+        Raises:
+            EngineDiedError: If the engine died.
+        """
         ...
 
     async def close(self) -> None:
-        """Take no more; a part that still runs is ended."""
+        """Closes the stream and ends the segment if it still runs."""
         ...
 
 
 class Backend(Protocol):
-    """What the adapter needs of an engine."""
+    """Operations that an external engine must provide."""
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What the engine can do."""
+        """Features of the engine."""
         ...
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Tokens that its KV cache holds, once it has started."""
+        """Capacity of the KV cache in tokens, available after the start."""
         ...
 
     async def serve(self, started: Callable[[], None]) -> None:
-        """Start, call ``started``, and serve until cancelled. Raises EngineDiedError."""
+        """Starts the engine, calls ``started``, and serves until cancelled.
+
+        Raises:
+            EngineDiedError: If the engine died.
+        """
         ...
 
     async def submit(self, part: Segment) -> SegmentStream:
-        """Hand over a part; from then on :meth:`cut` reaches it."""
+        """Submits a segment; from then on, :meth:`cut` can end it."""
         ...
 
     async def cut(self, part_ids: Collection[str]) -> None:
-        """End parts soon, with reason ``abort``; unknown ones are ignored."""
+        """Ends segments soon, with reason ``abort``; ignores unknown ids."""
         ...
 
     async def load(self, description: str) -> None:
-        """Hand a description to every worker, while no part makes tokens.
+        """Passes a description to every worker; called only while no segment produces tokens.
 
         Args:
-            description: Of shared tensors that replace all weights, or an order of ``in_place``.
+            description: Describes shared tensors that replace all weights, or a command of ``in_place``.
         """
         ...
 
     async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probability of every token but the first; reads no cached prefix."""
+        """Computes the log probability of every token but the first, without cached prefixes."""
         ...
 
     async def sleep(self) -> None:
-        """Give up the KV cache and what the weights hold; no part is there, or comes before weights."""
+        """Releases the KV cache and the weights' memory.
+
+        Called only while no segment exists; none is submitted before new weights.
+        """
         ...
 
     async def wake(self) -> None:
-        """Take the memory back."""
+        """Takes the memory back."""
         ...
 
 
 class PausableBackend(Protocol):
-    """A backend that can hold what runs while weights change."""
+    """Backend that can keep requests running across a weight change."""
 
     async def freeze(self) -> None:
-        """Stop between two steps; parts keep their place, their tokens and their cache."""
+        """Stops between two steps; segments keep their slots, tokens and cache."""
         ...
 
     async def thaw(self, version: int, *, recompute: bool) -> bool:
-        """Go on; what is sampled from now on is of ``version``, and says so in its chunks.
+        """Continues; chunks attribute all tokens sampled from now on to ``version``.
 
         Args:
-            version: Of the weights that were loaded meanwhile.
-            recompute: Whether caches are computed anew under them.
+            version: Version of the weights loaded in the meantime.
+            recompute: True to recompute caches under the new weights.
 
         Returns:
-            Whether nothing is cached any more that older weights computed.
+            True if the cache no longer contains anything computed with older weights.
         """
         ...

@@ -1,4 +1,4 @@
-"""What every engine offers: token ids in; token ids, logprobs and weight versions out."""
+"""Engine protocol: token ids in; token ids, log probabilities and weight versions out."""
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,93 +16,103 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "aborted"]
 RoutedExperts = NDArray[np.integer[Any]]
-"""``[tokens, layers, K]`` uint8 or int16; see :class:`~services.common.models.routers.RoutingShape`."""
+"""Chosen experts, ``[tokens, layers, K]`` uint8 or int16.
+
+See :class:`~services.common.models.routers.RoutingShape`.
+"""
 VersionRun = tuple[int, int]
-"""``(weight_version, num_tokens)``: that many tokens in a row, sampled by that version."""
+"""``(weight_version, num_tokens)``: a run of consecutive tokens that this version sampled."""
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
-"""Hears of new tokens and their logprobs, in the event loop."""
+"""Callback that receives new tokens and their log probabilities, in the event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """Asks for the tokens that follow a context."""
+    """Request to sample the tokens that follow a context."""
 
     request_id: str
-    """Unique among the requests in flight."""
+    """Id, unique among the requests in flight."""
     context_ids: tuple[int, ...]
-    """Prompt and everything that was generated before; at least one token."""
+    """Prompt and all tokens generated so far; at least one token."""
     max_tokens: int
-    """Most new tokens."""
+    """Max number of new tokens."""
     seed: int
-    """Seed of this sample. The same seed, weights and context draw the same tokens."""
+    """Seed of the sample. The same seed, weights and context draw the same tokens."""
     draw_offset: int = 0
-    """Tokens drawn under this seed before; a resumed sample goes on with its random stream."""
+    """Number of tokens drawn earlier under this seed; a resumed sample continues its random stream there."""
     oldest_version: int | None = None
-    """Oldest weight version in the context's response; None if nothing was sampled. Requests that wait
-    are admitted oldest version first, so that what is about to become stale is finished first."""
+    """Oldest weight version in the response so far; None if nothing was sampled.
+
+    The engine admits waiting requests oldest version first, so that samples close to the staleness limit
+    finish first.
+    """
     temperature: float = 1.0
-    """Divides the logits; 0 is greedy, and then logprobs are those at temperature 1."""
+    """Divisor of the logits; 0 is greedy, with log probabilities at temperature 1."""
     top_p: float = 1.0
-    """Draws from the fewest tokens that have this much probability together."""
+    """Nucleus sampling: draws from the smallest set of tokens with at least this total probability."""
     top_k: int = 0
-    """Draws from this many of the likeliest tokens; 0 is all."""
+    """Draws from this many most probable tokens; 0 allows all."""
     min_p: float = 0.0
-    """Draws from tokens with at least this part of the likeliest one's probability."""
+    """Draws from tokens with at least this fraction of the highest probability; 0 allows all."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the response; the ending token belongs to it."""
+    """Tokens that end the response; the stop token is part of the response."""
     stop_texts: tuple[str, ...] = ()
-    """Texts that end the response; the token that completes one belongs to it."""
+    """Texts that end the response; the token that completes one is part of the response."""
     turn_tokens: int = 0
-    """Tokens at the end of the context that earlier requests sampled of the same turn. A stop text may begin
-    in them."""
+    """Number of tokens at the end of the context that earlier requests sampled in the same turn.
+
+    A stop text may begin in them.
+    """
     experts_from: int = 0
-    """First token of the context whose experts are asked for, if the engine tells them."""
+    """Index of the first context token whose experts are requested, if the engine reports them."""
     on_tokens: OnTokens | None = field(default=None, compare=False, repr=False)
-    """Hears of tokens as they are made; what it did not hear of when the result is there, it never does."""
+    """Callback for streaming. The result may contain tokens that were never passed to it."""
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some tokens are never drawn.
+        """True if ``top_p``, ``top_k`` or ``min_p`` excludes some tokens.
 
-        Logprobs stay those of all tokens, so training must not use such responses: a run that asks for it
-        is refused.
+        Log probabilities still refer to the full distribution, so such responses must not be used for
+        training: a run that asks for truncation is refused.
         """
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """The new tokens of one request."""
+    """New tokens of one request."""
 
     token_ids: tuple[int, ...]
     """Sampled tokens."""
     logprobs: tuple[float, ...]
-    """Float32 log-probability of each token: ``log_softmax(logits / temperature)``."""
+    """Float32 log probability of each token: ``log_softmax(logits / temperature)``."""
     version_runs: tuple[VersionRun, ...]
-    """Weight version of each token, run-length coded; the counts sum to the number of tokens."""
+    """Weight version of each token, run-length encoded; the counts sum to the number of tokens."""
     finish_reason: FinishReason
-    """``aborted`` keeps the tokens so far, so that the sample can be resumed anywhere."""
+    """Reason for the end; ``aborted`` keeps the tokens so far, so that any replica can resume the sample."""
     routed_experts: RoutedExperts | None = field(default=None, compare=False)
-    """Chosen experts of each token from ``experts_from`` to the last but one, new ones included; None without
-    a new token, or from an engine that does not tell them."""
+    """Chosen experts of each token from ``experts_from`` to the last but one, including new tokens.
+
+    None if there are no new tokens or the engine does not report experts.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
-    """What an engine can do; a run that needs more is refused with the reason."""
+    """Features of an engine. A run that needs other features is refused with the reason."""
 
     name: str
     """Engine name as in ``rollout.engine``."""
     kv_policies: frozenset[str]
     """Supported values of ``rollout.kv_policy``."""
     stop_texts: bool
-    """Whether texts, not only tokens, can end a response."""
+    """True if texts can end a response, not only tokens."""
     truncation: bool
-    """Whether ``top_p``, ``top_k`` and ``min_p`` work, with logprobs of the whole distribution."""
+    """True if ``top_p``, ``top_k`` and ``min_p`` work, with log probabilities of the full distribution."""
     seeds: bool
-    """Whether the same seed draws the same tokens."""
+    """True if the same seed draws the same tokens."""
     routed_experts: bool = False
-    """Whether it tells which experts it chose."""
+    """True if the engine reports the experts it chose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,60 +122,60 @@ class EngineStats:
     num_running: int
     """Requests that are being decoded."""
     num_waiting: int
-    """Requests that wait for a place."""
+    """Requests that wait for a slot."""
     tokens_total: int
     """Tokens sampled since the start."""
     kv_used_fraction: float
-    """Part of the KV cache in use, 0 to 1."""
+    """Fraction of the KV cache in use, 0 to 1."""
     idle_seconds: float
     """Seconds since the start in which nothing was decoded."""
     weight_version: int
     """Version of the live weights; -1 before the first adoption."""
     prompt_tokens_total: int = 0
-    """Tokens of contexts since the start, of those included that went on after an update."""
+    """Context tokens since the start, including contexts of requests that continued after an update."""
     cached_tokens_total: int = 0
-    """Those of them that were found in a prefix cache, or shared with another request."""
+    """Context tokens found in a prefix cache or shared with another request."""
     recomputed_tokens_total: int = 0
-    """Tokens of responses computed once more since the start: under new weights, or to go on with one."""
+    """Response tokens computed again since the start, under new weights or to resume a response."""
     is_asleep: bool = False
-    """Whether it has given its memory up, or has no weights since."""
+    """True if the engine released its memory and has received no weights since."""
 
 
 class Engine(Protocol):
-    """Generates. One instance per rollout process; all methods belong to one event loop."""
+    """Generation engine. One instance per rollout process; all methods run in one event loop."""
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What this engine can do."""
+        """Features of this engine."""
         ...
 
     @property
     def max_tokens(self) -> int:
-        """Longest context with its response."""
+        """Max length of a context with its response."""
         ...
 
     async def run(self) -> None:
-        """Serve until cancelled. Requests made earlier wait. Raises if the engine dies."""
+        """Serves until cancelled. Requests made before the start wait. Raises if the engine dies."""
         ...
 
     async def wait_ready(self) -> None:
-        """Return when the engine, whose :meth:`run` was started, can serve."""
+        """Waits until the engine, whose :meth:`run` was started, can serve."""
         ...
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Decode one request.
+        """Decodes one request.
 
         Raises:
-            ValueError: If the request can never be decoded, for example because it is empty, longer
-                than the model allows or holds unknown tokens.
+            ValueError: If the request can never be decoded, for example because it is empty, exceeds the
+                model's max length or contains unknown tokens.
         """
         ...
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probability of every token but the first, given those before it, at temperature 1.
+        """Computes the log probability of every token but the first, given its prefix, at temperature 1.
 
-        Reads no cached prefix: what comes back is what the live weights say. May wait until a paused
-        engine goes on.
+        The engine does not use cached prefixes, so the result reflects the live weights. The call may wait
+        until a paused engine resumes.
 
         Args:
             token_ids: At least two tokens.
@@ -179,44 +189,44 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """End requests (None: all) between two steps; their results keep the tokens so far."""
+        """Ends requests (None: all) between two steps; their results keep the tokens so far."""
         ...
 
     async def peek(self) -> "dict[str, GenerationResult]":
-        """What the running requests have so far, by request, all at one moment between two steps."""
+        """Returns a snapshot of the running requests by id, taken between two steps."""
         ...
 
     async def pause(self, *, drain: bool = False) -> None:
-        """Stop between two steps and keep all requests; with ``drain``, finish running ones first."""
+        """Stops between two steps and keeps all requests; with ``drain``, finishes running ones first."""
         ...
 
     async def resume(self) -> None:
-        """Go on after a pause; one that slept goes on once weights are adopted."""
+        """Resumes after a pause; an engine that slept resumes only once it has adopted weights."""
         ...
 
     async def sleep(self) -> None:
-        """Pause, and give up the device's memory: the KV cache, and what the weights hold. Safe to repeat.
+        """Pauses and releases device memory: the KV cache and the weights' storage. Idempotent.
 
-        Requests keep their place and their tokens.
+        Requests keep their slots and their tokens.
         """
         ...
 
     async def wake(self) -> None:
-        """Take the memory back. Safe to repeat.
+        """Takes the device memory back. Idempotent.
 
-        Nothing is decoded before the next adoption, under whose weights all requests go on with a cache that
-        is computed anew.
+        The engine decodes nothing before the next adoption. All requests then continue under the new weights,
+        with a recomputed cache.
         """
         ...
 
     def weight_specs(self) -> "list[TensorSpec]":
-        """Tensors that an adoption must bring, by their checkpoint names; tied weights once."""
+        """Lists the tensors that an adoption must provide, by checkpoint name; tied weights once."""
         ...
 
     async def adopt_weights(self, version: int, tensors: "Mapping[str, Tensor]") -> float:
-        """Copy verified tensors into the live model between two steps; running requests go on.
+        """Copies verified tensors into the live model between two steps; running requests continue.
 
-        Later tokens carry ``version``, and their KV prefix is recomputed unless the policy keeps it.
+        Later tokens carry ``version``. Their KV prefix is recomputed unless the KV policy keeps it.
 
         Args:
             version: Version of the new weights.
@@ -231,42 +241,42 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Gauges, without waiting for the engine."""
+        """Returns gauges, without waiting for the engine."""
         ...
 
 
 @runtime_checkable
 class OpenEngine(Engine, Protocol):
-    """An engine whose live weights can be received in place."""
+    """Engine that can receive weights directly into its live parameters."""
 
     async def open_weights(
         self, plan: "WeightPlan", slots: "Sequence[Sequence[Tensor]]"
     ) -> "Place":
-        """Stop between two steps and keep all requests, until :meth:`adopt_placed` or :meth:`close_weights`.
+        """Stops between two steps and keeps all requests until :meth:`adopt_placed` or :meth:`close_weights`.
 
-        May come again after buckets were placed of a version that was not adopted.
+        May be called again after buckets of a version were placed that was never adopted.
 
         Args:
-            plan: The layout of what is received.
-            slots: Where it lies before it is placed; see
+            plan: Layout of the received data.
+            slots: Buffers that hold received data before it is placed; see
                 :meth:`~services.weightsync.endpoints.WeightSink.open_weights`.
 
         Raises:
-            ValueError: If the live weights cannot be written so.
+            ValueError: If the live weights cannot be written this way.
         """
         ...
 
     async def adopt_placed(self, version: int) -> None:
-        """Take what was placed for a version; what runs goes on with the next :meth:`Engine.resume`."""
+        """Adopts the placed buckets as a version; requests continue at the next :meth:`Engine.resume`."""
         ...
 
     async def close_weights(self) -> None:
-        """Go on under the old weights: nothing was placed."""
+        """Continues under the old weights; no bucket was placed."""
         ...
 
 
 def append_version(runs: list[VersionRun], version: int, num_tokens: int) -> None:
-    """Add tokens to run-length coded versions, in place."""
+    """Adds tokens to run-length encoded versions, in place."""
     if num_tokens == 0:
         return
     if runs and runs[-1][0] == version:
@@ -276,10 +286,10 @@ def append_version(runs: list[VersionRun], version: int, num_tokens: int) -> Non
 
 
 def check_request(request: GenerationRequest, *, vocab_size: int, max_model_tokens: int) -> None:
-    """Refuse a request that can never be decoded.
+    """Refuses a request that can never be decoded.
 
     Raises:
-        ValueError: With what was expected, what came and what to do.
+        ValueError: With the expected value, the actual value and a remedy.
     """
     length = len(request.context_ids)
     if length == 0:
@@ -295,12 +305,12 @@ def check_request(request: GenerationRequest, *, vocab_size: int, max_model_toke
 
 
 def check_scorable(token_ids: Sequence[int], *, vocab_size: int, max_model_tokens: int) -> None:
-    """Refuse tokens that can never be scored.
+    """Refuses tokens that can never be scored.
 
     Raises:
-        ValueError: With what was expected, what came and what to do.
+        ValueError: With the expected value, the actual value and a remedy.
     """
-    # Engines that score by a request of their own draw a token after it.
+    # Engines that score through a generation request also draw one token after the given ones.
     if not 2 <= len(token_ids) < max_model_tokens:
         raise ValueError(
             f"scoring takes 2 to {max_model_tokens - 1} tokens, but {len(token_ids)} came"
@@ -309,10 +319,10 @@ def check_scorable(token_ids: Sequence[int], *, vocab_size: int, max_model_token
 
 
 def check_supported(request: GenerationRequest, can: EngineCapabilities) -> None:
-    """Refuse a request that needs what the engine cannot do.
+    """Refuses a request that needs a feature the engine lacks.
 
     Raises:
-        ValueError: With the engine's name and what it lacks.
+        ValueError: With the engine's name and the missing feature.
     """
     if request.stop_texts and not can.stop_texts:
         raise ValueError(f"engine {can.name!r} ends responses at tokens only, not at stop texts")
@@ -324,11 +334,11 @@ def check_supported(request: GenerationRequest, can: EngineCapabilities) -> None
 
 
 def check_tensors(expected: Mapping[str, Sequence[int]], tensors: "Mapping[str, Tensor]") -> None:
-    """Refuse weights that do not fit, before anything is changed.
+    """Refuses weights that do not fit the model, before anything is changed.
 
     Args:
         expected: Shape of every tensor by name.
-        tensors: The tensors that came.
+        tensors: Received tensors.
 
     Raises:
         ValueError: If a tensor is missing, unknown or of another shape.
@@ -357,7 +367,7 @@ def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _some(names: Iterable[str]) -> str:
-    """Show a few names."""
+    """Lists up to three names, sorted."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
     return ", ".join(ordered[:3]) + more or "none"

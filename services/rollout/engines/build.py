@@ -1,4 +1,4 @@
-"""The engine that a run names."""
+"""Builds the generation engine that a run specifies."""
 
 import importlib.util
 import logging
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryPlanner(Protocol):
-    """Says what a GPU of the engine will hold."""
+    """Plans the memory of an engine's GPU."""
 
     def __call__(self, config: PretrainedConfig, *, gpu_bytes: int) -> MemoryPlan:
-        """Raises ValueError if that does not fit."""
+        """Returns the plan. Raises ValueError if the engine does not fit."""
 
 
 def build_engine(
@@ -42,20 +42,20 @@ def build_engine(
     is_written_in_place: bool = False,
     sleeps: bool = False,
 ) -> Engine:
-    """Build the engine with random weights; the real ones arrive over the weight plane.
+    """Builds the engine with random weights; weight sync delivers the real ones.
 
     Args:
-        spec: Of the rollout.
-        model: Of the policy.
-        tokenizer: Of the policy.
-        dtype: Of the weights.
-        device: Where it decodes.
-        plan: What a GPU will hold; None for an engine that nothing is sent to, and which has it to itself.
-        is_written_in_place: Whether weights are received straight into the live ones.
-        sleeps: Whether it has to give its GPU memory up from time to time.
+        spec: Rollout section of the run's specification.
+        model: The policy model.
+        tokenizer: Tokenizer of the policy.
+        dtype: Dtype of the weights.
+        device: Device that decodes.
+        plan: Plans the GPU's memory; None for an engine that receives no weights and has the GPU to itself.
+        is_written_in_place: True if weights are received directly into the live ones.
+        sleeps: True if the engine must release its GPU memory from time to time.
 
     Raises:
-        ValueError: If the engine is not installed, or cannot do what the run asks for.
+        ValueError: If the engine is not installed, or lacks a feature that the run needs.
     """
     if device.type == "cuda" and (problem := missing_compiler()):
         raise ValueError(problem)
@@ -87,10 +87,10 @@ def build_engine(
 
 
 def make_engine(name: str, order: EngineConfig) -> Engine:
-    """An engine, not started yet; on a CPU with the settings that it needs there.
+    """Builds an engine, not started yet; on a CPU, with the settings that it needs there.
 
     Raises:
-        ValueError: If it is unknown or not installed, or refuses its arguments.
+        ValueError: If the engine is unknown or not installed, or refuses its arguments.
     """
     kind = engine_kind(name)
     if kind.package is not None and not _is_installed(kind.package):
@@ -106,7 +106,7 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
 
 
 def prepare_environment(kind: EngineKind, *, is_cpu: bool) -> None:
-    """Set what an engine reads when it is imported, where nothing else is set."""
+    """Sets environment variables that the engine reads at import, unless they are set already."""
     set_defaults(kind.environment)
     for package, environment in kind.environment_without.items():
         if not _is_installed(package):

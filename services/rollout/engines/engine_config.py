@@ -1,4 +1,4 @@
-"""The ``config.json`` that vLLM and SGLang read."""
+"""Adapts a model's ``config.json`` for vLLM and SGLang."""
 
 import json
 from copy import deepcopy
@@ -9,9 +9,9 @@ from transformers import PretrainedConfig
 
 
 def engine_config(config: PretrainedConfig) -> PretrainedConfig:
-    """A model's configuration that has an engine compute what the model does.
+    """Returns the configuration with which external engines compute the same as the model.
 
-    In Cohere 2's windows, engines do not count the token itself.
+    Only Cohere 2 differs: engines do not count the current token in a sliding window.
     """
     if config.model_type != "cohere2":
         return config
@@ -21,9 +21,9 @@ def engine_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def write_sglang_config(config: PretrainedConfig, folder: str) -> None:
-    """Write SGLang's into a folder.
+    """Writes the ``config.json`` for SGLang into a folder.
 
-    What ends a response is said in each request, so the model's own end tokens must not.
+    It has no end-of-text token: each request names its stop tokens, and the model's must not apply as well.
     """
     content = json.loads(engine_config(config).to_json_string())
     content["eos_token_id"] = None
@@ -33,9 +33,9 @@ def write_sglang_config(config: PretrainedConfig, folder: str) -> None:
 
 
 def _rotary(content: dict[str, Any]) -> dict[str, Any]:
-    """Olmo 3's rotary embeddings in the form of its checkpoints, which SGLang scales in full attention only.
+    """Returns Olmo 3's rotary settings in the form of its checkpoints; SGLang scales only full attention.
 
-    It does not see those that are named by the kind of layer, and would take another base.
+    SGLang ignores settings given by layer type and would use another base.
     """
     by_kind = content.get("rope_parameters") or {}
     full, window = (dict(by_kind.get(f"{kind}_attention") or {}) for kind in ("full", "sliding"))

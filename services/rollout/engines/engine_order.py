@@ -1,4 +1,4 @@
-"""What an adapter has to know of the model that its engine decodes."""
+"""Engine configuration and the model shape that engine adapters need."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,21 +18,21 @@ class ModelShape:
     """Tensors and limits of a model."""
 
     specs: Sequence[TensorSpec]
-    """Its tensors by checkpoint name, tied ones once."""
+    """Tensors by checkpoint name, tied ones once."""
     vocab_size: int
-    """Token ids are below it."""
+    """Exclusive upper bound of token ids."""
     max_tokens: int
-    """Longest context with its response."""
+    """Max length of a context with its response."""
 
 
 def model_shape(
     config: PretrainedConfig, dtype: torch.dtype, *, max_tokens: int | None = None
 ) -> ModelShape:
-    """Describe a model without building it.
+    """Describes a model without allocating it.
 
     Args:
-        config: Of the model.
-        dtype: Of its weights.
+        config: Configuration of the model.
+        dtype: Dtype of the weights.
         max_tokens: Limit of the engine, if it is lower than the model's.
     """
     model = build_model(config, dtype=dtype, device="meta")
@@ -49,45 +49,45 @@ def model_shape(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """An engine, not started yet, with random weights: the real ones arrive over the weight plane."""
+    """Configuration of an engine that starts with random weights; weight sync delivers the real ones."""
 
     config: PretrainedConfig
-    """Shape of the model."""
+    """Configuration of the model."""
     dtype: torch.dtype
-    """Of its weights."""
+    """Dtype of the weights."""
     device: torch.device
-    """Where it decodes."""
+    """Device that decodes."""
     max_running: int
-    """Most requests decoded at once."""
+    """Max number of requests decoded at once."""
     kv_policy: str = "recompute"
-    """Whether an adoption recomputes the KV prefix of running requests."""
+    """``recompute`` if an adoption recomputes the KV prefix of running requests, else ``keep``."""
     is_reproducible: bool = False
-    """Whether the same seed must draw the same tokens."""
+    """True if the same seed must draw the same tokens."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the engine, by its own names."""
+    """Further arguments by the engine's own names."""
     decode: Decode | None = None
-    """Token ids to text; needed for stop texts."""
+    """Converts token ids to text; needed for stop texts."""
     returns_experts: bool = False
-    """Whether results tell which experts were chosen."""
+    """True if results include the chosen experts."""
     is_written_in_place: bool = False
-    """Whether weights are received straight into its parameters."""
+    """True if weights are received directly into the engine's parameters."""
     sleeps: bool = False
-    """Whether it has to give its GPU memory up from time to time."""
+    """True if the engine must release its GPU memory from time to time."""
     vocab_size: int = 256
-    """Tokens that the tokenizer knows."""
+    """Number of tokens in the tokenizer's vocabulary."""
     stop_token: int = 1
-    """The tokenizer's end of a text."""
+    """The tokenizer's end-of-text token."""
 
     @property
     def dtype_name(self) -> str:
-        """As engines spell it."""
+        """Name of the dtype as engines spell it, for example ``bfloat16``."""
         return str(self.dtype).removeprefix("torch.")
 
     def check_arguments(self, known: Collection[str], *, engine: str) -> None:
-        """Refuse arguments that the engine does not have.
+        """Refuses arguments that the engine does not have.
 
         Raises:
-            ValueError: With the name, and what it may have been meant to be.
+            ValueError: With the unknown name and similar known ones.
         """
         for name in sorted(set(self.arguments) - set(known)):
             similar = get_close_matches(name, known)

@@ -1,10 +1,11 @@
-"""An engine of another project behind our protocol.
+"""Engine protocol on top of an external engine such as vLLM or SGLang.
 
-Such an engine keeps a queue of its own, and its random streams and caches know nothing of weight versions.
-One that can freeze is stopped between two steps while weights change, and what runs goes on in its place. In
-another one what runs is cut, its tokens are kept, and a next part of the request goes on from them. Parts
-share blocks of the prefix cache with those of the same salt, which changes with the weights unless the cache
-was emptied: what was computed again for a part that runs is then there for those that follow it.
+An external engine has its own request queue, and its random streams and caches ignore weight versions.
+While weights change, a backend that can freeze is paused between two steps, and its running requests then
+continue where they were. With any other backend, running requests are cut: their tokens are kept, and a new
+segment of the request continues from them. Segments share prefix-cache blocks only with segments of the same
+salt. The salt changes with the weights unless the cache was emptied; in that case, later segments can reuse
+blocks that were recomputed for a running one.
 """
 
 import asyncio
@@ -47,14 +48,14 @@ from services.weightsync.plan import TensorSpec, WeightPlan
 logger = logging.getLogger(__name__)
 
 _CUT_TIMEOUT_S = 60.0
-"""A cut part ends at the next step; an engine that takes this long makes no steps any more."""
+"""Time-out of a cut: a cut segment ends at the next step, so an engine that takes longer has stopped."""
 
 
 class ExternalEngine:
-    """The engine protocol over a backend.
+    """Implements the engine protocol with a backend.
 
     Attributes:
-        backend: The engine.
+        backend: The external engine.
     """
 
     def __init__(
@@ -67,15 +68,15 @@ class ExternalEngine:
         freezer: PausableBackend | None = None,
         decode: Decode | None = None,
     ) -> None:
-        """Wrap a backend; :meth:`run` starts it.
+        """Wraps a backend; :meth:`run` starts it.
 
         Args:
-            backend: The engine.
-            model: The model that it decodes.
-            max_running: Most requests decoded at once.
-            kv_policy: Whether an adoption recomputes the KV prefix of running requests.
+            backend: The external engine.
+            model: Tensors and limits of the decoded model.
+            max_running: Max number of requests decoded at once.
+            kv_policy: ``recompute`` if an adoption recomputes the KV prefix of running requests.
             freezer: The backend, if it can freeze.
-            decode: Token ids to text; needed for stop texts.
+            decode: Converts token ids to text; needed for stop texts.
         """
         self.capabilities = backend.capabilities
         self.backend = backend
@@ -107,12 +108,12 @@ class ExternalEngine:
         length_argument: str,
         freezer: PausableBackend | None = None,
     ) -> Self:
-        """Wrap the backend of an order.
+        """Wraps a backend according to an engine configuration.
 
         Args:
-            backend: The engine.
-            order: What was ordered.
-            length_argument: The engine's name for its longest context with the response.
+            backend: The external engine.
+            order: Configuration of the engine.
+            length_argument: The external engine's argument for the max length of context and response.
             freezer: The backend, if it can freeze.
         """
         return cls(
@@ -126,23 +127,23 @@ class ExternalEngine:
 
     @property
     def max_tokens(self) -> int:
-        """As in :class:`~services.rollout.engines.base.Engine`."""
+        """Max length of a context with its response."""
         return self._model.max_tokens
 
     async def run(self) -> None:
-        """Start the engine and serve until cancelled.
+        """Starts the engine and serves until cancelled.
 
         Raises:
-            EngineDiedError: If it died.
+            EngineDiedError: If the engine died.
         """
         await self.backend.serve(self._started.set)
 
     async def wait_ready(self) -> None:
-        """Return when the engine is up."""
+        """Waits until the engine has started."""
         await self._started.wait()
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Decode one request."""
+        """Decodes one request."""
         check_request(
             request, vocab_size=self._model.vocab_size, max_model_tokens=self._model.max_tokens
         )
@@ -157,8 +158,9 @@ class ExternalEngine:
             self._busy.begin()
             self._running[request.request_id] = progress
             try:
-                # Many come at once, and each takes the engine's front a part of a millisecond: between two
-                # of them the event loop attends to others, such as a weight session that is about to begin.
+                # Many requests arrive at once, and each occupies the engine's front end for a
+                # fraction of a millisecond. Yield between two of them, so that the event loop can
+                # run other tasks, such as a weight session that is about to begin.
                 async with self._arrivals:
                     await asyncio.sleep(0)
                 return await self._generate(progress)
@@ -169,18 +171,18 @@ class ExternalEngine:
                     self._busy.end()
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probabilities of given tokens, as the engine reports them for a prompt."""
+        """Returns log probabilities of given tokens, as the engine reports them for a prompt."""
         check_scorable(
             token_ids, vocab_size=self._model.vocab_size, max_model_tokens=self._model.max_tokens
         )
         await self._started.wait()
         self._num_scored += 1
-        # A pause does not hold this back, and an adoption waits for it.
+        # A pause does not delay scoring, and an adoption waits for it.
         async with self._gate.closed():
             return await self.backend.score(f"score {self._num_scored}", token_ids)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """End requests; their results keep the tokens so far."""
+        """Ends requests; their results keep the tokens so far."""
         self._places.turn_away(request_ids)
         ended = [
             progress
@@ -195,11 +197,11 @@ class ExternalEngine:
         await asyncio.gather(*[progress.ended.wait() for progress in ended])
 
     async def peek(self) -> dict[str, GenerationResult]:
-        """What the running requests have so far."""
+        """Returns the tokens so far of each running request."""
         return {name: progress.result("aborted") for name, progress in self._running.items()}
 
     async def pause(self, *, drain: bool = False) -> None:
-        """Cut what runs, and decode nothing; with ``drain``, finish the running requests first."""
+        """Cuts running requests and decodes nothing; with ``drain``, finishes the running requests first."""
         self._places.close()
         if drain:
             await self._places.emptied()
@@ -208,14 +210,14 @@ class ExternalEngine:
             await self._cut(self._running.values())
 
     async def resume(self) -> None:
-        """Go on after a pause, unless there are no weights."""
+        """Resumes after a pause, unless the engine has no weights."""
         if self._is_blank:
             return
         self._places.open()
         await self._gate.release()
 
     async def sleep(self) -> None:
-        """Cut what runs, and have the engine give its memory up."""
+        """Cuts running requests and makes the engine release its memory."""
         await self._started.wait()
         await self.pause()
         async with self._gate.closed():
@@ -225,18 +227,18 @@ class ExternalEngine:
                 await self.backend.sleep()
 
     async def wake(self) -> None:
-        """Have the engine take its memory back."""
+        """Makes the engine take its memory back."""
         async with self._gate.closed():
             if self._is_asleep:
                 await self.backend.wake()
                 self._is_asleep = False
 
     def weight_specs(self) -> list[TensorSpec]:
-        """Parameters by checkpoint name, tied ones once."""
+        """Lists the parameters by checkpoint name, tied ones once."""
         return list(self._model.specs)
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
-        """Load new weights; what runs goes on under them."""
+        """Loads new weights; running requests continue under them."""
         check_tensors({spec.name: spec.shape for spec in self._model.specs}, tensors)
         await self._started.wait()
         with ExitStack() as stack:
@@ -257,7 +259,7 @@ class ExternalEngine:
         return stall_s
 
     async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
-        """Hold what runs, and have the engine's workers place what is received."""
+        """Stops running requests and lets the engine's workers place received buckets."""
         await self._started.wait()
         self._gate.hold()
         async with self._gate.closed():
@@ -265,17 +267,17 @@ class ExternalEngine:
             return await place_in_workers(plan, slots, self.backend.load)
 
     async def adopt_placed(self, version: int) -> None:
-        """Go on under what was placed."""
+        """Continues under the placed weights."""
         async with self._gate.closed():
             await self._go_on(version)
 
     async def close_weights(self) -> None:
-        """Go on under the old weights."""
+        """Continues under the old weights."""
         await self.adopt_placed(self._weight_version)
         await self.resume()
 
     async def _hold(self) -> None:
-        """Stop what runs: in its place, or cut."""
+        """Freezes running requests, or cuts them if the backend cannot freeze."""
         assert not self._is_asleep, "an engine that sleeps has no room for weights; wake it first"
         if self._freezer is None:
             await self._cut(self._running.values())
@@ -283,7 +285,7 @@ class ExternalEngine:
             await self._freezer.freeze()
 
     async def _go_on(self, version: int) -> None:
-        """Let what runs go on under other weights."""
+        """Lets running requests continue under weights of the given version."""
         self._weight_version = version
         self._is_blank = is_emptied = False
         if self._running:
@@ -296,7 +298,7 @@ class ExternalEngine:
         self._num_caches += not is_emptied
 
     def stats(self) -> EngineStats:
-        """Gauges. Prefixes that requests share count in each of them."""
+        """Returns gauges. KV usage counts prefixes shared by several requests once for each."""
         held = sum(progress.num_tokens for progress in self._running.values())
         capacity = self.backend.kv_capacity_tokens if self._started.is_set() else 1
         return EngineStats(
@@ -313,7 +315,7 @@ class ExternalEngine:
         )
 
     async def _generate(self, progress: RequestProgress) -> GenerationResult:
-        """Decode a request in one or more parts, each under one weight version."""
+        """Decodes a request in one or more segments."""
         while True:
             stream: SegmentStream | None = None
             try:
@@ -333,12 +335,12 @@ class ExternalEngine:
                 return progress.result("stop" if reason == "stop" else "length")
 
     async def _collect(self, stream: SegmentStream, progress: RequestProgress, version: int) -> str:
-        """Take in tokens until the part ends; returns the engine's reason."""
+        """Adds tokens to the request until the segment ends; returns the engine's finish reason."""
         num_tokens, num_sampled = progress.num_tokens, progress.num_sampled
         self._prompt_tokens_total += num_tokens
         while True:
             chunk = await stream.next()
-            # What was sampled stands behind what prefix caches share.
+            # Sampled tokens come after the prefix that prefix caches share.
             self._recomputed_tokens_total += min(
                 num_sampled, max(num_tokens - chunk.cached_tokens, 0)
             )
@@ -351,7 +353,7 @@ class ExternalEngine:
                 return chunk.finish_reason
 
     async def _cut(self, running: Iterable[RequestProgress]) -> None:
-        """End the parts of requests and wait until they have ended."""
+        """Ends the current segments of requests and waits until they have ended."""
         parts = [progress for progress in running if progress.part_id is not None]
         await self.backend.cut([progress.part_id for progress in parts if progress.part_id])
         try:

@@ -1,4 +1,4 @@
-"""An engine without a model: deterministic tokens, lengths and times, for simulations and chaos tests.
+"""Engine without a model, with deterministic tokens, lengths and times, for simulations and chaos tests.
 
 On a :class:`~services.rollout.engines.virtual_time.VirtualTimeLoop` its times are virtual.
 """
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class Lengths(Protocol):
-    """How long responses are."""
+    """Distribution of response lengths."""
 
     def length(self, seed: int) -> int:
-        """Tokens of the sample with this seed, on every replica."""
+        """Returns the length in tokens of the sample with this seed; the same on every replica."""
         ...
 
 
@@ -44,18 +44,18 @@ class LongTail:
     """Log-normal response lengths: most are short, a few are very long."""
 
     median: float = 200.0
-    """Tokens of the middle response."""
+    """Median length in tokens."""
     sigma: float = 1.0
-    """Spread of the logarithm; 1.0 makes one in a hundred ten times as long as the median."""
+    """Standard deviation of the logarithm; with 1.0, one response in a hundred is ten times the median."""
 
     def length(self, seed: int) -> int:
-        """Tokens of the sample with this seed, on every replica."""
+        """Returns the length in tokens of the sample with this seed; the same on every replica."""
         drawn = Random(seed).gauss(math.log(self.median), self.sigma)  # noqa: S311 -- a simulation
         return max(1, round(math.exp(drawn)))
 
 
 def build(order: EngineConfig) -> "FakeEngine":
-    """The engine with the lengths and the speed that its arguments say."""
+    """Builds the engine with the lengths and the speed from its arguments."""
     token_seconds = order.arguments.get("token_seconds", 0.01)
     return FakeEngine(
         max_running=order.max_running,
@@ -70,7 +70,10 @@ def build(order: EngineConfig) -> "FakeEngine":
 
 
 def build_none(order: EngineConfig) -> "FakeEngine":
-    """One that is asked for nothing, because rows bring their answers; they are bounded as the model is."""
+    """Builds an engine that receives no requests, because the data contains the answers.
+
+    Its max length is the model's.
+    """
     engine = FakeEngine(max_running=order.max_running)
     engine.max_tokens = int(order.config.max_position_embeddings)
     return engine
@@ -80,25 +83,25 @@ def build_none(order: EngineConfig) -> "FakeEngine":
 class _Row:
     request: GenerationRequest
     length: int
-    """Tokens of the whole response."""
+    """Total length of the response in tokens."""
     is_cut_by_limit: bool
     num_counted: int = 0
-    """The engine's steps up to those that are in ``version_runs``, or before it was admitted."""
+    """Engine steps already counted in ``version_runs`` or completed before admission."""
     version_runs: list[VersionRun] = field(default_factory=list)
     future: asyncio.Future[GenerationResult] = field(default_factory=asyncio.Future)
 
 
 class FakeEngine:
-    """Gives each running request one token per step.
+    """Produces one token per step for each running request.
 
-    Token ``i`` of a sample depends on its seed and ``i``; its logprob is ``-1 - version / 1000``, so that a
-    token whose version was noted wrongly shows.
+    Token ``i`` of a sample depends on its seed and ``i``; its log probability is ``-1 - version /
+    1000``, which reveals tokens with a wrong version.
 
     Args:
-        max_running: Most requests decoded at once.
-        step_seconds: Time of one step, from the number of running requests.
+        max_running: Max number of requests decoded at once.
+        step_seconds: Maps the number of running requests to the seconds of one step.
         lengths: Length of each sample.
-        vocab_size: Tokens are below it.
+        vocab_size: Exclusive upper bound of token ids.
         stop_token: Last token of a response that is not cut.
     """
 
@@ -130,7 +133,8 @@ class FakeEngine:
         self._num_arrived = 0
         self._running: dict[str, _Row] = {}
         self._num_steps = self._num_admitted = 0
-        # After how many steps they end, soonest first; those that were aborted are skipped.
+        # (number of the last step, order of admission, row), soonest first; aborted rows are
+        # skipped.
         self._ends: list[tuple[int, int, _Row]] = []
         self._changed = asyncio.Event()
         self._drained = asyncio.Event()
@@ -142,7 +146,7 @@ class FakeEngine:
         self._since: float | None = None
 
     async def run(self) -> None:
-        """Make tokens until cancelled."""
+        """Produces tokens until cancelled."""
         while True:
             self._settle()
             self._admit()
@@ -153,10 +157,10 @@ class FakeEngine:
                 timer.cancel()
 
     async def wait_ready(self) -> None:
-        """Nothing to wait for."""
+        """Returns at once: nothing has to start."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Decode one request."""
+        """Decodes one request."""
         check_request(request, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
         check_supported(request, self.capabilities)
         num_left = max(1, self._lengths.length(request.seed) - request.draw_offset)
@@ -173,12 +177,12 @@ class FakeEngine:
                 await self.abort({request.request_id})
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Every token has the logprob of the live version."""
+        """Returns the live version's constant log probability for every token."""
         check_scorable(token_ids, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
         return (-1 - self._weight_version / 1000,) * (len(token_ids) - 1)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """End requests; their results keep the tokens so far."""
+        """Ends requests; their results keep the tokens so far."""
         self._settle()
         for _, _, row in self._waiting:
             if request_ids is None or row.request.request_id in request_ids:
@@ -191,13 +195,13 @@ class FakeEngine:
         self._changed.set()
 
     async def peek(self) -> dict[str, GenerationResult]:
-        """What the running requests have so far."""
+        """Returns the tokens so far of each running request."""
         self._settle()
         self._count()
         return {name: self._result(row, "aborted") for name, row in self._running.items()}
 
     async def pause(self, *, drain: bool = False) -> None:
-        """Stop making tokens."""
+        """Stops producing tokens."""
         self._may_admit = False
         if drain and self._running:
             self._drained.clear()
@@ -207,27 +211,27 @@ class FakeEngine:
         self._changed.set()
 
     async def sleep(self) -> None:
-        """Make no tokens before weights come."""
+        """Stops producing tokens until weights are adopted."""
         await self.pause()
         self._is_asleep = self._is_blank = True
 
     async def wake(self) -> None:
-        """Be ready for weights."""
+        """Allows weights to be adopted."""
         self._is_asleep = False
 
     async def resume(self) -> None:
-        """Go on, unless there are no weights."""
+        """Resumes, unless the engine has no weights."""
         if self._is_blank:
             return
         self._may_admit = self._may_step = True
         self._changed.set()
 
     def weight_specs(self) -> "list[TensorSpec]":
-        """No weights."""
+        """Returns an empty list: the engine has no weights."""
         return []
 
     async def adopt_weights(self, version: int, tensors: "Mapping[str, Tensor]") -> float:
-        """Count further tokens to a version; takes no time."""
+        """Attributes further tokens to a version; takes no time."""
         assert not self._is_asleep, "an engine that sleeps has no room for weights; wake it first"
         self._settle()
         self._count()
@@ -235,7 +239,7 @@ class FakeEngine:
         return 0.0
 
     def stats(self) -> EngineStats:
-        """Gauges."""
+        """Returns gauges."""
         self._settle()
         return EngineStats(
             num_running=len(self._running),
@@ -248,7 +252,7 @@ class FakeEngine:
         )
 
     def _settle(self) -> None:
-        """Count the steps that are over by now, however late the event loop comes to it."""
+        """Counts the steps completed by now, even if the event loop is late."""
         now = asyncio.get_running_loop().time()
         since = now if self._since is None else self._since
         while self._running and self._may_step:
@@ -292,7 +296,7 @@ class FakeEngine:
             self._end(row, "length" if row.is_cut_by_limit else "stop")
 
     def _count(self) -> None:
-        """Give running requests the steps since the last time, under the live version."""
+        """Attributes the steps since the last call to the live version, for each running request."""
         for row in self._running.values():
             append_version(
                 row.version_runs, self._weight_version, self._num_steps - row.num_counted

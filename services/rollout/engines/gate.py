@@ -1,4 +1,4 @@
-"""A gate: many may pass at once, and one may close it and be alone."""
+"""Asynchronous shared/exclusive lock that can also be held shut."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 
 class Gate:
-    """Passages run together; who closes the gate waits for them and holds new ones back.
+    """Lets many tasks pass at once; a task that closes the gate waits for them and excludes new ones.
 
-    Beside that, the gate can be held shut over a longer time, in which it can still be closed.
+    The gate can also be held shut for a longer time, during which tasks can still close it.
     """
 
     def __init__(self) -> None:
@@ -19,10 +19,11 @@ class Gate:
 
     @asynccontextmanager
     async def passage(self, *, give_up: Callable[[], bool]) -> AsyncIterator[None]:
-        """Wait while the gate is shut; it cannot be closed while the block runs.
+        """Waits while the gate is shut; the gate cannot be closed while the block runs.
 
         Args:
-            give_up: Asked when the gate is shut; True enters nevertheless, to find out why.
+            give_up: Checked while the gate is shut; if it returns True, the task enters anyway and must find
+                out the reason itself.
         """
         async with self._changed:
             await self._changed.wait_for(
@@ -37,7 +38,7 @@ class Gate:
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Close the gate while the block runs, once everyone inside has left."""
+        """Closes the gate while the block runs, after all tasks inside have left."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is_closed)
             self._is_closed = True
@@ -53,16 +54,16 @@ class Gate:
             await self._notify()
 
     def hold(self) -> None:
-        """Hold the gate shut until :meth:`release`."""
+        """Holds the gate shut until :meth:`release`."""
         self._is_held = True
 
     async def release(self) -> None:
-        """Let who waits pass again."""
+        """Ends a hold and lets waiting tasks pass."""
         self._is_held = False
         await self._notify()
 
     async def reconsider(self) -> None:
-        """Let everyone who waits ask again whether to give up."""
+        """Makes every waiting task check its ``give_up`` condition again."""
         await self._notify()
 
     async def _notify(self) -> None:

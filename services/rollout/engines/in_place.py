@@ -1,12 +1,12 @@
-"""Weights that are received straight into an engine's parameters, bucket by bucket.
+"""Receives weights directly into an engine's parameters, bucket by bucket.
 
 ::
 
     rollout process                               each worker of the engine
-    open:  shapes, and slots that both see -----> finds where each tensor lies, or tells why it cannot
-    place: what lies in a slot now -------------> copies its own parts of it into its parameters
+    open:  shapes and shared slots -------------> locates each tensor, or replies why it cannot
+    place: slot with a received bucket ---------> copies its own parts into its parameters
 
-Nothing but the slots is held beside the live weights.
+Apart from the slots, no memory is needed in addition to the live weights.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from services.weightsync.plan import WeightPlan
 _REPLY = "reply"
 _REPLY_BYTES = 1024
 _PLACE_TIMEOUT_S = 120.0
-"""Of one bucket: a worker that takes this long hangs."""
+"""Time-out for placing one bucket; a worker that takes longer hangs."""
 
 
 async def place_in_workers(
@@ -37,18 +37,18 @@ async def place_in_workers(
     slots: Sequence[Sequence[Tensor]],
     load: Callable[[str], Coroutine[Any, Any, None]],
 ) -> Place:
-    """Have all workers of an engine that stands still open their weights.
+    """Makes all workers of a stopped engine open their weights for writing.
 
     Args:
-        plan: The layout of what is received.
-        slots: Buffers of each source, in which buckets lie in turn.
-        load: Hands an order to every worker, which gives it to :func:`handle_weight_command`.
+        plan: Layout of the received data.
+        slots: Buffers of each source; its buckets use them in rotation.
+        load: Sends a command to every worker, which passes it to :func:`handle_weight_command`.
 
     Returns:
-        What places a received bucket; called from another thread than that of this event loop.
+        Callable that places a received bucket. Call it from another thread than that of this event loop.
 
     Raises:
-        ValueError: If a tensor's place in the engine's parameters is not known.
+        ValueError: If a tensor's position in the engine's parameters is unknown.
     """
     loop = asyncio.get_running_loop()
     buffers = {
@@ -91,14 +91,17 @@ _WRITERS: "WeakKeyDictionary[nn.Module, _Writer]" = WeakKeyDictionary()
 def handle_weight_command(
     order: str, model: nn.Module, *, rank: int, ranks: int, has_plain_experts: bool = False
 ) -> bool:
-    """Carry out an order of :func:`place_in_workers`, in a worker; returns False if it is none.
+    """Executes a command of :func:`place_in_workers` in a worker.
 
     Args:
-        order: What to do.
+        order: JSON command.
         model: The engine's model.
         rank: This worker's rank of tensor parallelism.
-        ranks: Number of them.
+        ranks: Number of ranks of tensor parallelism.
         has_plain_experts: As in :func:`~services.rollout.engines.layout.plan_pieces`.
+
+    Returns:
+        False if ``order`` is no such command.
     """
     asked: Mapping[str, Any] = json.loads(order)
     if "slot" in asked:
@@ -120,20 +123,20 @@ def handle_weight_command(
         )
         _WRITERS[model] = _Writer(slots, shapes, parameters, pieces)
     except UnknownLayoutError as error:
-        # An error that is raised ends some engines.
+        # Reply instead of raising: an exception terminates some engines.
         told = str(error).encode()[:_REPLY_BYTES]
         slots[_REPLY][: len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
     return True
 
 
 class _Writer:
-    """A worker's side, between two orders to open.
+    """Worker's state between two open commands.
 
     Args:
-        slots: By name.
-        shapes: Of the checkpoint tensors.
-        parameters: Of this worker.
-        pieces: How these are made of those.
+        slots: Shared buffers by name.
+        shapes: Shapes of the checkpoint tensors.
+        parameters: This worker's parameters.
+        pieces: Mapping of checkpoint tensors to these parameters.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class _Writer:
             self._targets[piece.source].append(target)
 
     def write(self, slot: str, parts: Sequence[Sequence[Any]]) -> None:
-        """Copy what a slot holds: name, type, first byte in the tensor, first and last byte in the slot."""
+        """Copies the parts in a slot: name, dtype, first byte in the tensor, begin and end byte in the slot."""
         pairs = []
         for name, dtype, first, begin, end in parts:
             values = self._slots[slot][begin:end].view(getattr(torch, dtype))
@@ -160,18 +163,18 @@ class _Writer:
 
 
 class FlatTarget:
-    """Where a piece of a tensor lies, for ranges of the flat tensor.
+    """Locates ranges of a flat checkpoint tensor within a parameter.
 
-    Tensor and parameter are matrices whose rows are what comes before the dimension that is cut: the piece is
-    some columns of all rows.
+    Tensor and parameter are viewed as matrices whose rows are the dimensions before the cut one, so
+    that the piece is a range of columns in all rows.
 
     Args:
-        piece: The piece.
-        shape: Of the checkpoint tensor.
-        parameter: That it is part of.
+        piece: Piece of the checkpoint tensor.
+        shape: Shape of the checkpoint tensor.
+        parameter: Parameter that contains the piece.
 
     Raises:
-        UnknownLayoutError: If the parameter does not lie in one piece.
+        UnknownLayoutError: If the parameter is not contiguous.
     """
 
     def __init__(self, piece: Piece, shape: Shape, parameter: Tensor) -> None:
@@ -184,11 +187,11 @@ class FlatTarget:
         self._place = rows.narrow(1, piece.target_start * inner, length)
 
     def pairs(self, first: int, values: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Places in the parameter and what belongs there, as blocks.
+        """Returns pairs of a view into the parameter and the values to copy there, as 2-D blocks.
 
         Args:
-            first: Number of the first element in the flat tensor.
-            values: ``[n]`` elements from there on.
+            first: Index of the first element in the flat tensor.
+            values: ``[n]`` consecutive elements from there on.
         """
         found = []
         row, column = divmod(first, self._width)

@@ -1,4 +1,4 @@
-"""How an engine's parameters are made of checkpoint tensors: pure functions, no engine.
+"""Maps checkpoint tensors to an engine's parameters. Pure functions without an engine.
 
 Engines fuse tensors that they multiply together, and split them over the ranks of tensor parallelism::
 
@@ -11,7 +11,8 @@ Engines fuse tensors that they multiply together, and split them over the ranks 
     experts.gate_up_proj    w13_weight    experts (expert parallel), or of each a slice of gate and of up
     experts.down_proj       w2_weight     experts, or of each columns
 
-Everything follows from the shapes, so a model is known if all its names and shapes fit these rules.
+The mapping depends only on names and shapes, so a model is supported if all its names and shapes
+fit these rules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,27 +26,27 @@ Shape = tuple[int, ...]
 _EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 _FUSED = (".qkv_proj.", ".gate_up_proj.")
 _ABSORBED = ".kv_b_proj."
-"""Of latent attention: engines multiply by matrices that they compute of it."""
+"""Projection of latent attention; engines multiply by matrices that they compute from it."""
 
 
 class UnknownLayoutError(ValueError):
-    """The parameters are not made of the tensors by the rules of this module."""
+    """The parameters cannot be built from the tensors by the rules of this module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Part of a checkpoint tensor and its place in an engine's parameter; both are dense blocks."""
+    """Block of a checkpoint tensor and its position in an engine's parameter; dense in both."""
 
     source: str
     """Checkpoint name."""
     dim: int
-    """Dimension that is cut."""
+    """Dimension along which the tensor is cut."""
     start: int
     """First row or column in the source."""
     length: int
-    """Rows or columns."""
+    """Number of rows or columns."""
     target: str
-    """Parameter."""
+    """Parameter name."""
     target_start: int
     """First row or column in the parameter."""
 
@@ -58,21 +59,21 @@ def plan_pieces(
     ranks: int = 1,
     has_plain_experts: bool = False,
 ) -> list[Piece]:
-    """Say how parameters are put together.
+    """Computes the pieces of checkpoint tensors that make up one rank's parameters.
 
     Args:
         sources: Shapes of the checkpoint tensors, tied ones once.
         targets: Shapes of this rank's parameters.
-        rank: This rank of tensor parallelism.
-        ranks: Number of them.
-        has_plain_experts: Whether experts lie as said above; some kernels want them in another order, which
-            their shapes do not tell.
+        rank: Rank of tensor parallelism.
+        ranks: Number of ranks of tensor parallelism.
+        has_plain_experts: True if experts have the layout of the table above; some kernels reorder
+            them, which shapes do not show.
 
     Returns:
-        Pieces that fill all parameters, but for the padding of vocabularies.
+        Pieces that fill all parameters except the padding of vocabularies.
 
     Raises:
-        UnknownLayoutError: If they do not.
+        UnknownLayoutError: If no such pieces exist.
     """
     pieces: list[Piece] = []
     for name, shape in sources.items():
@@ -96,12 +97,12 @@ def copy_weights(
     ranks: int = 1,
     has_plain_experts: bool = False,
 ) -> None:
-    """Copy a whole checkpoint into an engine's parameters, in place; nothing is copied if that fails.
+    """Copies a full checkpoint into an engine's parameters, in place; copies nothing if the layout is unknown.
 
     Arguments are those of :func:`plan_pieces`.
 
     Raises:
-        UnknownLayoutError: If the parameters are laid out in a way that is not known.
+        UnknownLayoutError: If the layout of the parameters is unknown.
     """
     pieces = plan_pieces(
         _shapes(sources),
@@ -168,7 +169,7 @@ def _place(
 def _place_experts(
     name: str, shape: Shape, target: str, targets: Mapping[str, Shape], *, rank: int, ranks: int
 ) -> list[Piece]:
-    """Whole experts of this rank, or this rank's slices of all of them."""
+    """Returns the pieces for this rank's experts, or for its slices of all experts."""
     _rows(targets, target, name)
     held = targets[target]
     if len(shape) == len(held) and held == (shape[0] // ranks, *shape[1:]) and not shape[0] % ranks:

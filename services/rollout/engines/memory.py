@@ -1,7 +1,8 @@
-"""What each GPU of a rollout will hold, before anything is started: pure arithmetic.
+"""Plans the memory of each GPU of a rollout before anything starts. Pure arithmetic.
 
-The engine's own share ends where the weight plane's begins, so that the first update finds its room. Where an
-engine has several GPUs, its weights, its KV cache and the shadow are divided among them.
+The engine's share of a GPU excludes what weight sync needs, so that the first update finds enough
+memory. On several GPUs, the engine's weights, its KV cache and the shadow copies are divided among
+them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,32 +30,31 @@ from services.common.runspec.weight_modes import HOST_MODE, MODES
 from services.rollout.frozen_weights import BUCKET_BYTES
 
 _GB: Final = 1e9
-# Driver contexts of the engine's process and of the one that receives, NCCL's buffers among them; and what an
-# engine needs beside weights and KV cache: activations, CUDA graphs, the allocator's remainders.
+# Driver contexts of the engine's process and of the receiving process, including NCCL's buffers.
 _CONTEXTS: Final = 2.0e9
 _WORKING: Final = 4.0e9
 _LARGEST_SHARE: Final = 0.9
 _BUCKET_BYTES: Final = 512 << 20
 _SLOTS: Final = 2
 _ADAPTER_BYTES: Final = 4
-# Of the weight that is being merged: in its dtype as it was and as it gets, and in float32 as both.
+# Bytes per element of the weight being merged: old and new in its dtype, and both in float32.
 _MERGED_BYTES: Final = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """A model in bytes."""
+    """Size of a model in bytes."""
 
     weights: float
-    """Of all parameters, tied ones once."""
+    """Bytes of all parameters, tied ones once."""
     kv_per_token: int
-    """Keys and values of one token, in all layers."""
+    """Bytes of one token's keys and values in all layers."""
     num_kv_heads: int
-    """Of each layer: tensor parallelism cannot divide them further."""
+    """Key-value heads per layer; tensor parallelism cannot divide the KV cache further."""
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> Self:
-        """From the shape of a model."""
+        """Computes the size from a model's configuration."""
         text = config.get_text_config()
         heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
         return cls(
@@ -66,20 +66,20 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPlane:
-    """What the weight plane keeps on a rollout's GPUs."""
+    """Memory that weight sync keeps on a rollout's GPUs."""
 
     num_copies: int
-    """Shadow copies of all weights."""
+    """Number of shadow copies of all weights."""
     num_sources: int
-    """Trainer ranks that send."""
+    """Number of trainer ranks that send."""
     bucket_bytes: int
     """Bytes of one collective."""
     merging: float = 0.0
-    """Bytes of adapters that come alone, and of what merging them takes."""
+    """Bytes of separately sent adapters and of the workspace that merges them."""
 
     @classmethod
     def of(cls, spec: RunSpec, config: PretrainedConfig) -> Self:
-        """From a run's weight sync and the shape of its model."""
+        """Computes the memory from a run's weight sync and its model's configuration."""
         sync, trainer = spec.weight_sync, spec.trainer
         if trainer.lora is not None and spec.sends_adapters:
             shapes = shapes_of(config)
@@ -101,8 +101,8 @@ class WeightPlane:
             or trainer.expert_parallel not in (1, trainer.world_size)
         )
         num_sources = 1 if is_whole else trainer.world_size
-        # Whole tensors beside the rows that came, where those are kept as they came.
-        # NCCL sends nothing between processes of one GPU.
+        # Modes that keep the received rows need a second copy for whole tensors. NCCL cannot send
+        # between processes of one GPU, so colocated runs use the host mode.
         mode = MODES[HOST_MODE if spec.topology.is_colocated else sync.mode]
         copies = 2 if mode.keeps_rows and num_sources > 1 else 1
         return cls(
@@ -113,72 +113,73 @@ class WeightPlane:
 
     @property
     def slot_bytes(self) -> int:
-        """Room in which buckets travel, where they do not arrive in their place."""
+        """Bytes of the staging slots for buckets that are not received in their final position."""
         is_staged = self.num_copies == 0 or self.num_sources > 1
         return _SLOTS * self.num_sources * self.bucket_bytes if is_staged else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on the GPU of a rollout that holds most: the one that receives."""
+    """Memory plan, in bytes, of the fullest GPU of a rollout: the one that receives weights."""
 
     num_gpus: int
-    """GPUs of the rollout."""
+    """Number of GPUs of the rollout."""
     total: int
-    """Memory of one."""
+    """Memory of one GPU."""
     weights: float
-    """The engine's share of the model."""
+    """Weights of the engine on this GPU."""
     shadow: float
-    """Its share of the shadow copies."""
+    """Shadow copies on this GPU."""
     slots: float
-    """Room in which buckets travel."""
+    """Staging slots for buckets, and the workspace for merging adapters."""
     kv_per_token: float
     """Keys and values of one token."""
     others: float = 0.0
-    """What other workers take of the same GPU."""
+    """Memory of other workers on the same GPU."""
     most_kv_tokens: float = inf
-    """Tokens of KV cache that are of use: where an engine takes turns, more would only take longer to map."""
+    """Max useful size of the KV cache in tokens: on a time-shared GPU, a larger cache only takes longer to map.
+    """
     stays_awake: bool = False
-    """Whether it keeps its memory in others' turns: there is room for all."""
+    """True if the engine keeps its memory during the other side's turns, because all fits at once."""
 
     @property
     def plane(self) -> float:
-        """What is kept free of the engine."""
+        """Bytes reserved for weight sync and driver contexts."""
         return self.shadow + self.slots + _CONTEXTS
 
     @property
     def engine_share(self) -> float:
-        """Part of the memory that the engine may take, weights and KV cache and all, in steps of .01."""
+        """Max fraction of the GPU for the engine, including weights and KV cache, in steps of 0.01."""
         return min(_LARGEST_SHARE, floor(100 * (1 - (self.plane + self.others) / self.total)) / 100)
 
     @property
     def most_kv_cache(self) -> float:
-        """What is left for keys and values; negative if there is no room."""
+        """Max bytes for the KV cache; negative if the rest does not fit."""
         return self.engine_share * self.total - self.weights - _WORKING
 
     @property
     def kv_cache(self) -> float:
-        """What keys and values get of it."""
+        """Bytes for the KV cache: the available memory, up to ``most_kv_tokens``."""
         return min(self.most_kv_cache, self.most_kv_tokens * self.kv_per_token)
 
     @property
     def wanted_share(self) -> float:
-        """Part of the memory that it has to find free when it starts, in steps of .01."""
+        """Fraction of the GPU that must be free when the engine starts, in steps of 0.01."""
         needed = (self.weights + _WORKING + self.kv_cache) / self.total
         return min(self.engine_share, ceil(100 * needed) / 100)
 
     @property
     def used(self) -> float:
-        """Bytes of the engine and of the weight plane."""
+        """Bytes of the engine and of weight sync."""
         return self.weights + _WORKING + self.kv_cache + self.plane
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Capacity of the KV cache in tokens."""
         return max(0, int(self.kv_cache / self.kv_per_token))
 
     def table(self) -> str:
-        """What the GPU holds, line by line."""
+        """Formats the plan as a text table."""
         rows: Sequence[tuple[str, float]] = [
             ("engine: weights", self.weights),
             ("engine: activations, graphs", _WORKING),
@@ -195,13 +196,13 @@ class MemoryPlan:
         return "\n".join([head, *lines, share])
 
     def check(self, *, most_tokens: int) -> None:
-        """Refuse what cannot fit.
+        """Refuses a plan without enough KV cache for one response.
 
         Args:
-            most_tokens: Of the longest prompt with the longest response.
+            most_tokens: Tokens of the longest prompt with the longest response.
 
         Raises:
-            ValueError: With the figures, and what to change.
+            ValueError: With the figures and a remedy.
         """
         if self.kv_tokens < most_tokens:
             own = self.weights + _WORKING + self.plane + most_tokens * self.kv_per_token
@@ -236,17 +237,17 @@ def plan_memory(
     most_kv_tokens: float = inf,
     stays_awake: bool = False,
 ) -> MemoryPlan:
-    """Divide a model, its KV cache and the weight plane among the GPUs of one rollout.
+    """Divides a model, its KV cache and the memory of weight sync among the GPUs of one rollout.
 
     Args:
-        model: Its size.
-        plane: What weight sync needs.
+        model: Size of the model.
+        plane: Memory of weight sync.
         gpu_bytes: Memory of one GPU.
-        kind: The engine.
-        arguments: Of the engine; they say how it is divided.
-        others: Bytes that other workers take of that GPU.
-        most_kv_tokens: Tokens of KV cache that are of use.
-        stays_awake: Whether the engine keeps its memory in others' turns.
+        kind: Kind of engine.
+        arguments: Arguments of the engine, which determine how the model is divided.
+        others: Bytes of other workers on that GPU.
+        most_kv_tokens: Max useful size of the KV cache in tokens.
+        stays_awake: True if the engine keeps its memory during the other side's turns.
     """
     num_gpus = kind.num_gpus(arguments)
     replicas = min(num_gpus, int(arguments.get(kind.replica_argument, 1)))
@@ -268,13 +269,13 @@ def plan_memory(
 def memory_of_others(
     roles: Collection[str], spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int
 ) -> float:
-    """Bytes that the other workers of a run take of a GPU which a rollout shares with them.
+    """Computes the bytes that a run's other workers use on a GPU shared with a rollout.
 
     Args:
-        roles: Of the others, each once for each worker.
+        roles: Roles of the other workers, one entry per worker.
         spec: The run.
-        config: Shape of its model.
-        gpu_bytes: Memory of the GPU; what trainers leave of it is divided equally among rollouts.
+        config: Configuration of its model.
+        gpu_bytes: Memory of the GPU; rollouts divide equally what trainers leave.
     """
     size = ModelSize.of(config, getattr(torch, spec.trainer.dtype)).weights
     num_rollouts = 1 + sum(role == "rollout" for role in roles)
@@ -302,17 +303,17 @@ def plan_of(
     roles: Collection[str] = (),
     checks: bool = True,
 ) -> MemoryPlan:
-    """What a run's rollouts will hold on GPUs of a size.
+    """Plans the memory of a run's rollouts on GPUs of a given size.
 
     Args:
         spec: The run.
-        config: Shape of its model.
+        config: Configuration of its model.
         gpu_bytes: Memory of one GPU.
-        roles: Of the other workers on a rollout's GPUs.
-        checks: Whether what does not fit is refused.
+        roles: Roles of the other workers on a rollout's GPUs.
+        checks: True to refuse a plan that does not fit.
 
     Raises:
-        ValueError: If that does not fit, or an engine argument leaves too little.
+        ValueError: If the plan does not fit, or an engine argument leaves too little memory.
     """
     kind, arguments = engine_kind(spec.rollout.engine), spec.rollout.engine_arguments
     for name in kind.unplanned.keys() & arguments.keys():
@@ -342,13 +343,13 @@ def plan_of(
 def engine_share(
     plan: MemoryPlan, kind: EngineKind, arguments: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """The arguments that keep an engine out of memory that is not its own; none of those that are given.
+    """Returns engine arguments that limit its memory to its share, except those already given.
 
-    An engine that measures what is free would take what others are about to: where it shares a GPU, its KV
-    cache is given in bytes or tokens.
+    An engine that measures free memory would claim what other workers are about to use. On a shared
+    GPU, its KV cache is therefore set in bytes or tokens.
 
     Raises:
-        ValueError: If what is given leaves too little.
+        ValueError: If a given argument leaves too little memory.
     """
     share: dict[str, Any] = {}
     if kind.memory_argument is not None:
@@ -380,7 +381,8 @@ def _checked_share(
     excluded = _WORKING / plan.total if kind.memory_excludes_working else 0
     most, given = plan.engine_share - excluded, arguments.get(name)
     if given is None:
-        # Such a share is of what is free by then, and the cache that is given bounds what is taken of it.
+        # This fraction is of the memory that is free at that time; the explicit KV cache size
+        # bounds the use.
         is_bounded = kind.memory_excludes_working and plan.others
         return {name: _LARGEST_SHARE if is_bounded else round(plan.wanted_share - excluded, 2)}
     if given > most:

@@ -1,4 +1,4 @@
-"""A request that is decoded in parts, as engines of other projects take it."""
+"""Requests that an external engine decodes in segments."""
 
 import asyncio
 import hashlib
@@ -22,44 +22,45 @@ from services.rollout.engines.stop_texts import Decode, ends_in_stop_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """What an engine decodes in one go."""
+    """Stretch of a response that an external engine decodes in one request."""
 
     part_id: str
-    """Unique among all parts."""
+    """Id, unique among all segments."""
     context_ids: list[int]
-    """Prompt and everything before this part."""
+    """Prompt and all response tokens before this segment."""
     max_tokens: int
-    """Most new tokens."""
+    """Max number of new tokens."""
     draw_offset: int
-    """Tokens drawn under the request's seed before."""
+    """Number of tokens drawn earlier under the request's seed."""
     cache_salt: str
-    """Blocks of the prefix cache are shared between parts of the same salt only."""
+    """Salt of the prefix cache; only segments of the same salt share blocks."""
     experts_from: int
-    """First token whose experts are not known yet."""
+    """Index of the first token whose experts are not known yet."""
     request: GenerationRequest
-    """Whose part it is: seed, temperature and the rest of the sampling."""
+    """Original request, with seed, temperature and the other sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """Some more tokens of a part."""
+    """Consecutive tokens of a segment that arrived together."""
 
     token_ids: Sequence[int]
     """New tokens."""
     logprobs: Sequence[float]
-    """Log-probability of each."""
+    """Log probability of each token."""
     version_runs: Sequence[VersionRun] | None = None
-    """Weight versions of the tokens; None if it is the one that the part began under."""
+    """Weight versions of the tokens; None if all have the version under which the segment began."""
     cached_tokens: int = 0
-    """Tokens of the part's context that were found in the prefix cache."""
+    """Tokens of the segment's context that were found in the prefix cache."""
     finish_reason: str | None = None
-    """``stop``, ``length`` or ``abort`` in the last chunk."""
+    """``stop``, ``length`` or ``abort`` in the last chunk, else None."""
     routed_experts: RoutedExperts | None = None
-    """Chosen experts of the tokens that follow those told before, from the part's ``experts_from`` on."""
+    """Chosen experts of the tokens after those already reported, starting at the segment's ``experts_from``.
+    """
 
 
 class RequestProgress:
-    """What a request has so far."""
+    """Accumulates the tokens of one request across its segments."""
 
     def __init__(self, request: GenerationRequest, decode: Decode | None) -> None:
         self.request = request
@@ -75,16 +76,16 @@ class RequestProgress:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of context and response."""
+        """Number of tokens of context and response."""
         return len(self.request.context_ids) + len(self.token_ids)
 
     @property
     def num_sampled(self) -> int:
-        """Tokens of the response, those from before it came here included."""
+        """Number of response tokens, including those sampled before the request reached this engine."""
         return self.request.draw_offset + len(self.token_ids)
 
     def next_segment(self, cache_salt: str) -> Segment:
-        """Describe what is left to decode."""
+        """Begins the segment that decodes the rest of the request."""
         request, num_done = self.request, len(self.token_ids)
         self.part_id = f"{request.request_id}+{num_done}/{cache_salt}"
         self.part_over.clear()
@@ -99,12 +100,16 @@ class RequestProgress:
         )
 
     def end_segment(self) -> None:
-        """Note that the part makes no more tokens."""
+        """Marks the current segment as ended."""
         self.part_id = None
         self.part_over.set()
 
     def extend(self, chunk: TokenChunk, version: int) -> bool:
-        """Take in tokens; True if they completed a stop text, and what came after it was left out."""
+        """Adds a chunk's tokens, truncated after a completed stop text.
+
+        Returns:
+            True if a stop text was completed.
+        """
         first = len(self.token_ids)
         self.token_ids += chunk.token_ids
         end = self._end_of_stop_text(first)
@@ -123,7 +128,11 @@ class RequestProgress:
         return end is not None
 
     def _end_of_stop_text(self, first: int) -> int | None:
-        """Where a stop text is complete, if tokens from a place on complete one."""
+        """Returns the number of response tokens up to the first completed stop text, or None.
+
+        Args:
+            first: Index of the first token that may complete one.
+        """
         request, decode = self.request, self._decode
         if not request.stop_texts or decode is None:
             return None
@@ -132,7 +141,7 @@ class RequestProgress:
         return next(ending, None)
 
     def result(self, reason: FinishReason) -> GenerationResult:
-        """The result as it is now."""
+        """Returns the tokens so far as a result."""
         return GenerationResult(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
@@ -144,16 +153,16 @@ class RequestProgress:
     def _known_experts(self) -> RoutedExperts | None:
         if not self.experts or not self.token_ids:
             return None
-        # Behind a stop text there may be more.
+        # The engine may have reported experts of tokens after a stop text.
         return np.concatenate(self.experts)[: self.num_tokens - 1 - self.request.experts_from]
 
 
 def as_told(experts: RoutedExperts, routing: RoutingShape) -> RoutedExperts:
-    """What an engine tells of chosen experts, in our type and without the layers that have none.
+    """Converts reported experts to our dtype and drops layers without experts.
 
     Args:
-        experts: ``[tokens, layers, K]`` integers; of layers with experts, or of all.
-        routing: Of the model.
+        experts: ``[tokens, layers, K]`` integers, of the layers with experts or of all layers.
+        routing: Routing shape of the model.
     """
     if experts.shape[1] != len(routing.layers):
         experts = experts[:, routing.layers]
@@ -162,7 +171,7 @@ def as_told(experts: RoutedExperts, routing: RoutingShape) -> RoutedExperts:
 
 
 def segment_seed(seed: int, draw_offset: int) -> int:
-    """A seed for what follows an offset, where random streams cannot be entered in their middle."""
+    """Derives a seed for the tokens after an offset, for engines that cannot enter a random stream midway."""
     if draw_offset == 0:
         return seed
     digest = hashlib.sha256(json.dumps([seed, draw_offset]).encode()).digest()

@@ -1,7 +1,7 @@
-"""Tensors that other processes of the same host read without a copy over a socket.
+"""Shares tensors with other processes of the same host, without copying them over a socket.
 
-On a CPU they are laid out in a file in memory. Tensors of a GPU stay where they are: what travels is CUDA's
-handle of their memory.
+CPU tensors are copied into a memory-backed file. GPU tensors stay in place; processes exchange CUDA handles
+of their memory.
 """
 
 import json
@@ -19,16 +19,16 @@ _ALIGNMENT = 64
 
 @contextmanager
 def shared(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Let other processes read tensors while the block runs.
+    """Lets other processes read tensors while the block runs.
 
     Args:
         tensors: All on the CPU, or all on GPUs.
 
     Yields:
-        Text that :func:`open_shared` takes.
+        Description that :func:`open_shared` takes.
     """
     if next(iter(tensors.values())).device.type == "cuda":
-        # What had to be copied to lie in one piece lives as long as it is shared.
+        # Contiguous copies must live as long as they are shared.
         dense = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         yield json.dumps(_cuda_handles(dense))
         return
@@ -38,13 +38,13 @@ def shared(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 @contextmanager
 def shared_room(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """Room that other processes see as it changes, if they open it while the block runs.
+    """Shares buffers whose changes other processes see, if they open them while the block runs.
 
     Args:
-        tensors: All on the CPU, or all on GPUs. On GPUs the room is these tensors.
+        tensors: All on the CPU, or all on GPUs. On GPUs, these tensors are the shared buffers.
 
     Yields:
-        Text that :func:`open_shared` takes, and the room, with what the tensors hold.
+        Description that :func:`open_shared` takes, and the buffers, initialized with the tensors' values.
     """
     with shared(tensors) as description:
         is_cuda = next(iter(tensors.values())).is_cuda
@@ -52,10 +52,10 @@ def shared_room(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Mapping[st
 
 
 def open_shared(description: str) -> dict[str, Tensor]:
-    """Return the tensors that another process shares; on a CPU they stay when it stops sharing."""
+    """Opens tensors that another process shares; on a CPU they remain valid after it stops sharing."""
     described = json.loads(description)
     if "path" in described:
-        # The file may go while the tensors are there.
+        # The file may be deleted while the tensors exist.
         buffers = [
             torch.from_file(
                 described["path"], shared=True, size=described["size"], dtype=torch.uint8
@@ -90,13 +90,13 @@ def _write(path: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _memory_folder() -> str | None:
-    """Where a file costs no disk."""
+    """Returns a folder whose files are in memory, if the host has one."""
     folder = Path("/dev/shm")  # noqa: S108 -- the workers read it before this process deletes it
     return str(folder) if folder.is_dir() else None
 
 
 def _cuda_handles(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Handles of the memory blocks that tensors lie in: usually one, the arena of a received version."""
+    """Returns handles of the tensors' memory blocks: usually one, the arena of a received version."""
     handles: list[list[Any]] = []
     known: dict[int, int] = {}
     entries = []

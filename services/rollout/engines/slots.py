@@ -1,4 +1,4 @@
-"""Places for running requests, for engines whose own queue cannot be reordered."""
+"""Slots for running requests, for engines whose own queue cannot be reordered."""
 
 import asyncio
 import heapq
@@ -19,7 +19,7 @@ class _Waiting:
 
 
 class Slots:
-    """A bounded number of running requests; who was begun under an old version goes first."""
+    """Bounds the number of running requests; admits requests with the oldest weight version first."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -32,17 +32,24 @@ class Slots:
 
     @property
     def running(self) -> Collection[str]:
-        """Requests that have a place."""
+        """Ids of requests that hold a slot."""
         return frozenset(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for one."""
+        """Number of requests that wait for a slot."""
         return len(self._waiting)
 
     @asynccontextmanager
     async def take(self, request: GenerationRequest) -> AsyncIterator[bool]:
-        """Hold a place for a request; False if it was turned away while it waited."""
+        """Waits for a slot and holds it while the block runs.
+
+        Yields:
+            True if the request was admitted, False if it was turned away while it waited.
+
+        Raises:
+            ValueError: If a request with this id already runs or waits.
+        """
         request_id = request.request_id
         if request_id in self._running or any(w.request_id == request_id for w in self._waiting):
             raise ValueError(f"request {request_id!r} is already being decoded")
@@ -66,7 +73,7 @@ class Slots:
             self._admit()
 
     def turn_away(self, request_ids: Collection[str] | None) -> None:
-        """End the wait of requests (None: all) without a place."""
+        """Ends the wait of requests (None: all) without giving them a slot."""
         left: list[_Waiting] = []
         for waiting in self._waiting:
             if request_ids is not None and waiting.request_id not in request_ids:
@@ -77,16 +84,16 @@ class Slots:
         heapq.heapify(left)
 
     def close(self) -> None:
-        """Admit nobody any more."""
+        """Stops admission."""
         self._is_open = False
 
     def open(self) -> None:
-        """Admit again."""
+        """Restarts admission."""
         self._is_open = True
         self._admit()
 
     async def emptied(self) -> None:
-        """Return when no request runs."""
+        """Waits until no request runs."""
         await self._empty.wait()
 
     def _admit(self) -> None:

@@ -1,4 +1,4 @@
-"""Texts that end a response."""
+"""Detects texts that end a response."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,18 +6,18 @@ from services.common.models.tokenizer import Tokenizer
 from services.rollout.engines.base import GenerationRequest
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to text."""
+"""Converts token ids to text."""
 
 
 def ends_in_stop_text(request: GenerationRequest, new: Sequence[int], decode: Decode) -> bool:
-    """Return whether the last token completed one of the request's stop texts.
+    """Returns True if the last token completed one of the request's stop texts.
 
     Args:
-        request: Its stop texts are matched over the whole turn, of which the context may have a part.
+        request: Request whose stop texts are matched over the entire turn, which may begin in the context.
         new: Tokens of the response so far; at least one.
-        decode: Token ids to text.
+        decode: Converts token ids to text.
     """
-    # A token holds at least a byte of a text.
+    # Each token contributes at least one byte of text.
     num_tokens = max(len(text.encode()) for text in request.stop_texts) + 1
     tail = [*new[-num_tokens:]]
     if num_earlier := min(num_tokens - len(tail), request.turn_tokens):
@@ -29,13 +29,13 @@ def ends_in_stop_text(request: GenerationRequest, new: Sequence[int], decode: De
 def split_stop_texts(
     texts: Sequence[str], tokenizer: Tokenizer
 ) -> tuple[tuple[str, ...], frozenset[int]]:
-    """Separate the stop texts that are special tokens, which decoded text leaves out.
+    """Separates stop texts that are special tokens, because decoded text omits those.
 
     Returns:
-        The texts to look for in decoded text, and the ids of those that are special tokens.
+        Texts to search for in decoded text, and the ids of the special tokens.
 
     Raises:
-        ValueError: If a text is empty, or has a special token and something else, so that it never appears.
+        ValueError: If a text is empty, or mixes a special token with other text and so could never match.
     """
     special = tokenizer.special_tokens
     plain = tuple(text for text in texts if text not in special)

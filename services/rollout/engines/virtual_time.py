@@ -1,4 +1,4 @@
-"""An event loop whose time jumps to the next timer instead of passing."""
+"""Event loop whose clock jumps to the next timer instead of waiting."""
 
 import asyncio
 import selectors
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Runs timers in order without waiting for them: hours of simulation in seconds.
+    """Runs timers in order without waiting for them: simulates hours in seconds.
 
-    ``asyncio.sleep`` and timeouts are virtual; sockets, threads and processes are not, so a simulation
-    must not wait for them.
+    ``asyncio.sleep`` and time-outs are virtual; sockets, threads and processes are not, so a
+    simulation must not wait for them.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(_JumpingSelector(self._jump))
 
     def time(self) -> float:
-        """Virtual seconds."""
+        """Returns the virtual time in seconds."""
         return self._jumped_s
 
     def _jump(self, seconds: float) -> None:
@@ -25,7 +25,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Never blocks while a timer is due some time: the loop asks for that wait, and gets it as a jump."""
+    """Never blocks while a timer is pending: turns the requested wait into a jump of the clock."""
 
     def __init__(self, jump: Callable[[float], None]) -> None:
         super().__init__()
