@@ -153,7 +153,7 @@ class _Writer:
             self._targets[piece.source].append(target)
 
     def write(self, slot: str, parts: Sequence[Sequence[Any]]) -> None:
-        """Copies the parts in a slot: name, dtype, first byte in the tensor, begin and end byte in the slot."""
+        """Copies a slot's parts: name, dtype, first byte in the tensor, begin and end byte in the slot."""
         pairs = []
         for name, dtype, first, begin, end in parts:
             values = self._slots[slot][begin:end].view(getattr(torch, dtype))

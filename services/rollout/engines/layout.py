@@ -97,7 +97,7 @@ def copy_weights(
     ranks: int = 1,
     has_plain_experts: bool = False,
 ) -> None:
-    """Copies a full checkpoint into an engine's parameters, in place; copies nothing if the layout is unknown.
+    """Copies a full checkpoint into an engine's parameters, in place; changes nothing if it fails.
 
     Arguments are those of :func:`plan_pieces`.
 

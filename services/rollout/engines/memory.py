@@ -32,6 +32,7 @@ from services.rollout.frozen_weights import BUCKET_BYTES
 _GB: Final = 1e9
 # Driver contexts of the engine's process and of the receiving process, including NCCL's buffers.
 _CONTEXTS: Final = 2.0e9
+# Engine memory besides weights and KV cache: activations, CUDA graphs, allocator fragmentation.
 _WORKING: Final = 4.0e9
 _LARGEST_SHARE: Final = 0.9
 _BUCKET_BYTES: Final = 512 << 20
@@ -137,8 +138,7 @@ class MemoryPlan:
     others: float = 0.0
     """Memory of other workers on the same GPU."""
     most_kv_tokens: float = inf
-    """Max useful size of the KV cache in tokens: on a time-shared GPU, a larger cache only takes longer to map.
-    """
+    """Max useful KV cache in tokens: on a time-shared GPU, a larger cache only takes longer to map."""
     stays_awake: bool = False
     """True if the engine keeps its memory during the other side's turns, because all fits at once."""
 

@@ -1,4 +1,4 @@
-"""What SGLang can do with the packages and the hardware of this machine."""
+"""SGLang backend of the external engine."""
 
 import asyncio
 import base64
@@ -31,7 +31,7 @@ from services.rollout.engines.request_segments import Segment, TokenChunk, as_to
 
 
 def kernels(order: EngineConfig) -> dict[str, str]:
-    """Arguments that keep SGLang from kernels whose packages are not installed or were cut down."""
+    """Returns arguments that avoid SGLang kernels whose packages are missing or incomplete."""
     if order.device.type == "cpu":
         return {}
     found = importlib.util.find_spec("sgl_kernel")
@@ -45,16 +45,20 @@ def kernels(order: EngineConfig) -> dict[str, str]:
 
 
 def pins_memory() -> bool:
-    """Whether SGLang can pin the memory where it keeps chosen experts, which it does on a CPU too."""
+    """Returns True if SGLang can pin the memory for chosen experts, which it does on a CPU too."""
     try:
         torch.cuda.cudart()
-    except (AssertionError, RuntimeError):  # torch without CUDA; no driver
+    except (AssertionError, RuntimeError):  # torch without CUDA, or no driver
         return False
     return True
 
 
 def memory_saver(order: EngineConfig) -> dict[str, bool]:
-    """Arguments of an engine that gives its GPU memory up from time to time."""
+    """Returns the arguments of an engine that releases its GPU memory from time to time.
+
+    Raises:
+        EngineDiedError: If the package that this needs is not installed.
+    """
     if not order.sleeps or order.device.type == "cpu":
         return {}
     if importlib.util.find_spec("torch_memory_saver") is None:
@@ -67,7 +71,7 @@ def memory_saver(order: EngineConfig) -> dict[str, bool]:
 
 _LOADER = "services.rollout.engines.sglang.worker.load"
 _TELLS_EXPERTS = "enable_return_routed_experts"
-# Newer releases have no dataclass, and all have a signature.
+# Newer releases have no dataclass, but all have a signature.
 _OPTIONS = frozenset(inspect.signature(ServerArgs).parameters)
 _SLEEPING = ["kv_cache", "weights"]
 _IDLE_TIMEOUT_S = 30.0
@@ -75,7 +79,7 @@ _DIED = "the SGLang engine died; its own log lines above say why"
 
 
 def build(order: EngineConfig) -> ExternalEngine:
-    """The engine, which starts with its :meth:`ExternalEngine.run`."""
+    """Builds the engine; :meth:`ExternalEngine.run` starts it."""
     exact = exact_tokens(order.config.to_dict(), "sglang")
     if exact is not None:
         order = replace(order, arguments={"context_length": exact, **order.arguments})
@@ -83,13 +87,13 @@ def build(order: EngineConfig) -> ExternalEngine:
 
 
 class SglangBackend:
-    """One SGLang engine, in child processes of this one."""
+    """Runs one SGLang engine in child processes of this one."""
 
     def __init__(self, order: EngineConfig) -> None:
-        """Describe the engine; :meth:`serve` starts it.
+        """Prepares the engine; :meth:`serve` starts it.
 
         Args:
-            order: With further ``ServerArgs`` as arguments.
+            order: Configuration; its arguments are further ``ServerArgs``.
         """
         order.check_arguments(_OPTIONS, engine="SGLang")
         self._arguments: dict[str, Any] = {
@@ -102,14 +106,14 @@ class SglangBackend:
             "max_running_requests": order.max_running,
             "custom_weight_loader": [_LOADER],
             "log_level": "error",
-            # The trainer's logits are float32 too.
+            # The trainer also computes logits in float32.
             "enable_fp32_lm_head": True,
             "enable_deterministic_inference": order.is_reproducible,
             **kernels(order),
             **memory_saver(order),
             **order.arguments,
         }
-        # Outside its deterministic mode, SGLang has one random stream for all requests.
+        # Except in deterministic mode, SGLang uses one random stream for all requests.
         self.capabilities = EngineCapabilities(
             name="sglang",
             kv_policies=frozenset({"recompute"}),
@@ -126,31 +130,32 @@ class SglangBackend:
         self._engine: Engine | None = None
         self._died = asyncio.Event()
         self.streams: set[_Stream] = set()
-        """Parts under way."""
+        """Open segment streams."""
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Capacity of the KV cache in tokens."""
         (info, *_) = self.engine._scheduler_init_result.scheduler_infos  # noqa: SLF001 -- as its get_server_info does
         return int(info["max_total_num_tokens"])
 
     @property
     def engine(self) -> Engine:
-        """The engine itself, once it has started."""
+        """The SGLang engine; available after the start."""
         assert self._engine is not None, "requests wait for the start"
         return self._engine
 
     async def serve(self, started: Callable[[], None]) -> None:
-        """Start SGLang and serve until cancelled."""
-        # A child that fails sends this signal, which would end this process without a word.
+        """Starts SGLang and serves until cancelled."""
+        # A failing child sends this signal, which would end this process without a message.
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGQUIT, self._note_death)
         with tempfile.TemporaryDirectory() as folder:
             write_sglang_config(self._config, folder)
             arguments = {"model_path": folder} | self._arguments
             engine = await asyncio.to_thread(Engine, **arguments)
-        # Its import makes uvloop's policy everyone's, whose loops this process does not run: child processes,
-        # such as those of rewards, could not be started.
+        # Importing SGLang installs uvloop's event loop policy for the process. This process does
+        # not run a uvloop loop, so it could no longer start child processes, such as those of
+        # rewards.
         asyncio.set_event_loop_policy(None)
         pids = engine.get_all_child_pids()
         try:
@@ -162,13 +167,13 @@ class SglangBackend:
                 await self._died.wait()
             raise EngineDiedError(_DIED)
         finally:
-            # Its own shutdown would end every child of this process, of whatever kind.
+            # SGLang's own shutdown would kill every child of this process, not only its own.
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     async def submit(self, part: Segment) -> "_Stream":
-        """Hand over a part."""
+        """Submits a segment."""
         request = part.request
         sampling = {
             "max_new_tokens": part.max_tokens,
@@ -179,9 +184,10 @@ class SglangBackend:
             "stop_token_ids": sorted(request.stop_token_ids),
         }
         if self.capabilities.seeds:
-            # Its random numbers are a function of seed and position: a later part goes on by itself.
+            # SGLang derives random numbers from seed and position, so a later segment continues the
+            # stream.
             sampling["sampling_seed"] = request.seed % 2**63
-        # SGLang aborts by the beginning of a name: no name may begin another.
+        # SGLang aborts by name prefix, so no name may be a prefix of another.
         name = f"{part.part_id};"
         wanted = {} if self.routing is None else {"return_routed_experts": True}
         outputs = self._request(
@@ -194,29 +200,30 @@ class SglangBackend:
             logprob_start_len=-1,
         )
         stream = _Stream(self, name, outputs, experts_from=part.experts_from)
-        # Its first turn sends the request on, so that an abort that comes later finds it.
+        # The stream's first turn in the event loop sends the request; only then can an abort find
+        # it.
         await asyncio.sleep(0)
         return stream
 
     async def cut(self, part_ids: Collection[str]) -> None:
-        """End parts after the step under way."""
+        """Ends segments after the running step."""
         for part_id in part_ids:
             self.abort(f"{part_id};")
 
     def abort(self, name: str) -> None:
-        """End one request."""
+        """Ends one request."""
         self.engine.tokenizer_manager.abort_request(rid=name)
 
     async def load(self, description: str) -> None:
-        """Copy weights into the schedulers' models."""
+        """Copies weights into the schedulers' models."""
         manager = self.engine.tokenizer_manager
         has_session = hasattr(io_struct, "BeginWeightUpdateReqInput")
         payload = MultiprocessingSerializer.serialize([(description, torch.zeros(1))])
         update = io_struct.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload] * self.engine.server_args.tp_size,
             load_format=_LOADER,
-            # Nothing is shared between versions (see Part.cache_salt), and a flush kills a scheduler that is
-            # not idle.
+            # Versions share no cache blocks (see Segment.cache_salt), and a flush kills a scheduler
+            # that is not idle.
             flush_cache=False,
         )
         if has_session:
@@ -228,9 +235,10 @@ class SglangBackend:
             raise EngineDiedError(f"SGLang refused the weights: {message}")
 
     async def sleep(self) -> None:
-        """Give up cache and weights: those that come next replace all of them."""
+        """Releases cache and weights; the next adoption replaces all weights."""
         manager = self.engine.tokenizer_manager
-        # Its scheduler dies of a release while a step is under way, such as that of a part just ended.
+        # A release kills the scheduler if a step is running, such as that of a segment that just
+        # ended.
         flushed = await manager.flush_cache(timeout_s=_IDLE_TIMEOUT_S)
         if not flushed.success:
             raise EngineDiedError(f"SGLang was not idle within {_IDLE_TIMEOUT_S:.0f} s")
@@ -239,13 +247,13 @@ class SglangBackend:
         )
 
     async def wake(self) -> None:
-        """Take the memory back."""
+        """Takes the memory back."""
         await self.engine.tokenizer_manager.resume_memory_occupation(
             io_struct.ResumeMemoryOccupationReqInput(tags=_SLEEPING), None
         )
 
     async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Ask for the logprobs of a prompt; SGLang then reads no cached prefix."""
+        """Requests the log probabilities of a prompt; SGLang then uses no cached prefix."""
         outputs = self._request(
             name,
             token_ids,
@@ -274,7 +282,7 @@ class SglangBackend:
 
     @contextmanager
     def _watched(self, engine: Engine, pids: Sequence[int]) -> Iterator[None]:
-        """Note the death of a child; by itself SGLang would end this process for it."""
+        """Detects the death of a child; SGLang's own watchdog would end this process."""
         watchdog = engine.tokenizer_manager._subprocess_watchdog  # noqa: SLF001 -- as its shutdown does
         if watchdog is not None:
             watchdog.stop()
@@ -296,7 +304,7 @@ class SglangBackend:
 
 
 class _Stream:
-    """The tokens of one part."""
+    """Token stream of one segment."""
 
     def __init__(
         self, backend: SglangBackend, name: str, outputs: Any, *, experts_from: int
@@ -312,14 +320,14 @@ class _Stream:
         backend.streams.add(self)
 
     async def next(self) -> TokenChunk:
-        """Return the tokens since the last call."""
+        """Returns the tokens since the last call."""
         try:
             info = (await self._next)["meta_info"]
         except asyncio.CancelledError:
             if self._is_dead:
                 raise EngineDiedError(_DIED) from None
             raise
-        # Outputs are cumulative; what was ended before it began says little about itself.
+        # Outputs are cumulative; one that was aborted before it began lacks most fields.
         entries = info.get("output_token_logprobs", ())[self._num_seen :]
         is_first = self._num_seen == 0
         self._num_seen += len(entries)
@@ -337,7 +345,10 @@ class _Stream:
         )
 
     def _experts(self, info: Mapping[str, Any]) -> RoutedExperts | None:
-        """What SGLang tells of all tokens but the last: int32, flat; base64 from its own detokenizer."""
+        """Converts SGLang's experts, which cover all tokens but the last.
+
+        SGLang reports flat int32 values, as base64 if they come through its own detokenizer.
+        """
         routing, told = self._backend.routing, info.get("routed_experts")
         if routing is None or told is None:
             return None
@@ -351,12 +362,12 @@ class _Stream:
         return told[self._experts_from :]
 
     def fail(self) -> None:
-        """End the wait for an answer that will not come."""
+        """Cancels the wait for an output that will not arrive."""
         self._is_dead = True
         self._next.cancel()
 
     async def close(self) -> None:
-        """End the part if it still runs."""
+        """Closes the stream and ends the segment if it still runs."""
         if self not in self._backend.streams:
             return
         self._backend.streams.discard(self)

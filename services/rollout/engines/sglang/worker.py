@@ -1,4 +1,4 @@
-"""Runs inside SGLang's scheduler processes: copies what the rollout process shares into the model."""
+"""Weight loader inside SGLang's scheduler processes: copies shared tensors into the model."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Replace all weights; SGLang calls this between two steps (``custom_weight_loader``).
+    """Replaces all weights; SGLang calls this between two steps (``custom_weight_loader``).
 
     Args:
         model: SGLang's model.
-        named_tensors: One entry, whose name describes the shared tensors, or is an order of
+        named_tensors: One entry, whose name describes the shared tensors or is a command of
             :mod:`services.rollout.engines.in_place`.
     """
     ((description, _),) = named_tensors
@@ -53,7 +53,7 @@ def _load_all(model: Any, tensors: Mapping[str, Tensor], *, rank: int, ranks: in
 
 
 def _derive(model: Any) -> None:
-    """Compute again what SGLang derives of a parameter as it loads: Gemma's norms keep weights plus 1."""
+    """Recomputes what SGLang derives from parameters at load time: Gemma's norms keep weights plus 1."""
     for module in model.modules():
         if (derived := getattr(module, "gemma_weight", None)) is not None:
             torch.add(module.weight.data, 1.0, out=derived)

@@ -1,1 +1,1 @@
-"""The built-in engine: continuous batching over transformers models."""
+"""Built-in engine: continuous batching over transformers models."""

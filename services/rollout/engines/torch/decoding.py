@@ -1,4 +1,4 @@
-"""Which keys each query attends to: all earlier ones, or those within a layer's window."""
+"""Batched decoding of transformers models: attention masks, sampling, decode steps and prefill."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +27,13 @@ from services.rollout.engines.torch.kv_slots import SlotCache
 
 
 class Visibility:
-    """Attention masks in the form that a transformers model takes.
+    """Builds attention masks in the form that a transformers model takes.
+
+    A query attends to all earlier keys, or to those within its layer's window.
 
     Args:
         config: The model's ``config.json``.
-        dtype: Of its scores.
+        dtype: Dtype of the attention scores.
     """
 
     def __init__(self, config: Mapping[str, Any], dtype: torch.dtype) -> None:
@@ -41,15 +43,15 @@ class Visibility:
         self._is_added = not has_plain_scores(config)
 
     def masks(self, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
-        """The mask of a forward pass; one for each kind of layer where a model has several.
+        """Returns the masks of a forward pass.
 
         Args:
             queries: ``[N, Q]`` int64 positions.
             keys: ``[K]`` int64 positions.
 
         Returns:
-            ``[N, 1, Q, K]``, by kind of layer if the model distinguishes them. Bool; where scores are capped
-            or heads have sinks, what is added to the scores.
+            ``[N, 1, Q, K]``, a dict by layer type if the model has several. Bool, or an additive mask if the
+            model caps scores or its heads have sinks.
         """
         masks = {
             kind: self._formed(_visible(queries, keys, window))
@@ -76,14 +78,15 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def uniforms(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return the ``counters``-th number of each seed's random stream.
+    """Returns the ``counters``-th number of each seed's random stream.
 
-    The stream is a function of seed and counter alone (SplitMix64, Steele et al. 2014), so a row draws
-    the same numbers whatever other rows are in the batch, and a resumed sample can go on anywhere.
+    The stream is a function of seed and counter alone (SplitMix64, Steele et al. 2014). A row
+    therefore draws the same numbers in any batch, and a resumed sample can continue at any
+    position.
 
     Args:
         seeds: ``[N]`` one seed per row.
-        counters: ``[N]`` tokens that the row has drawn before.
+        counters: ``[N]`` number of tokens that the row has drawn before.
 
     Returns:
         ``[N]`` in ``[0, 1)``, multiples of ``2**-52``.
@@ -96,17 +99,17 @@ def uniforms(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """Which tokens may be drawn, for each row: ``[N]`` float32 tensors, and ``[N]`` int64 ``top_k``."""
+    """Truncation parameters of each row: ``[N]`` float32 tensors, and ``[N]`` int64 ``top_k``."""
 
     top_p: Tensor
-    """Probability that the allowed tokens have together, at least; 1 allows all."""
+    """Min total probability of the allowed tokens; 1 allows all."""
     top_k: Tensor
     """Number of allowed tokens; 0 allows all."""
     min_p: Tensor
-    """Least probability of an allowed token, as part of the likeliest one's; 0 allows all."""
+    """Min probability of an allowed token, relative to the most probable one; 0 allows all."""
 
     def padded(self, size: int) -> "Truncation":
-        """Add rows where all tokens are allowed."""
+        """Returns a copy with additional rows that allow all tokens."""
         missing = (0, size - len(self.top_p))
         return Truncation(
             top_p=pad(self.top_p, missing, value=1.0),
@@ -118,17 +121,17 @@ class Truncation:
 def draw_tokens(
     logits: Tensor, temperatures: Tensor, numbers: Tensor, *, truncation: Truncation | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row by inverting its cumulative distribution.
+    """Draws one token per row by inverting its cumulative distribution.
 
     Args:
         logits: ``[N, V]`` of any float type.
-        temperatures: ``[N]`` float32; 0 takes the likeliest token.
+        temperatures: ``[N]`` float32; 0 takes the most probable token.
         numbers: ``[N]`` float64 in ``[0, 1)``, one per row.
-        truncation: Which tokens may be drawn; None allows all. Logprobs do not depend on it.
+        truncation: Restricts the tokens that may be drawn; None allows all. Log probabilities ignore it.
 
     Returns:
-        ``[N]`` int64 tokens and ``[N]`` float32 logprobs under ``log_softmax(logits / temperature)``;
-        a greedy row's logprob is the one at temperature 1.
+        ``[N]`` int64 tokens and ``[N]`` float32 log probabilities under ``log_softmax(logits / temperature)``;
+        those of greedy rows are at temperature 1.
     """
     is_greedy = temperatures == 0
     scaled = logits.float() / torch.where(is_greedy, 1.0, temperatures)[:, None]
@@ -137,8 +140,8 @@ def draw_tokens(
     if truncation is not None:
         probabilities = _truncate(probabilities, truncation)
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    # A number is at most 1 - 2**-52, so the target stays below the total and the first entry above it
-    # is a token of positive probability.
+    # A number is at most 1 - 2**-52, so the target is below the total, and the first entry above it
+    # belongs to a token of positive probability.
     targets = (numbers * cumulative[:, -1])[:, None]
     drawn = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
     tokens = torch.where(is_greedy, scaled.argmax(dim=-1), drawn)
@@ -146,7 +149,7 @@ def draw_tokens(
 
 
 def _truncate(probabilities: Tensor, truncation: Truncation) -> Tensor:
-    """Set the probabilities of tokens that may not be drawn to 0; the likeliest always may."""
+    """Sets the probabilities of excluded tokens to 0; the most probable token is always allowed."""
     ordered, places = probabilities.sort(dim=-1, descending=True)
     rank = torch.arange(ordered.shape[1], device=ordered.device)
     before = ordered.cumsum(dim=-1) - ordered
@@ -158,25 +161,25 @@ def _truncate(probabilities: Tensor, truncation: Truncation) -> Tensor:
 
 
 def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble 64 bits."""
+    """Scrambles 64 bits (SplitMix64)."""
     value = (value ^ (value >> np.uint64(30))) * _MIX_1
     value = (value ^ (value >> np.uint64(27))) * _MIX_2
     return value ^ (value >> np.uint64(31))
 
 
 _CAPTURE_AFTER = 4
-"""Steps of one shape before it is worth a graph, which costs about as much as a hundred steps save."""
+"""Steps of one shape before a graph is captured; a capture costs about as much as a hundred steps save."""
 _LEAST_SPAN = 128
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What a step reads, one entry per row; ``[N]``."""
+    """Inputs of a step, one entry per row; ``[N]``."""
 
     tokens: NDArray[np.int64]
     """Last token of each request."""
     positions: NDArray[np.int64]
-    """Its position."""
+    """Position of that token."""
     temperatures: NDArray[np.float32]
     """Divisors of the logits; 0 is greedy."""
     numbers: NDArray[np.float64]
@@ -185,23 +188,23 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What a step makes, one entry per row."""
+    """Outputs of a step, one entry per row."""
 
     tokens: Tensor
     """``[N]`` int64."""
     logprobs: Tensor
     """``[N]`` float32."""
     experts: Tensor | None
-    """``[N, layers, K]`` int64 experts that the token before was passed to, if they are watched."""
+    """``[N, layers, K]`` int64 experts chosen for the input token, if they are recorded."""
 
     def first(self, num_rows: int) -> "StepOutputs":
-        """The outputs of the first rows."""
+        """Returns the outputs of the first rows."""
         experts = None if self.experts is None else self.experts[:num_rows]
         return StepOutputs(self.tokens[:num_rows], self.logprobs[:num_rows], experts)
 
 
 class DecodeStep:
-    """Runs steps over the first ``N`` slots of a cache."""
+    """Runs decode steps over the first ``N`` slots of a cache."""
 
     def __init__(
         self, model: PreTrainedModel, cache: SlotCache, watch: RouterWatch | None = None
@@ -218,11 +221,11 @@ class DecodeStep:
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, truncation: Truncation | None) -> StepOutputs:
-        """Store keys and values, and draw; on a GPU, returns when both are done.
+        """Stores keys and values and draws one token per row; on a GPU, returns when both are done.
 
         Args:
-            inputs: Of all rows.
-            truncation: Which tokens may be drawn; None allows all.
+            inputs: Inputs of all rows.
+            truncation: Restricts the tokens that may be drawn; None allows all.
         """
         num_rows, span = len(inputs.tokens), int(inputs.positions.max()) + 1
         if not self._is_cuda:
@@ -237,13 +240,14 @@ class DecodeStep:
             if truncation is not None:
                 truncation = truncation.padded(size)
             outputs = self._compute(self._move(padded), span, truncation)
-        # Whoever waits in a copy to the host keeps other threads from starting work on the GPU.
+        # A thread that waits in a copy to the host keeps other threads from launching GPU work, so
+        # wait here.
         if outputs.tokens.is_cuda:
             torch.cuda.current_stream(self._device).synchronize()
         return outputs.first(num_rows)
 
     def forget(self) -> None:
-        """Throw the graphs away: weights or cache are about to lie elsewhere."""
+        """Discards the captured graphs; called before weights or cache move in memory."""
         self._graphs.clear()
 
     def _compute(
@@ -271,7 +275,7 @@ class DecodeStep:
         )
 
     def _graph(self, size: int, span: int) -> "_Graph | None":
-        """The graph of a shape, once the shape has come often enough."""
+        """Returns the graph of a shape once the shape has occurred often enough, else None."""
         if self._cache.layout != self._layout:
             self._graphs.clear()
             self._layout = self._cache.layout
@@ -293,7 +297,7 @@ class _DeviceInputs:
 
 
 class _Graph:
-    """A step of one shape, captured."""
+    """Captured CUDA graph of a step of one shape."""
 
     def __init__(self, step: DecodeStep, size: int, span: int) -> None:
         empty = StepInputs(
@@ -304,17 +308,17 @@ class _Graph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         compute = step._compute  # noqa: SLF001
-        # Padding writes at position 0 of slots: what lies there is stored again before it is used.
+        # Padding rows write at position 0 of free slots, which is stored again before it is used.
         self._inputs.positions.fill_(span - 1)
         with torch.cuda.stream(stream):
             compute(self._inputs, span, None)
         torch.cuda.current_stream().wait_stream(stream)
-        # Other threads may receive weights meanwhile.
+        # Other threads may receive weights during the capture.
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self._outputs = compute(self._inputs, span, None)
 
     def replay(self, inputs: StepInputs) -> StepOutputs:
-        """Run with these inputs; the results are overwritten by the next replay."""
+        """Runs the graph with these inputs; the next replay overwrites the outputs."""
         for name in StepInputs.__dataclass_fields__:
             source = torch.from_numpy(getattr(inputs, name))
             getattr(self._inputs, name).copy_(source, non_blocking=True)
@@ -323,13 +327,13 @@ class _Graph:
 
 
 def rounded_up(number: int) -> int:
-    """The least ``2**k`` or ``3 * 2**k`` that is not below a number: a third of waste at most."""
+    """Rounds up to the next ``2**k`` or ``3 * 2**k``, which wastes at most a third."""
     power = 1 << (number - 1).bit_length()
     return power * 3 // 4 if power >= 4 and power * 3 // 4 >= number else power
 
 
 def _pad(inputs: StepInputs, size: int) -> StepInputs:
-    """Add rows that draw something and are ignored."""
+    """Adds rows whose outputs are ignored."""
     num_missing = size - len(inputs.tokens)
     return StepInputs(
         tokens=np.pad(inputs.tokens, (0, num_missing)),
@@ -340,25 +344,25 @@ def _pad(inputs: StepInputs, size: int) -> StepInputs:
 
 
 _MAX_PREFILL_TOKENS = 16_384
-"""Padded tokens of one prefill pass; bounds the memory of activations."""
+"""Max padded tokens of one prefill pass; bounds the memory of activations."""
 _MAX_MASK = 1 << 25
-"""Pairs of tokens in the mask of one prefill pass: longer contexts are stored in several."""
+"""Max token pairs in the mask of one prefill pass; longer contexts take several passes."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """One running request; its place in the list is its slot."""
+    """Running request; its index in the list is its slot."""
 
     request: GenerationRequest
     tokens: list[int]
     logprobs: list[float] = field(default_factory=list)
     version_runs: list[VersionRun] = field(default_factory=list)
     experts: list[RoutedExperts] = field(default_factory=list)
-    """Of the tokens from ``request.experts_from`` on."""
+    """Experts of the tokens from ``request.experts_from`` on."""
 
     @property
     def num_sampled(self) -> int:
-        """Tokens of the response, those from before it came here included."""
+        """Number of response tokens, including those sampled before the request reached this engine."""
         return self.request.draw_offset + len(self.logprobs)
 
     def result(self, reason: FinishReason) -> GenerationResult:
@@ -372,11 +376,11 @@ class _Row:
 
 
 class DecodeBatch:
-    """Decodes all running requests one token at a time. Not thread-safe; its owner calls in turn.
+    """Decodes all running requests one token at a time. Not thread-safe: the owner serializes calls.
 
-    Prefill stores the keys and values of a context without its last token. That token is the input of
-    the next decode step, so first and later tokens take the same path and the language-model head
-    runs only where a token is drawn.
+    Prefill stores the keys and values of a context without its last token. That token is the input
+    of the next decode step. The first token thus takes the same path as later ones, and the
+    language-model head runs only where a token is drawn.
     """
 
     def __init__(
@@ -396,24 +400,24 @@ class DecodeBatch:
         self._visibility = Visibility(model.config.to_dict(), model.dtype)
         self._rows: list[_Row] = []
         self.prompt_tokens_total = 0
-        """Tokens of contexts that were stored."""
+        """Context tokens that were stored."""
         self.recomputed_tokens_total = 0
-        """Those of them that were sampled before."""
+        """Stored context tokens that had been sampled before."""
         self._news: list[tuple[OnTokens, int, float]] = []
         self.shared_tokens_total = 0
-        """Those of them that another request in the same pass had as well."""
+        """Stored context tokens shared with another request in the same pass."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
     def span(self) -> int:
-        """Most tokens that a running request may come to hold."""
+        """Max length that any running request may reach."""
         return max((_final_length(row.request) for row in self._rows), default=0)
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Take in requests and prefill their contexts."""
+        """Adds requests and prefills their contexts."""
         first = len(self._rows)
         self._rows.extend(_Row(request, list(request.context_ids)) for request in requests)
         self._cache.reserve(len(self._rows), self.span)
@@ -421,21 +425,21 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Fill the cache again, after the weights changed or it was forgotten."""
+        """Fills the cache again, after the weights changed or the cache was released."""
         self._cache.reserve(len(self._rows), self.span)
         self._prefill(range(len(self._rows)))
 
     def forget(self) -> None:
-        """Give up the cache's memory, and the graphs that read it; requests keep their tokens."""
+        """Releases the cache's memory and the graphs that read it; requests keep their tokens."""
         self._step.forget()
         self._cache.clear()
 
     @torch.inference_mode()
     def step(self, weight_version: int) -> list[tuple[str, GenerationResult]]:
-        """Draw one token for every request and return those that are finished.
+        """Draws one token for every request and returns the finished requests.
 
         Args:
-            weight_version: Version of the live weights, noted for each token.
+            weight_version: Version of the live weights, recorded for each token.
         """
         outputs = self._step.run(self._inputs(), self._truncation())
         if outputs.experts is not None:
@@ -456,13 +460,13 @@ class DecodeBatch:
         return self._remove(finished)
 
     def tell(self) -> None:
-        """Tell those who want to hear of tokens what the last step made."""
+        """Passes the tokens of the last step to the requests' callbacks."""
         for on_tokens, token, logprob in self._news:
             on_tokens((token,), (logprob,))
         self._news.clear()
 
     def abort(self, request_ids: Collection[str] | None) -> list[tuple[str, GenerationResult]]:
-        """Remove requests (None: all) and return what they have so far."""
+        """Removes requests (None: all) and returns their results so far."""
         return self._remove(
             {
                 slot: "aborted"
@@ -472,7 +476,7 @@ class DecodeBatch:
         )
 
     def peek(self) -> dict[str, GenerationResult]:
-        """What all requests have so far."""
+        """Returns the tokens so far of all requests."""
         return {row.request.request_id: row.result("aborted") for row in self._rows}
 
     def _inputs(self) -> StepInputs:
@@ -510,12 +514,12 @@ class DecodeBatch:
         return "length" if len(row.logprobs) >= request.max_tokens else None
 
     def _prefill(self, slots: Sequence[int], *, notes_experts: bool = False) -> None:
-        """Compute each different context once and store it in every slot that has it.
+        """Computes each distinct context once and stores it in every slot that has it.
 
         Args:
-            slots: Of requests.
-            notes_experts: Whether the experts of the contexts count: those of tokens that were sampled under
-                older weights stay what they were.
+            slots: Slots of the requests.
+            notes_experts: True to record the contexts' experts. A recomputation must not, because experts of
+                tokens sampled under older weights stay as they were.
         """
         slots_by_context: dict[tuple[int, ...], list[int]] = {}
         for slot in slots:
@@ -541,16 +545,16 @@ class DecodeBatch:
                     self._note_experts(slots_by_context[context], told[: len(context)])
 
     def _store(self, inputs: Tensor, targets: Tensor, sources: Tensor) -> RoutedExperts | None:
-        """Run a pass, in parts whose masks are bounded.
+        """Runs a pass, split into parts with masks of bounded size.
 
         Args:
-            inputs: ``[N, L]`` int64 contexts. Padding is on the right, where causal attention keeps it from
+            inputs: ``[N, L]`` int64 contexts, padded on the right, where causal attention hides the padding from
                 every real token.
             targets: Slots to fill.
-            sources: Row that fills each.
+            sources: Row that fills each slot.
 
         Returns:
-            ``[N, L, layers, K]`` experts that were chosen, if they are watched.
+            ``[N, L, layers, K]`` chosen experts, if they are recorded.
         """
         num_rows, longest = inputs.shape
         num_tokens = max(1, _MAX_MASK // (num_rows * longest))
@@ -584,7 +588,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def _remove(self, reasons: dict[int, FinishReason]) -> list[tuple[str, GenerationResult]]:
-        """Take finished requests out and move the last ones into their slots."""
+        """Removes finished requests and moves the last ones into their slots."""
         if not reasons:
             return []
         results = [
@@ -610,7 +614,7 @@ def _final_length(request: GenerationRequest) -> int:
 
 
 def _split_by_size(contexts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Cut contexts, sorted by length, into passes of bounded padded size."""
+    """Splits contexts, sorted by length, into passes of bounded padded size."""
     passes: list[list[tuple[int, ...]]] = []
     for context in contexts:
         if passes and (len(passes[-1]) + 1) * len(context) <= _MAX_PREFILL_TOKENS:

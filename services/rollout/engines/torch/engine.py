@@ -1,4 +1,4 @@
-"""What a transformers model computes attention and experts with while it is decoded."""
+"""Engine protocol for transformers models that this process decodes."""
 
 import asyncio
 import heapq
@@ -36,9 +36,10 @@ _ROW_BYTES = 16
 
 
 def use_decoding_kernels(model: PreTrainedModel) -> None:
-    """Choose them.
+    """Selects the attention and expert kernels for decoding.
 
-    Torch multiplies all experts at once where their rows are multiples of 16 bytes; others go one by one.
+    Torch's grouped kernel multiplies all experts at once but needs rows of a multiple of 16 bytes;
+    models with other sizes compute one expert after the other.
     """
     config = model.config.get_text_config().to_dict()
     model.set_attn_implementation("sdpa" if has_plain_scores(config) else "eager")
@@ -48,7 +49,7 @@ def use_decoding_kernels(model: PreTrainedModel) -> None:
 
 
 def build(order: EngineConfig) -> "TorchEngine":
-    """The engine with a model of random weights."""
+    """Builds the engine with a model of random weights."""
     torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))
     return TorchEngine(
         build_model(order.config, dtype=order.dtype, device=order.device),
@@ -62,7 +63,7 @@ def build(order: EngineConfig) -> "TorchEngine":
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Waiting:
-    """A request in the queue; what was begun under an old version goes first, then who came first."""
+    """Request in the queue, ordered by oldest weight version, then by arrival."""
 
     priority: float
     arrival: int
@@ -75,10 +76,10 @@ class _Waiting:
 
 
 class TorchEngine:
-    """Decodes running requests together, one token a step, and admits waiting ones between steps.
+    """Decodes running requests together, one token per step, and admits waiting ones between steps.
 
-    Each step runs in a worker thread, so the event loop stays responsive. Whatever must happen between
-    two steps (admission, abort, adoption) holds the same lock as a step.
+    Each step runs in a worker thread, so the event loop stays responsive. Operations that must
+    happen between two steps (admission, abort, adoption) hold the same lock as a step.
     """
 
     capabilities = EngineCapabilities(
@@ -100,18 +101,18 @@ class TorchEngine:
         decode: Decode | None = None,
         returns_experts: bool = False,
     ) -> None:
-        """Wrap a loaded model.
+        """Wraps a loaded model.
 
         Args:
-            model: Model with its weights, on the device where it decodes.
-            max_running: Most requests decoded at once.
-            max_kv_tokens: Most tokens that the KV cache holds, unused ends of slots included.
-            kv_policy: Whether an adoption recomputes the KV prefix of running requests.
-            decode: Token ids to text; needed for stop texts.
-            returns_experts: Whether results tell which experts a mixture's routers chose.
+            model: Model with its weights, on the device that decodes.
+            max_running: Max number of requests decoded at once.
+            max_kv_tokens: Max tokens in the KV cache, including unused ends of slots.
+            kv_policy: ``recompute`` if an adoption recomputes the KV prefix of running requests.
+            decode: Converts token ids to text; needed for stop texts.
+            returns_experts: True if results include the experts that a mixture's routers chose.
 
         Raises:
-            ValueError: If the model would not be decoded exactly, or is no mixture and is to tell of experts.
+            ValueError: If the model cannot be decoded exactly, or experts are requested of a model that has none.
         """
         config = model.config.get_text_config()
         problems = check_trainer(config.to_dict())
@@ -120,7 +121,8 @@ class TorchEngine:
         use_decoding_kernels(model)
         use_float32_head(model)
         self._model = model.train(False).requires_grad_(False)
-        # Found once: a search through all modules takes milliseconds, in which no token would be produced.
+        # Found once: a search through all modules takes milliseconds, in which no token would be
+        # produced.
         self._parameters: dict[str, Tensor] = stored_tensors(model)
         self._vocab_size = int(config.vocab_size)
         self.max_tokens = min(int(config.max_position_embeddings), max_kv_tokens)
@@ -150,7 +152,7 @@ class TorchEngine:
         self._busy_seconds = 0.0
 
     async def run(self) -> None:
-        """Decode until cancelled."""
+        """Decodes until cancelled."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(self._has_work)
@@ -165,10 +167,10 @@ class TorchEngine:
             await self._notify()
 
     async def wait_ready(self) -> None:
-        """Nothing to wait for: the model is loaded."""
+        """Returns at once: the model is loaded."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Decode one request; see :class:`~services.rollout.engines.base.Engine`."""
+        """Decodes one request; see :class:`~services.rollout.engines.base.Engine`."""
         check_request(request, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
         if request.stop_texts and not self._has_decode:
             raise ValueError("stop texts need a tokenizer, but this engine was built without one")
@@ -186,14 +188,14 @@ class TorchEngine:
                 await self.abort({request.request_id})
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probabilities of given tokens, by a plain forward pass between two steps."""
+        """Returns log probabilities of given tokens, from a plain forward pass between two steps."""
         check_scorable(token_ids, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
         async with self._between_steps:
             assert not self._is_blank, "an engine without weights scores nothing"
             return await asyncio.to_thread(self._score, token_ids)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """End requests between two steps; their results keep the tokens so far."""
+        """Ends requests between two steps; their results keep the tokens so far."""
         async with self._between_steps:
             waiting = [item.request.request_id for item in self._waiting]
             ended = {name for name in waiting if request_ids is None or name in request_ids}
@@ -204,12 +206,12 @@ class TorchEngine:
         await self._notify()
 
     async def peek(self) -> dict[str, GenerationResult]:
-        """What the running requests have so far."""
+        """Returns the tokens so far of each running request."""
         async with self._between_steps:
             return self._batch.peek()
 
     async def pause(self, *, drain: bool = False) -> None:
-        """Stop between two steps; with ``drain``, finish the running requests first."""
+        """Stops between two steps; with ``drain``, finishes the running requests first."""
         self._may_admit = False
         if drain:
             async with self._changed:
@@ -219,14 +221,14 @@ class TorchEngine:
             """No step is running any more."""
 
     async def resume(self) -> None:
-        """Go on after a pause, unless there are no weights."""
+        """Resumes after a pause, unless the engine has no weights."""
         if self._is_blank:
             return
         self._may_admit = self._may_step = True
         await self._notify()
 
     async def sleep(self) -> None:
-        """Give up the cache and what the weights hold."""
+        """Releases the cache and the weights' storage."""
         await self.pause()
         async with self._between_steps:
             if not self._is_asleep:
@@ -234,14 +236,14 @@ class TorchEngine:
                 await asyncio.to_thread(self._give_memory_up)
 
     async def wake(self) -> None:
-        """Take the weights' memory back."""
+        """Allocates the weights' storage again."""
         async with self._between_steps:
             if self._is_asleep:
                 await asyncio.to_thread(self._take_memory_back)
                 self._is_asleep = False
 
     def weight_specs(self) -> list[TensorSpec]:
-        """Weights by name, tied ones once."""
+        """Lists the weights by name, tied ones once."""
         return [
             TensorSpec(
                 name=name,
@@ -252,20 +254,20 @@ class TorchEngine:
         ]
 
     async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
-        """Let the model's own parameters be written."""
+        """Pauses and gives write access to the model's live parameters."""
         await self.pause()
         return live_placer(plan, self._parameters)
 
     async def adopt_placed(self, version: int) -> None:
-        """Go on under what was written."""
+        """Adopts the weights that were written in place."""
         await self.adopt_weights(version, self._parameters)
 
     async def close_weights(self) -> None:
-        """Go on."""
+        """Resumes under the old weights."""
         await self.resume()
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
-        """Copy new weights into the live parameters between two steps."""
+        """Copies new weights into the live parameters between two steps."""
         check_tensors({name: value.shape for name, value in self._parameters.items()}, tensors)
         async with self._between_steps:
             assert not self._is_asleep, (
@@ -277,7 +279,7 @@ class TorchEngine:
             return time.monotonic() - started_at
 
     def stats(self) -> EngineStats:
-        """Gauges."""
+        """Returns gauges."""
         return EngineStats(
             num_running=len(self._batch),
             num_waiting=len(self._waiting),
@@ -297,7 +299,7 @@ class TorchEngine:
         return len(self._batch) > 0 or (self._may_admit and len(self._waiting) > 0)
 
     def _next_requests(self) -> list[GenerationRequest]:
-        """Take waiting requests, in order, while slots and KV tokens last."""
+        """Takes waiting requests, in order, while slots and KV tokens last."""
         admitted: list[GenerationRequest] = []
         num_running, span = len(self._batch), self._batch.span
         while self._may_admit and self._waiting and num_running < self._max_running:
@@ -310,7 +312,7 @@ class TorchEngine:
         return admitted
 
     def _advance(self, admitted: list[GenerationRequest]) -> list[tuple[str, GenerationResult]]:
-        """Prefill new requests and draw one token for all (in a worker thread)."""
+        """Prefills new requests and draws one token for all (in a worker thread)."""
         assert not self._is_blank, "an engine without weights decodes nothing"
         if admitted:
             self._batch.admit(admitted)
@@ -334,7 +336,7 @@ class TorchEngine:
             torch.cuda.synchronize(self._model.device)
 
     def _give_memory_up(self) -> None:
-        """Parameters keep their shapes, and no memory."""
+        """Frees the parameters' storage; their shapes remain."""
         self._batch.forget()
         for name, parameter in self._parameters.items():
             storage = parameter.untyped_storage()

@@ -10,9 +10,9 @@ from transformers.cache_utils import Cache
 class SlotCache(Cache):
     """Keys and values of the running requests, ``[slots, heads, tokens, head_dim]`` per layer.
 
-    Running requests take the slots ``0..n-1`` without holes, so that a decode step attends over views
-    and copies nothing. Before each forward pass the owner says what the pass is: :meth:`begin_prefill`
-    or :meth:`begin_decode`. What lies beyond a request's length is never attended to.
+    Running requests occupy the slots ``0..n-1`` without holes, so that a decode step attends over
+    views and copies nothing. Before each forward pass the owner calls :meth:`begin_prefill` or
+    :meth:`begin_decode`. Entries beyond a request's length are never attended to.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class SlotCache(Cache):
 
     @property
     def layout(self) -> tuple[int, int]:
-        """Slots and tokens per slot; while they stay, so does the memory."""
+        """Slots and tokens per slot; while they do not change, neither does the memory."""
         return self.num_slots, self.num_tokens
 
     def reserve(self, num_slots: int, num_tokens: int) -> None:
-        """Make room for that many slots and tokens per slot; sizes at least double when they grow."""
+        """Ensures room for that many slots and tokens per slot; sizes at least double when they grow."""
         slots, tokens = self.num_slots, self.num_tokens
         if num_slots > slots:
             slots = max(num_slots, 2 * slots)
@@ -47,28 +47,28 @@ class SlotCache(Cache):
         self.num_slots, self.num_tokens = slots, tokens
 
     def clear(self) -> None:
-        """Give up all memory; what was stored has to be stored again."""
+        """Frees all memory; requests must be stored again."""
         self._keys.clear()
         self._values.clear()
         self.num_slots = self.num_tokens = 0
 
     def begin_prefill(self, targets: Tensor, sources: Tensor, *, first: int = 0) -> None:
-        """Announce a pass over a part of contexts; what comes before it is stored.
+        """Begins a pass over a part of contexts; tokens before the part must be stored already.
 
         Args:
             targets: ``[N]`` int64 slots to fill.
-            sources: ``[N]`` int64 row of the pass that fills each, ascending; equal contexts share a row.
-            first: Place of the part's first token.
+            sources: ``[N]`` int64 row of the pass that fills each slot, ascending; equal contexts share a row.
+            first: Position of the part's first token.
         """
         self._targets, self._sources, self._positions = targets, sources, None
         self._first = first
 
     def begin_decode(self, positions: Tensor, span: int) -> None:
-        """Announce a pass of one token for each of the first ``N`` slots.
+        """Begins a pass of one token for each of the first ``N`` slots.
 
         Args:
             positions: ``[N]`` int64 position of each new token.
-            span: Tokens to attend over, more than any position.
+            span: Number of tokens to attend over, greater than any position.
         """
         self._positions, self._span = positions, span
         self._targets = torch.arange(len(positions), device=positions.device)
@@ -76,7 +76,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values and return those to attend over."""
+        """Stores a layer's new keys and values and returns those to attend over."""
         if layer_idx == len(self._keys):
             shape = (self.num_slots, key_states.shape[1], self.num_tokens, key_states.shape[3])
             self._keys.append(key_states.new_zeros(shape))
@@ -99,6 +99,6 @@ class SlotCache(Cache):
         return keys[:num_rows, :, : self._span], values[:num_rows, :, : self._span]
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots over others, to close the holes that finished requests leave."""
+        """Copies slots over others, to close the holes that finished requests leave."""
         for stored in (*self._keys, *self._values):
             stored[targets] = stored[sources]

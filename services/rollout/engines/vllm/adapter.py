@@ -1,7 +1,8 @@
-"""vLLM's asynchronous engine as a backend.
+"""vLLM backend of the external engine, based on vLLM's asynchronous engine.
 
-Requests are handed to vLLM's engine process directly, and its outputs are taken from there in one task.
-Tokens come in batches with their logprobs in arrays (see ``vllm_scheduler``); none has an object of its own.
+The backend sends requests directly to vLLM's engine process, and one task receives all outputs.
+Tokens arrive in batches with their log probabilities in arrays (see
+:mod:`services.rollout.engines.vllm.scheduler`), without an object per token.
 """
 
 import asyncio
@@ -34,34 +35,36 @@ from services.rollout.engines.vllm.start import start
 _WORKER = "services.rollout.engines.vllm.worker.WeightLoader"
 _PLAIN_WORKER = "services.rollout.engines.vllm.cpu_worker.PlainWeightLoader"
 _DIED = "the vLLM engine died; its own log lines above say why"
-# Steps whose tokens travel together: few enough that who reads along gets several pieces a second.
+# Steps whose tokens are sent together: few enough that a streaming client receives several chunks a
+# second.
 _STREAM_INTERVAL = 16
 
 
 def build(order: EngineConfig) -> ExternalEngine:
-    """The engine, which starts with its :meth:`ExternalEngine.run`."""
+    """Builds the engine; :meth:`ExternalEngine.run` starts it."""
     backend = VllmBackend(order)
     return ExternalEngine.ordered(backend, order, length_argument="max_model_len", freezer=backend)
 
 
 class VllmBackend:
-    """One vLLM engine, in a child process of this one."""
+    """Runs one vLLM engine in a child process of this one."""
 
     def __init__(self, order: EngineConfig) -> None:
-        """Describe the engine; :meth:`serve` starts it.
+        """Prepares the engine; :meth:`serve` starts it.
 
         Args:
-            order: With further ``AsyncEngineArgs`` as arguments.
+            order: Configuration; its arguments are further ``AsyncEngineArgs``.
         """
         order.check_arguments([one.name for one in fields(AsyncEngineArgs)], engine="vLLM")
-        # With top_p and its like, vLLM reports logprobs of what is left of the distribution.
+        # With top_p, top_k or min_p, vLLM reports log probabilities of the truncated distribution.
         self.capabilities = EngineCapabilities(
             name="vllm",
             kv_policies=frozenset({"recompute", "keep"}),
             stop_texts=True,
             truncation=False,
             seeds=order.is_reproducible,
-            # Versions before this parameter told everything at the end, also what was computed again.
+            # Versions before this parameter report all experts at the end, including recomputed
+            # tokens.
             routed_experts=hasattr(SamplingParams(), "routed_experts_prompt_start"),
         )
         self.routing = routing_shape(order.config.to_dict()) if order.returns_experts else None
@@ -75,18 +78,18 @@ class VllmBackend:
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Tokens in all blocks of the KV cache."""
+        """Capacity of all blocks of the KV cache in tokens."""
         cache = self.llm.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
     @property
     def llm(self) -> AsyncLLM:
-        """The engine itself, once it has started."""
+        """The vLLM engine; available after the start."""
         assert self._llm is not None, "requests wait for the start"
         return self._llm
 
     async def serve(self, started: Callable[[], None]) -> None:
-        """Start vLLM and serve until cancelled."""
+        """Starts vLLM and serves until cancelled."""
         with tempfile.TemporaryDirectory() as folder:
             engine_config(self._order.config).save_pretrained(folder)
             llm = await asyncio.to_thread(
@@ -105,34 +108,34 @@ class VllmBackend:
             llm.shutdown()
 
     async def submit(self, part: Segment) -> "_Stream":
-        """Hand over a part."""
+        """Submits a segment."""
         return await self._ask(
             part.part_id, part.context_ids, self._sampling(part), part.cache_salt
         )
 
     async def cut(self, part_ids: Collection[str]) -> None:
-        """End parts; what vLLM has not sent of them yet is forgotten."""
+        """Ends segments; discards their tokens that vLLM has not sent yet."""
         parts = set(part_ids)
         ended = [name for name, stream in self._streams.items() if stream.part_id in parts]
         with _alive():
             await self.llm.engine_core.abort_requests_async(ended)
         for name in ended:
             if (stream := self._streams.pop(name, None)) is None:
-                continue  # it ended by itself meanwhile
+                continue  # it ended by itself in the meantime
             stream.end(TokenChunk(token_ids=(), logprobs=(), finish_reason="abort"))
 
     async def freeze(self) -> None:
-        """Stop between two steps; parts keep their place, their tokens and their cache."""
+        """Stops between two steps; segments keep their slots, tokens and cache."""
         with _alive():
             await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     async def load(self, description: str) -> None:
-        """Copy weights into the workers' models."""
+        """Copies weights into the workers' models."""
         with _alive():
             await self.llm.collective_rpc("load_slipstream_weights", args=(description,))
 
     async def thaw(self, version: int, *, recompute: bool) -> bool:
-        """Go on after :meth:`freeze`; what is sampled from now on is of another version."""
+        """Continues after :meth:`freeze`; tokens sampled from now on have the given version."""
         self._versions.append(version)
         is_emptied = False
         with _alive():
@@ -145,19 +148,19 @@ class VllmBackend:
         return is_emptied is True
 
     async def sleep(self) -> None:
-        """Give up cache and weights: those that come next replace all of them."""
+        """Releases cache and weights; the next adoption replaces all weights."""
         with _alive():
             if self._order.sleeps:
                 await self.llm.engine_core.sleep_async(level=2)
 
     async def wake(self) -> None:
-        """Take the memory back."""
+        """Takes the memory back."""
         with _alive():
             if self._order.sleeps:
                 await self.llm.engine_core.wake_up_async()
 
     async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Ask for the logprobs of a prompt; vLLM then reads no cached prefix."""
+        """Requests the log probabilities of a prompt; vLLM then uses no cached prefix."""
         parameters = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,
@@ -172,18 +175,18 @@ class VllmBackend:
         return tuple(output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist())
 
     async def give_up(self, name: str) -> None:
-        """Forget a request that nobody waits for."""
+        """Aborts a request whose result is no longer needed."""
         if self._streams.pop(name, None) is not None:
             await self.llm.engine_core.abort_requests_async([name])
 
     def versions_of(
         self, eras: Sequence[tuple[int, int]], num_tokens: int
     ) -> tuple[VersionRun, ...]:
-        """Weight versions of tokens, run-length coded.
+        """Returns the weight versions of tokens, run-length encoded.
 
         Args:
-            eras: Each with the number of its first token.
-            num_tokens: Of all eras.
+            eras: Pairs of an era and the index of its first token.
+            num_tokens: Total number of tokens.
         """
         starts = [start for _, start in eras] + [num_tokens]
         return tuple(
@@ -192,7 +195,7 @@ class VllmBackend:
         )
 
     def engine_args(self, folder: str) -> AsyncEngineArgs:
-        """Arguments for a model whose configuration lies in a folder."""
+        """Returns the arguments for a model whose configuration is in a folder."""
         arguments: dict[str, Any] = {
             "model": folder,
             "dtype": self._order.dtype_name,
@@ -200,18 +203,18 @@ class VllmBackend:
             "skip_tokenizer_init": True,
             "max_num_seqs": self._order.max_running,
             "logprobs_mode": "processed_logprobs",
-            # The trainer's logits are float32 too.
+            # The trainer also computes logits in float32.
             "hf_overrides": {"head_dtype": "float32"},
             "worker_extension_cls": _WORKER,
             "disable_log_stats": True,
             "enable_sleep_mode": self._order.sleeps and not current_platform.is_cpu(),
             "stream_interval": _STREAM_INTERVAL,
-            # Replicas that drew from one stream would give the same prompt the same responses.
+            # With a common seed, replicas would give the same prompt the same responses.
             "seed": secrets.randbits(31),
         }
         if current_platform.is_cpu():
-            # A seeded request whose prompt is prefilled in parts kills vLLM's engine on a CPU: it rewinds
-            # the request's random generator, which CPU generators cannot do.
+            # vLLM's engine dies on a CPU if it prefills a seeded request in chunks: it rewinds the
+            # request's random generator, which CPU generators cannot do.
             arguments["enable_chunked_prefill"] = False
             if self._order.is_written_in_place:
                 arguments["worker_extension_cls"] = _PLAIN_WORKER
@@ -227,7 +230,7 @@ class VllmBackend:
         asked: Any = {"type": "token", "prompt_token_ids": list(token_ids)}
         if cache_salt is not None:
             asked["cache_salt"] = cache_salt
-        # vLLM may handle an abort once more after the next request came: no name is used again.
+        # vLLM may process an abort again after the next request arrived, so names are never reused.
         self._num_asked += 1
         unique = f"{name}#{self._num_asked}"
         request = self.llm.input_processor.process_inputs(unique, asked, parameters, ("generate",))
@@ -252,7 +255,7 @@ class VllmBackend:
         )
 
     async def _warm_up(self) -> None:
-        """Answer one request: on a GPU the first with logprobs compiles kernels, which takes a second."""
+        """Decodes one request: on a GPU, the first one with log probabilities compiles kernels for about a second."""
         parameters = SamplingParams(
             max_tokens=2,
             seed=0 if self.capabilities.seeds else None,
@@ -267,7 +270,7 @@ class VllmBackend:
             await self._deliver()
 
     async def _deliver(self) -> None:
-        """Take what vLLM sends next to those that wait for it."""
+        """Passes vLLM's next outputs to the streams that wait for them."""
         for output in (await self.llm.engine_core.get_output_async()).outputs:
             if (stream := self._streams.get(output.request_id)) is None:
                 continue
@@ -290,7 +293,7 @@ def _alive() -> Iterator[None]:
 
 
 class _Stream:
-    """The tokens of one part."""
+    """Token stream of one segment."""
 
     def __init__(self, backend: VllmBackend, name: str, *, part_id: str) -> None:
         self._backend = backend
@@ -301,22 +304,22 @@ class _Stream:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: EngineCoreOutput) -> None:
-        """Take in what vLLM sent."""
+        """Adds an output of vLLM."""
         self._outputs.append(output)
         self._wake()
 
     def end(self, end: TokenChunk | EngineDiedError) -> None:
-        """Nothing comes any more: tell how it ended."""
+        """Ends the stream with a last chunk or an error."""
         self._end = end
         self._wake()
 
     async def next(self) -> TokenChunk:
-        """Return the tokens since the last call."""
+        """Returns the tokens since the last call."""
         output = await self.output()
         return output if isinstance(output, TokenChunk) else self._chunk(output)
 
     async def output(self) -> EngineCoreOutput | TokenChunk:
-        """What vLLM sent next, or the last chunk. Raises EngineDiedError."""
+        """Returns vLLM's next output, or the last chunk. Raises EngineDiedError."""
         while not self._outputs and self._end is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -328,7 +331,7 @@ class _Stream:
         return self._end
 
     async def close(self) -> None:
-        """End the part if it still runs."""
+        """Closes the stream and ends the segment if it still runs."""
         await self._backend.give_up(self._name)
 
     def _chunk(self, output: EngineCoreOutput) -> TokenChunk:
@@ -349,7 +352,7 @@ class _Stream:
         )
 
     def _experts(self, output: EngineCoreOutput) -> RoutedExperts | None:
-        """What vLLM tells with new tokens: ``[n, layers, K]``, dense layers included or not."""
+        """Converts vLLM's experts of the new tokens, ``[n, layers, K]``, with or without dense layers."""
         routing, told = self._backend.routing, getattr(output, "routed_experts", None)
         if routing is None or told is None:
             return None

@@ -1,6 +1,7 @@
-"""Runs inside vLLM's workers on a CPU where weights are received in place.
+"""Runs inside vLLM's CPU workers: unpacked weights for in-place updates, and chosen experts of each step.
 
-There vLLM packs most weights for its kernels and keeps nothing else: they would have no place.
+vLLM packs most weights for its CPU kernels and keeps no unpacked copy, so received weights would have no
+destination. Importing this module turns the packing off.
 """
 
 from types import SimpleNamespace
@@ -23,35 +24,35 @@ utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
 class PlainWeightLoader(WeightLoader):
-    """The loader, and weights as checkpoints have them."""
+    """Weight loader for workers whose weights are laid out as in checkpoints."""
 
 
 class RoutingScheduler(BatchingScheduler):
-    """Our scheduler, which sends experts with the tokens."""
+    """Scheduler that sends chosen experts with the tokens."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        # A configuration that says so is refused before this, and after.
+        # vLLM refuses a configuration with this flag, both before and after this call.
         vllm_config.aux_output_config.enable_return_routed_experts = True
         super().__init__(vllm_config, *args, **kwargs)
         vllm_config.aux_output_config.enable_return_routed_experts = False
 
 
 class RoutingWorker(CPUWorker):  # type: ignore[misc]
-    """A worker whose outputs have the experts of each step's tokens."""
+    """Worker that outputs the experts chosen for each step's tokens."""
 
     _connector: AuxOutputWorkerConnector
     _batch: SimpleNamespace | None = None
-    """Of the step that has run and whose tokens are not drawn yet."""
+    """Batch of the step that has run but whose tokens are not sampled yet."""
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Lay out the KV cache, and collect what routers choose from then on."""
+        """Allocates the KV cache and starts to collect the routers' choices."""
         super().initialize_from_config(kv_cache_config)
         self._connector = get_aux_output_connector(
             self.model_runner.model, self.vllm_config, kv_cache_config
         )
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Run a step; None if its tokens are to be drawn."""
+        """Runs a step; returns None if its tokens are still to be sampled."""
         self._connector.begin_step(scheduler_output.aux_output_connector_metadata)
         output = super().execute_model(scheduler_output)
         if output is None:
@@ -65,7 +66,7 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Draw the tokens of the step, and tell the experts with them."""
+        """Samples the tokens of the step and adds the chosen experts to the output."""
         output = super().sample_tokens(grammar_output)
         batch, self._batch = self._batch, None
         told = None if batch is None else self._connector.prepare_output(batch)

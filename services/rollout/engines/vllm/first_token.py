@@ -1,4 +1,4 @@
-"""How long after its weights an engine's first token comes."""
+"""Measures the time from an adoption to the first token under the new weights."""
 
 import logging
 import time
@@ -9,17 +9,17 @@ logger = logging.getLogger(__name__)
 
 
 class FirstToken:
-    """Watches one engine."""
+    """Records that time for one engine."""
 
     def __init__(self) -> None:
         self._since: float | None = None
 
     def expect(self) -> None:
-        """Weights are in service."""
+        """Starts the clock: new weights are in service."""
         self._since = time.monotonic()
 
     def came(self) -> None:
-        """There are tokens."""
+        """Records the time if these are the first tokens."""
         if self._since is None:
             return
         after_s, self._since = time.monotonic() - self._since, None

@@ -1,8 +1,9 @@
-"""Runs inside vLLM's engine process: its scheduler, which hands tokens over in batches.
+"""Scheduler inside vLLM's engine process that sends tokens in batches.
 
-By itself vLLM sends every request's token and three arrays of logprobs after every step. Here the tokens that
-a request got in some steps travel together, each with its logprob and its era. An era ends when decoding goes
-on after a pause in which weights may have changed: so the other side knows which weights sampled a token.
+By default, vLLM sends every request's token with three arrays of log probabilities after every
+step. This scheduler sends the tokens that a request received in several steps together, each with
+its log probability and its era. A new era begins when decoding continues after a pause in which
+weights may have changed, so that the receiver knows which weights sampled a token.
 """
 
 from collections.abc import Iterable
@@ -27,17 +28,17 @@ class _Gathered:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     eras: list[tuple[int, int]] = field(default_factory=list)
-    """``(era, number of the first token in it)``."""
+    """``(era, index of its first token)``."""
     prefill_stats: Any = None
     experts: list[np.ndarray[Any, Any]] = field(default_factory=list)
-    """Of the tokens that were computed since, where vLLM tells them."""
+    """Experts of the tokens computed since the last batch, if vLLM reports them."""
 
 
 class TokenBatcher:
     """Holds tokens back until a request has enough of them, or ends.
 
     Args:
-        interval: Tokens that travel together.
+        interval: Number of tokens sent together.
     """
 
     def __init__(self, interval: int) -> None:
@@ -46,9 +47,9 @@ class TokenBatcher:
         self._held: dict[str, _Gathered] = {}
 
     def passed(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
-        """What of a step's outputs is sent now.
+        """Returns the outputs of a step that are to be sent now.
 
-        In place of the ids of candidates there are eras: ``[n, 2]``, each with the number of its first token.
+        Eras replace the ids of candidate tokens: ``[n, 2]``, an era and the index of its first token.
         """
         held, era, interval = self._held, self.era, self._interval
         ready = []
@@ -66,7 +67,7 @@ class TokenBatcher:
                 request.eras.append((era, len(request.token_ids)))
             token_ids = output.new_token_ids
             request.token_ids += token_ids
-            # This loop takes every token of the engine: a list would cost as much as all the rest.
+            # This loop handles every token of the engine: building a list would double its cost.
             if len(token_ids) == 1:
                 request.logprobs.append(new.logprobs.item(0))
             else:
@@ -81,12 +82,12 @@ class TokenBatcher:
         return ready
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop what is held of requests that were given up."""
+        """Discards the held tokens of aborted requests."""
         for request_id in request_ids:
             self._held.pop(request_id, None)
 
     def _complete(self, output: EngineCoreOutput) -> None:
-        """Put everything that is held of a request into its output."""
+        """Moves all held tokens of a request into its output."""
         request = self._held.pop(output.request_id, None)
         if request is None:
             return
@@ -102,14 +103,14 @@ class TokenBatcher:
 
 
 class _Gathering:
-    """Mixed into a scheduler of vLLM."""
+    """Mixin for vLLM's schedulers that batches their outputs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._gatherer = TokenBatcher(self.scheduler_config.stream_interval)  # type: ignore[attr-defined]
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
-        """Take in a step's tokens; returns what is sent to each client."""
+        """Processes a step's tokens; returns the outputs to send to each client."""
         sent: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
         for outputs in sent.values():
             outputs.outputs = self._gatherer.passed(outputs.outputs)
@@ -118,21 +119,21 @@ class _Gathering:
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """End requests from outside."""
+        """Ends requests from outside."""
         ended: list[Request] = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         self._gatherer.forget(request.request_id for request in ended)
         return ended
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Pause or go on."""
+        """Pauses or resumes; resuming after a full pause begins a new era."""
         if pause_state == PauseState.UNPAUSED and self.pause_state == PauseState.PAUSED_ALL:  # type: ignore[attr-defined]
             self._gatherer.era += 1
         super().set_pause_state(pause_state)  # type: ignore[misc]
 
 
 class BatchingScheduler(_Gathering, Scheduler):  # type: ignore[misc]
-    """For steps one after the other."""
+    """Batching scheduler for synchronous steps."""
 
 
 class BatchingAsyncScheduler(_Gathering, AsyncScheduler):  # type: ignore[misc]
-    """For steps that are scheduled while the one before still runs."""
+    """Batching scheduler that schedules a step while the previous one still runs."""

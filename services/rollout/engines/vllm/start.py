@@ -1,4 +1,4 @@
-"""Starts vLLM's engine with our scheduler."""
+"""Starts vLLM's engine with the batching scheduler."""
 
 from dataclasses import replace
 
@@ -12,14 +12,14 @@ _ON_CPU = "services.rollout.engines.vllm.cpu_worker"
 
 
 def start(arguments: AsyncEngineArgs, *, tells_experts: bool) -> AsyncLLM:
-    """Start an engine whose tokens come in batches.
+    """Starts an engine that sends tokens in batches.
 
     Args:
-        arguments: The engine's.
-        tells_experts: Whether they come with the experts that were chosen.
+        arguments: Arguments of the engine.
+        tells_experts: True to report the chosen experts with the tokens.
 
     Raises:
-        ValueError: If they cannot.
+        ValueError: If the engine cannot report them.
     """
     tells_on_cpu = tells_experts and current_platform.is_cpu()
     if tells_experts and not tells_on_cpu:

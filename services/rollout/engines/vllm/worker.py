@@ -1,7 +1,7 @@
-"""Runs inside vLLM's workers: reloads parameters that a model fills itself, past the loaders that vLLM wraps.
+"""Weight loader inside vLLM's workers; also reloads parameters that a model fills without vLLM's loaders.
 
-While vLLM reloads, parameters have no memory, and what is copied into them is lost; only their loaders defer
-it. gpt-oss copies its experts and its sinks.
+During a layerwise reload, parameters have no memory and direct copies into them are lost, because
+only vLLM's wrapped loaders defer them. gpt-oss copies its experts and its sinks directly.
 """
 
 import logging
@@ -30,10 +30,10 @@ _COPIED = ("w13_weight", "w2_weight", "w13_bias", "w2_bias", "sinks")
 
 
 class DeferredCopies(TorchDispatchMode):
-    """Has what is copied into such parameters loaded, once their memory is there.
+    """Redirects direct copies into such parameters to a loader that runs once their memory exists.
 
     Args:
-        model: vLLM's, between the two halves of its reload.
+        model: vLLM's model, between the two halves of its reload.
     """
 
     def __init__(self, model: Any) -> None:
@@ -46,7 +46,7 @@ class DeferredCopies(TorchDispatchMode):
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Take over copies, and do all else."""
+        """Intercepts copies; executes all other operations."""
         place = None
         if func is torch.ops.aten.copy_.default and args[0].is_meta:
             place = self._places.get(_storage(args[0]))
@@ -54,7 +54,7 @@ class DeferredCopies(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         layer, name = place
         parameter = getattr(layer, name)
-        # That of experts takes one of them at a time.
+        # The parameter's own loader of experts takes one expert at a time.
         parameter.weight_loader = default_weight_loader
         parameter.weight_loader = make_online_process_loader(layer, name)
         parameter.weight_loader(parameter, args[1])
@@ -62,7 +62,7 @@ class DeferredCopies(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Which memory a tensor and its views share, also where there is none."""
+    """Identifies the memory that a tensor and its views share, even if it is not allocated."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 -- tensors without memory have no address
 
 
@@ -70,10 +70,10 @@ logger = logging.getLogger(__name__)
 
 
 class WeightLoader:
-    """Mixed into vLLM's worker (``worker_extension_cls``); its method is called on every worker at once.
+    """Mixin for vLLM's worker (``worker_extension_cls``); vLLM calls its method on every worker.
 
-    vLLM runs such a call between two steps, and the whole update is one call, so no step ever sees
-    parameters that are half loaded.
+    vLLM runs such a call between two steps. The whole update is one call, so no step ever sees
+    partially loaded parameters.
     """
 
     model_runner: Any
@@ -81,10 +81,10 @@ class WeightLoader:
     device: torch.device
 
     def load_slipstream_weights(self, description: str) -> bool:
-        """Replace all weights; returns whether they were copied straight into the parameters.
+        """Replaces all weights; returns True if they were copied directly into the parameters.
 
         Args:
-            description: Of the shared tensors, or an order of :mod:`services.rollout.engines.in_place`.
+            description: Describes shared tensors, or is a command of :mod:`services.rollout.engines.in_place`.
         """
         model = self.model_runner.model
         if handle_weight_command(description, model, **_place(model)):
@@ -103,7 +103,7 @@ class WeightLoader:
             torch.cuda.synchronize(self.device)
 
     def _reload(self, model: Any, tensors: dict[str, Tensor]) -> None:
-        """Load as vLLM loads a checkpoint: it lays out experts as its kernels want them."""
+        """Loads as vLLM loads a checkpoint, which lays out experts for its kernels."""
         config = self.vllm_config.model_config.hf_config.to_dict()
         loaded = (
             (name, part.to(self.device))
@@ -123,7 +123,7 @@ class WeightLoader:
 
 
 def _copy(model: Any, tensors: dict[str, Tensor]) -> bool:
-    """Copy tensors into parameters whose layout is known."""
+    """Copies tensors into the parameters; returns False if their layout is unknown."""
     try:
         copy_weights(
             tensors,
@@ -137,7 +137,7 @@ def _copy(model: Any, tensors: dict[str, Tensor]) -> bool:
 
 
 def _place(model: Any) -> dict[str, Any]:
-    """What decides which parts of the tensors this worker holds."""
+    """Returns the arguments that determine which parts of the tensors this worker holds."""
     return {
         "rank": get_tensor_model_parallel_rank(),
         "ranks": get_tensor_model_parallel_world_size(),
@@ -146,7 +146,7 @@ def _place(model: Any) -> dict[str, Any]:
 
 
 def _has_plain_experts(model: Any) -> bool:
-    """Whether all experts lie as they are counted, for vLLM's own kernels; others swap or shuffle them."""
+    """Returns True if experts are stored in order, for vLLM's Triton kernels; others swap or shuffle them."""
     return all(
         getattr(getattr(method, "unquantized_backend", None), "name", None) == "TRITON"
         and not method.moe.moe_parallel_config.enable_eplb
@@ -155,13 +155,13 @@ def _has_plain_experts(model: Any) -> bool:
 
 
 def _forget_kernels(model: Any) -> None:
-    """Let experts be padded and packed as at the start; with a kernel at hand vLLM leaves that out."""
+    """Resets the experts' kernels so that vLLM pads and packs again; it skips that if a kernel exists."""
     for method in _methods_of_experts(model):
         method.moe_kernel = None
 
 
 def _check_kernels(model: Any) -> None:
-    """Refuse what would be random: some of vLLM's models load experts past its reload, which drops them."""
+    """Refuses models whose experts would stay random because they bypass vLLM's reload."""
     if any(method.moe_kernel is None for method in _methods_of_experts(model)):
         raise NotImplementedError(
             f"vLLM does not reload the experts of {type(model).__name__} on a CPU; use rollout.engine 'torch'"
@@ -173,10 +173,10 @@ def _methods_of_experts(model: Any) -> Iterator[Any]:
 
 
 def _repack_head(model: Any) -> None:
-    """Pack tied embeddings again.
+    """Packs tied embeddings again.
 
-    On the CPU the language-model head keeps a packed copy of the embedding, which the layerwise reload
-    leaves at the old values because the two share one parameter.
+    On a CPU, the language-model head keeps a packed copy of the embedding. The layerwise reload
+    leaves it at the old values because the two share one parameter.
     """
     head = getattr(model, "lm_head", None)
     method = getattr(head, "quant_method", None)
