@@ -130,8 +130,8 @@ def draw_tokens(
         truncation: Restricts the tokens that may be drawn; None allows all. Log probabilities ignore it.
 
     Returns:
-        ``[N]`` int64 tokens and ``[N]`` float32 log probabilities under ``log_softmax(logits / temperature)``;
-        those of greedy rows are at temperature 1.
+        ``[N]`` int64 tokens and ``[N]`` float32 log probabilities, ``log_softmax(logits / temperature)``; those
+        of greedy rows are at temperature 1.
     """
     is_greedy = temperatures == 0
     scaled = logits.float() / torch.where(is_greedy, 1.0, temperatures)[:, None]
@@ -308,7 +308,8 @@ class _Graph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         compute = step._compute  # noqa: SLF001
-        # Padding rows write at position 0 of free slots, which is stored again before it is used.
+        # At position 0, the warm-up below would overwrite running requests; the entries at span - 1 are
+        # stored again before they are used.
         self._inputs.positions.fill_(span - 1)
         with torch.cuda.stream(stream):
             compute(self._inputs, span, None)
@@ -548,8 +549,8 @@ class DecodeBatch:
         """Runs a pass, split into parts with masks of bounded size.
 
         Args:
-            inputs: ``[N, L]`` int64 contexts, padded on the right, where causal attention hides the padding from
-                every real token.
+            inputs: ``[N, L]`` int64 contexts, padded on the right, where causal attention hides the
+                padding from every real token.
             targets: Slots to fill.
             sources: Row that fills each slot.
 

@@ -112,7 +112,7 @@ class TorchEngine:
             returns_experts: True if results include the experts that a mixture's routers chose.
 
         Raises:
-            ValueError: If the model cannot be decoded exactly, or experts are requested of a model that has none.
+            ValueError: If the model cannot be decoded exactly, or has no experts to report.
         """
         config = model.config.get_text_config()
         problems = check_trainer(config.to_dict())

@@ -57,7 +57,7 @@ class SlotCache(Cache):
 
         Args:
             targets: ``[N]`` int64 slots to fill.
-            sources: ``[N]`` int64 row of the pass that fills each slot, ascending; equal contexts share a row.
+            sources: ``[N]`` int64 row that fills each slot, ascending; equal contexts share a row.
             first: Position of the part's first token.
         """
         self._targets, self._sources, self._positions = targets, sources, None

@@ -255,7 +255,7 @@ class VllmBackend:
         )
 
     async def _warm_up(self) -> None:
-        """Decodes one request: on a GPU, the first one with log probabilities compiles kernels for about a second."""
+        """Decodes one request: the first one with log probabilities compiles GPU kernels for a second."""
         parameters = SamplingParams(
             max_tokens=2,
             seed=0 if self.capabilities.seeds else None,

@@ -84,7 +84,7 @@ class WeightLoader:
         """Replaces all weights; returns True if they were copied directly into the parameters.
 
         Args:
-            description: Describes shared tensors, or is a command of :mod:`services.rollout.engines.in_place`.
+            description: Describes shared tensors, or a command of :mod:`services.rollout.engines.in_place`.
         """
         model = self.model_runner.model
         if handle_weight_command(description, model, **_place(model)):
