@@ -130,8 +130,8 @@ def draw_tokens(
         truncation: Restricts the tokens that may be drawn; None allows all. Log probabilities ignore it.
 
     Returns:
-        ``[N]`` int64 tokens and ``[N]`` float32 log probabilities, ``log_softmax(logits / temperature)``; those
-        of greedy rows are at temperature 1.
+        ``[N]`` int64 tokens and ``[N]`` float32 log probabilities, ``log_softmax(logits / temperature)``;
+        those of greedy rows are at temperature 1.
     """
     is_greedy = temperatures == 0
     scaled = logits.float() / torch.where(is_greedy, 1.0, temperatures)[:, None]
