@@ -1,1 +1,1 @@
-"""Rewards: from a response to a number, or to a typed failure."""
+"""Rewards: map a response to a number or to a typed failure."""

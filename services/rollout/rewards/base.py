@@ -1,4 +1,4 @@
-"""What a reward gets and gives."""
+"""Reward protocol with its input and its result."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,44 +7,46 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardInput:
-    """One response and what is known about its prompt."""
+    """Response to score, with its prompt's data."""
 
     prompt: str
     """Text of the prompt."""
     response: str
-    """Text of the response, special tokens left out."""
+    """Text of the response, without special tokens."""
     answer: Any
     """Expected answer; None if the data has none."""
     row: Mapping[str, Any]
-    """The whole row of the prompt."""
+    """Data row of the prompt."""
     split: str = "train"
-    """The set of the prompt."""
+    """Set of the prompt."""
     earned: object = None
-    """What the environment or the agent gave for the episode."""
+    """Reward that the environment or the agent returned for the episode."""
     turn_lengths: tuple[int, ...] = ()
-    """Tokens of each turn that the policy sampled in the judged conversation."""
+    """Number of tokens of each turn that the policy sampled in the scored conversation."""
     episode: Callable[[], Mapping[str, Any]] = dict
-    """Describes the whole episode, JSON-like; see :mod:`services.rollout.workflows.history`."""
+    """Returns the JSON-like description of the episode; see :mod:`services.rollout.workflows.history`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a response is worth."""
+    """Score of one response."""
 
     value: float
-    """What training sees: the weighted sum."""
+    """Weighted sum that training uses."""
     terms: Mapping[str, float] = field(default_factory=dict)
-    """Its named terms, before weights."""
+    """Named terms of the sum, before weights."""
     tokens: tuple[float, ...] = ()
-    """What of the value each token earned that the policy sampled in the judged conversation; none if rewards
-    are for the whole response."""
+    """Share of the value that each sampled token of the scored conversation earned.
+
+    Empty if all rewards are for the entire response.
+    """
 
 
 class Reward(Protocol):
     """Scores responses."""
 
     async def score(self, given: RewardInput) -> Score:
-        """Return a finite score.
+        """Returns a finite score.
 
         Raises:
             CallError: If there is no score. A failure is never a score of 0.

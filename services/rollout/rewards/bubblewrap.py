@@ -1,7 +1,8 @@
-"""Namespaces of its own for a sandboxed program, where the host has bubblewrap and lets it work.
+"""Runs a sandboxed program in its own namespaces, if the host has a working bubblewrap.
 
-It adds to what the program gives up itself: there is no other process to see, no network device, and no file
-but those named here. Kernels and container runtimes may forbid user namespaces; then it is left out.
+Bubblewrap adds to the program's own restrictions: no other process is visible, no network device
+exists, and no file except those listed here. Kernels and container runtimes may forbid user
+namespaces; bubblewrap is then not used.
 """
 
 import functools
@@ -22,7 +23,7 @@ _TRIAL_TIMEOUT_S = 10.0
 
 @functools.cache
 def is_usable() -> bool:
-    """Whether bubblewrap is installed and works here; tried once."""
+    """Returns True if bubblewrap is installed and works here; tests it once."""
     found = shutil.which(_PROGRAM)
     if found is None:
         _logger.info("bubblewrap is not installed: programs are confined by seccomp and Landlock")
@@ -43,12 +44,13 @@ def is_usable() -> bool:
 
 
 def prefix(folder: str, *, disk_bytes: int, info_fd: int) -> list[str]:
-    """Arguments before a command that sees software, one folder and nothing else.
+    """Returns arguments to put before a command, so that it sees software, one folder and nothing else.
 
     Args:
-        folder: Where it works and may write: a file system in memory, which ends with the namespaces.
+        folder: Working folder that it may write to: a file system in memory, which ends with the namespaces.
         disk_bytes: Size of that file system.
-        info_fd: Where bubblewrap writes ``{"child-pid": ...}``, the first process of the namespaces.
+        info_fd: File descriptor to which bubblewrap writes ``{"child-pid": ...}``, the first process of the
+            namespaces.
     """
     readable = [*software(), _OURS]
     binds = [part for path in readable for part in ("--ro-bind-try", str(path), str(path))]

@@ -1,8 +1,9 @@
-"""A reward model as a reward service.
+"""Reward service that scores with a reward model.
 
 ``python -m services.rollout.rewards.classifier MODEL --bind HOST:PORT --token-file FILE``
 
-Any ``AutoModelForSequenceClassification``. Requests that arrive while it scores are scored together next.
+Serves any ``AutoModelForSequenceClassification``. Requests that arrive during a pass are scored together in
+the next one.
 """
 
 import argparse
@@ -31,11 +32,12 @@ class Classifier:
     Args:
         model: Folder or Hugging Face id of the model and its tokenizer.
         label: Class whose probability is the score; None for a model with one output, which is the score.
-        max_tokens: Longest text; what is longer is refused.
+        max_tokens: Max length of a text; longer ones are refused.
         device: ``cpu`` or ``cuda``.
 
     Raises:
-        ValueError: If the model has several classes and none is chosen, or not the chosen one.
+        ValueError: If the model has several classes and ``label`` is None or unknown, or it has one
+            output and ``label`` is given.
     """
 
     def __init__(
@@ -60,10 +62,10 @@ class Classifier:
         self._model.config.pad_token_id = self._tokenizer.pad_token_id
 
     def tokens(self, prompt: str, response: str) -> list[int]:
-        """A prompt and its response, through the chat template if the model has one.
+        """Tokenizes a prompt and its response, with the chat template if the model has one.
 
         Raises:
-            ValueError: If they are too long for the model.
+            ValueError: If the text is empty or too long.
         """
         if self._tokenizer.chat_template is None:
             ids = self._tokenizer.encode(prompt + response)
@@ -80,7 +82,7 @@ class Classifier:
 
     @torch.no_grad()
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """The score of each text, given as tokens."""
+        """Returns the score of each tokenized text."""
         longest = max(map(len, texts))
         pad = int(self._tokenizer.pad_token_id)
         ids = torch.tensor([[*text, *[pad] * (longest - len(text))] for text in texts])
@@ -93,11 +95,11 @@ class Classifier:
 
 
 class ClassifierService:
-    """Answers reward requests, many in one pass.
+    """Answers reward requests, several in one pass.
 
     Args:
-        classifier: Scores them.
-        max_batch: Most texts of one pass.
+        classifier: Scores the texts.
+        max_batch: Max texts per pass.
     """
 
     def __init__(self, classifier: Classifier, *, max_batch: int = 32) -> None:
@@ -108,7 +110,7 @@ class ClassifierService:
         )
 
     def app(self) -> Starlette:
-        """``POST /score`` as reward services answer it, and ``GET /healthz``."""
+        """Returns the application: ``POST /score`` in the reward service format, and ``GET /healthz``."""
         return Starlette(
             routes=[
                 Route("/healthz", lambda _: JSONResponse({})),
@@ -117,7 +119,7 @@ class ClassifierService:
         )
 
     async def run(self) -> None:
-        """Score what waits until cancelled."""
+        """Scores waiting requests until cancelled."""
         while True:
             batch = [await self._waiting.get()]
             while not self._waiting.empty() and len(batch) < self._max_batch:
@@ -159,7 +161,7 @@ async def _serve(service: ClassifierService, given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Runs the command-line program."""
     parser = argparse.ArgumentParser(description="Serve a sequence classifier as a reward.")
     parser.add_argument("model", help="folder or Hugging Face id")
     add_options(parser)

@@ -1,4 +1,4 @@
-"""1 if the program in the response passes its tests, else 0."""
+"""Reward of 1 if the program in the response passes its tests, else 0."""
 
 import re
 import secrets
@@ -9,7 +9,7 @@ from typing import Any
 
 from services.rollout.rewards.sandbox import Limits, run_python
 
-# Takes linear time: the end of a fence is looked for once, as no other fence begins before it.
+# Linear time: the end of a fence is searched only once, because no other fence begins before it.
 _FENCE = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
@@ -24,7 +24,7 @@ def code_tests(
     partial_credit: bool = False,
     reads_files: bool = False,
 ) -> float:
-    """Run the last fenced block of the response, or all of it, in a sandbox.
+    """Runs the last fenced block of the response, or all of it, in a sandbox.
 
     Args:
         prompt: Unused.
@@ -34,8 +34,12 @@ def code_tests(
         row: Unused.
         seconds: CPU and wall time of one test; a program that takes longer fails the test.
         memory_bytes: Address space of one test; a program that needs more fails the test.
-        partial_credit: Whether the score is the share of tests passed.
-        reads_files: Whether programs may read what this user can read; only for kernels without Landlock.
+        partial_credit: True to return the fraction of passed tests.
+        reads_files: True to let programs read all files that this user can read; only for kernels without
+            Landlock.
+
+    Raises:
+        ValueError: If the answer has neither form.
     """
     blocks = _FENCE.findall(response)
     program = blocks[-1] if blocks else response
@@ -62,7 +66,7 @@ def _passes(test: _Test, limits: Limits) -> bool:
 
 def _tests(program: str, answer: Any) -> Iterator[_Test]:
     if isinstance(answer, str) and answer.strip():
-        # Only a program that reaches the end prints the mark: one that exits early fails.
+        # Only a program that reaches the end prints the mark; one that exits early fails.
         mark = secrets.token_hex(16)
         parts = (program, answer, f"print('\\n{mark}')")
         yield _Test(parts=parts, given="", accepts=lambda output: output.split()[-1:] == [mark])
@@ -77,5 +81,5 @@ def _tests(program: str, answer: Any) -> Iterator[_Test]:
 
 
 def _equal(wanted: str, output: str) -> bool:
-    """Equal but for white space."""
+    """Compares outputs, ignoring white space."""
     return output.split() == wanted.split()

@@ -1,4 +1,4 @@
-"""Rewards that compare the responses of a group: all of them at once, or two by two."""
+"""Rewards that compare the responses of a group: all at once, or in pairs."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class Comparison:
     """Evaluates rewards that see more than one response.
 
     Args:
-        specs: Those whose ``sees`` is ``group`` or ``pairs``.
+        specs: Rewards whose ``sees`` is ``group`` or ``pairs``.
         pool: Calls user code.
     """
 
@@ -25,13 +25,13 @@ class Comparison:
         self._pool = pool
 
     async def score(self, given: Sequence[RewardInput]) -> list[Score]:
-        """What the comparison is worth to each response of a group.
+        """Returns the score of each response of a group.
 
         Args:
             given: Responses to one prompt, at least one.
 
         Raises:
-            CallError: If one reward gives no scores; the others are stopped.
+            CallError: If one reward returns no scores; the others are cancelled.
         """
         with unwrapped(CallError):
             async with TaskGroup() as group:
@@ -55,7 +55,7 @@ class Comparison:
         return values
 
     async def _wins(self, spec: RewardSpec, given: Sequence[RewardInput]) -> list[float]:
-        """Mean preference of each response over the others, asked in both orders; 0.5 without others."""
+        """Returns each response's mean preference over the others, in both orders; 0.5 without others."""
         pairs = list(itertools.permutations(range(len(given)), 2))
         async with TaskGroup() as group:
             tasks = [

@@ -1,4 +1,4 @@
-"""Confines this process before it runs a program that nobody trusts. Imports little: it is quick to start."""
+"""Confines the current process before it runs an untrusted program. Has few imports, to start quickly."""
 
 import ctypes
 import sys
@@ -19,14 +19,14 @@ class _CapabilityHeader(ctypes.Structure):
 
 
 def confine(folder: str, *, reads_files: bool) -> None:
-    """Give up what a program could misuse, for ever.
+    """Gives up privileges that a program could misuse, irreversibly.
 
     Args:
-        folder: Where it may write.
-        reads_files: Whether it may read what this user can read.
+        folder: Folder that it may write to.
+        reads_files: True to keep read access to all files that this user can read.
 
     Raises:
-        OSError: If the kernel does not take it.
+        OSError: If the kernel refuses.
     """
     if not reads_files and landlock.is_supported():
         landlock.restrict(readable=software(), writable=[Path(folder), *_DEVICES])
@@ -35,13 +35,13 @@ def confine(folder: str, *, reads_files: bool) -> None:
 
 
 def software() -> list[Path]:
-    """Where Python's and the system's software lies, parents first."""
+    """Lists the folders and files of Python's and the system's software, parents first."""
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     return [Path(path) for path in sorted({*prefixes, *_SYSTEM})]
 
 
 def _drop_capabilities() -> None:
-    """Effective, permitted and inheritable ones: root is then like anybody else."""
+    """Drops all effective, permitted and inheritable capabilities, so that root is an ordinary user."""
     library = ctypes.CDLL(None, use_errno=True)
     header = _CapabilityHeader(_CAPABILITY_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)()

@@ -1,4 +1,4 @@
-"""1 if the response is the answer, else 0."""
+"""Reward of 1 if the response equals the answer, else 0."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,11 @@ def exact_match(
     *,
     ignore_case: bool = False,
 ) -> float:
-    """Compare texts, white space around them left out."""
+    """Compares the texts without surrounding white space.
+
+    Raises:
+        ValueError: If there is no answer.
+    """
     if answer is None:
         raise ValueError("exact_match needs an answer; set data.answer_column")
     given, expected = response.strip(), str(answer).strip()

@@ -1,4 +1,4 @@
-"""The score that a ``reasoning-gym`` task gives."""
+"""Reward from the verifier of a ``reasoning-gym`` task."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,11 @@ import reasoning_gym
 
 
 def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) -> float:
-    """Ask the verifier of the task that made the row; between 0 and 1."""
+    """Returns the score, between 0 and 1, from the verifier of the task that generated the row.
+
+    Raises:
+        ValueError: If the row is not from ``reasoning-gym``.
+    """
     metadata = row.get("metadata")
     if not isinstance(metadata, Mapping) or "source_dataset" not in metadata:
         raise ValueError(

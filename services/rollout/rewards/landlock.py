@@ -1,7 +1,8 @@
-"""Files that a sandboxed process may touch: Landlock rules, set without privileges.
+"""Restricts file access of a sandboxed process with Landlock rules, which need no privileges.
 
-Source: the kernel's documentation, userspace-api/landlock. The rules hold for the process and all its
-children and can only be made stricter. A kernel may have no Landlock: before 5.13, or left out of ``lsm=``.
+Source: the kernel's documentation, userspace-api/landlock. The rules apply to the process and all
+its children and can only become stricter. A kernel has no Landlock before 5.13, or if ``lsm=``
+omits it.
 """
 
 import ctypes
@@ -28,25 +29,25 @@ class _PathBeneath(ctypes.Structure):
 
 
 def abi_version() -> int:
-    """The kernel's version of Landlock; 0 if it has none."""
+    """Returns the kernel's version of Landlock; 0 if it has none."""
     version = int(_libc().syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG))
     return max(version, 0)
 
 
 def is_supported() -> bool:
-    """Whether this kernel restricts files."""
+    """Returns True if this kernel supports Landlock."""
     return abi_version() > 0
 
 
 def restrict(*, readable: Iterable[Path], writable: Iterable[Path]) -> None:
-    """Deny this process and its children every file but these, for ever.
+    """Denies this process and its children all files except the given ones, irreversibly.
 
     Args:
-        readable: Files and folders that may be read and executed; those that do not exist are left out.
-        writable: Files and folders with which everything is allowed.
+        readable: Files and folders that may be read and executed; missing ones are skipped.
+        writable: Files and folders that may be used in any way; missing ones are skipped.
 
     Raises:
-        OSError: If the kernel does not take it.
+        OSError: If the kernel refuses.
     """
     libc = _libc()
     handled = _all_rights(abi_version())
@@ -70,7 +71,7 @@ def _allow(libc: ctypes.CDLL, rules: int, path: Path, access: int) -> None:
 
 
 def _all_rights(version: int) -> int:
-    """Every right on files that this version knows: 13 at first, then move, truncate and devices."""
+    """Returns all file rights of a version: 13 at first, then move, truncate and device control."""
     return (1 << (13 + (version >= 2) + (version >= 3) + (version >= 5))) - 1
 
 

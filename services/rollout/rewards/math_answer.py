@@ -1,8 +1,8 @@
-r"""1 if the response's final expression equals the answer mathematically, else 0.
+r"""Reward of 1 if the response's final expression equals the answer mathematically, else 0.
 
-``math-verify`` looks for expressions in prose and takes those that it can read: of a bare ``2\sqrt{3}``
-or ``(3,1)`` only ``2`` and ``1``. So the answer and the response's final part reach it inside
-``\boxed{}``, which it reads as a whole.
+``math-verify`` searches prose for expressions and takes those that it can parse: from a bare
+``2\sqrt{3}`` or ``(3,1)`` only ``2`` and ``1``. The answer and the response's final part are
+therefore passed to it inside ``\boxed{}``, which it parses completely.
 """
 
 import re
@@ -39,27 +39,28 @@ _READ = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_WIT
 _SEARCH = [*_READ, ExprExtractionConfig()]
 _SEARCH_UNITS = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 _CPU_TIMEOUT_S = 5.0
-"""CPU time of one comparison: regular expressions, parsing and algebra together."""
+"""Max CPU time of one comparison, including regular expressions, parsing and algebra."""
 _MAX_EXPRESSION_CHARACTERS = 2000
-"""A longer final answer is wrong."""
+"""Max length of a final answer; a longer one is wrong."""
 _MAX_PROSE_CHARACTERS = 8000
-"""The end of a response without a mark, in which its answer is looked for."""
+"""Length of the end of an unmarked response that is searched for its answer."""
 _MAX_PARTS = 4
-"""Inequalities of which one holds."""
+"""Max number of alternative inequalities."""
 _LIBRARY_TIMEOUT_S = 3600
-"""Never ends first: the library would report a time-out as a wrong answer."""
+"""Never expires first: the library would report a time-out as a wrong answer."""
 
 
 def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) -> float:
-    r"""Compare final answers.
+    r"""Compares the final answers of a response and a row.
 
-    An answer in GSM8K's form, a derivation that ends in ``#### 72``, counts as what follows the mark. The
-    response's final answer is its last ``\boxed{}``, with those that a comma or ``and`` joins to it, else
-    what follows its last mark, else what it announces as its answer, else the last expression in it.
+    An answer in GSM8K's form, a derivation that ends in ``#### 72``, counts as the part after the
+    mark. The response's final answer is the first that exists of: its last ``\boxed{}``, with
+    earlier ones that a comma or ``and`` joins to it; the text after its last mark; the text that it
+    announces as its answer; its last expression.
 
     Raises:
         ValueError: If there is no answer, or it is empty or too long.
-        TimeoutError: If the comparison takes too long; nothing is then known about the response.
+        TimeoutError: If the comparison takes too long; the result is then unknown.
     """
     if answer is None:
         raise ValueError("math_verify needs an answer; set data.answer_column")
@@ -96,7 +97,7 @@ def _is_answered(expected: str, response: str, answer: Any) -> bool:
 
 @contextmanager
 def _cpu_time_limit(seconds: float) -> Iterator[None]:
-    """Interrupts the body, regular expressions included. Works in a process's main thread only.
+    """Interrupts the body, including regular expressions. Works only in a process's main thread.
 
     Raises:
         TimeoutError: If the body takes more CPU time.
@@ -106,7 +107,7 @@ def _cpu_time_limit(seconds: float) -> Iterator[None]:
         raise _CpuTimeExpired
 
     previous = signal.signal(signal.SIGVTALRM, expire)
-    # It repeats because the interpreter ignores what is raised inside a destructor or a callback.
+    # Repeat: the interpreter ignores exceptions raised inside a destructor or a callback.
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
     try:
         yield
@@ -120,16 +121,16 @@ def _cpu_time_limit(seconds: float) -> Iterator[None]:
 
 
 class _CpuTimeExpired(BaseException):
-    """Not an ``Exception``, which the library and sympy catch."""
+    """CPU time expired. Not an ``Exception``, because the library and sympy catch those."""
 
 
 def _single_spaced(text: str) -> str:
-    """The text with one space for each stretch of white space."""
+    """Replaces each run of white space by one space."""
     return " ".join(text.split())
 
 
 def _marked(text: str) -> str | None:
-    """The final answer that a text marks."""
+    """Returns the marked final answer of a text, or None."""
     start = text.rfind(_BOX)
     if start < 0:
         return text.rpartition(_MARK)[2].strip() if _MARK in text else None
@@ -145,7 +146,7 @@ def _marked(text: str) -> str | None:
 
 
 def _braced(text: str) -> str:
-    """Text up to the brace that closes what was open before it."""
+    """Returns the text up to the unmatched closing brace."""
     depth = 1
     for place, character in enumerate(text):
         depth += (character == "{") - (character == "}")
@@ -180,7 +181,7 @@ def _same_value(expected: str, given: str) -> bool:
         return False
     if spelling.has_magnitude(expected) and spelling.has_magnitude(given):
         expected, given = spelling.with_magnitude(expected), spelling.with_magnitude(given)
-    # "Which per cent?" is answered by 25 as well as by 25 %.
+    # The answer to "which per cent?" may be 25 as well as 25 %.
     ways = (str, spelling.without_per_cent, spelling.with_magnitude, spelling.in_radians)
     pairs = [(way(expected), way(given)) for way in ways]
     return any(_verify(_read(one), _read(other)) for one, other in dict.fromkeys(pairs))
@@ -202,7 +203,7 @@ def _parse(text: str, wanted: list[Any], **options: Any) -> list[Any]:
 
 
 def _union(parts: list[str]) -> list[Any]:
-    """The numbers that fulfil one of several inequalities, if the parts are such."""
+    """Returns the union of the solutions of alternative inequalities; empty if the parts are others."""
     found = [one for part in parts for one in _read(part)]
     return [] if len(found) < len(parts) else _solutions(*found)
 
@@ -244,7 +245,7 @@ def _equal(gold: Any, found: Any) -> bool:
 
 
 def _vector(value: Any) -> Any:
-    """What a tuple may be written as: a vector, or a value for each name, in the order of these."""
+    """Converts a vector, or a set of assignments in their written order, to a tuple."""
     if isinstance(value, MatrixBase) and 1 in value.shape:
         return Tuple(*value)
     if isinstance(value, FiniteSet) and all(is_assignment_relation(one) for one in value):
@@ -253,5 +254,8 @@ def _vector(value: Any) -> Any:
 
 
 def _particular(symbol: Any) -> Any:
-    r"""What a letter stands for: the imaginary unit, or a number of which ``\sqrt[3]{x^2}`` is a power."""
+    r"""Returns the meaning of a symbol: the imaginary unit, or a positive number.
+
+    Of a positive number, roots such as ``\sqrt[3]{x^2}`` are powers.
+    """
     return I if symbol.name == "i" else Symbol(symbol.name, positive=True)

@@ -1,7 +1,8 @@
-r"""One answer's many spellings: as text to compare, and as LaTeX that ``math-verify`` reads. Pure.
+r"""Normalizes the many spellings of an answer, as text to compare and as LaTeX for ``math-verify``. Pure.
 
-Words, ratios and times are no expressions: it would read ``east`` as a product of four variables, ``1:2``
-as a half. Units are taken off here, for it would take the variable off ``2t`` and ``\pi r^2 h`` too.
+Words, ratios and times are not expressions: ``math-verify`` would parse ``east`` as a product of
+four variables and ``1:2`` as a half. Units are removed here, because it would also remove the
+variable of ``2t`` and ``\pi r^2 h``.
 """
 
 import re
@@ -103,7 +104,7 @@ _QUANTITY = re.compile(
     rf"(?:\s*(?:{_SHORT})|\s+(?:[mgshlLJNWVK]|[A-Za-z]{{3,}}))s?"
     rf"(?:\s+(?:per|{_SHORT}|[A-Za-z]{{3,}})|/\s*[a-z]+)*(?:\^\{{?\d\}}?)?\s*"
 )
-"""A number, and its unit in letters."""
+"""Number with a unit in letters."""
 _CONDITION_WORD = r"(?:for|where|when|with|if|otherwise|else)"
 _CONDITION = re.compile(
     rf"[\s,;]*(?:\\(?:q?quad|[,;: ])\s*)*(?:\\text\w*\s*\{{\s*{_CONDITION_WORD}\b"
@@ -128,13 +129,13 @@ _NUMBER_WORDS = {
 
 
 def same_text(expected: str, given: str) -> bool:
-    """Whether two answers are the same words; of times, one may leave out the half of the day."""
+    """Returns True if two answers have the same text; one of two times may omit ``am`` or ``pm``."""
     shorter, longer = sorted((as_text(expected), as_text(given)), key=len)
     return shorter == longer or (bool(_TIME.fullmatch(longer)) and longer[:-2] == shorter)
 
 
 def as_text(answer: str) -> str:
-    """An answer without fonts, spacing and case, for comparison as text."""
+    """Returns an answer without fonts, spacing and case, for comparison as text."""
     plain = _CONJUNCTION.sub(",", _ARTICLE.sub("", _without_fonts(answer)))
     text = _LONG_NAME.sub(r"\\\1\2", _LAYOUT.sub("", plain)).rstrip(".").casefold()
     text = _CHOICE.sub(r"\1", _DOTTED.sub(r"\1m", _ONE_SIGN.sub(r"\1", text)))
@@ -142,7 +143,7 @@ def as_text(answer: str) -> str:
 
 
 def is_text(answer: str) -> bool:
-    """Whether an answer is words, letters, a ratio or a time, which have no value as an expression."""
+    """Returns True if an answer is words, letters, a ratio or a time, which have no value."""
     if _RATIO_OR_TIME.match(as_text(answer)) or _LETTERS.fullmatch(_without_fonts(answer)):
         return True
     is_number = re.match(r"[-.\d]|\\[dt]?frac|\\sqrt", as_text(answer))
@@ -150,18 +151,18 @@ def is_text(answer: str) -> bool:
 
 
 def has_words(answer: str) -> bool:
-    """Whether there are words in it."""
+    """Returns True if an answer contains words."""
     return bool(_WORDS.search(answer))
 
 
 def base(answer: str) -> str | None:
-    """The base that a number such as ``123_5`` is written to."""
+    """Returns the base of a number such as ``123_5``, or None."""
     found = _BASE.fullmatch(as_text(answer))
     return found and found[1]
 
 
 def choice(answer: str) -> tuple[str, str]:
-    """``(B) 15``, one of several choices, as its letter and its value; either may be empty."""
+    """Splits a multiple-choice answer such as ``(B) 15`` into letter and value; either may be empty."""
     plain = _without_fonts(_DELIMITER.sub("", answer))
     if letter := _ONE_CHOICE.fullmatch(plain):
         return letter[1], ""
@@ -171,13 +172,13 @@ def choice(answer: str) -> tuple[str, str]:
 
 
 def ratio_as_fraction(answer: str) -> str | None:
-    r"""``3:2`` as ``\frac{3}{2}``."""
+    r"""Converts ``3:2`` to ``\frac{3}{2}``; returns None if the answer is not a ratio."""
     found = _RATIO.fullmatch(_without_fonts(_DELIMITER.sub(" ", answer)))
     return found and f"\\frac{{{found[1]}}}{{{found[2]}}}"
 
 
 def without_condition(answer: str) -> str:
-    r"""``n`` of ``n, n \in \mathbb{Z}`` or ``n for n > 0``; an answer by cases is left as it is."""
+    r"""Removes the condition of ``n, n \in \mathbb{Z}`` or ``n for n > 0``; keeps answers by cases."""
     found = _CONDITION.search(answer)
     if not found or "\\begin" in answer or re.search(rf"\b{_CONDITION_WORD}\b", found[1]):
         return answer
@@ -186,36 +187,36 @@ def without_condition(answer: str) -> str:
 
 
 def without_per_cent(answer: str) -> str:
-    """25 of 25 %."""
+    """Removes percent signs."""
     return answer.replace("\\%", "").replace("%", "")
 
 
 def in_radians(answer: str) -> str:
-    r"""``30^\circ`` as ``\frac{30\pi}{180}``."""
+    r"""Converts ``30^\circ`` to ``\frac{30\pi}{180}``."""
     return _DEGREES.sub(r"{\\left(\\frac{\1\\pi}{180}\\right)}", answer.translate(_UNICODE))
 
 
 def has_magnitude(answer: str) -> bool:
-    """Whether a number is followed by ``million`` or the like."""
+    """Returns True if ``million`` or a similar word follows a number."""
     return bool(_MAGNITUDE.search(answer))
 
 
 def with_magnitude(answer: str) -> str:
-    r"""``5 million`` as ``5\times 10^{6}``."""
+    r"""Converts ``5 million`` to ``5\times 10^{6}``."""
     return _MAGNITUDE.sub(
         lambda found: f"\\times 10^{{{_EXPONENT[found[2]]}}}{found[1] or ''}", answer
     )
 
 
 def alternatives(answer: str) -> list[str]:
-    """Parts of an answer that are joined by ``or``."""
+    """Splits an answer at each ``or``."""
     return re.split(
         r"\\text\w*\s*\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])|\\lor\b|\\vee\b", answer
     )
 
 
 def as_latex(answer: str) -> str:
-    """What ``math-verify`` can read inside a box."""
+    """Converts an answer to LaTeX that ``math-verify`` can parse inside a box."""
     tidy = _DOTTED_DIGITS.sub(r"\\overline{\1\2\3}", answer.translate(_UNICODE))
     tidy = _REPEATING.sub(_as_fraction, _ELLIPSIS.sub(r"\1\\overline{\2}", tidy))
     tidy = _THOUSANDS.sub(",", " ".join(_DELIMITER.sub(" ", tidy).split()))
@@ -234,7 +235,7 @@ def as_latex(answer: str) -> str:
 
 
 def rewritten(latex: str) -> list[str]:
-    r"""What may be read where LaTeX cannot: both signs of ``\pm``, the right side of an equation."""
+    r"""Returns alternatives for unparsable LaTeX: both signs of ``\pm``, or an equation's right side."""
     if "," in latex:
         return []
     if "\\pm" in latex:
@@ -252,7 +253,7 @@ def _without_fonts(answer: str) -> str:
 
 
 def _as_fraction(decimal: re.Match[str]) -> str:
-    r"""``0.1\overline{6}`` as ``\frac{15}{90}``."""
+    r"""Converts ``0.1\overline{6}`` to ``\frac{15}{90}``."""
     whole, fixed, repeated = decimal.groups()
     value = int(whole + fixed + repeated) - int((whole + fixed) or 0)
     return f"\\frac{{{value}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"

@@ -1,4 +1,4 @@
-"""A reward that another service computes: a reward model, a judge, a farm of test machines."""
+"""Reward that a remote service computes, such as a reward model, a judge or a farm of test machines."""
 
 import asyncio
 import json
@@ -24,12 +24,12 @@ _LONGEST_DELAY_S = 5.0
 
 
 class CircuitBreaker:
-    """Refuses calls for a while after many failures in a row, so that a dead service costs no deadlines.
+    """Refuses calls for a while after many failures in a row, so that a dead service costs no time-outs.
 
     Args:
         max_failures: Failures in a row that open it.
-        open_s: Seconds until one call may try again.
-        now: Monotonic seconds.
+        open_s: Seconds until calls are tried again.
+        now: Returns monotonic seconds.
     """
 
     def __init__(
@@ -47,45 +47,45 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are refused now."""
+        """True while calls are refused."""
         return self._num_failures >= self._max_failures and self._now() < self._closes_at
 
     def record(self, *, succeeded: bool) -> None:
-        """Count the end of a call."""
+        """Records the result of a call."""
         self._num_failures = 0 if succeeded else self._num_failures + 1
         if self._num_failures >= self._max_failures:
             self._closes_at = self._now() + self._open_s
 
 
 class RewardService(Protocol):
-    """Another process that scores."""
+    """Remote service that scores responses."""
 
     async def ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
-        """Return what the service gives as score: a number, or terms by name.
+        """Returns the service's score: a number, or terms by name.
 
         Args:
             given: The response.
-            episode: The whole episode, for a service that sees it.
+            episode: Description of the episode, for a service that sees it.
 
         Raises:
-            BusyError: If another try may succeed.
+            BusyError: If a retry may succeed.
             CallError: If not.
         """
         ...
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         ...
 
 
 class RemoteReward:
-    """Asks a service, again while it is busy, until the deadline.
+    """Calls a reward service, and retries until the deadline while it is busy.
 
     Args:
-        url: Names the service in messages.
-        service: Is asked.
-        concurrency: Most calls at once.
-        breaker: Remembers failures.
+        url: Name of the service in messages.
+        service: Service to call.
+        concurrency: Max concurrent calls.
+        breaker: Circuit breaker; a new one by default.
     """
 
     def __init__(
@@ -105,17 +105,17 @@ class RemoteReward:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         await self._service.close()
 
     async def score(
         self, given: RewardInput, *, episode: Mapping[str, Any] | None = None, timeout_s: float
     ) -> Any:
-        """Return what the service answered as score.
+        """Returns the service's score.
 
         Raises:
-            CallError: ``timeout`` past the deadline; ``exception`` if the service refuses or failed so often
-                that it is left alone for a while; ``invalid_value`` if it answers no score.
+            CallError: ``timeout`` after the deadline; ``exception`` if the service refuses, or failed so
+                often that calls are suspended; ``invalid_value`` if it returns no score.
         """
         if self._breaker.is_open:
             raise CallError(
@@ -131,14 +131,14 @@ class RemoteReward:
                     "timeout", f"{self._url} gave no answer in {timeout_s:g} s"
                 ) from error
             except CallError as error:
-                # A service that answers, if only with nonsense, is not down.
+                # A service that responds, even with an invalid score, is not down.
                 self._breaker.record(succeeded=error.kind == "invalid_value")
                 raise
         self._breaker.record(succeeded=True)
         return score
 
     async def _ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
-        """Ask until there is an answer that another try would not change."""
+        """Calls the service until a retry would not change the result."""
         delay_s = _FIRST_DELAY_S
         while True:
             try:
@@ -151,13 +151,13 @@ class RemoteReward:
 class HttpRewardService:
     """Posts ``{"prompt", "response", "answer", "row"}`` and expects ``{"score": number}``.
 
-    The score may be terms by name. With ``sees_episode``, ``episode`` is posted too. Answers 429
-    and 5xx and broken connections are worth another try.
+    The score may be terms by name. With ``sees_episode``, the body also has ``episode``. Responses
+    429 and 5xx and broken connections are retried.
 
     Args:
         url: ``http://`` or ``https://``.
-        reach: Where it may be.
-        token: Is shown to the service.
+        reach: Addresses that it may have.
+        token: Bearer token for the service.
         transport: Replaces the network in tests.
     """
 
@@ -173,11 +173,11 @@ class HttpRewardService:
         self._service = ExternalService(url, reach=reach, token=token, transport=transport)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         await self._service.close()
 
     async def ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
-        """Return what the service gives as score."""
+        """Returns the service's score."""
         body = {
             "prompt": given.prompt,
             "response": given.response,
@@ -206,7 +206,7 @@ class HttpRewardService:
 
 
 _MAX_ANSWER_BYTES = 1 << 20
-# Nothing is decompressed: the limit is on what came.
+# Without decompression, the limit applies to the received bytes.
 _OPTIONS = dict(CHANNEL_OPTIONS) | {
     "grpc.max_receive_message_length": _MAX_ANSWER_BYTES,
     "grpc.compression_enabled_algorithms_bitset": 1,
@@ -215,14 +215,15 @@ _BUSY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUST
 
 
 class GrpcRewardService:
-    """Calls ``ScoreResponse``. UNAVAILABLE and RESOURCE_EXHAUSTED are worth another try.
+    """Calls ``ScoreResponse``. UNAVAILABLE and RESOURCE_EXHAUSTED are retried.
 
-    This process's identity is not shown: the service may be anybody's.
+    The channel presents no client certificate of this process, because the service may belong to a
+    third party.
 
     Args:
         url: ``grpc://host:port``, or ``grpcs://host:port`` for TLS with the system's authorities.
-        reach: Where it may be.
-        token: Is shown to the service with each call.
+        reach: Addresses that it may have.
+        token: Bearer token, sent with each call.
     """
 
     def __init__(self, url: str, *, reach: AddressPolicy, token: str = "") -> None:
@@ -232,12 +233,12 @@ class GrpcRewardService:
         self._channel: grpc.aio.Channel | None = None
 
     async def close(self) -> None:
-        """Close the connection."""
+        """Closes the connection."""
         if self._channel is not None:
             await self._channel.close()
 
     async def ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
-        """Return what the service gives as score."""
+        """Returns the service's score."""
         request = pb.ScoreResponseRequest(
             prompt=given.prompt,
             response=given.response,
@@ -247,11 +248,12 @@ class GrpcRewardService:
         )
         stub = reward_pb2_grpc.RewardServiceStub(await self._connected())
         try:
-            # RemoteReward holds the deadline; cancelling this cancels the call.
+            # RemoteReward enforces the deadline; cancelling this coroutine cancels the call.
             headers = {**self._headers, **tracing.headers()}
             answer = await stub.ScoreResponse(request, metadata=tuple(headers.items()))
         except grpc.aio.AioRpcError as error:
-            # gRPC has one code for a busy service and for an answer that is over the limit of this side.
+            # gRPC uses one code for a busy service and for a response that exceeds this side's
+            # limit.
             is_too_large = "larger than max" in (error.details() or "")
             if error.code() in _BUSY and not is_too_large:
                 raise BusyError from error
@@ -261,7 +263,7 @@ class GrpcRewardService:
         return dict(answer.terms) or answer.score
 
     async def _connected(self) -> grpc.aio.Channel:
-        """A channel to the address that was checked, as to the host of the URL."""
+        """Returns a channel to the checked address, with the URL's host as authority."""
         if self._channel is not None:
             return self._channel
         if not self._url.host or self._url.port is None:

@@ -1,13 +1,13 @@
-"""Untrusted programs in a process of their own.
+"""Runs untrusted Python programs in a sandboxed process.
 
-What holds for such a program, whatever it does (docs/rollouts.md says it for users):
+Guarantees, regardless of the program (docs/rollouts.md explains them to users):
 
-* It reads Python's and the system's software and nothing else: no home, no project, no ``/proc``, no
-  ``/tmp`` but a folder of its own, which is deleted afterwards. (Landlock, bubblewrap)
-* It has no network and starts no process; it neither sees others nor acts on them. (seccomp, bubblewrap)
+* It can read Python's and the system's software and nothing else: no home, no project, no ``/proc``, and no
+  ``/tmp`` except a private folder that is deleted afterwards. (Landlock, bubblewrap)
+* It has no network, starts no process, and neither sees nor affects other processes. (seccomp, bubblewrap)
 * It has no privileges, not even root's. (capabilities)
-* It is killed at its time; memory, file size and open files are limited. (resource limits)
-* What it writes in all is limited: by the size of a file system of its own (bubblewrap), else by looking at
+* It is killed at its deadline; memory, file size and open files are limited. (resource limits)
+* The total size of its files is limited: by the size of a private file system (bubblewrap), else by checks of
   its folder several times a second.
 """
 
@@ -32,39 +32,42 @@ from services.rollout.rewards import bubblewrap, landlock, seccomp
 logger = logging.getLogger(__name__)
 
 _CHECK_S = 0.1
-"""Time between two looks at what a program has written."""
+"""Seconds between two checks of the size of a program's files."""
 _END_S = 10.0
-"""Deadline of the end of a killed program."""
+"""Deadline in seconds for the end of a killed program."""
 _REMOVE_S = 60.0
-"""Deadline of the removal of what it wrote."""
+"""Deadline in seconds for the removal of its files."""
 _MIN_ENTRY_BYTES = 4096
-"""What a file or folder counts, even an empty one."""
+"""Bytes that count for each file or folder, even an empty one."""
 _MAX_OUTPUT_BYTES = 1 << 20
 _KILLS = (signal.SIGKILL, signal.SIGTERM)
 _KILLED = {*(-kill for kill in _KILLS), *(128 + kill for kill in _KILLS)}
-"""As a process says it, and as bubblewrap does."""
+"""Exit statuses of killed programs, as a process and as bubblewrap report them."""
 
 
 class SandboxKilledError(RuntimeError):
-    """The program was killed from outside its limits, so nothing is known about it."""
+    """The program was killed, but not by its limits, so its result is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one run may use."""
+    """Resource limits of one program."""
 
     seconds: float
     """CPU and wall time."""
     memory_bytes: int
     """Address space."""
     disk_bytes: int = 64 << 20
-    """All files in its folder; with bubblewrap they lie in memory."""
+    """Total size of the files in its folder; with bubblewrap they are in memory."""
     reads_files: bool = False
-    """Whether it may read what this user can read. Needed where the host has neither Landlock nor
-    bubblewrap."""
+    """True to let the program read all files that this user can read.
+
+    Needed if the host has neither Landlock nor bubblewrap.
+    """
 
 
-# A part is read when its turn comes: no frame, constant or source of an earlier one holds it.
+# Each part is read when its turn comes, so that no frame, constant or source of an earlier part
+# contains it.
 _LAUNCHER = """\
 import os, resource, sys
 from services.rollout.rewards import confine
@@ -87,19 +90,19 @@ while size := int.from_bytes(os.read(parts, 8), "big"):
 
 
 def run_python(parts: Sequence[str], given: str, limits: Limits) -> str | None:
-    """Run a Python program.
+    """Runs a Python program.
 
     Args:
-        parts: Of the program: they run one after the other and share their names. None is in the memory of
-            the process before those in front of it have ended.
-        given: Its standard input.
-        limits: What it may use.
+        parts: Parts of the program that run in order and share their names. A part is in the memory of the
+            process only once all earlier ones have ended.
+        given: Standard input.
+        limits: Resource limits.
 
     Returns:
-        Its standard output, or None if it failed, took too long or printed too much.
+        Standard output, up to 1 MiB; None if the program failed or exceeded a limit.
 
     Raises:
-        SandboxKilledError: If something else killed it.
+        SandboxKilledError: If the program was killed, but not by its limits.
         RuntimeError: If this host cannot deny it the network, or files.
     """
     is_usable = bubblewrap.is_usable()
@@ -154,7 +157,7 @@ def _write(file: IO[bytes], content: bytes) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], folder: str, limits: Limits) -> bool:
-    """Wait for the end of a program; False if it takes too long or writes too much."""
+    """Waits until a program ends; returns False if it takes too long or writes too much."""
     deadline = time.monotonic() + limits.seconds
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -168,7 +171,7 @@ def _wait(process: subprocess.Popen[bytes], folder: str, limits: Limits) -> bool
 
 
 def _has_more(folder: str, limit_bytes: int) -> bool:
-    """Return whether a folder holds more, or hides from us what it holds."""
+    """Returns True if a folder contains more than the limit or cannot be read completely."""
     num_bytes, folders = 0, [folder]
     while folders:
         try:
@@ -180,27 +183,28 @@ def _has_more(folder: str, limit_bytes: int) -> bool:
                         return True
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
-        except FileNotFoundError:  # the program has removed it meanwhile
+        except FileNotFoundError:  # the program removed it in the meantime
             continue
-        except OSError:  # it made it unreadable, or nested it too deeply
+        except OSError:  # the program made it unreadable, or nested it too deeply
             return True
     return False
 
 
 def _end(process: subprocess.Popen[bytes], info: int) -> None:
-    """Kill what is left of a program and wait until no process of it exists.
+    """Kills the rest of a program and waits until none of its processes exists.
 
-    With bubblewrap, its first process inside is killed: the kernel ends a process namespace with its first
-    process, and bubblewrap ends after it. A program of its own has one process, for it cannot start others.
+    With bubblewrap, the first process inside is killed: the kernel ends a process namespace with
+    its first process, and bubblewrap ends after it. Without bubblewrap, the program has one
+    process, because it cannot start others.
     """
     if process.poll() is None:
         told = os.read(info, 1 << 12) if select.select([info], [], [], 0)[0] else b""
         try:
             first, _ = json.JSONDecoder().raw_decode(
                 told.decode()
-            )  # what follows is not bubblewrap's
+            )  # the rest is not from bubblewrap
             os.kill(first["child-pid"], signal.SIGKILL)
-        except (ValueError, KeyError, ProcessLookupError):  # not wrapped, or not begun yet
+        except (ValueError, KeyError, ProcessLookupError):  # not wrapped, or not started yet
             process.kill()
     try:
         process.wait(_END_S)
@@ -221,7 +225,7 @@ def _pipe() -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _folder() -> Iterator[str]:
-    """A folder that is removed, whatever a program left there: unreadable folders, or thousands nested."""
+    """Creates a folder and removes it at the end, even with unreadable or very deeply nested folders."""
     folder = tempfile.mkdtemp()
     try:
         yield folder

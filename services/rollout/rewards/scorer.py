@@ -1,4 +1,4 @@
-"""The reward of a run: the weighted sum of all that it names, which may differ from set to set."""
+"""Reward of a run: the weighted sum of all rewards that it names, which may differ per set."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,7 +25,7 @@ _GRPC = ("grpc://", "grpcs://")
 
 
 class Scorer:
-    """Evaluates every reward, in the pool's processes or at a remote service, and adds them up."""
+    """Evaluates all rewards, in the pool's processes or at remote services, and adds them up."""
 
     def __init__(
         self,
@@ -35,13 +35,13 @@ class Scorer:
         *,
         key: str = "rollout.rewards",
     ) -> None:
-        """Score with the given terms.
+        """Creates a scorer of the given rewards.
 
         Args:
-            specs: The terms.
+            specs: The rewards.
             pool: Calls user code.
-            remotes: Service of each term whose name is a URL.
-            key: Names the terms in messages.
+            remotes: Service of each reward whose name is a URL.
+            key: Specification key of the rewards, for messages.
         """
         self._specs = tuple(specs)
         self._pool = pool
@@ -59,17 +59,17 @@ class Scorer:
         concurrency: int,
         key: str = "rollout.rewards",
     ) -> AsyncIterator["Scorer"]:
-        """A scorer; each term is loaded once, so that a wrong name fails before the start.
+        """Opens a scorer; loads each reward once, so that a wrong name fails before the run starts.
 
         Args:
-            specs: The terms.
+            specs: The rewards.
             pool: Calls user code.
-            reach: Where services may be.
-            concurrency: Calls at once to each service.
-            key: Names the terms in messages.
+            reach: Addresses that services may have.
+            concurrency: Max concurrent calls to each service.
+            key: Specification key of the rewards, for messages.
 
         Raises:
-            ValueError: Naming the key of a wrong term and the fix.
+            ValueError: With the key of the wrong reward and the fix.
         """
         async with AsyncExitStack() as stack:
             remotes = {
@@ -84,15 +84,15 @@ class Scorer:
             yield scorer
 
     def comparison(self) -> Comparison | None:
-        """What compares the responses of a group; None if no reward does."""
+        """Returns the comparison of a group's responses; None if no reward compares."""
         comparing = [spec for spec in self._specs if spec.sees != "response"]
         return Comparison(comparing, self._pool) if comparing else None
 
     async def check(self) -> None:
-        """Load every term once, so that a wrong name fails before the run starts.
+        """Loads every reward once, so that a wrong name fails before the run starts.
 
         Raises:
-            ValueError: Naming the key of the term and the fix.
+            ValueError: With the key of the wrong reward and the fix.
         """
         for index, spec in enumerate(self._specs):
             if is_url(spec.name) or spec.name == EARNED:
@@ -103,10 +103,10 @@ class Scorer:
                 raise ValueError(f"{self._key}.{index}.name: {error.message}") from error
 
     async def score(self, given: RewardInput) -> Score:
-        """Return the weighted sum and its terms.
+        """Returns the weighted sum and its terms.
 
         Raises:
-            CallError: If one reward gives no score; the others are stopped.
+            CallError: If one reward returns no score; the others are cancelled.
         """
         with unwrapped(CallError):
             async with TaskGroup() as group:
@@ -129,7 +129,7 @@ class Scorer:
         return replace(add_up(values), tokens=tuple(tokens) if is_split else ())
 
     async def _value(self, spec: RewardSpec, given: RewardInput) -> tuple[RewardSpec, object]:
-        """A reward and what it gives: a number, or terms by name."""
+        """Returns a reward and its result: a number, numbers per turn or token, or terms by name."""
         if spec.name == EARNED:
             return earned_terms(spec, given.earned)
         episode = given.episode() if spec.sees_episode else None
@@ -150,8 +150,8 @@ class ScorerOfSets:
     """Scores with the rewards of the prompt's set.
 
     Args:
-        common: Of the sets that name none.
-        own: Of those that do, by split.
+        common: Scorer of the sets without their own rewards.
+        own: Scorers of the other sets, by split.
     """
 
     def __init__(self, common: Scorer, own: Mapping[str, Scorer]) -> None:
@@ -163,10 +163,10 @@ class ScorerOfSets:
     async def open(
         cls, spec: RunSpec, pool: CallPool, reach: AddressPolicy
     ) -> AsyncIterator["ScorerOfSets"]:
-        """The scorers of a run.
+        """Opens the scorers of a run.
 
         Raises:
-            ValueError: Naming the key of a wrong term and the fix.
+            ValueError: With the key of the wrong reward and the fix.
         """
         concurrency = spec.rollout.reward_concurrency
         async with AsyncExitStack() as stack:
@@ -180,11 +180,11 @@ class ScorerOfSets:
             yield cls(scorers["rollout.rewards"], own)
 
     def comparison(self, split: str) -> Comparison | None:
-        """As :meth:`Scorer.comparison`, for a split."""
+        """Returns the comparison for a split; see :meth:`Scorer.comparison`."""
         return self._own.get(split, self._common).comparison()
 
     async def score(self, given: RewardInput) -> Score:
-        """As :meth:`Scorer.score`."""
+        """Returns the weighted sum and its terms; see :meth:`Scorer.score`."""
         return await self._own.get(given.split, self._common).score(given)
 
 
@@ -198,7 +198,7 @@ def _some(spec: RewardSpec, value: object) -> object:
 
 
 def is_url(name: str) -> bool:
-    """Whether a reward is named by the address of a service."""
+    """Returns True if a reward's name is the address of a service."""
     return name.startswith(SERVICES)
 
 

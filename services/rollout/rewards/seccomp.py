@@ -1,8 +1,8 @@
-"""A filter of system calls, set without privileges: what the list does not name is denied.
+"""System call filter that needs no privileges and denies every call that is not listed.
 
-Denied calls fail with EPERM. The list is in ``system_calls.py``; with it a program has files, memory, threads
-and time, but no network, no other process, and nothing that acts on one: no signals, priorities, schedulers
-or limits of others.
+Denied calls fail with EPERM. ``system_calls.py`` has the list: a program has files, memory, threads
+and time, but no network and no other processes, and cannot act on them with signals, priorities,
+schedulers or limits.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ _ARGUMENT_BYTES = 8
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
 
 _Instruction = tuple[int, int, int, int]
-"""Opcode, instructions to jump over if true and if false, operand."""
+"""Opcode, number of instructions to jump over if true and if false, operand."""
 
 
 class _Program(ctypes.Structure):
@@ -38,12 +38,12 @@ class _Program(ctypes.Structure):
 
 
 def is_supported() -> bool:
-    """Whether this host can set the filter."""
+    """Returns True if this host can install the filter."""
     return platform.system() == "Linux" and platform.machine() in MACHINES
 
 
 def build_filter(machine: str) -> bytes:
-    """The filter as classic BPF instructions.
+    """Returns the filter as classic BPF instructions.
 
     Args:
         machine: ``x86_64`` or ``aarch64``.
@@ -54,7 +54,7 @@ def build_filter(machine: str) -> bytes:
         (_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD_WORD, 0, 0, _NUMBER_OFFSET),
-        # Newer calls, and those of x32.
+        # Calls added to the kernel later, and calls of the x32 ABI.
         *_if(_JUMP_ABOVE, NEWEST, [(_RETURN, 0, 0, _UNKNOWN)]),
         *_if(_JUMP_EQUAL, CLONE3, [(_RETURN, 0, 0, _UNKNOWN)]),
     ]
@@ -69,10 +69,10 @@ def build_filter(machine: str) -> bytes:
 
 
 def install() -> None:
-    """Set the filter for this process and its children, for ever.
+    """Installs the filter for this process and its children, irreversibly.
 
     Raises:
-        OSError: If the kernel does not take it.
+        OSError: If the kernel refuses it.
     """
     library = ctypes.CDLL(None, use_errno=True)
     instructions = build_filter(platform.machine())
@@ -86,7 +86,10 @@ def install() -> None:
 
 
 def _checks(name: str) -> list[_Instruction]:
-    """What follows the number of a checked call. The upper half of an argument means nothing to these."""
+    """Returns the instructions after a checked call's number.
+
+    They compare only the lower half of an argument: these calls ignore the upper half.
+    """
     jump, (argument, values) = (
         (_JUMP_BITS, (0, (_CLONE_THREAD,))) if name == "clone" else (_JUMP_EQUAL, ARGUMENTS[name])
     )
@@ -99,5 +102,5 @@ def _checks(name: str) -> list[_Instruction]:
 
 
 def _if(jump: int, operand: int, body: Sequence[_Instruction]) -> list[_Instruction]:
-    """A jump into the body, or over it."""
+    """Returns a conditional jump into the body, or over it."""
     return [(jump, 0, len(body), operand), *body]

@@ -1,8 +1,8 @@
 """System calls that a sandboxed program may make, by name, with their numbers on each machine.
 
-Whatever is not here is denied: above all sockets, processes, and everything that names another process. The
-numbers are those of the kernel's ``asm/unistd_64.h`` (x86_64) and ``asm-generic/unistd.h`` (aarch64), with
-which the tests compare them; None where a machine has no such call.
+All other calls are denied: above all sockets, processes, and calls that name another process. The
+numbers are from the kernel's ``asm/unistd_64.h`` (x86_64) and ``asm-generic/unistd.h`` (aarch64);
+the tests compare them. None means that the machine has no such call.
 """
 
 MACHINES = ("x86_64", "aarch64")
@@ -98,7 +98,7 @@ ALLOWED: dict[str, Numbers] = {
     "mincore": (27, 232),
     "brk": (12, 214),
     "membarrier": (324, 283),
-    # Threads of its own.
+    # Own threads.
     "futex": (202, 98),
     "set_robust_list": (273, 99),
     "set_tid_address": (218, 96),
@@ -106,7 +106,7 @@ ALLOWED: dict[str, Numbers] = {
     "gettid": (186, 178),
     "sched_yield": (24, 124),
     "arch_prctl": (158, None),
-    # Signals to itself.
+    # Signals to the own process.
     "rt_sigaction": (13, 134),
     "rt_sigprocmask": (14, 135),
     "rt_sigreturn": (15, 139),
@@ -127,7 +127,7 @@ ALLOWED: dict[str, Numbers] = {
     "alarm": (37, None),
     "pause": (34, None),
     "times": (100, 153),
-    # Itself and its host.
+    # Own process and host.
     "getpid": (39, 172),
     "getppid": (110, 173),
     "getuid": (102, 174),
@@ -148,7 +148,7 @@ ALLOWED: dict[str, Numbers] = {
     "sched_get_priority_max": (146, 125),
     "sched_get_priority_min": (147, 126),
 }
-"""Allowed whatever their arguments are."""
+"""Calls allowed with any arguments."""
 
 CHECKED: dict[str, Numbers] = {
     "exit": (60, 93),
@@ -162,13 +162,13 @@ CHECKED: dict[str, Numbers] = {
     "sched_getparam": (143, 121),
     "clone": (56, 220),
 }
-"""Allowed with the arguments that :data:`ARGUMENTS` lists; ``clone`` for threads only."""
+"""Calls allowed with the arguments that :data:`ARGUMENTS` lists; ``clone`` for threads only."""
 
 ARGUMENTS: dict[str, tuple[int, tuple[int, ...]]] = {
-    # Not 128 and a signal's number, as which bubblewrap tells of a program that was killed.
+    # Not 128 plus a signal number: bubblewrap reports killed programs that way.
     "exit": (0, (0, 1)),
     "exit_group": (0, (0, 1)),
-    # Not F_SETOWN and F_SETSIG, by which an open file sends a signal of choice to any process of the user.
+    # Not F_SETOWN and F_SETSIG, by which an open file sends any signal to any process of the user.
     "fcntl": (1, (0, 1, 2, 3, 4, 5, 6, 7, 1030)),
     # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
     "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
@@ -180,10 +180,13 @@ ARGUMENTS: dict[str, tuple[int, tuple[int, ...]]] = {
     "sched_getscheduler": (0, (0,)),
     "sched_getparam": (0, (0,)),
 }
-"""Which argument of a checked call decides, counted from 0, and its allowed values."""
+"""Index of the argument that decides about a checked call, from 0, and its allowed values."""
 
 CLONE3 = 435
-"""The same everywhere. Its flags are behind a pointer, so it is unknown here; the C library takes clone."""
+"""Number of ``clone3`` on all machines, treated as unknown.
+
+The filter cannot read its flags, which a pointer refers to; the C library falls back to ``clone``.
+"""
 
 NEWEST = 450
-"""A call with a higher number is unknown here, as to an older kernel; the C library takes another way."""
+"""Highest known number; higher calls are unknown, as in an older kernel, and the C library falls back."""

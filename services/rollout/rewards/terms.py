@@ -1,4 +1,4 @@
-"""Numbers and named terms that rewards gave, checked and added up. Pure."""
+"""Validates and adds up the numbers and named terms that rewards return. Pure functions."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from services.rollout.failures import CallError
 from services.rollout.rewards.base import Score
 
 MAX_TERMS: Final = 64
-"""Terms of one reward: each is a curve."""
+"""Max terms of one reward; each becomes a curve."""
 _NAME = re.compile(r"[A-Za-z_][\w.\-/]{0,63}")
 _UNNAMEABLE = re.compile(r"\W")
 _PLAIN = TermSpec()
@@ -20,16 +20,16 @@ _SUM = "sum of rollout.rewards"
 
 
 def add_up(values: Iterable[tuple[RewardSpec, object]]) -> Score:
-    """The weighted sum of what all rewards of a run gave for one response.
+    """Returns the weighted sum of the results of all rewards for one response.
 
-    A term is called what its reward calls it; a plain number, as its reward. A name that an earlier reward
-    took gets a number behind it.
+    A term keeps the name that its reward gave it; a plain number gets its reward's name. A name
+    that is already taken gets a number as suffix.
 
     Args:
-        values: Each reward with what it gave: a number, or terms by name.
+        values: Each reward with its result: a number, or terms by name.
 
     Raises:
-        CallError: ``invalid_value`` if something is no finite number, out of its bounds or missing.
+        CallError: ``invalid_value`` if a value is not finite, out of bounds or missing.
     """
     total, terms = 0.0, dict[str, float]()
     for spec, value in values:
@@ -47,15 +47,15 @@ def add_up(values: Iterable[tuple[RewardSpec, object]]) -> Score:
 
 
 def token_values(spec: RewardSpec, value: object, turn_lengths: Sequence[int]) -> list[float]:
-    """What each sampled token earned, before weights; a turn's is that of its last token.
+    """Returns the reward that each sampled token earned, before weights; a turn's last token earns all of it.
 
     Args:
         spec: A reward per turn or per token.
-        value: What it gave.
-        turn_lengths: Tokens of each sampled turn.
+        value: Result of the reward.
+        turn_lengths: Number of tokens of each sampled turn.
 
     Raises:
-        CallError: ``invalid_value`` if that is no list of as many finite numbers.
+        CallError: ``invalid_value`` unless the result is a list of the right number of finite numbers.
     """
     count = len(turn_lengths) if spec.per == "turn" else sum(turn_lengths)
     if not isinstance(value, list) or len(value) != count:
@@ -76,7 +76,7 @@ def token_values(spec: RewardSpec, value: object, turn_lengths: Sequence[int]) -
 
 
 def joined(one: Score, other: Score) -> Score:
-    """Both scores together; a name that both have gets a number behind it."""
+    """Adds two scores; a term name that both have gets a number as suffix."""
     terms = dict(one.terms)
     for name, term in other.terms.items():
         terms[_free(name, terms)] = term
@@ -85,7 +85,7 @@ def joined(one: Score, other: Score) -> Score:
 
 
 def checked_score(value: object, *, bounds: tuple[float, float] | None, name: str) -> float:
-    """Accept a finite number within the bounds.
+    """Returns the value if it is a finite number within the bounds.
 
     Raises:
         CallError: ``invalid_value`` for anything else.
@@ -108,12 +108,12 @@ def checked_score(value: object, *, bounds: tuple[float, float] | None, name: st
 
 
 def named_numbers(value: object, *, what: str, source: str) -> dict[str, float]:
-    """Numbers by name; a number without a name is called ``reward``.
+    """Returns numbers by name; a number without a name is called ``reward``.
 
     Args:
         value: A number, a mapping, or None for no number at all.
-        what: What they are, for messages.
-        source: Who gave them.
+        what: Kind of the numbers, for messages.
+        source: Origin of the numbers, for messages.
 
     Raises:
         CallError: ``invalid_value`` for anything else.
@@ -135,17 +135,17 @@ def named_numbers(value: object, *, what: str, source: str) -> dict[str, float]:
 
 
 def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str, float]]:
-    """What an environment or an agent gave for an episode, as the terms of a reward.
+    """Converts the reward that an environment or agent returned for an episode to terms.
 
     Args:
         spec: The reward ``environment``.
         earned: A number, or ``{"reward": number or terms, "metrics": numbers}``.
 
     Returns:
-        The reward with weight 0 for what is only measured, and its terms.
+        The reward, with weight 0 for metrics, and its terms.
 
     Raises:
-        CallError: ``invalid_value`` if that is nothing, or something else.
+        CallError: ``invalid_value`` if there is no reward, or it has another form.
     """
     given = {"reward": earned} if isinstance(earned, int | float) else earned
     if not isinstance(given, Mapping) or not {"reward"} <= set(given) <= {"reward", "metrics"}:
@@ -159,16 +159,16 @@ def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str
     measured = named_numbers(given.get("metrics"), what="metrics", source="the episode")
     found = {**measured, **terms}
     known = {name: TermSpec(weight=0.0) for name in set(measured) - set(terms)} | dict(spec.terms)
-    # An episode that was cut short need not have earned every term.
+    # An episode that was cut short may lack some terms.
     present = {name: term for name, term in known.items() if name in found}
     return spec.model_copy(update={"terms": present}), found
 
 
 def checked_names(names: Iterable[object], *, source: str) -> None:
-    """Accept names that curves may have.
+    """Checks that names are valid for curves.
 
     Raises:
-        CallError: ``invalid_value`` if there are too many, or one is no name.
+        CallError: ``invalid_value`` if there are too many, or one is invalid.
     """
     listed = [*names]
     if len(listed) > MAX_TERMS:
@@ -201,7 +201,7 @@ def _checked_terms(spec: RewardSpec, value: Mapping[object, object]) -> dict[str
 
 
 def _label(name: str) -> str:
-    """What a reward that gives a plain number is called among the terms."""
+    """Returns the term name of a reward that returns a plain number."""
     if "://" in name:
         url = httpx.URL(name)
         name = _UNNAMEABLE.sub("_", url.path.strip("/").rpartition("/")[2] or url.host)
