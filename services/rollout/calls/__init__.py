@@ -1,1 +1,1 @@
-"""Calls of user code in processes of its own."""
+"""Runs user code in separate processes and calls external services."""

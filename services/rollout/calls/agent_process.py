@@ -1,7 +1,8 @@
-"""A process that runs the user's agent, many episodes at once.
+"""Process that runs the user's agent, many episodes concurrently.
 
-One JSON line in for each episode, ``{"id", "keywords"}`` or ``{"cancel": id}``; one out when it ended,
-``{"id", "value"}`` or ``{"id", "error"}``. Coroutines share the event loop; plain functions get a thread.
+It reads one JSON line for each episode, ``{"id", "keywords"}``, or ``{"cancel": id}``. It writes
+one when an episode has ended, ``{"id", "value"}`` or ``{"id", "error"}``, and one with ``"id":
+null`` when the agent is loaded. Coroutines share the event loop; plain functions run in threads.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ _MAX_REWARD_BYTES = 64 << 10
 
 
 async def serve(reference: str, answers: TextIO) -> None:
-    """Run episodes until the input ends."""
+    """Runs episodes until the input ends."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
     lines = asyncio.StreamReader(limit=_LINE_BYTES)
@@ -50,7 +51,7 @@ async def serve(reference: str, answers: TextIO) -> None:
 
 
 async def _run(agent: Callable[..., Any], message: dict[str, Any], answers: TextIO) -> None:
-    """Run one episode and answer how it ended."""
+    """Runs one episode and writes its answer."""
     answer: dict[str, Any] = {"id": message["id"]}
     try:
         if inspect.iscoroutinefunction(agent):
@@ -64,7 +65,7 @@ async def _run(agent: Callable[..., Any], message: dict[str, Any], answers: Text
 
 
 def _reward(value: Any) -> Any:
-    """What an agent returns as its episode's reward; anything but numbers and objects is none."""
+    """Returns the agent's result as its episode's reward; None unless it is a number or a dict."""
     if not isinstance(value, int | float | dict):
         return None
     if (size := len(json.dumps(value))) > _MAX_REWARD_BYTES:
@@ -81,8 +82,8 @@ def _answer(answers: TextIO, answer: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Entry point of ``python -m services.rollout.calls.agent_process REFERENCE``."""
-    # The answers keep the original standard output; whatever the agent prints goes to standard error.
+    """Runs the process: ``python -m services.rollout.calls.agent_process REFERENCE``."""
+    # Answers use the original standard output; output of the agent goes to standard error.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     asyncio.run(serve(sys.argv[1], answers))

@@ -1,4 +1,4 @@
-"""Runs the user's agent: a function in processes of its own, or a service."""
+"""Runs the user's agent: a function in separate processes, or a service."""
 
 import asyncio
 import itertools
@@ -20,19 +20,19 @@ from services.rollout.settings import environment_of_user_code
 _LOAD_TIMEOUT_S = 120.0
 _LINE_BYTES = 1 << 20
 _Pending = dict[int | None, asyncio.Future[Any]]
-"""Episodes by number; None stands for the loading of the function."""
+"""Futures of running episodes by number; None stands for the loading of the function."""
 
 
 class AgentRunner(Protocol):
-    """Runs one episode of an agent."""
+    """Runs episodes of an agent."""
 
     async def run(self, keywords: Mapping[str, Any]) -> Any:
-        """Return what the agent returns when it has finished. Raises CallError if it fails."""
+        """Runs one episode and returns the agent's result. Raises CallError if it fails."""
         ...
 
 
 class AgentProcess:
-    """One process that runs many episodes of a function at once; started again if it dies."""
+    """Process that runs many episodes of a function concurrently; restarted if it dies."""
 
     def __init__(self, reference: str, tasks: TaskGroup) -> None:
         self._reference = reference
@@ -45,11 +45,15 @@ class AgentProcess:
 
     @property
     def num_running(self) -> int:
-        """Episodes that it works on."""
+        """Number of episodes that it runs."""
         return len(self._pending)
 
     async def start(self) -> None:
-        """Start it, if it does not run, and load the function. Raises CallError if that fails."""
+        """Starts the process, if it is not running, and loads the function.
+
+        Raises:
+            CallError: If that fails.
+        """
         async with self._starting:
             if self._process is not None and self._process.returncode is None:
                 return
@@ -62,7 +66,7 @@ class AgentProcess:
                 limit=_LINE_BYTES,
             )
             loaded: asyncio.Future[None] = asyncio.Future()
-            # Of this process: what is left of one that died must not touch it.
+            # Futures of this process only: the reader of a dead process must not change them.
             self._pending = {None: loaded}
             self._reader = self._tasks.create_task(self._read(process, self._pending))
             try:
@@ -75,7 +79,7 @@ class AgentProcess:
                 ) from error
 
     async def run(self, keywords: Mapping[str, Any]) -> Any:
-        """Run one episode; cancelling this cancels the agent."""
+        """Runs one episode; cancelling this coroutine cancels the agent."""
         await self.start()
         number, pending = next(self._numbers), self._pending
         ended: asyncio.Future[Any] = asyncio.Future()
@@ -88,14 +92,14 @@ class AgentProcess:
                 self._send({"cancel": number})
 
     async def stop(self) -> None:
-        """Kill it."""
+        """Kills the process."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
         if self._reader is not None:
             await asyncio.wait([self._reader])
 
     async def _read(self, process: Process, pending: _Pending) -> None:
-        """Take answers until the process ends; then whatever it worked on has failed."""
+        """Reads answers until the process ends; its remaining episodes then fail."""
         assert process.stdout is not None
         async for line in process.stdout:
             answer = json.loads(line)
@@ -123,25 +127,25 @@ class AgentProcess:
 
 
 class AgentProcesses:
-    """Several processes; an episode goes to the one with the fewest."""
+    """Distributes episodes over several processes; the one with the fewest gets the next."""
 
     def __init__(self, processes: list[AgentProcess]) -> None:
         self._processes = processes
 
     async def run(self, keywords: Mapping[str, Any]) -> Any:
-        """Run one episode."""
+        """Runs one episode."""
         return await min(self._processes, key=lambda process: process.num_running).run(keywords)
 
 
 class AgentService:
-    """An agent behind a URL: gets the keywords as JSON and answers when it has finished."""
+    """Agent at a URL: receives the keywords as JSON and answers when it has finished."""
 
     def __init__(self, url: str, service: ExternalService) -> None:
         self._url = url
         self._service = service
 
     async def run(self, keywords: Mapping[str, Any]) -> Any:
-        """Run one episode."""
+        """Runs one episode; returns None if the answer is not JSON."""
         try:
             response = await self._service.post(dict(keywords))
         except (httpx.TransportError, BusyError) as error:
@@ -152,7 +156,7 @@ class AgentService:
             )
         try:
             return response.json()
-        except (ValueError, RecursionError):  # it rewards nothing
+        except (ValueError, RecursionError):  # it returns no reward
             return None
 
 
@@ -160,16 +164,16 @@ class AgentService:
 async def agent_runner(
     agent: str, processes: int, reach: AddressPolicy, *, token: str = ""
 ) -> AsyncIterator[AgentRunner]:
-    """What runs an agent, while the block runs.
+    """Opens the runner of an agent.
 
     Args:
         agent: Reference to a function, or URL of a service.
-        processes: Processes of a function.
-        reach: Where a service may be.
-        token: Is shown to a service.
+        processes: Number of processes of a function.
+        reach: Addresses that a service may have.
+        token: Bearer token for a service.
 
     Raises:
-        ValueError: If there is no such function.
+        ValueError: If the function does not exist or cannot be loaded.
     """
     if agent.startswith(("http://", "https://")):
         service = ExternalService(agent, reach=reach, token=token)

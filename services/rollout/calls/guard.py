@@ -1,4 +1,4 @@
-"""Guards what this process serves to rollouts elsewhere: environments, a reward model."""
+"""Protects services that this process offers to remote rollouts: environments, a reward model."""
 
 import argparse
 import asyncio
@@ -15,23 +15,24 @@ from services.common.http.server import serve_http
 from services.common.security.credentials import read_key
 
 MAX_BODY_BYTES: Final = 8 << 20
-"""Of a request."""
+"""Max size of one request body."""
 MAX_REQUEST_BYTES: Final = 64 << 20
-"""Of all requests at once: a rollout steps many episodes."""
+"""Max size of all concurrent requests; a rollout steps many episodes at once."""
 _BODY_TIMEOUT_S = 30.0
 _CONNECTIONS_PER_PEER = 4096
 _OPEN_PATHS = frozenset({"/healthz"})
 
 
 class Guard:
-    """Lets requests through that have the token, are JSON, are sent by no web page, and are not large.
+    """ASGI middleware that accepts only small JSON requests that have the token and no ``Origin``.
 
-    Of a request without the token nothing but its headers is read. ``/healthz`` needs none.
+    Browsers send ``Origin`` with requests of web pages. The guard reads nothing but the headers of a
+    request without the token. ``/healthz`` needs no token.
 
     Args:
-        app: Gets the requests, with their whole bodies.
-        token: What rollouts show as ``Authorization: Bearer``; empty if only this user can connect.
-        max_body_bytes: Of a request.
+        app: Application that receives accepted requests, with complete bodies.
+        token: Token that rollouts send as ``Authorization: Bearer``; empty if only this user can connect.
+        max_body_bytes: Max size of one request body.
     """
 
     def __init__(self, app: ASGIApp, *, token: bytes, max_body_bytes: int = MAX_BODY_BYTES) -> None:
@@ -40,7 +41,7 @@ class Guard:
         self._max_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, or refuse it and end its connection."""
+        """Serves a request, or refuses it and closes its connection."""
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)
@@ -79,7 +80,7 @@ class Guard:
         return None
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
-        """The whole body. Raises ValueError if it is too large."""
+        """Reads the complete body. Raises ValueError if it is too large."""
         body, has_more = bytearray(), True
         stated = headers.get("content-length", "")
         if stated.isdecimal() and int(stated) > self._max_bytes:
@@ -98,7 +99,7 @@ async def _next(left: list[Message], receive: Receive) -> Message:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what :func:`serve_guarded` takes to a command line."""
+    """Adds the options of :func:`serve_guarded` to a command line."""
     parser.add_argument("--bind", required=True, help="host:port, or unix:PATH")
     parser.add_argument(
         "--token-file",
@@ -110,11 +111,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def serve_guarded(app: ASGIApp, given: argparse.Namespace) -> AbstractAsyncContextManager[int]:
-    """Serve an application as the command line says; yields the port.
+    """Serves an application according to the command line; yields the port.
 
     Raises:
         ValueError: If others could connect without a token.
-        InvalidArgumentError: If the token's file or the address is of no use.
+        InvalidArgumentError: If the token file or the address is invalid.
     """
     is_here = given.bind.startswith("unix:")
     if given.token_file is None and not is_here:

@@ -1,7 +1,8 @@
-"""Tools of Model Context Protocol servers, called from a worker process over standard input and output.
+"""Client for tools of Model Context Protocol servers, over standard input and output.
 
-A server is started at its first call and lives as long as the worker process. Protocol: JSON-RPC 2.0, one
-message per line (modelcontextprotocol.io, revision 2025-06-18).
+It runs in a worker process. A server starts at its first call and lives as long as the worker
+process. Protocol: JSON-RPC 2.0, one message per line (modelcontextprotocol.io, revision
+2025-06-18).
 """
 
 import functools
@@ -16,7 +17,7 @@ _PROTOCOL_VERSION = "2025-06-18"
 
 
 class _Server:
-    """A running server."""
+    """Running MCP server."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._numbers = itertools.count(1)
@@ -35,14 +36,14 @@ class _Server:
         self._send({"method": "notifications/initialized"})
 
     def ask(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request and return its result."""
+        """Sends a request and returns its result."""
         number = next(self._numbers)
         self._send({"id": number, "method": method, "params": params})
         assert self._process.stdout is not None
         for line in self._process.stdout:
             message = _message(line)
             if message.get("id") != number or "method" in message:
-                continue  # a notification, or a request that we do not serve
+                continue  # a notification, or a request that this client does not serve
             if "error" in message:
                 raise RuntimeError(f"{self._name} refused {method}: {message['error']!s:.500}")
             result: dict[str, Any] = message["result"]
@@ -58,7 +59,7 @@ class _Server:
 
 
 def list_tools(command: Sequence[str]) -> list[dict[str, Any]]:
-    """The tools that a server offers, as OpenAI's API describes them."""
+    """Lists the tools of a server, in the format of OpenAI's API."""
     tools: list[dict[str, Any]] = []
     params: dict[str, Any] = {}
     while True:
@@ -70,7 +71,7 @@ def list_tools(command: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def call_tool(command: Sequence[str], name: str, arguments: Mapping[str, Any]) -> str:
-    """Call a tool; returns the text of its result.
+    """Calls a tool and returns the text of its result.
 
     Raises:
         RuntimeError: If the tool reports an error.
@@ -94,7 +95,7 @@ def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(line: str) -> dict[str, Any]:
-    """A message of a server; what it prints besides is none."""
+    """Parses a message of a server; returns an empty dict for other output."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,7 @@
-"""Requests to services that a specification names, at addresses that an installation allows."""
+"""Client for external services that a run's specification names.
+
+The installation decides which addresses are allowed.
+"""
 
 import json
 from collections.abc import Mapping
@@ -14,15 +17,15 @@ _MAX_ANSWER_BYTES = 1 << 20
 
 
 class ExternalService:
-    """Sends JSON to one URL and to what is below it.
+    """Sends JSON to a URL and to paths below it.
 
-    Redirects are not followed, neither proxies nor credentials come from the environment, and nothing is
-    decompressed: what is read is what came, up to 1 MiB.
+    It follows no redirects, takes neither proxies nor credentials from the environment, and accepts
+    no compressed responses. It reads responses of up to 1 MiB.
 
     Args:
         url: ``http://`` or ``https://``.
-        reach: Where it may be.
-        token: Is shown to the service as ``Authorization: Bearer``; empty shows none.
+        reach: Addresses that it may have.
+        token: Token to send as ``Authorization: Bearer``; empty sends none.
         transport: Replaces the network in tests.
     """
 
@@ -51,27 +54,27 @@ class ExternalService:
         )
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         await self._http.aclose()
 
     async def post(self, body: Mapping[str, Any]) -> httpx.Response:
-        """Post to the URL; see :meth:`send`."""
+        """Posts to the URL; see :meth:`send`."""
         return await self.send("POST", "", body)
 
     async def send(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> httpx.Response:
-        """Send to the address that was checked, as to the host of the URL.
+        """Sends a request to the checked address, with the URL's host as host name.
 
         Args:
             method: For example ``POST``.
-            path: Is added to that of the URL.
+            path: Path to append to that of the URL.
             body: JSON-like.
 
         Raises:
             BusyError: If the host does not resolve now.
-            CallError: If it may not be asked, or answers too much.
-            httpx.TransportError: If it does not answer.
+            CallError: If the address is not allowed, or the response is too large or compressed.
+            httpx.TransportError: If the service does not respond.
         """
         url = self._url
         if path:
@@ -100,7 +103,7 @@ class ExternalService:
         return httpx.Response(response.status_code, content=bytes(content))
 
     def _check_encoding(self, response: httpx.Response) -> None:
-        # A few bytes may decode to gigabytes, which no deadline would interrupt.
+        # A few bytes may decompress to gigabytes, which no deadline would interrupt.
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding.strip().lower() not in ("", "identity"):
             raise CallError(

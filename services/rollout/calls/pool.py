@@ -1,4 +1,4 @@
-"""Processes that call user code, each call with a hard deadline."""
+"""Process pool that calls user code, with a hard deadline for each call."""
 
 import asyncio
 import json
@@ -19,16 +19,16 @@ _END_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A process and the functions that it has loaded."""
+    """Process and the functions that it has loaded."""
 
     process: Process
     loaded: set[str] = field(default_factory=set)
 
 
 class CallPool:
-    """At most ``size`` processes, started when needed; one that hangs or dies is replaced.
+    """Runs calls in at most ``size`` processes, started on demand; replaces one that hangs or dies.
 
-    A process works on one call at a time, so the pool also bounds the concurrency.
+    A process executes one call at a time, so the pool also bounds concurrency.
     """
 
     def __init__(self, size: int) -> None:
@@ -40,17 +40,17 @@ class CallPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Kill all workers."""
+        """Kills all workers."""
         workers = [*self._idle, *self._busy]
         self._idle.clear()
         for worker in workers:
             await _kill(worker.process)
 
     async def check(self, name: str) -> None:
-        """Load a function in a process without calling it.
+        """Loads a function in a process without calling it.
 
         Raises:
-            CallError: If there is no such function.
+            CallError: If the function does not exist or cannot be loaded.
         """
         await self._with_worker({"name": name}, timeout_s=_LOAD_TIMEOUT_S)
 
@@ -62,7 +62,7 @@ class CallPool:
         *,
         timeout_s: float,
     ) -> Any:
-        """Call a function and return what it returned, as JSON has it.
+        """Calls a function and returns its result, converted to JSON types.
 
         Args:
             name: ``module:function`` or ``file.py:function``.
@@ -71,8 +71,8 @@ class CallPool:
             timeout_s: Deadline of the call itself, without waiting and loading; then its process is killed.
 
         Raises:
-            CallError: ``timeout`` (also if the function raised ``TimeoutError``), ``exception`` or, if the
-                process died, ``sandbox_killed``.
+            CallError: ``timeout`` (also if the function raised ``TimeoutError``), ``exception``,
+                ``invalid_value`` if the result is too large, or ``sandbox_killed`` if the process died.
         """
         request = {"name": name, "arguments": list(arguments), "keywords": dict(keywords or {})}
         return await self._with_worker(request, timeout_s=timeout_s)
@@ -101,7 +101,7 @@ class CallPool:
         return answer["value"]
 
     async def _take(self) -> _Worker:
-        """Take an idle worker or start one."""
+        """Takes an idle worker or starts one."""
         if self._idle:
             worker = self._idle.pop()
         else:
@@ -121,7 +121,7 @@ class CallPool:
 
 
 async def _ask(process: Process, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
-    """Send a request to a worker and wait for its answer."""
+    """Sends a request to a worker and waits for its answer."""
     name = request["name"]
     try:
         async with asyncio.timeout(timeout_s):
@@ -132,7 +132,7 @@ async def _ask(process: Process, request: dict[str, Any], *, timeout_s: float) -
             f"{name!r} took longer than {timeout_s:g} s and was stopped; raise its timeout_s or "
             "make it faster",
         ) from error
-    except ValueError as error:  # the line is longer than what is read at once
+    except ValueError as error:  # the line exceeds the read limit
         raise CallError(
             "invalid_value", f"{name!r} returned more than {_LINE_BYTES} bytes; return less"
         ) from error
@@ -147,7 +147,7 @@ async def _ask(process: Process, request: dict[str, Any], *, timeout_s: float) -
 
 
 async def _exchange(process: Process, line: bytes) -> bytes:
-    """Write a line and read one; nothing comes back from a dead process."""
+    """Writes a line and reads one; returns no bytes if the process is dead."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -162,7 +162,8 @@ async def _kill(process: Process) -> None:
     if process.returncode is None:
         process.kill()
     assert process.stdout is not None
-    # Its end is known once its pipe has ended, which holds what nobody read, and a child of it may keep open.
+    # asyncio reports the end of a process only after its pipe has ended. Unread data keeps the pipe
+    # open, and so may a child process.
     with suppress(TimeoutError):
         async with asyncio.timeout(_END_S):
             while await process.stdout.read(1 << 20):

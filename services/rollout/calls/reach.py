@@ -1,7 +1,7 @@
-"""Where a reward service may be: anywhere public, and inside only where the installation says so.
+"""Restricts the addresses of external services to public ones and those that the installation allows.
 
-A run's specification names the service, so without this whoever may submit runs could make workers talk to
-metadata services, databases and other things that are open to the inside.
+A run's specification names the service. Without this check, users who may submit runs could make workers
+connect to metadata services, databases and other internal services.
 """
 
 import asyncio
@@ -15,9 +15,11 @@ from services.rollout.failures import BusyError, CallError
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
-# All that IANA has given out for unicast on the internet; what is beside it is local, reserved or a tunnel.
+# All addresses that IANA has assigned for unicast on the internet; others are local, reserved or
+# tunnels.
 _GLOBAL_IPV6: Final = ipaddress.IPv6Network("2000::/3")
-# What the registry of :mod:`ipaddress`, which is as old as Python is, counts as global.
+# Addresses that :mod:`ipaddress` counts as global, because its registry is as old as the Python
+# version.
 _NOT_PUBLIC: Final = tuple(
     map(
         ipaddress.ip_network,
@@ -30,22 +32,24 @@ _NOT_PUBLIC: Final = tuple(
         ),
     )
 )
-# The interface identifiers of ISATAP (RFC 5214), whose last 32 bits are an IPv4 address.
+# Interface identifiers of ISATAP (RFC 5214), whose last 32 bits are an IPv4 address.
 _ISATAP: Final = (0x00005EFE, 0x02005EFE)
 
 
 @dataclass(frozen=True, slots=True)
 class AddressPolicy:
-    """Resolves hosts to addresses that may be connected to.
+    """Resolves hosts to addresses that this process may connect to.
 
     Args:
-        inner_hosts: Names and addresses that may be private.
+        inner_hosts: Host names and addresses that may be private.
     """
 
     inner_hosts: Collection[str] = ()
 
     async def resolve(self, host: str, port: int) -> str:
-        """The address to connect to. Connect to it and not to the name, which may mean another one by then.
+        """Returns the address to connect to.
+
+        Connect to this address and not to the name, which may resolve to another one by then.
 
         Raises:
             BusyError: If the name does not resolve now.
@@ -69,9 +73,9 @@ class AddressPolicy:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address belongs to the internet, whichever way it is written.
+    """Returns True if an address belongs to the public internet, in any notation.
 
-    Metadata services of clouds do not, although some of them have addresses that are global by themselves.
+    Metadata services of clouds do not count as public, although some have global addresses.
     """
     return all(map(_is_public, _carried(ipaddress.ip_address(address.partition("%")[0]))))
 
@@ -88,7 +92,7 @@ def _is_public(address: _Address) -> bool:
 
 
 def _carried(address: _Address) -> list[_Address]:
-    """The address itself, or the ones that traffic to it ends at."""
+    """Returns the address itself, or the addresses that its traffic ends at."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     if address.ipv4_mapped is not None:

@@ -1,4 +1,4 @@
-"""What chat templates are told of Python functions that the policy may call."""
+"""Tool schemas of Python functions, for chat templates."""
 
 import inspect
 from typing import Any
@@ -9,7 +9,7 @@ from services.common.callables import load_callable
 
 
 def tool_schema(reference: str) -> dict[str, Any]:
-    """A function as OpenAI's API describes tools: its name, its docstring, and its parameters by their types.
+    """Describes a function in the format of OpenAI's API: name, docstring, and parameters from their types.
 
     Args:
         reference: ``module:function`` or ``file.py:function``.

@@ -1,6 +1,6 @@
-"""A process that calls user code: one JSON request per line in, one JSON answer per line out.
+"""Worker process that calls user code: one JSON request per line in, one JSON answer per line out.
 
-Rewards and tools run here and nowhere else: they may hang, crash or print without touching the engine.
+Rewards and tools run only here: they may hang, crash or print without affecting the engine.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from services.common.callables import describe_error, load_callable
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
-    # The answers keep the original standard output; whatever user code prints goes to standard error.
+    """Answers requests until the input ends."""
+    # Answers use the original standard output; output of user code goes to standard error.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def _answer(request: dict[str, Any]) -> str:
-    """Call what a request names; without arguments it is only loaded."""
+    """Calls the function that a request names; only loads it if there are no arguments."""
     try:
         function = _load(request["name"])
         if "arguments" not in request:
@@ -49,7 +49,7 @@ async def _wait_for(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch as numbers, iterators as lists, anything else as its text."""
+    """Converts numpy and torch scalars to numbers, iterators to lists, and other values to text."""
     if isinstance(value, Iterator):
         return list(value)
     item = getattr(value, "item", None)
