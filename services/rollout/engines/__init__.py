@@ -1,1 +1,1 @@
-"""Generation engines behind one protocol."""
+"""Generation engines with a common protocol."""

@@ -1,1 +1,1 @@
-"""SGLang as an engine."""
+"""SGLang engine backend."""
