@@ -24,7 +24,7 @@ class RewardInput:
     turn_lengths: tuple[int, ...] = ()
     """Number of tokens of each turn that the policy sampled in the scored conversation."""
     episode: Callable[[], Mapping[str, Any]] = dict
-    """Callable that returns a JSON-like episode description; see :mod:`services.rollout.workflows.history`."""
+    """Returns a JSON-like episode description; see :mod:`services.rollout.workflows.history`."""
 
 
 @dataclass(frozen=True, slots=True)
