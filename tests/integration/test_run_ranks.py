@@ -4,7 +4,11 @@ import json
 import re
 
 import pytest
+import torch
 
+from services.common.models.loading import build_model, load_config
+from services.common.models.tokenizer import load_tokenizer
+from services.common.spec.model import ModelSpec
 from tests.helpers.cli import assert_all_gone, ranks_of, slipstream, started
 
 pytestmark = pytest.mark.timeout(300)
@@ -22,11 +26,17 @@ def test_two_ranks_train_what_one_trains(plumbing, system):
 
 
 @pytest.mark.nightly
-def test_adapters_train_the_same_sent_merged_or_alone(plumbing, system):
+def test_adapters_train_the_same_sent_merged_or_alone(plumbing, system, tmp_path):
+    base = ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789=")
+    tokenizer = load_tokenizer(base)
+    config = load_config(base, tokenizer)
+    build_model(config, dtype=torch.float32, device="cpu").save_pretrained(tmp_path / "model")
+    tokenizer.save(tmp_path / "model")
+    model = f"model={{path: {tmp_path / 'model'}}}"
     trained = []
     for ranks, sync in ((1, "merged"), (2, "adapter")):
         lora = f"trainer.lora={{rank: 4, sync: {sync}}}"
-        overrides = (f"trainer.world_size={ranks}", "algorithm.max_staleness=0", lora)
+        overrides = (f"trainer.world_size={ranks}", "algorithm.max_staleness=0", lora, model)
         done = system.train(plumbing, *overrides)
         assert done.code == 0, done.out + done.err
         steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]

@@ -185,7 +185,13 @@ async def connect(
     _check_one_host(trainer, in_turns)
     logp = membership.workers(run_id, "logp")
     drains = not spec.rollout.partial_rollout
-    weights = WeightSession(spec.weight_sync, run_id, drains=drains, first_epoch=attempt << 20)
+    weights = WeightSession(
+        spec.weight_sync,
+        run_id,
+        drains=drains,
+        first_epoch=attempt << 20,
+        dtype=spec.trainer.dtype,
+    )
     stack.push_async_callback(weights.close)
     serving = [*(rollouts if spec.has_engine else ()), *logp]
     await weights.open(trainer, serving)

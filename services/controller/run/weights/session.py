@@ -92,12 +92,20 @@ class WeightSession:
         drains: Whether rollouts finish running responses before they adopt, for as long as these
             make progress.
         first_epoch: Epochs are greater than this, so that members of an earlier session take part.
+        dtype: Dtype that rollouts compute with; None if it is that of the weights that are sent.
     """
 
     def __init__(
-        self, spec: WeightSyncSpec, run_id: str, *, drains: bool = False, first_epoch: int = 0
+        self,
+        spec: WeightSyncSpec,
+        run_id: str,
+        *,
+        drains: bool = False,
+        first_epoch: int = 0,
+        dtype: str | None = None,
     ) -> None:
         self._spec = spec
+        self._dtype = dtype
         self._adopt_s = _DRAINING_S if drains else spec.adopt_timeout_s
         self._run_id = run_id
         self._epoch = first_epoch
@@ -363,7 +371,9 @@ class WeightSession:
         return self._canary[1]
 
     async def _check(self, version: int, canary: Canary) -> None:
-        tolerance = canary_tolerance([spec.dtype for spec in self._members.plan.tensors])
+        # Adapters are sent in float32, whatever they are merged into.
+        sent = [spec.dtype for spec in self._members.plan.tensors]
+        tolerance = canary_tolerance([self._dtype] if self._dtype else sent)
         await self._members.ask(
             {
                 name: member.check(version, canary, tolerance, timeout_s=self._spec.adopt_timeout_s)

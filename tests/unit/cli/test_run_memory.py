@@ -1,0 +1,90 @@
+"""``validate``, ``plan`` and the workers of a run give one answer about memory."""
+
+import re
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from services.cli.run_memory import run_memory
+from services.common.models.training_memory import fitted, trainer_memory
+from services.common.spec.run import RunSpec
+from services.rollout.engines.memory import WeightPlane, plan_of
+from tests.helpers.specs import spec_with
+
+GB = 10**9
+QWEN_7B = Qwen2Config(
+    vocab_size=152_064,
+    hidden_size=3584,
+    intermediate_size=18_944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
+)
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def spec_of(**trainer: object) -> RunSpec:
+    return spec_with(
+        model={"path": "/models/qwen-7b", "tokenizer": "bytes"},
+        rollout={"engine": "vllm", "replicas": 1, "max_response_tokens": 1024},
+        trainer={"prompts_per_step": 16, "dtype": "bfloat16", "compile": True, **trainer},
+    )
+
+
+def lora(**more: object) -> dict[str, object]:
+    return {"rank": 32, "target_modules": LINEAR, **more}
+
+
+def test_7b_with_adapters_fits_on_one_gpu_of_79_gb_with_nothing_said_of_memory() -> None:
+    spec = spec_of(lora=lora())
+    found = run_memory(spec, QWEN_7B, gpu_bytes=79 * GB, gpus=1)
+    found.check()
+    assert found.chosen.trainer.activation_checkpointing is True
+    assert found.trainer.parts["weights, frozen"] == 2 * 7_615_616_512
+    adapters = 80_740_352
+    assert found.trainer.parts["weights, float32"] == 4 * adapters
+    assert found.rollout.shadow == 0
+    assert found.rollout.kv_tokens > 100_000
+    # Rollout and trainer find the same, each by itself.
+    rollout = plan_of(spec, QWEN_7B, gpu_bytes=79 * GB, roles=["trainer"])
+    assert rollout == found.rollout
+    alone = fitted(spec, QWEN_7B, gpu_bytes=79 * GB, engines=1)
+    assert alone.trainer == found.chosen.trainer
+
+
+def test_more_memory_is_used_for_less_computation() -> None:
+    ways = [
+        fitted(spec_of(lora=lora()), QWEN_7B, gpu_bytes=size * GB).trainer.activation_checkpointing
+        for size in (60, 90, 140)
+    ]
+    assert ways == [True, "selective", False]
+
+
+def test_peaks_that_an_h100_had_are_within_5_per_cent_of_the_plan() -> None:
+    """``bench/results/one-gpu-lora.json``: peaks of the processes, as the driver counts them."""
+    total = 81_559 << 20
+    spec = spec_of(lora=lora())
+    trainer = trainer_memory(spec, QWEN_7B, gpu_bytes=total, engines=1)
+    rollout = plan_of(spec, QWEN_7B, gpu_bytes=total, roles=["trainer"])
+    assert trainer.used / GB == pytest.approx(30.2, rel=0.05)
+    assert rollout.used / GB == pytest.approx(52.27, rel=0.05)
+
+
+def test_the_smallest_change_that_fits_is_named_and_fits() -> None:
+    spec = spec_of(lora=lora(), activation_checkpointing=False)
+    found = run_memory(spec, QWEN_7B, gpu_bytes=79 * GB, gpus=1)
+    with pytest.raises(ValueError, match=r"It fits with trainer\.activation_checkpointing: auto"):
+        found.check()
+    whole = run_memory(spec_of(), QWEN_7B, gpu_bytes=79 * GB, gpus=1)
+    assert re.search(r"It fits with .*trainer\.(lora|cpu_offload)", whole.why_not)
+
+
+def test_merged_weights_need_a_copy_that_adapters_do_not() -> None:
+    alone, merged = (
+        WeightPlane.of(spec_of(lora=lora(sync=sync)), QWEN_7B) for sync in ("auto", "merged")
+    )
+    assert (alone.num_copies, merged.num_copies) == (0, 1)
+    assert alone.merging < 2 * GB
+    assert torch.bfloat16.itemsize * 7_615_616_512 > 5 * (alone.merging + alone.slot_bytes)
