@@ -6,12 +6,14 @@ from typing import Annotated
 import typer
 
 from services.cli.api_calls import Url, call_api
-from services.cli.machine import shared_gpus, slow_settings
+from services.cli.machine import gpu_bytes_here, has_gpus, shared_gpus, slow_settings
 from services.cli.output import console, errors, fail, print_line, write
 from services.cli.planned_memory import memory_table
 from services.cli.preflight import read_checked
+from services.cli.settings import MachineSettings
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
+from services.controller.launch.gpus import host_gpus
 
 SpecPath = Annotated[Path, typer.Argument(help="The run's specification: YAML or JSON.")]
 Elsewhere = Annotated[
@@ -33,8 +35,18 @@ def load_checked(
     gpu_gb: float | None = None,
     gpus: int | None = None,
     is_here: bool = True,
+    checks_memory: bool = False,
 ) -> RunSpec:
-    """Read a specification and check it and all that it names; problems are told, and end the command."""
+    """Read a specification and check it and all that it names; problems are printed, and end the command.
+
+    Args:
+        path: The specification.
+        overrides: Assignments.
+        gpu_gb: Memory of one GPU.
+        gpus: GPUs of the machine.
+        is_here: Whether the run will be on this machine.
+        checks_memory: Whether the run must fit on this machine's GPUs, if ``gpu_gb`` is not given.
+    """
     try:
         draft = read_checked(path, overrides or (), is_here=is_here)
         for note in draft.notes:
@@ -44,8 +56,12 @@ def load_checked(
         for note in (shared_gpus(spec), slow_settings(spec)) if is_here else ():
             if note:
                 print_line(errors, f"note: {note}")
-        if gpu_gb is not None:
-            table = memory_table(spec, gpu_bytes=int(gpu_gb * 1e9), gpus=gpus)
+        gpu_bytes = int(gpu_gb * 1e9) if gpu_gb is not None else None
+        if gpu_bytes is None and checks_memory and is_here and has_gpus():
+            gpu_bytes = gpu_bytes_here()
+            gpus = gpus or len(host_gpus(MachineSettings().visible_gpus)) or None
+        if gpu_bytes is not None:
+            table = memory_table(spec, gpu_bytes=gpu_bytes, gpus=gpus)
             console.print(table, highlight=False)
     except SpecError as error:
         for problem in error.problems:
@@ -60,7 +76,11 @@ def validate(
     elsewhere: Elsewhere = False,
     gpu_gb: Annotated[
         float | None,
-        typer.Option(help="Memory of one GPU: also say what each of a rollout's will hold.", min=1),
+        typer.Option(
+            help="Memory of one GPU: what each will hold is printed, and refused if it does not fit. "
+            "Default: that of this machine's GPUs.",
+            min=1,
+        ),
     ] = None,
     gpus: Annotated[
         int | None,
@@ -70,7 +90,9 @@ def validate(
     ] = None,
 ) -> None:
     """Check a specification and everything it names, without starting anything."""
-    loaded = load_checked(spec, overrides, gpu_gb=gpu_gb, gpus=gpus, is_here=not elsewhere)
+    loaded = load_checked(
+        spec, overrides, gpu_gb=gpu_gb, gpus=gpus, is_here=not elsewhere, checks_memory=True
+    )
     console.print(f"{spec}: run {loaded.name!r} is valid", highlight=False)
 
 

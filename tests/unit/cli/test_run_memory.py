@@ -1,14 +1,18 @@
 """``validate``, ``plan`` and the workers of a run give one answer about memory."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen2Config
+from typer.testing import CliRunner
 
+from services.cli.main import app
 from services.cli.run_memory import run_memory
 from services.common.models.training_memory import fitted, trainer_memory
-from services.common.spec.run import RunSpec
+from services.common.runspec.run import RunSpec
 from services.rollout.engines.memory import WeightPlane, plan_of
 from tests.helpers.specs import spec_with
 
@@ -88,3 +92,29 @@ def test_merged_weights_need_a_copy_that_adapters_do_not() -> None:
     assert (alone.num_copies, merged.num_copies) == (0, 1)
     assert alone.merging < 2 * GB
     assert torch.bfloat16.itemsize * 7_615_616_512 > 5 * (alone.merging + alone.slot_bytes)
+
+
+@pytest.mark.parametrize("bits", [40, 79])
+def test_validate_and_plan_agree_about_this_machines_gpu(tmp_path: Path, bits: int) -> None:
+    folder = tmp_path / "model"
+    QWEN_7B.save_pretrained(folder)
+    tasks = tmp_path / "tasks.py"
+    tasks.write_text("def rows():\n    return [{'prompt': 'a', 'answer': 'b'}]\n")
+    spec = spec_of(lora=lora(), tokens_per_micro_batch=65_536)
+    document = spec.model_dump(exclude_unset=True, mode="json")
+    document["model"] = {"path": str(folder), "tokenizer": "bytes"}
+    document["data"]["train"] = {"source": "python", "path": f"{tasks}:rows"}
+    document["topology"] = {"placement": "colocated"}
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(document))
+    called = [
+        CliRunner().invoke(app, [*command, "--gpus", "1"], env={"COLUMNS": "200", "TERM": "dumb"})
+        for command in (
+            ["validate", str(file), "--elsewhere", "--gpu-gb", str(bits)],
+            ["plan", str(file), "--gpu-memory", f"{bits}GB"],
+        )
+    ]
+    fits = bits == 79
+    for done in called:
+        assert (done.exit_code == 0) == fits, done.output
+        assert ("It fits with" in done.output) != fits
