@@ -58,7 +58,9 @@ def _convert(source: Path, folder: Path) -> None:
     values = {
         key: value for key, value in read.config.to_dict().items() if key != "quantization_config"
     }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        AutoConfig.for_model(**values), dtype=torch.bfloat16
+    )
     model.load_state_dict(read.state_dict())
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

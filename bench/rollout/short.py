@@ -61,9 +61,9 @@ async def measure(groups: int, tokens: int, profile: cProfile.Profile | None) ->
         group_size=GROUP_SIZE,
         max_response_tokens=tokens,
         max_running_samples=4096,
-        rewards=[{"name": "bench.real_model.tasks:reward"}],  # type: ignore[list-item]
+        rewards=[{"name": "bench.real_model.tasks:reward"}],
     )
-    data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column="answer")  # type: ignore[arg-type]
+    data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column="answer")
     rows = [{"prompt": f"{i:03}=", "answer": "7"} for i in range(1000)]
     prompts = PromptStore(data, {"train": rows}, tokenizer())
     engine = FakeEngine(

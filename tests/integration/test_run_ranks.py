@@ -8,7 +8,7 @@ import torch
 
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.model import ModelSpec
+from services.common.runspec.run import ModelSpec
 from tests.helpers.cli import assert_all_gone, ranks_of, slipstream, started
 
 pytestmark = pytest.mark.timeout(300)

@@ -7,9 +7,11 @@ import torch
 from torch import distributed
 from transformers import AutoConfig
 
+from services.common.jagged import Jagged
 from services.common.models.loading import build_model, load_folder
 from services.common.models.presets import preset_config
 from services.common.runspec.run import RunSpec
+from services.trainer.batch.packing import pack
 from services.trainer.model.parallel import build_topology
 from services.trainer.model.policy import Critic, Policy
 from services.trainer.ranks.build import Loader, load_policy
@@ -92,3 +94,44 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
     )
     _assert_whole(weights, tmp_path / "model")
     assert risen_mib < 0.8 * size_mib, f"{risen_mib} MiB for a model of {size_mib:.0f} MiB"
+
+
+def _train_adapters(rank: int, folder: str, spec_json: str) -> None:
+    spec, root = RunSpec.model_validate_json(spec_json), Path(folder)
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{root}/store", rank=rank, world_size=spec.trainer.world_size
+    )
+    topology = build_topology(
+        spec.trainer, device=CPU, rank=rank, world_size=spec.trainer.world_size
+    )
+    settings = TrainerSettings(
+        run_id="run", worker_id="trainer-0", controller_address="127.0.0.1:1", model_cache=root
+    )
+    policy = load_policy(Loader(spec, settings, topology, lambda step, steps: None), spec)
+    text = torch.arange(2, 18, dtype=torch.int32)
+    packed = pack(Jagged.from_list([text[:4]]), Jagged.from_list([text[4:]]), device=CPU)
+    logprobs, _ = policy(packed)
+    logprobs.mean().backward()
+    kinds = {(p.requires_grad, p.dtype, p.grad is None) for p in policy.parameters()}
+    assert kinds == {(True, torch.float32, False), (False, torch.bfloat16, True)}
+    if rank == 0:
+        torch.save(logprobs.detach(), root / "logprobs.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_shard_frozen_weights_beside_adapters_of_another_dtype(
+    tmp_path: Path, stage: int
+) -> None:
+    _saved_model(tmp_path / "model", "tiny:qwen2-0.4m")
+    trainer = {"world_size": 2, "zero_stage": stage, "dtype": "bfloat16", "lora": {"rank": 2}}
+    spec = spec_of(model={"path": str(tmp_path / "model")}, trainer=trainer)
+    run_ranks(_train_adapters, str(tmp_path), spec.model_dump_json(), count=2)
+    found = torch.load(tmp_path / "logprobs.pt", weights_only=True)
+    policy = Policy(
+        load_folder(tmp_path / "model", dtype=torch.bfloat16, device=CPU), temperature=1.0
+    )
+    text = torch.arange(2, 18, dtype=torch.int32)
+    packed = pack(Jagged.from_list([text[:4]]), Jagged.from_list([text[4:]]), device=CPU)
+    torch.testing.assert_close(found, policy(packed)[0].detach(), rtol=0.02, atol=0.02)
