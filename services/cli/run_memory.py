@@ -76,7 +76,7 @@ def run_memory(
         return found
     change = _smallest_change(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
     first, newline, rest = found.why_not.partition("\n")
-    told = f"{first}. {change}{newline}{rest}"
+    told = f"{first.rstrip('.')}. {change}{newline}{rest}"
     return RunMemory(found.trainer, found.trainer_gpus, found.rollout, found.chosen, told)
 
 
