@@ -1,1 +1,1 @@
-"""The control plane: runs, prompts, staleness, weight-sync sessions; never tensors."""
+"""Control plane of runs: life cycle, dispatch, staleness and weight sessions. Handles no tensors."""

@@ -1,4 +1,4 @@
-"""The controller process: wires its parts, serves REST, gRPC and metrics, ends at SIGTERM."""
+"""Controller process: wires its components, serves REST, gRPC and metrics, and ends at SIGTERM."""
 
 import asyncio
 import gc
@@ -50,14 +50,14 @@ from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-# Specifications are larger than anything that workers tell, and have 256 KiB.
+# Specifications, with up to 256 KiB, are larger than anything that workers send.
 _MAX_MESSAGE_BYTES = 4 << 20
-# Newest runs that metrics describe.
+# Number of newest runs that metrics describe.
 _MEASURED = 200
 
 
 async def run_controller(settings: ControllerSettings) -> None:
-    """Lead, and serve until told to stop."""
+    """Acquires leadership and serves until shutdown."""
     settings.state_directory.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(settings.serving_metrics())
@@ -108,7 +108,7 @@ async def run_controller(settings: ControllerSettings) -> None:
 
 @contextmanager
 def _opened_database(settings: ControllerSettings) -> Iterator[Database]:
-    """The database, which nobody replaces until the block ends."""
+    """Opens the database until the block ends; an SQLite file is locked against replacement."""
     file = settings.state_directory / DATABASE_FILE
     kept = nullcontext() if settings.database_url else in_use(file)
     with kept, closing(Database(settings.database)) as database:
@@ -117,7 +117,7 @@ def _opened_database(settings: ControllerSettings) -> Iterator[Database]:
 
 @contextmanager
 def _measured_runs(database: Database, membership: Membership) -> Iterator[None]:
-    """Have metrics describe the newest runs until the block ends."""
+    """Registers the metrics of the newest runs until the block ends."""
     runs = RunCollector(
         lambda: RunStore(database).list_runs(limit=_MEASURED, has_specs=True), membership.workers
     )
@@ -135,7 +135,7 @@ async def _serve_grpc(
     rendezvous: RendezvousServicer,
     settings: ControllerSettings,
 ) -> AsyncIterator[str]:
-    """What workers and programs call over gRPC, until the block ends; yields its address."""
+    """Serves gRPC for workers and API clients until the block ends; yields its address."""
 
     def register(server: Any) -> None:
         run_pb2_grpc.add_RunServiceServicer_to_server(run_servicer(api), server)
@@ -155,7 +155,7 @@ async def _serve_grpc(
 async def _serve_rest(
     api: RunApi, tokens: TokenStore, settings: ControllerSettings
 ) -> AsyncIterator[str]:
-    """The REST API and the run page, until the block ends; yields their address."""
+    """Serves the REST API and the run page until the block ends; yields their address."""
     app = build_app(api, hosts=settings.hosts)
     add_page_links(app, api, PageLinks(tokens, api.recognize))
     with_run_page(app)
@@ -164,7 +164,7 @@ async def _serve_rest(
         Measured(app),
         certificate=settings.rest_tls_certificate,
         key=settings.rest_tls_key,
-        # Half of the descriptors stay for everybody else, gRPC and the database.
+        # The other half of the descriptors stays for gRPC, the database and other files.
         connections_per_peer=min(settings.rest_connections_per_peer, raise_descriptor_limit() // 2),
     )
     async with serving as port:
@@ -173,10 +173,10 @@ async def _serve_rest(
 
 
 def _open_users(settings: ControllerSettings, tokens: TokenStore) -> Authenticator:
-    """Those who may use the API."""
+    """Returns the authenticator of API users."""
     ways: list[Authenticator] = [tokens]
     if settings.admin_token_file is not None:
-        # The first token comes from a file, so it needs no other.
+        # The first token comes from a file, because creating it through the API would need a token.
         token = settings.admin_token_file.read_text(encoding="utf-8").strip()
         tokens.remember(token, name="admin", project=DEFAULT_PROJECT, role="admin")
     if settings.oidc_issuer:
@@ -192,14 +192,15 @@ def _open_users(settings: ControllerSettings, tokens: TokenStore) -> Authenticat
 
 
 def main() -> None:
-    """Entry point."""
-    # The command line overrides the environment: --rest-bind 127.0.0.1:8700 and so on.
+    """Runs the controller; command-line options override the environment."""
+    # For example: --rest-bind 127.0.0.1:8700.
     settings = ControllerSettings(
         _cli_parse_args=True, _cli_kebab_case=True, _cli_implicit_flags=True
     )
     configure(level=settings.log_level, log_format=settings.log_format, service="controller")
-    # Modules stay, and little of what a run makes is a cycle: by default everything would be looked through
-    # every few seconds, which holds everybody up for a fifth of a second.
+    # Imported modules stay for the life of the process, and a run creates few reference cycles.
+    # With the defaults, full collections would run every few seconds and stop everything for 0.2 s
+    # each.
     gc.freeze()
     gc.set_threshold(10_000, 10, 30)
     try:

@@ -1,8 +1,10 @@
-"""A worker's tie to its controller: registration, heartbeats, reports, rendezvous. No torch.
+"""Worker's connection to its controller: registration, heartbeats, reports, rendezvous.
 
-async with WorkerSession(settings, role="rollout", port=port) as session:
-    session.report(state="ready", weight_version=0)
-    await session.stopped()
+Imports no torch. Example::
+
+    async with WorkerSession(settings, role="rollout", port=port) as session:
+        session.report(state="ready", weight_version=0)
+        await session.stopped()
 """
 
 import asyncio
@@ -39,12 +41,12 @@ _T = TypeVar("_T")
 
 
 def role_number(role: WorkerRole) -> worker_pb2.WorkerRole.ValueType:
-    """A role on the wire."""
+    """Returns the protobuf value of a role."""
     return worker_pb2.WorkerRole.Value(f"WORKER_ROLE_{role.upper()}")
 
 
 def state_number(state: WorkerState) -> worker_pb2.WorkerState.ValueType:
-    """A state on the wire."""
+    """Returns the protobuf value of a state."""
     return worker_pb2.WorkerState.Value(f"WORKER_STATE_{state.upper()}")
 
 
@@ -53,24 +55,23 @@ _CALL_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFailure:
-    """A group that brought no samples."""
+    """Failure of a group: its generation brought no samples."""
 
     group_id: str
-    """The group."""
     attempt: int
-    """Try of the group, from 1."""
+    """Attempt of the group, from 1."""
     reason: str
     """Stable code, for example ``prompt_too_long`` or ``reward_timeout``."""
     message: str
-    """Explanation for a person."""
+    """Explanation for people."""
     retryable: bool
-    """Whether another try could succeed."""
+    """True if another attempt could succeed."""
     worker_id: str = ""
-    """Who reports; the controller knows it from the request."""
+    """Worker that reports the failure; the controller takes it from the request."""
     num_unfinished: int = 0
-    """Members that are not finished, if the group was interrupted."""
+    """Unfinished members, if the group was interrupted."""
     num_tokens: int = 0
-    """Tokens that it has, if it was interrupted."""
+    """Tokens generated so far, if the group was interrupted."""
 
 
 @dataclass(slots=True)
@@ -82,19 +83,19 @@ class _Report:
 
 
 class WorkerSession:
-    """A registered worker. Entering registers it; leaving ends its heartbeats.
+    """Registered worker. Entering the context registers it; leaving ends its heartbeats.
 
     Args:
-        settings: Where the worker lives and which run it belongs to.
-        role: What it does.
-        port: Port of its own gRPC server.
+        settings: Address of the controller, and the run and id of this worker.
+        role: Role of the worker in the run.
+        port: Port of the worker's own gRPC server.
     """
 
     spec: RunSpec
-    """The run's specification, available once entered. Heartbeats bring changes: whoever needs a key that may
-    change (``PATCH /v1/runs/{run_id}``) reads it here each time."""
+    """The run's specification, available after entering. Heartbeats bring changes: read a key that
+    may change (``PATCH /v1/runs/{run_id}``) here each time."""
     transferqueue_address: str
-    """``host:port`` of the transferqueue, available once entered."""
+    """``host:port`` of the transferqueue, available after entering."""
 
     def __init__(self, settings: WorkerSettings, *, role: WorkerRole, port: int) -> None:
         self._settings = settings
@@ -133,7 +134,10 @@ class WorkerSession:
         weight_version: int | None = None,
         gauges: Mapping[str, float] | None = None,
     ) -> None:
-        """Change what the heartbeats say; sent at once. Omitted parts stay as they are."""
+        """Updates the content of the heartbeats; omitted arguments keep their values.
+
+        A change of anything but gauges is sent at once.
+        """
         if state is not None:
             self._report.state = state
         if activity is not None:
@@ -146,7 +150,7 @@ class WorkerSession:
             self._changed.set()
 
     async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
-        """Tell the controller of groups that brought no samples."""
+        """Reports groups that brought no samples to the controller."""
         await call(
             self._members.ReportGroups,
             pb.ReportGroupsRequest(
@@ -159,11 +163,11 @@ class WorkerSession:
         )
 
     async def stopped(self) -> None:
-        """Return when the controller orders this worker to stop."""
+        """Waits until the controller orders this worker to stop."""
         await self._stopped.wait()
 
     def rendezvous(self, scope: str) -> "Rendezvous":
-        """The key-value store in which the members of one weight group meet."""
+        """Returns the key-value store through which the members of one weight group meet."""
         return Rendezvous(self._meetings, asyncio.get_running_loop(), scope)
 
     async def _register(self) -> None:
@@ -185,10 +189,10 @@ class WorkerSession:
         self._interval_s = response.heartbeat_interval_s
 
     def _take_spec(self, text: str, digest: str) -> None:
-        """Check and keep the run's specification.
+        """Checks and stores the run's specification.
 
         Raises:
-            DataLossError: If it is not what the controller sent.
+            DataLossError: If its digest differs from the one that the controller states.
             FailedPreconditionError: If it names what this host does not allow.
         """
         spec = parse_spec(text)
@@ -244,7 +248,7 @@ class WorkerSession:
             logger.info(
                 "the run's specification has changed", extra={"digest": response.spec_digest}
             )
-        # A controller of an earlier release says it only at registration.
+        # A controller of an earlier release sends the interval only at registration.
         self._interval_s = response.heartbeat_interval_s or self._interval_s
         if response.order == pb.HeartbeatResponse.ORDER_STOP:
             self._stopped.set()
@@ -254,7 +258,11 @@ class WorkerSession:
 
 @asynccontextmanager
 async def open_rendezvous(address: str) -> AsyncIterator[Callable[[str], "Rendezvous"]]:
-    """Rendezvous by scope for a process that is no registered worker: a trainer rank beside rank 0."""
+    """Opens rendezvous for a process that is no registered worker, such as a trainer rank other than 0.
+
+    Yields:
+        A function that returns the :class:`Rendezvous` of a scope.
+    """
     async with open_channel(address, "controller") as channel:
         meetings = membership_pb2_grpc.RendezvousServiceStub(channel)
         loop = asyncio.get_running_loop()
@@ -262,7 +270,7 @@ async def open_rendezvous(address: str) -> AsyncIterator[Callable[[str], "Rendez
 
 
 class Rendezvous:
-    """Blocking key-value access over the session's channel, for threads beside the event loop."""
+    """Blocking key-value store over the session's channel, for threads other than the event loop's."""
 
     def __init__(
         self,
@@ -275,15 +283,15 @@ class Rendezvous:
         self._scope = scope
 
     def set(self, key: str, value: bytes) -> None:
-        """Store a value."""
+        """Stores a value."""
         self._run(self._set(key, value), _CALL_TIMEOUT_S)
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Return a value, waiting for it at most ``timeout_s`` seconds."""
+        """Returns a value; waits at most ``timeout_s`` seconds for it."""
         return self._run(self._get(key, timeout_s), timeout_s + _CALL_TIMEOUT_S)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return its new value."""
+        """Adds to a counter and returns its new value."""
         return self._run(self._add(key, amount), _CALL_TIMEOUT_S)
 
     def _run(self, work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:

@@ -1,4 +1,4 @@
-"""What the API takes and answers, as typed values: the same for its two faces and its client."""
+"""Request and response models of the API, shared by REST, gRPC and the client."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ from services.controller.rules.conditions import ConditionStatus, ConditionType
 from services.controller.rules.run_state import Desired
 
 Role = Literal["viewer", "operator", "admin"]
-"""Roles of those who use the API."""
+"""Roles of API users, in ascending order of permission."""
 _RANK: dict[Role, int] = {"viewer": 0, "operator": 1, "admin": 2}
 
 _KEY = "[a-z0-9]([a-z0-9._/-]{0,61}[a-z0-9])?"
@@ -28,7 +28,7 @@ LabelPair = Annotated[str, Field(pattern=f"^{_KEY}=.{{0,63}}$")]
 Labels = Annotated[
     dict[Annotated[str, Field(pattern=_LABEL)], Annotated[str, Field(max_length=63)]],
     Field(max_length=32),
-    # What pydantic writes for the keys alone would allow others beside them.
+    # The schema that pydantic derives from the key type also allows other keys.
     WithJsonSchema(
         {
             "type": "object",
@@ -50,59 +50,61 @@ def _bounded(document: dict[str, Any]) -> dict[str, Any]:
 
 
 Document = Annotated[dict[str, Any], AfterValidator(_bounded)]
-"""JSON whose depth and lengths are bounded."""
+"""JSON object with bounded depth and lengths."""
 
 
 class Body(BaseModel):
-    """What is sent; a key that is not known is refused."""
+    """Base of request bodies; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class View(BaseModel):
-    """What is answered; made from the record whose fields it has."""
+    """Base of responses; built from the record with fields of the same names."""
 
     model_config = ConfigDict(from_attributes=True)
 
 
 class RunError(View):
-    """Why a run failed."""
+    """Reason for which a run failed."""
 
     code: str
-    """Stable; for programs."""
+    """Stable code for programs."""
     category: Literal["USER", "SYSTEM", "INFRA"]
-    """Who can do something: whoever wrote the specification, we, or whoever runs the machines."""
+    """Who can fix it: the author of the specification (USER), the developers of Slipstream (SYSTEM)
+    or the operators of the machines (INFRA)."""
     recoverable: bool
-    """Whether the same specification may succeed when it is submitted or forked again."""
+    """True if the same specification may succeed when it is submitted or forked again."""
     message: str
     component: str
-    """What failed: a worker such as ``trainer-0``, or the service that was asked, or ``controller``."""
+    """The part that failed: a worker such as ``trainer-0``, the service that was called, or
+    ``controller``."""
     trace_id: str
-    """Trace of the step that was not finished: in log lines, and with a collector in spans."""
+    """Trace of the unfinished step; appears in log lines and, with a trace collector, in spans."""
 
 
 class ConditionView(View):
-    """Whether something is true of a run, why, and since when."""
+    """Condition of a run: its status, the reason and the time of its last change."""
 
     type: ConditionType
     status: ConditionStatus
     reason: str
-    """Stable; for programs."""
+    """Stable code for programs."""
     message: str
     observed_generation: int
-    """Generation of the specification that this was seen under."""
+    """Generation of the specification under which the condition was observed."""
     last_transition_time: datetime
-    """When the status last changed."""
+    """Time at which the status last changed."""
 
 
 class ListedRun(View):
-    """A run in a list, without its specification."""
+    """Run as listed, without its specification."""
 
     id: str
     project: str
     name: str
     desired: Desired
-    """What users want of it; ``state`` gets there by itself."""
+    """State that users want; the controller brings ``state`` there."""
     state: str
     state_reason: str
     message: str
@@ -114,46 +116,47 @@ class ListedRun(View):
     summary: dict[str, Any]
     spec_digest: str
     target_steps: int
-    """Steps that it is to train; 0 while ``data.epochs`` says it and nobody has opened the data."""
+    """Number of steps to train; 0 while it depends on ``data.epochs`` and no worker has opened the
+    data."""
     activities: list[str] = []
-    """What it is doing now: TRAINING, SYNCING_WEIGHTS, VALIDATING, CHECKPOINTING, FINALIZING."""
+    """Current activities: TRAINING, SYNCING_WEIGHTS, VALIDATING, CHECKPOINTING, FINALIZING."""
     conditions: list[ConditionView] = []
     error: RunError | None = None
-    """Why it failed, if it did."""
+    """Reason of the failure; None if the run has not failed."""
     create_time: datetime
     update_time: datetime
     start_time: datetime | None = None
-    """When it first left the queue."""
+    """Time at which the run first left the queue."""
     finish_time: datetime | None = None
-    """When it ended."""
+    """Time at which the run ended."""
     revision: int
     generation: int
-    """Grows with each change of ``spec``."""
+    """Number that grows with each change of ``spec``."""
 
 
 class RunView(ListedRun):
-    """A run as clients see it."""
+    """Run with its specification."""
 
     spec: dict[str, Any]
 
 
 class RunPage(BaseModel):
-    """A page of runs, newest first."""
+    """Page of runs, newest first."""
 
     items: list[ListedRun]
     next_page_token: str
 
 
 class ValidatedView(BaseModel):
-    """A specification that may be submitted."""
+    """Valid specification, ready to submit."""
 
     spec: dict[str, Any]
-    """With every default written out."""
+    """The specification with all defaults filled in."""
     spec_digest: str
 
 
 class EventView(View):
-    """Something that happened to a run."""
+    """Event of a run."""
 
     run_id: str
     seq: int
@@ -171,7 +174,7 @@ class EventPage(BaseModel):
 
 
 class WorkerView(View):
-    """A worker of a run."""
+    """Worker of a run."""
 
     worker_id: str
     role: str
@@ -182,13 +185,13 @@ class WorkerView(View):
 
 
 class Topology(BaseModel):
-    """Registered workers of a run, by name."""
+    """Registered workers of a run, ordered by name."""
 
     items: list[WorkerView]
 
 
 class CheckpointView(View):
-    """A checkpoint of a run."""
+    """Checkpoint of a run."""
 
     id: str = Field(validation_alias=AliasChoices("id", "checkpoint_id"))
     step: int
@@ -197,15 +200,15 @@ class CheckpointView(View):
     state: str
     message: str
     size_bytes: int
-    """Of the trainer's folder."""
+    """Size of the trainer's checkpoint folder."""
     create_time: datetime
 
 
 class LogLine(BaseModel):
-    """A line of a worker's log."""
+    """Line of a worker's log."""
 
     component: str
-    """The worker, such as ``rollout-0``."""
+    """Name of the worker, such as ``rollout-0``."""
     line: str
 
 
@@ -216,37 +219,37 @@ class CheckpointPage(BaseModel):
 
 
 class Metric(BaseModel):
-    """A number of each step."""
+    """One metric over the steps of a run."""
 
     name: str
     values: list[float | None]
-    """One for each step; None where it has no such number."""
+    """One value per step; None for a step without this metric."""
 
 
 class MetricHistogram(BaseModel):
-    """How the samples of each step spread."""
+    """Distribution of one quantity over the samples of each step."""
 
     name: str
     bounds: list[int]
-    """Upper bounds of the buckets, which belong to them."""
+    """Upper bounds of the buckets, inclusive."""
     counts: list[list[int]]
-    """Samples in each bucket, for each step."""
+    """Samples per bucket, one list for each step."""
 
 
 class MetricPage(BaseModel):
-    """Numbers of a run's steps, as columns."""
+    """Metrics of a run's steps, in columns."""
 
     steps: list[int]
-    """In order."""
+    """Steps in ascending order."""
     times: list[datetime]
-    """When each of them was trained."""
+    """Time at which each step was trained."""
     items: list[Metric]
-    """By name."""
+    """Metrics ordered by name."""
     histograms: list[MetricHistogram]
 
 
 class GroupView(View):
-    """A group of samples and what became of it. Texts are not part of it."""
+    """Group of samples and its outcome, without texts."""
 
     group_id: str
     row: int
@@ -254,101 +257,105 @@ class GroupView(View):
     state: str
     step: int | None = None
     oldest_version: int | None = None
-    """Version that sampled its oldest token, masked or not."""
+    """Weight version that sampled the oldest token, masked or not."""
     staleness: int | None = None
-    """Versions that the trainer was ahead of ``oldest_version``; tokens over ``algorithm.max_staleness`` were
-    masked."""
+    """Trainer's weight version minus ``oldest_version``; tokens staler than
+    ``algorithm.max_staleness`` were masked."""
     reason: str = ""
 
 
 class GroupPage(BaseModel):
-    """Groups of a run by sequence."""
+    """Groups of a run, ordered by sequence."""
 
     items: list[GroupView]
 
 
 class QuotaView(View):
-    """What a project may use, and uses."""
+    """Limits of a project and its current use."""
 
     project: str
     max_active_runs: int
     max_queued_runs: int
     max_gpus: int
-    """GPUs that its active runs may take together; 0 for no bound."""
+    """Max GPUs of all active runs together; 0 means unlimited."""
     max_transferqueue_bytes: int
-    """Sum of ``transferqueue.quota_bytes`` of its active runs; 0 for no bound."""
+    """Max sum of ``transferqueue.quota_bytes`` over active runs; 0 means unlimited."""
     max_checkpoint_bytes: int
-    """Size of the checkpoints of its runs above which none starts; 0 for no bound."""
+    """Size of the project's checkpoints at which no further run starts; 0 means unlimited."""
     max_requests_per_second: int
-    """Requests that each controller answers, twice as many at once; 0 for no bound."""
+    """Requests per second that each controller answers; bursts may have twice as many; 0 means
+    unlimited."""
     max_event_streams: int
-    """Streams of events and logs that are open at each controller; 0 for no bound."""
+    """Max open streams of events and logs at each controller; 0 means unlimited."""
     active_runs: int
     queued_runs: int
     gpus: int
     transferqueue_bytes: int
     checkpoint_bytes: int
     event_streams: int
-    """Open at the controller that answers."""
+    """Streams that are open at the controller that answers."""
 
 
 class VersionView(BaseModel):
-    """The release that answers."""
+    """Release of the controller that answers."""
 
     version: str
 
 
 class RunPatch(Body):
-    """What may change; parts that are not sent stay as they are."""
+    """Changes to a run; omitted fields keep their values."""
 
     labels: Labels | None = None
     priority: Priority | None = None
     limits: Document | None = None
-    """Keys of ``limits`` in the specification."""
+    """Keys of the specification's ``limits``."""
     validation_every: int | None = Field(None, ge=0, le=1 << 31)
-    """``validation.every`` from the next step on."""
+    """New ``validation.every``, in effect from the next step."""
     checkpoint_every: int | None = Field(None, ge=0, le=1 << 31)
-    """``trainer.checkpoint.every`` from the next step on."""
+    """New ``trainer.checkpoint.every``, in effect from the next step."""
     rollout_replicas: int | None = Field(None, ge=1, le=4096)
-    """``rollout.replicas``: more are taken in once they have loaded, fewer at once; the run goes on."""
+    """New ``rollout.replicas``. Additional rollouts join after they have loaded, surplus ones leave
+    at once; training continues."""
 
 
 class PauseOptions(Body):
-    """How a run is held."""
+    """Options of pausing a run."""
 
     checkpoint: StrictBool = True
-    """Whether a checkpoint is saved behind the step; otherwise the run goes on from the one before."""
+    """True to save a checkpoint after the current step; otherwise the run resumes from the previous
+    one."""
 
 
 class CancelOptions(Body):
-    """How a run is ended."""
+    """Options of cancelling a run."""
 
     grace_seconds: float = Field(0.0, ge=0, le=86_400, strict=True)
-    """Time in which the run may finish its step; then it is ended by force. 0 ends it at once."""
+    """Time in seconds for the run to finish its step before it is ended by force; 0 ends it at
+    once."""
     save_checkpoint: StrictBool = False
-    """Whether a checkpoint is saved behind that step."""
+    """True to save a checkpoint after that step."""
 
 
 class TrackerReport(Body):
-    """How writing a run to a tracker goes."""
+    """Status of writing a run to an experiment tracker."""
 
     is_writing: StrictBool
-    """Whether it is written to; False once it has failed, which is then tried again."""
+    """True if the tracker is being written to; False after a failure, which is then retried."""
     message: str = Field("", max_length=2000, pattern=r"^[^\x00]*$")
-    """Why not, for a person."""
+    """Reason of the failure, for people."""
 
 
 class ForkRequest(Body):
-    """A new run that goes on from a checkpoint of another one."""
+    """Request for a new run that continues from a checkpoint of another run."""
 
     checkpoint_id: str = Field("", max_length=40)
-    """The checkpoint; empty takes the newest one."""
+    """Checkpoint to continue from; empty means the newest one."""
     name: str = Field("", pattern="^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")
-    """Name of the new run; empty keeps that of the old one."""
+    """Name of the new run; empty keeps the parent's name."""
     overrides: Document = Field(default_factory=dict)
-    """Keys of the specification that differ, such as ``{"trainer": {"steps": 200}}``."""
+    """Keys of the specification to change, such as ``{"trainer": {"steps": 200}}``."""
 
 
 def covers(role: Role, needed: Role) -> bool:
-    """Whether whoever has a role may do what needs another one."""
+    """Returns True if a role includes the permissions of another one."""
     return _RANK[role] >= _RANK[needed]

@@ -1,1 +1,1 @@
-"""The REST face of the controller: routes, views, errors, who may do what, the run page."""
+"""REST API of the controller: routes, views, errors, authorization and the run page."""

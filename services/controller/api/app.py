@@ -1,4 +1,4 @@
-"""The REST application: routes, errors, OpenAPI."""
+"""REST application: routes, errors and the OpenAPI document."""
 
 import time
 from collections.abc import Collection
@@ -19,17 +19,19 @@ from services.controller.models import LogLine
 
 
 class Measured:
-    """Records how long an application takes to begin each answer; streams last while they are watched.
+    """ASGI middleware that records the time until each response begins.
+
+    The end is not measured, because streams last as long as their readers.
 
     Args:
-        app: Answers; its router leaves the route that it chose in the scope.
+        app: Application to measure; its router stores the matched route in the scope.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
+        """Serves a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -44,7 +46,7 @@ class Measured:
 
 
 def _record(scope: Scope, status: int, seconds: float) -> None:
-    """What no route takes is not recorded: anybody can make up paths and methods."""
+    """Records a response; skips requests without a route, because callers can invent paths and methods."""
     route = scope.get("route")
     if route is not None and status != 405:
         HTTP_SECONDS.labels(route.path, scope["method"], str(status)).observe(seconds)
@@ -69,11 +71,11 @@ _REFUSALS = {
 
 
 def build_app(api: RunApi, *, hosts: Collection[str] = ()) -> FastAPI:
-    """The application.
+    """Builds the REST application.
 
     Args:
-        api: Answers operations.
-        hosts: Names that browsers reach it by; none allows any.
+        api: Executes the operations.
+        hosts: Host names under which browsers reach it; empty allows any.
     """
     app = FastAPI(
         title="Slipstream",
@@ -89,14 +91,17 @@ def build_app(api: RunApi, *, hosts: Collection[str] = ()) -> FastAPI:
 
     @app.get("/healthz", include_in_schema=False)
     def healthz() -> Response:
-        """Whether the process lives."""
+        """Answers liveness probes."""
         return Response("ok\n", media_type="text/plain")
 
     return app
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The API's description, with what FastAPI does not know: the specification, problems, lines of logs."""
+    """Builds the OpenAPI document.
+
+    Adds what FastAPI does not know: the run specification, problems and log lines.
+    """
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, summary=app.summary, routes=app.routes
@@ -130,7 +135,8 @@ def _describe(operation: dict[str, Any]) -> None:
             "content": {PROBLEM_TYPE: reference},
         }
     for parameter in operation.get("parameters", ()):
-        # Without it the answer is 428, which FastAPI cannot say of a required header.
+        # The controller answers 428 without this header; FastAPI would answer 422 if it were
+        # declared required.
         if parameter["name"] == "if-match":
             parameter["required"] = True
             parameter["schema"].pop("default", None)

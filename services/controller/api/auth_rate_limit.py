@@ -1,4 +1,4 @@
-"""How often unknown callers are looked for, by where they come from: each costs a query or more."""
+"""Rate limit for unknown tokens per address, because each lookup costs at least one query."""
 
 import asyncio
 import time
@@ -18,30 +18,30 @@ _AT_ONCE = 2
 
 
 def peer_of(request: Request) -> str:
-    """Where a request comes from."""
+    """Returns the address that a request comes from."""
     return request.client.host if request.client else ""
 
 
 class AuthRateLimit:
-    """Counts calls with tokens that nobody knows. Belongs to the event loop's thread.
+    """Counts calls with unknown tokens. Belongs to the event loop's thread.
 
     Args:
-        clock: Seconds.
+        clock: Returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._used: dict[str, tuple[float, float]] = {}
-        """By peer, calls that count still, and when that was so."""
+        """Per address: counted calls, and the time of the count."""
         self._lookups = asyncio.Semaphore(_AT_ONCE)
         self._num_waiting = 0
 
     @asynccontextmanager
     async def lookup(self) -> AsyncIterator[None]:
-        """Look for a token in the block, a few at once: those who are known do not wait for strangers.
+        """Limits concurrent token lookups, so that unknown callers do not delay authenticated ones.
 
         Raises:
-            RateLimitedError: If too many wait.
+            RateLimitedError: If too many lookups wait.
         """
         if self._num_waiting >= _MAX_WAITING:
             metrics.API_REFUSALS.labels("rate_limited").inc()
@@ -56,10 +56,10 @@ class AuthRateLimit:
             self._num_waiting -= 1
 
     def admit(self, peer: str) -> None:
-        """Count a call of a peer with a token that is to be looked for.
+        """Counts a call whose token has to be looked up.
 
         Raises:
-            RateLimitedError: If too many of its tokens were unknown.
+            RateLimitedError: If too many tokens from this address were unknown.
         """
         over = self._now(peer) + 1.0 - _BURST
         if over > 0:
@@ -74,7 +74,7 @@ class AuthRateLimit:
         self._used[peer] = (self._now(peer) + 1.0, self._clock())
 
     def forgive(self, peer: str) -> None:
-        """The token of a call that was counted is known."""
+        """Takes a counted call back, after its token turned out to be known."""
         self._used[peer] = (max(self._now(peer) - 1.0, 0.0), self._clock())
 
     def _now(self, peer: str) -> float:

@@ -1,6 +1,6 @@
-"""The operations of the run API, each declared once: REST, gRPC and the client are made from them.
+"""Declares every operation of the run API once; REST, gRPC and the client are generated from it.
 
-``handlers`` has one method for each.
+``handlers`` implements one method per operation.
 """
 
 from collections.abc import Iterator
@@ -39,42 +39,44 @@ from services.controller.samples import SampleFilter, SampleId, SamplePage, Whol
 
 Answer = TypeVar("Answer", covariant=True)
 Place = Literal["path", "query", "header", "body", "document"]
-"""Where REST has a field: ``body`` is one key of the body, ``document`` all of it."""
+"""Location of a field in the REST request: ``body`` is one key of the body, ``document`` the whole
+body."""
 
 HEADER: Place = "header"
 DOCUMENT: Place = "document"
 
 
 class Operation(BaseModel, Generic[Answer]):
-    """One thing that can be asked of the API, and what is said of it."""
+    """Base of all operations of the API: the request's fields and its REST and gRPC bindings."""
 
     http: ClassVar[str]
-    """Method and path; fields that the path names are part of it."""
+    """HTTP method and path; the path names the fields that it contains."""
     role: ClassVar[Role] = "viewer"
-    """Who may ask; a handler may want more of some requests."""
+    """Role that a caller needs at least; a handler may require more for some requests."""
     status: ClassVar[HTTPStatus] = HTTPStatus.OK
     location: ClassVar[str] = ""
-    """Path of what was made, with the answer's fields."""
+    """Path of the created resource, formatted with the fields of the response."""
     rpc: ClassVar[str | None] = ""
-    """The gRPC method, where its name is not that of the class; None if gRPC does not carry the answer."""
+    """Name of the gRPC method if it differs from the class name; None if gRPC does not offer the
+    operation."""
     form: ClassVar[Literal["json", "lines", "events"]] = "json"
-    """One answer, one for each line, or one after the other as they come."""
+    """Form of the response: one JSON document, one per line, or a stream of events."""
 
     @classmethod
     def answer(cls) -> Any:
-        """Type of what is answered; of one item if there are many."""
+        """Returns the type of the response, or of one item if the response is a sequence."""
         found = (base.__pydantic_generic_metadata__["args"] for base in cls._bases())
         return next(args[0] for args in found if args)
 
     @classmethod
     def body(cls) -> type[Body] | None:
-        """What REST has in its body, if that is more than one field."""
+        """Returns the model of the REST body, or None if no model describes the body."""
         found = (b for b in cls._bases() if issubclass(b, Body) and not issubclass(b, Operation))
         return next(found, None)
 
     @classmethod
     def place(cls, name: str) -> Place:
-        """Where REST has a field."""
+        """Returns the location of a field in the REST request."""
         for marker in (HEADER, DOCUMENT):
             if marker in cls.model_fields[name].metadata:
                 return marker
@@ -89,7 +91,7 @@ class Operation(BaseModel, Generic[Answer]):
 
 
 class OfRun(Operation[Answer], Generic[Answer]):
-    """What is asked of one run."""
+    """Base of operations on one run."""
 
     run_id: Annotated[str, Field(pattern="^run_[0-9a-f]{32}$")]
 
@@ -105,9 +107,9 @@ EventTypes = Annotated[list[Annotated[str, Field(max_length=32)]], Field(max_len
 
 
 class CreateRun(Operation[RunView | ValidatedView]):
-    """Submit a run; the body is its specification. It starts when its turn comes.
+    """Submits a run; the body is its specification. The run starts when the queue admits it.
 
-    Of several values of ``label`` with the same key the last one counts.
+    If ``label`` repeats a key, the last value counts.
     """
 
     http = "POST /v1/runs"
@@ -122,7 +124,7 @@ class CreateRun(Operation[RunView | ValidatedView]):
 
 
 class ListRuns(Operation[RunPage]):
-    """List the runs of the project, newest first unless ``order_by`` says otherwise."""
+    """Lists the runs of the project, newest first unless ``order_by`` differs."""
 
     http = "GET /v1/runs"
     state: RunState | None = None
@@ -134,14 +136,14 @@ class ListRuns(Operation[RunPage]):
 
 
 class GetRun(OfRun[RunView]):
-    """One run."""
+    """Returns one run."""
 
     http = "GET /v1/runs/{run_id}"
     if_none_match: Annotated[str, HEADER] = ""
 
 
 class UpdateRun(RunPatch, OfRun[RunView]):
-    """Change a run; ``If-Match`` names the revision that was read."""
+    """Changes a run; ``If-Match`` names the revision that the caller has read."""
 
     http = "PATCH /v1/runs/{run_id}"
     role = "operator"
@@ -149,7 +151,7 @@ class UpdateRun(RunPatch, OfRun[RunView]):
 
 
 class DeleteRun(OfRun[None]):
-    """Forget a run that has ended. Its checkpoints stay on disk unless they are to go too."""
+    """Deletes a run that has ended. Its checkpoints stay on disk unless ``delete_checkpoints`` is set."""
 
     http = "DELETE /v1/runs/{run_id}"
     role = "admin"
@@ -159,28 +161,31 @@ class DeleteRun(OfRun[None]):
 
 
 class CancelRun(CancelOptions, OfRun[RunView]):
-    """End a run. Cancelling a cancelled run changes nothing; a second call may shorten the grace."""
+    """Cancels a run.
+
+    Cancelling a cancelled run changes nothing; a second call may shorten the grace period.
+    """
 
     http = "POST /v1/runs/{run_id}/cancel"
     role = "operator"
 
 
 class PauseRun(PauseOptions, OfRun[RunView]):
-    """Finish the current step, save a checkpoint if it is wanted, and stop the workers."""
+    """Pauses a run: finishes the current step, saves a checkpoint if requested, and stops the workers."""
 
     http = "POST /v1/runs/{run_id}/pause"
     role = "operator"
 
 
 class ResumeRun(OfRun[RunView]):
-    """Queue a paused run again; it goes on from its checkpoint."""
+    """Queues a paused run again; it continues from its checkpoint."""
 
     http = "POST /v1/runs/{run_id}/resume"
     role = "operator"
 
 
 class EvaluateRun(OfRun[RunView]):
-    """Evaluate the weights that are served now; event ``Validated`` tells of it."""
+    """Evaluates the weights that the run serves now; the event ``Validated`` reports the result."""
 
     http = "POST /v1/runs/{run_id}/validate"
     role = "operator"
@@ -188,7 +193,7 @@ class EvaluateRun(OfRun[RunView]):
 
 
 class SaveRun(OfRun[RunView]):
-    """Save a checkpoint at the end of the current step; event ``CheckpointSaved`` tells of it."""
+    """Saves a checkpoint at the end of the current step; the event ``CheckpointSaved`` reports it."""
 
     http = "POST /v1/runs/{run_id}/checkpoint"
     role = "operator"
@@ -197,7 +202,7 @@ class SaveRun(OfRun[RunView]):
 
 
 class ReportTracker(TrackerReport, OfRun[EventView]):
-    """Tell that a tracker of the run has failed or is written to again; an event of the run says so."""
+    """Records, as an event of the run, that a tracker has failed or works again."""
 
     http = "POST /v1/runs/{run_id}/trackers/{tracker}"
     rpc = None
@@ -206,7 +211,10 @@ class ReportTracker(TrackerReport, OfRun[EventView]):
 
 
 class ForkRun(ForkRequest, OfRun[RunView]):
-    """Start a new run that goes on from a checkpoint, with the same prompts behind it."""
+    """Starts a new run that continues from a checkpoint of another run.
+
+    It does not repeat the prompts trained up to that checkpoint, unless its data or seed differ.
+    """
 
     http = "POST /v1/runs/{run_id}/fork"
     role = "operator"
@@ -216,7 +224,10 @@ class ForkRun(ForkRequest, OfRun[RunView]):
 
 
 class ListEvents(OfRun[EventPage]):
-    """Events of a run in order, or the newest first: then ``before_seq`` goes on behind a page."""
+    """Lists the events of a run in order, or newest first with ``order_by=-seq``.
+
+    In the latter case ``before_seq`` continues after a page.
+    """
 
     http = "GET /v1/runs/{run_id}/events"
     after_seq: Seq = 0
@@ -228,9 +239,10 @@ class ListEvents(OfRun[EventPage]):
 
 
 class WatchRun(OfRun[EventView]):
-    """Events of a run as they come; the stream ends with event ``end`` once the run has ended.
+    """Streams the events of a run; the stream ends with the event ``end`` after the run has ended.
 
-    A reader that falls too far behind gets event ``overflow`` and goes on by ``Last-Event-ID``.
+    A reader that falls too far behind receives the event ``overflow`` and continues with
+    ``Last-Event-ID``.
     """
 
     http = "GET /v1/runs/{run_id}/events/stream"
@@ -240,7 +252,7 @@ class WatchRun(OfRun[EventView]):
 
 
 class WatchRuns(Operation[EventView]):
-    """Events of all runs of the project as they come, from now on or behind ``Last-Event-ID``."""
+    """Streams the events of all runs of the project, from now on or after ``Last-Event-ID``."""
 
     http = "GET /v1/runs/stream"
     form = "events"
@@ -248,7 +260,7 @@ class WatchRuns(Operation[EventView]):
 
 
 class ReadLogs(OfRun[LogLine]):
-    """The ends of the workers' logs, one JSON object a line: ``component`` and ``line``."""
+    """Returns the last lines of the workers' logs, one JSON object per line: ``component`` and ``line``."""
 
     http = "GET /v1/runs/{run_id}/logs"
     form = "lines"
@@ -257,7 +269,7 @@ class ReadLogs(OfRun[LogLine]):
 
 
 class FollowLogs(OfRun[LogLine]):
-    """Lines of the workers' logs as they come; ends with event ``end`` once the run has ended."""
+    """Streams lines of the workers' logs; the stream ends with the event ``end`` after the run has ended."""
 
     http = "GET /v1/runs/{run_id}/logs/stream"
     rpc = "ReadLogs"
@@ -268,9 +280,11 @@ class FollowLogs(OfRun[LogLine]):
 
 
 class ListMetrics(OfRun[MetricPage]):
-    """Numbers of the run's steps; of more than ``max_points`` every n-th. ``to_step`` 0 is the newest.
+    """Lists metrics of the run's steps; more than ``max_points`` steps are thinned to every n-th.
 
-    A ``name`` that ends with ``*`` means all that begin so.
+    ``to_step`` 0 is the newest.
+
+    A ``name`` that ends with ``*`` selects all metrics with that prefix.
     """
 
     http = "GET /v1/runs/{run_id}/metrics"
@@ -281,7 +295,7 @@ class ListMetrics(OfRun[MetricPage]):
 
 
 class ListGroups(OfRun[GroupPage]):
-    """Groups that steps trained, those in flight, and those that were given up, with the reason."""
+    """Lists the groups that steps trained, those in flight, and those that were dropped, with the reason."""
 
     http = "GET /v1/runs/{run_id}/groups"
     after_step: Seq = 0
@@ -289,17 +303,17 @@ class ListGroups(OfRun[GroupPage]):
 
 
 class ListSamples(SampleFilter, OfRun[SamplePage]):
-    """Kept samples with their facts and, over REST, the beginnings of their texts."""
+    """Lists recorded samples with their facts and, over REST, the beginnings of their texts."""
 
     http = "GET /v1/runs/{run_id}/samples"
     excerpt: Annotated[int, Field(ge=0, le=10_000)] = 300
-    """Most characters of a prompt and of a response."""
+    """Max characters of a prompt and of a response."""
     page_size: Annotated[int, Field(ge=1, le=500)] = 50
     page_token: Annotated[str, Field(max_length=256)] = ""
 
 
 class GetSample(OfRun[WholeSample]):
-    """One kept sample with its turns and tokens."""
+    """Returns one recorded sample with its turns and tokens."""
 
     http = "GET /v1/runs/{run_id}/samples/{sample_id}"
     rpc = None
@@ -307,32 +321,32 @@ class GetSample(OfRun[WholeSample]):
 
 
 class ExportSamples(SampleFilter, OfRun[WholeSample]):
-    """Kept samples as JSON lines, one after the other as they are read."""
+    """Exports recorded samples as JSON lines, streamed as they are read."""
 
     http = "GET /v1/runs/{run_id}/samples.jsonl"
     rpc = None
     form = "lines"
     tokens: bool = True
-    """Whether their tokens are part of it."""
+    """True to include the samples' tokens."""
     limit: Annotated[int, Field(ge=0, le=MAX_SEQ)] = 0
-    """Most samples; 0 for all."""
+    """Max samples; 0 means all."""
 
 
 class ListCheckpoints(OfRun[CheckpointPage]):
-    """Checkpoints of a run, newest first."""
+    """Lists the checkpoints of a run, newest first."""
 
     http = "GET /v1/runs/{run_id}/checkpoints"
 
 
 class GetCheckpoint(OfRun[CheckpointView]):
-    """One checkpoint."""
+    """Returns one checkpoint."""
 
     http = "GET /v1/runs/{run_id}/checkpoints/{checkpoint_id}"
     checkpoint_id: CheckpointId
 
 
 class DeleteCheckpoint(OfRun[None]):
-    """Delete a checkpoint that no run needs any more."""
+    """Deletes a checkpoint that no run needs any more."""
 
     http = "DELETE /v1/runs/{run_id}/checkpoints/{checkpoint_id}"
     role = "operator"
@@ -341,24 +355,24 @@ class DeleteCheckpoint(OfRun[None]):
 
 
 class GetTopology(OfRun[Topology]):
-    """Registered workers of a run and what they are doing."""
+    """Lists the registered workers of a run and their activities."""
 
     http = "GET /v1/runs/{run_id}/topology"
 
 
 class GetQuota(Operation[QuotaView]):
-    """What the project may use, and uses."""
+    """Returns the limits of the project and its current use."""
 
     http = "GET /v1/quota"
 
 
 class GetVersion(Operation[VersionView]):
-    """The release that answers."""
+    """Returns the release of the controller."""
 
     http = "GET /v1/version"
 
 
-# The path of the stream of all runs would otherwise be taken for a run's.
+# WatchRuns comes before GetRun: otherwise REST would match its path as that of a run.
 OPERATIONS: tuple[type[Operation[Any]], ...] = (
     *(CreateRun, ListRuns, WatchRuns, GetRun, UpdateRun, DeleteRun),
     *(CancelRun, PauseRun, ResumeRun, EvaluateRun, SaveRun, ReportTracker, ForkRun),
@@ -366,4 +380,4 @@ OPERATIONS: tuple[type[Operation[Any]], ...] = (
     *(ListSamples, GetSample, ExportSamples),
     *(ListCheckpoints, GetCheckpoint, DeleteCheckpoint, GetTopology, GetQuota, GetVersion),
 )
-"""All of them; REST looks for a path in this order."""
+"""All operations, in the order in which REST matches their paths."""

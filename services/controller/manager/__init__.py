@@ -1,1 +1,1 @@
-"""The runs of one controller: which are admitted, driven, kept and forgotten."""
+"""Run management: admission, drivers, quotas, events, checkpoints and samples of all runs."""

@@ -1,6 +1,6 @@
-"""The queue: which runs start, what the next one waits for, and which have waited for too long.
+"""Admission of queued runs: starts runs that fit into quotas and fails those that waited too long.
 
-One transaction decides all of it, so the limits of a project hold at every moment.
+All decisions are one transaction, so a project's limits hold at every moment.
 """
 
 import time
@@ -27,28 +27,28 @@ _BEHIND = QuotaShortage("Behind", "another run of the project comes before it")
 
 @dataclass(slots=True)
 class Admitted:
-    """What became of the queue."""
+    """Result of one admission."""
 
     started: list[Run] = field(default_factory=list)
-    """Runs that have their turn; they are STARTING."""
+    """Started runs, in state STARTING."""
     expired: list[Run] = field(default_factory=list)
-    """Runs that waited for too long, as they were; they are FAILED."""
+    """Runs that exceeded their queue time-out, as they were before; they are now FAILED."""
     told: list[tuple[Event, str]] = field(default_factory=list)
-    """Events, each with its project."""
+    """Recorded events, each with its project."""
     next_deadline: float | None = None
-    """When the next run will have waited for too long, in seconds since the epoch."""
+    """Next time at which a run exceeds its queue time-out, in seconds since the epoch."""
 
 
 def admit(
     store: RunStore, defaults: Limits, *, busy: Collection[str] = (), now: float | None = None
 ) -> Admitted:
-    """Let queued runs start: in each project by priority, then by age, and none before one that has to wait.
+    """Starts queued runs: per project by priority, then by age; a run never overtakes one that has to wait.
 
     Args:
-        store: The runs.
-        defaults: Limits of projects without their own.
-        busy: Runs that cannot start yet because they have not wholly stopped.
-        now: Seconds since the epoch.
+        store: Store of the runs.
+        defaults: Limits of projects without their own quota.
+        busy: Ids of runs that cannot start yet because they have not fully stopped.
+        now: Seconds since the epoch; None means the current time.
     """
     now = time.time() if now is None else now
     with store.database.write() as connection:
@@ -65,7 +65,7 @@ def admit(
 
 
 class _Queue:
-    """Takes the queued runs one by one."""
+    """Processes the queued runs one by one."""
 
     def __init__(self, connection: sa.Connection, store: RunStore, defaults: Limits) -> None:
         self._connection = connection
@@ -75,7 +75,7 @@ class _Queue:
         self.done = Admitted()
 
     def start(self, run_id: str, project: str) -> QuotaShortage | None:
-        """Start a run if there is room for it; returns what it has to wait for."""
+        """Starts a run if the quota has room for it; otherwise returns the shortage that it waits for."""
         if project in self._waiting:
             return _BEHIND
         run = get_run(self._connection, run_id, lock=True)
@@ -88,7 +88,7 @@ class _Queue:
         return None
 
     def expire(self, run_id: str, lack: QuotaShortage) -> None:
-        """End a run that has waited for too long."""
+        """Fails a run that exceeded its queue time-out."""
         run = get_run(self._connection, run_id, lock=True)
         message = f"the run did not start within limits.queue_timeout_s: {lack.message}"
         _, event = self._store.move(
@@ -98,7 +98,7 @@ class _Queue:
         self.done.told.append((event, run.project))
 
     def keep(self, run_id: str, project: str, lack: QuotaShortage, deadline: float | None) -> None:
-        """Let a run wait, and tell once what the first run of a project waits for."""
+        """Leaves a run in the queue, and records once why the first run of a project waits."""
         if deadline is not None:
             self.done.next_deadline = min(deadline, self.done.next_deadline or deadline)
         if project in self._waiting:

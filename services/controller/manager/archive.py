@@ -1,4 +1,4 @@
-"""Checkpoints of runs as users see them: found, and deleted when no run needs them."""
+"""Checkpoints of runs as users see them: lookup, and deletion if no run needs them."""
 
 import asyncio
 import json
@@ -24,17 +24,17 @@ class CheckpointInUseError(FailedPreconditionError):
 
 
 class NoCheckpointError(FailedPreconditionError):
-    """The run has no checkpoint that can be used."""
+    """The run has no usable checkpoint."""
 
     reason = "NO_USABLE_CHECKPOINT"
 
 
 class CheckpointArchive:
-    """Checkpoints of all runs.
+    """Finds and deletes checkpoints of all runs.
 
     Args:
-        database: Knows them.
-        on_event: Hears of deletions, with the run's project.
+        database: Database of the checkpoints.
+        on_event: Called with the event of each deletion and the run's project.
     """
 
     def __init__(self, database: Database, on_event: Callable[[Event, str], None]) -> None:
@@ -43,11 +43,11 @@ class CheckpointArchive:
         self._on_event = on_event
 
     async def usable(self, run_id: str, checkpoint_id: str) -> Checkpoint:
-        """A checkpoint that a run can go on from; without an id the newest one.
+        """Returns a checkpoint that a run can continue from: the newest one if the id is empty.
 
         Raises:
-            NotFoundError: If there is none of that id.
-            NoCheckpointError: If it is not whole, or there is none.
+            NotFoundError: If no checkpoint has that id.
+            NoCheckpointError: If the checkpoint is not READY, or the run has none.
         """
         found = await self._database.query(self._store.list_checkpoints, run_id)
         if checkpoint_id:
@@ -64,15 +64,15 @@ class CheckpointArchive:
         return max(ready, key=lambda checkpoint: checkpoint.step)
 
     async def runs_saved_at(self, paths: Collection[Path]) -> list[str]:
-        """Runs that have a checkpoint at one of the paths, around it, or right below it."""
+        """Returns the runs that have a checkpoint at one of the paths, above it, or directly below it."""
         return await self._database.query(self._store.runs_saved_at, paths)
 
     async def delete(self, run_id: str, checkpoint_id: str, *, actor: str = "") -> None:
-        """Delete a checkpoint; repeating it changes nothing.
+        """Deletes a checkpoint; repeated calls change nothing.
 
         Raises:
-            NotFoundError: If there is none of that id.
-            CheckpointInUseError: If a run that has not ended would go on from it.
+            NotFoundError: If no checkpoint has that id.
+            CheckpointInUseError: If a run that has not ended would continue from it.
         """
         checkpoint, project, event = await self._database.run(
             self._delete, run_id, checkpoint_id, actor
@@ -82,11 +82,11 @@ class CheckpointArchive:
             await asyncio.to_thread(_remove, checkpoint)
 
     async def files_of(self, run_id: str) -> list[Checkpoint]:
-        """All checkpoints of a run, to remove their files once the run is forgotten."""
+        """Returns all checkpoints of a run, so that their files can be removed after the run is deleted."""
         return await self._database.query(self._store.list_checkpoints, run_id)
 
     async def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
-        """Delete files."""
+        """Removes the files of checkpoints."""
         for checkpoint in checkpoints:
             await asyncio.to_thread(_remove, checkpoint)
 
@@ -132,7 +132,7 @@ class CheckpointArchive:
 
 
 def _remove(checkpoint: Checkpoint) -> None:
-    """Delete the files, if they are on a disk that this controller sees."""
+    """Removes the files if they are on a disk that this controller sees."""
     folder = Path(checkpoint.path)
     if checkpoint.path and (folder / "manifest.json").is_file():
         shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Looks into what a run did: its numbers, its groups, its checkpoints."""
+"""Read access to a run's history: metrics, groups and checkpoints."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -18,11 +18,12 @@ _HISTOGRAMS = "histograms"
 
 
 def as_columns(steps: Sequence[StepMetrics], names: Collection[str]) -> MetricPage:
-    """Columns of some steps.
+    """Converts step metrics into columns.
 
     Args:
-        steps: In order.
-        names: Numbers and histograms that are wanted; none for all. ``NAME*`` means all that begin so.
+        steps: Steps in ascending order.
+        names: Metrics and histograms to include; empty means all. ``NAME*`` selects all with that
+            prefix.
     """
     numbers = {name for step in steps for name in step.metrics} - {_HISTOGRAMS}
     spreads = [step.metrics.get(_HISTOGRAMS, {}) for step in steps]
@@ -55,10 +56,10 @@ def _histogram(name: str, spreads: Sequence[dict[str, int]]) -> MetricHistogram:
 
 
 class RunAudit:
-    """Reads of one controller's runs.
+    """Reads the history of one controller's runs.
 
     Args:
-        database: Holds the runs.
+        database: Database of the runs.
     """
 
     def __init__(self, database: Database) -> None:
@@ -66,24 +67,24 @@ class RunAudit:
         self._checkpoints = CheckpointStore(database)
 
     async def checkpoints(self, run_id: str) -> list[Checkpoint]:
-        """Checkpoints of a run, newest first."""
+        """Returns the checkpoints of a run, newest first."""
         return await self._database.query(self._checkpoints.list_checkpoints, run_id)
 
     async def checkpoint(self, run_id: str, checkpoint_id: str) -> Checkpoint:
-        """One checkpoint."""
+        """Returns one checkpoint."""
         return await self._database.query(self._checkpoints.get, run_id, checkpoint_id)
 
     async def metrics(
         self, run_id: str, *, names: Sequence[str], from_step: int, to_step: int, max_points: int
     ) -> MetricPage:
-        """Numbers of committed steps: of every n-th step, if all were more than ``max_points``.
+        """Reads metrics of committed steps; if there are more than ``max_points``, of every n-th step.
 
         Args:
-            run_id: The run.
-            names: Those that are wanted; none for all.
+            run_id: Id of the run.
+            names: Metrics to include; empty means all.
             from_step: First step.
-            to_step: Last step; 0 for the newest.
-            max_points: Most steps. The newest is always one of them.
+            to_step: Last step; 0 means the newest.
+            max_points: Max number of steps. The last one is always included.
         """
 
         def read() -> MetricPage:
@@ -99,7 +100,7 @@ class RunAudit:
         return await self._database.page(max_points, read)
 
     async def groups(self, run_id: str, after_step: int, steps: int) -> list[GroupView]:
-        """Groups of some steps, and all that are in flight or were given up."""
+        """Returns the groups of some steps, and all that are in flight or were dropped."""
 
         def read() -> list[GroupView]:
             with self._database.read() as connection:

@@ -1,4 +1,4 @@
-"""What may change in a run that exists: labels, priority, limits, how often it is saved, its rollouts."""
+"""Changes of existing runs: patches (labels, priority, limits, intervals, rollouts) and forks."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from services.controller.store.rows import queue_deadline
 
 
 def merged(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A document with changes: mappings are merged, a null takes a key away (RFC 7396)."""
+    """Returns a document with changes merged in; null removes a key (RFC 7396)."""
     result = dict(document)
     for key, value in changes.items():
         if value is None:
@@ -34,10 +34,10 @@ def merged(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def patched_spec(run: Run, patch: RunPatch) -> RunSpec | None:
-    """The specification with a patch applied; None if the patch leaves it as it is.
+    """Returns the specification with a patch applied; None if the patch does not change it.
 
     Raises:
-        SpecError: If it would break a rule.
+        SpecError: If the changed specification breaks a rule.
     """
     changes: dict[str, Any] = {}
     if patch.limits is not None:
@@ -62,7 +62,7 @@ def patched_spec(run: Run, patch: RunPatch) -> RunSpec | None:
 
 
 def columns_of(patch: RunPatch, spec: RunSpec | None) -> dict[str, Any]:
-    """What a patch writes."""
+    """Returns the database columns that a patch writes."""
     values: dict[str, Any] = {}
     if patch.labels is not None:
         values["labels_json"] = json.dumps(patch.labels)
@@ -78,7 +78,7 @@ def columns_of(patch: RunPatch, spec: RunSpec | None) -> dict[str, Any]:
 def fork_of(
     parent: Run, checkpoint: Checkpoint, fork: ForkRequest, *, actor: str
 ) -> tuple[NewRun, Callable[[sa.Connection], None]]:
-    """The run that goes on from a checkpoint, and the write of the steps that it has behind it.
+    """Builds the run that continues from a checkpoint, and the function that copies the parent's ledger.
 
     Raises:
         SpecError: If the overrides break a rule, or leave nothing to train.

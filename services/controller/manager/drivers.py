@@ -1,4 +1,4 @@
-"""Drives the active runs, and brings to each what is heard of its workers."""
+"""Drives the active runs and forwards worker events to each driver."""
 
 import asyncio
 import logging
@@ -22,27 +22,28 @@ from services.controller.store.runs import InvalidTransitionError, RunStore
 logger = logging.getLogger(__name__)
 
 SPEC_NOT_ACCEPTED = "SpecNotAccepted"
-"""Why a run is paused whose specification was stored by a release with other keys or rules."""
+"""Reason of the pause of a run whose specification was stored by a release with other keys or
+rules."""
 
 
 class Apply(Protocol):
-    """Moves a run and tells of it."""
+    """Applies a transition to a run and publishes its event."""
 
     async def __call__(
         self, run_id: str, event: RunEvent, reason: str, message: str = "", *, actor: str = ""
     ) -> Run:
-        """The run in its new state."""
+        """Returns the run in its new state."""
 
 
 class Drivers:
-    """A driver for each active run.
+    """Drivers of all active runs.
 
     Args:
-        store: The runs.
-        tasks: Owns the drivers.
-        apply: Moves a run.
-        on_event: Hears of each event, with its project.
-        on_end: Called when a run is not driven any more.
+        store: Store of the runs.
+        tasks: Owner of the drivers' tasks.
+        apply: Applies a transition to a run.
+        on_event: Called with each event and its project.
+        on_end: Called when a run is no longer driven.
     """
 
     def __init__(
@@ -61,10 +62,10 @@ class Drivers:
         self._on_end = on_end
         self._drivers: dict[str, RunDriver] = {}
         self.services: Services
-        """What every run needs; set before the first is driven."""
+        """Services that every run needs; set before the first run is driven."""
 
     def drive(self, run: Run) -> None:
-        """Drive a run to its end; one whose specification this release does not accept is set aside."""
+        """Drives a run to its end; pauses a run whose specification this release does not accept."""
         try:
             spec = parse_spec(run.spec_json)
         except SpecError as error:
@@ -92,7 +93,7 @@ class Drivers:
         driver.task = self._tasks.create_task(self._drive(run.run_id, driver))
 
     async def _set_aside(self, run: Run, error: SpecError) -> None:
-        """Stop the workers of a run that cannot be driven, and pause it for a release that can drive it."""
+        """Stops the workers of a run that cannot be driven, and pauses it for a release that can."""
         await self.services.membership.close_run(run.run_id)
         await self.services.launcher.stop(run.run_id)
         message = (
@@ -103,7 +104,7 @@ class Drivers:
         logger.error(
             "a run was set aside", extra={"run": run.run_id, "problems": list(error.problems)}
         )
-        with suppress(InvalidTransitionError):  # somebody cancelled it meanwhile
+        with suppress(InvalidTransitionError):  # a user cancelled it meanwhile
             if run.state is RunState.CANCELLING:
                 await self._apply(run.run_id, RunEvent.STOPPED, "CancelledByUser", "")
             else:
@@ -116,7 +117,7 @@ class Drivers:
         try:
             await driver.drive()
         except InvalidTransitionError:
-            # It was cancelled in the moment in which it ended by itself, or had ended before.
+            # The run was cancelled at the moment at which it ended by itself, or had ended before.
             with suppress(InvalidTransitionError):
                 await self._apply(run_id, RunEvent.STOPPED, "CancelledByUser", "")
         finally:
@@ -124,18 +125,18 @@ class Drivers:
         await self._on_end()
 
     def driven(self) -> Collection[str]:
-        """Runs that are driven now."""
+        """Returns the ids of the runs that are driven now."""
         return frozenset(self._drivers)
 
     def find(self, run_id: str) -> RunDriver | None:
-        """The driver of a run, or None."""
+        """Returns the driver of a run, or None."""
         return self._drivers.get(run_id)
 
     def running(self, run: Run) -> RunDriver:
-        """The driver of a run that trains.
+        """Returns the driver of a run that trains.
 
         Raises:
-            InvalidTransitionError: If it does not train now.
+            InvalidTransitionError: If the run is not RUNNING.
         """
         driver = self.find(run.run_id)
         if driver is None or run.state is not RunState.RUNNING:
@@ -145,11 +146,11 @@ class Drivers:
         return driver
 
     async def evaluate(self, run: Run) -> None:
-        """Evaluate the weights that a run serves.
+        """Evaluates the weights that a run serves.
 
         Raises:
-            InvalidTransitionError: If it does not train now.
-            FailedPreconditionError: If it has no prompts to evaluate them with.
+            InvalidTransitionError: If the run is not RUNNING.
+            FailedPreconditionError: If the run has no held-out prompts.
         """
         driver = self.running(run)
         if driver.spec.data.heldout is None:
@@ -161,30 +162,31 @@ class Drivers:
         await driver.evaluate()
 
     def activities(self, run_id: str) -> list[str]:
-        """What a run is doing now."""
+        """Returns the current activities of a run."""
         driver = self.find(run_id)
         return driver.activities() if driver is not None else []
 
     def leave(self) -> None:
-        """Stop driving; the runs go on until another controller drives them."""
+        """Stops driving; the runs continue until another controller drives them."""
         for driver in list(self._drivers.values()):
             driver.leave()
 
     def suspend(self) -> None:
-        """Stop driving, and stop the workers; runs are paused where they are."""
+        """Stops driving and stops the workers; runs are paused where they are."""
         for driver in list(self._drivers.values()):
             driver.suspend()
 
     async def wait(self) -> None:
-        """Return once nothing that is driven now is driven any more."""
+        """Waits until all current drivers have ended."""
         tasks = [driver.task for driver in self._drivers.values() if driver.task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def report_failures(self, run_id: str, failures: Sequence[GroupFailure]) -> None:
-        """Take in groups that brought no samples.
+        """Forwards failures of groups to the run's driver.
 
         Raises:
-            UnavailableError: If the run is about to be driven; the worker reports again.
+            UnavailableError: If the run has not ended but has no driver yet; the worker reports
+                again.
         """
         if (driver := self.find(run_id)) is not None:
             await driver.report_failures(failures)
@@ -194,17 +196,17 @@ class Drivers:
             raise UnavailableError("the run is being restored; report again")
 
     def worker_exited(self, exit_: WorkerExit) -> None:
-        """A worker ended by itself."""
+        """Notifies the driver that a worker ended by itself."""
         if (driver := self.find(exit_.run_id)) is not None:
             driver.worker_exited(exit_)
 
     def worker_replaced(self, run_id: str, worker_id: str) -> None:
-        """Another process registered in a worker's place."""
+        """Notifies the driver that another process registered under a worker's id."""
         if (driver := self.find(run_id)) is not None:
             driver.worker_lost(worker_id, f"{worker_id} was started again", is_replaced=True)
 
     def worker_pending(self, run_id: str, reason: str, message: str) -> None:
-        """A worker cannot start yet; the run shows why."""
+        """Records, as an event of the run, why a worker cannot start yet."""
         note = Note("WorkerPending", f"{reason}: {message}", {"reason": reason})
         if (driver := self.find(run_id)) is not None:
             self._tasks.create_task(driver.note(note))

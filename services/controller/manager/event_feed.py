@@ -1,4 +1,4 @@
-"""Events of runs: stored ones from the database, new ones as they come."""
+"""Feed of run events: stored events from the database, then new ones live."""
 
 import asyncio
 from collections import defaultdict, deque
@@ -13,14 +13,14 @@ from services.controller.store.runs import RunStore
 
 _MAX_BEHIND = 1000
 _PAGE = 500
-# A reader is told that there is nothing new this often, so that it can see whether anybody still listens.
+# An idle reader receives an empty batch at this interval, which lets it notice a closed connection.
 _QUIET_S = 15.0
-# Readers woken up in one turn of the event loop: with hundreds at once, requests would wait for all of them.
+# Readers woken per iteration of the event loop: waking hundreds at once would delay all requests.
 _WOKEN_AT_ONCE = 16
 
 
 class Subscription:
-    """Events of one run, or of all runs, as they come."""
+    """Queue of new events for one reader, of one run or of all runs of a project."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -28,7 +28,7 @@ class Subscription:
         self._is_overflown = False
 
     def offer(self, event: Event) -> None:
-        """Take an event, or note that the reader is too slow."""
+        """Adds an event; if the queue is full, marks the reader as too slow."""
         if len(self._events) < _MAX_BEHIND:
             self._events.append(event)
             self._has_news.set()
@@ -36,10 +36,11 @@ class Subscription:
             self._is_overflown = True
 
     async def next(self) -> list[Event]:
-        """Wait for the next events; none if none come for a while.
+        """Waits for the next events; returns an empty list if none arrive for a while.
 
         Raises:
-            ResourceExhaustedError: If the reader fell behind; it begins again where it stopped.
+            ResourceExhaustedError: If the reader fell too far behind; it must resume after the last
+                event that it read.
         """
         if self._is_overflown:
             raise ResourceExhaustedError(
@@ -56,11 +57,11 @@ class Subscription:
 
 
 class EventFeed:
-    """Hands events out. Belongs to the event loop's thread.
+    """Distributes events to readers. Belongs to the event loop's thread.
 
     Args:
-        database: Where they are stored.
-        store: The runs in it.
+        database: Database of the events.
+        store: Store of the runs in it.
     """
 
     def __init__(self, database: Database, store: RunStore) -> None:
@@ -78,35 +79,36 @@ class EventFeed:
         limit: int = _PAGE,
         only: EventFilter = ALL_EVENTS,
     ) -> list[Event]:
-        """Stored events of a run behind ``after_seq``, in order unless ``only`` says otherwise.
+        """Reads stored events of a run after ``after_seq``, in order unless ``only`` sets another one.
 
         Raises:
-            CursorExpiredError: If some of them are not kept any more.
+            CursorExpiredError: If some of these events are no longer stored.
         """
         return await self._database.page(
             limit, self._store.events, run_id, after_seq=after_seq, limit=limit, only=only
         )
 
     async def check_moment(self, project: str, moment: float) -> None:
-        """See that all events of a project behind a moment are kept.
+        """Checks that all events of a project after a moment are still stored.
 
         Raises:
-            CursorExpiredError: If they are not.
+            CursorExpiredError: If some are not.
         """
         await self._database.query(self._store.events_since, project, moment, limit=1)
 
     async def watch(self, run_id: str, after_seq: int) -> AsyncIterator[Sequence[Event]]:
-        """Events of a run as they come; ends behind the one that ends the run.
+        """Streams the events of a run; ends after the event that ends the run.
 
         Yields:
-            Some events; none after a while without any.
+            A batch of events; an empty one after a while without any.
 
         Raises:
             ResourceExhaustedError: If the reader is too slow.
         """
         with _subscribe(self._by_run, run_id) as subscription:
             is_ended = (await self._database.query(self._store.get, run_id)).is_terminal
-            # Who knows of more than is stored, because the database is an older copy, goes on with what is.
+            # A cursor may be newer than the database if that was restored from an older copy; it
+            # then continues from the newest stored event.
             newest = await self._database.query(self._store.newest_seq, run_id)
             after_seq = min(after_seq, newest)
             is_behind = True
@@ -124,14 +126,14 @@ class EventFeed:
     async def watch_project(
         self, project: str, after: float | None
     ) -> AsyncIterator[Sequence[Event]]:
-        """Events of all runs of a project as they come, for ever.
+        """Streams the events of all runs of a project, without end.
 
         Args:
-            project: The project.
-            after: Moment behind which they begin, in seconds since the epoch; None for now.
+            project: Name of the project.
+            after: Time after which the stream begins, in seconds since the epoch; None means now.
 
         Yields:
-            Some events; none after a while without any.
+            A batch of events; an empty one after a while without any.
 
         Raises:
             ResourceExhaustedError: If the reader is too slow.
@@ -148,7 +150,7 @@ class EventFeed:
                 yield [event for event in events if event.seq > seen.get(event.run_id, 0)]
 
     def publish(self, event: Event, *, project: str) -> None:
-        """Hand out an event that is stored."""
+        """Sends a stored event to all subscribed readers."""
         readers = [*self._by_run.get(event.run_id, ()), *self._by_project.get(project, ())]
         if readers:
             self._due.append((event, readers))
@@ -168,7 +170,7 @@ class EventFeed:
 
 @contextmanager
 def _subscribe(subscribers: dict[str, set[Subscription]], name: str) -> Iterator[Subscription]:
-    """Be handed events until the block ends."""
+    """Subscribes to events until the block ends."""
     subscription = Subscription()
     subscribers[name].add(subscription)
     try:

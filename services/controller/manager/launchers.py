@@ -1,4 +1,4 @@
-"""Opens the launcher that the settings name."""
+"""Opens the launcher that the settings select."""
 
 import json
 from collections.abc import AsyncIterator
@@ -27,7 +27,10 @@ from services.controller.store.runs import StaleRevisionError
 async def open_cluster_launcher(
     settings: ControllerSettings, address: str, *, manager: RunManager
 ) -> AsyncIterator[KubernetesLauncher]:
-    """A launcher that watches its pods until the block ends; the pod's own account authorizes it."""
+    """Opens a launcher that watches its pods until the block ends.
+
+    The service account of the controller's pod authorizes it.
+    """
     config.load_incluster_config()
     core, own = CoreV1Api(), CustomObjectsApi()
     namespace = settings.namespace
@@ -78,13 +81,13 @@ async def open_cluster_launcher(
 
 
 async def _scale(manager: RunManager, run_id: str, replicas: int) -> None:
-    """Change the number of a run's rollouts, unless it has as many."""
+    """Changes the number of a run's rollouts, unless it already has that many."""
     while True:
         run = await manager.get(run_id)
         if json.loads(run.spec_json)["rollout"]["replicas"] == replicas:
             return
         patch = RunPatch(rollout_replicas=replicas)
-        # A run that has made a step meanwhile is read again.
+        # On a revision conflict, for example after a step, the loop reads the run again.
         with suppress(StaleRevisionError):
             await manager.patch(run_id, patch, revision=run.revision, actor="autoscaler")
 
@@ -93,13 +96,13 @@ async def _scale(manager: RunManager, run_id: str, replicas: int) -> None:
 async def open_launcher(
     settings: ControllerSettings, address: str, *, manager: RunManager, tasks: TaskGroup
 ) -> AsyncIterator[Launcher]:
-    """A launcher that works until the block ends.
+    """Opens a launcher until the block ends.
 
     Args:
-        settings: Which one, and where it works.
+        settings: Kind of the launcher and its settings.
         address: ``host:port`` of the controller's gRPC server.
-        manager: Hears of workers that end or cannot start.
-        tasks: Owns the tasks that watch processes.
+        manager: Receives workers that end or cannot start.
+        tasks: Owner of the tasks that watch processes.
     """
     if settings.launcher == "process":
         async with open_process_launcher(
@@ -112,7 +115,7 @@ async def open_launcher(
         ) as processes:
             yield processes
     elif settings.launcher == "kubernetes":
-        # Only a cluster needs the client, which takes a second to import.
+        # Imported here: the client takes a second to import, and only a cluster needs it.
         from services.controller.manager.launchers import open_cluster_launcher
 
         async with open_cluster_launcher(settings, address, manager=manager) as launcher:

@@ -1,6 +1,6 @@
-"""What the workers of a run wrote: the ends of their logs, and new lines as they come.
+"""Logs of a run's workers: the last lines, and new lines live.
 
-Processes write into the files; what pods write is copied there (launch.pod_logs).
+Processes write these files directly; ``launch.pod_logs`` copies the output of pods into them.
 """
 
 import asyncio
@@ -11,18 +11,18 @@ from pathlib import Path
 from services.controller.launch.log_files import last_lines
 from services.controller.models import LogLine
 
-# A file tells nobody that it grew.
+# Polled, because a file gives no notification when it grows.
 _LOOK_EVERY_S = 0.5
 _MAX_READ_BYTES = 1 << 20
 _PLACE = re.compile(r"([a-z0-9-]{1,63}):(\d{1,18})")
 
 
 class RunLogs:
-    """Logs of workers.
+    """Reads the logs of workers.
 
     Args:
-        state_directory: Each run's logs are in ``<state_directory>/<run_id>/logs``.
-        is_ended: Whether a run has ended, by its id.
+        state_directory: Root of the logs: each run's are in ``<state_directory>/<run_id>/logs``.
+        is_ended: Returns True if the run of an id has ended.
     """
 
     def __init__(self, state_directory: Path, is_ended: Callable[[str], Awaitable[bool]]) -> None:
@@ -30,7 +30,7 @@ class RunLogs:
         self._is_ended = is_ended
 
     async def tail(self, run_id: str, component: str, num_lines: int) -> list[LogLine]:
-        """Last lines of one worker, or of every worker if ``component`` is empty."""
+        """Returns the last lines of one worker, or of every worker if ``component`` is empty."""
 
         def read() -> list[LogLine]:
             return [
@@ -44,21 +44,21 @@ class RunLogs:
     async def follow(
         self, run_id: str, component: str, num_lines: int, cursor: str
     ) -> AsyncIterator[list[tuple[str, LogLine]]]:
-        """Last lines, then new ones as they come, until the run has ended.
+        """Streams the last lines, then new ones, until the run has ended.
 
         Args:
-            run_id: The run.
-            component: One worker; empty for all.
-            num_lines: Lines of the past of each worker, where there is no cursor.
-            cursor: What an earlier call yielded last; empty to begin.
+            run_id: Id of the run.
+            component: Name of one worker; empty for all.
+            num_lines: Past lines of each worker that the cursor does not cover.
+            cursor: Cursor that an earlier call yielded last; empty at first.
 
         Yields:
-            Some lines, or none, each behind the cursor that goes on behind it.
+            A possibly empty batch of lines, each with the cursor that resumes after it.
         """
         places = {name: int(offset) for name, offset in _PLACE.findall(cursor)}
         is_last = False
         while not is_last:
-            # Looked at first: what was written before the end is read after it.
+            # Checked before reading, so that lines written before the end are still read.
             is_last = await self._is_ended(run_id)
             found: list[tuple[str, LogLine]] = []
             for log in self._files(run_id, component):
@@ -78,7 +78,7 @@ class RunLogs:
 
 
 def _place_of_tail(log: Path, num_lines: int) -> int:
-    """Where the last lines of a file begin."""
+    """Returns the offset at which the last lines of a file begin."""
     if num_lines == 0:
         return log.stat().st_size
     kept = len(last_lines(log, num_lines).encode())
@@ -86,7 +86,10 @@ def _place_of_tail(log: Path, num_lines: int) -> int:
 
 
 def _read(log: Path, place: int) -> tuple[list[str], int]:
-    """Whole lines from a place on, and the place behind them; a file that was cut begins anew."""
+    """Reads whole lines from an offset; returns them and the next offset.
+
+    A truncated file is read from its start again.
+    """
     with log.open("rb") as file:
         file.seek(place if place <= log.stat().st_size else 0)
         begin = file.tell()

@@ -1,4 +1,4 @@
-"""What a project may use, and what its runs use."""
+"""Limits of projects and the use of their runs."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -21,7 +21,7 @@ _ACTIVE = tuple(
         RunState.CANCELLING,
     )
 )
-# Used with every request, so they are put together once.
+# Built once, because every request uses them.
 _OF_PROJECT = RUNS.c.project == sa.bindparam("project")
 _ACTIVE_RUNS = sa.select(
     sa.func.count(),
@@ -38,29 +38,29 @@ _LIMITS = sa.select(QUOTAS).where(QUOTAS.c.project == sa.bindparam("project"))
 
 
 class QuotaExceededError(ResourceExhaustedError):
-    """The project uses all that it may."""
+    """The project uses all that its quota allows."""
 
     reason = "QUOTA_EXCEEDED"
 
 
 class QuotaTooSmallError(FailedPreconditionError):
-    """The run alone needs more than its project may use."""
+    """The run alone needs more than its project's quota allows."""
 
     reason = "QUOTA_TOO_SMALL"
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaShortage:
-    """What a run waits for."""
+    """Shortage of quota that a run waits for."""
 
     reason: str
-    """Stable code."""
+    """Stable code for programs."""
     message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """Limits of a project, and what it uses."""
+    """Limits of a project and its current use."""
 
     project: str
     limits: Limits
@@ -71,7 +71,7 @@ class Quota:
     checkpoint_bytes: int
 
     def lacks(self, needs: Needs) -> QuotaShortage | None:
-        """What a further run would have to wait for; None if there is room for it."""
+        """Returns the shortage that one more run would wait for; None if the quota has room for it."""
         limits = self.limits
         if self.active_runs >= limits.max_active_runs:
             return QuotaShortage(
@@ -105,7 +105,7 @@ class Quota:
 
 
 def read_quota(connection: sa.Connection, project: str, defaults: Limits) -> Quota:
-    """Limits and use of a project."""
+    """Reads the limits and the current use of a project."""
     whose = {"project": project}
     active = connection.execute(_ACTIVE_RUNS, whose).one()
     return Quota(
@@ -120,19 +120,19 @@ def read_quota(connection: sa.Connection, project: str, defaults: Limits) -> Quo
 
 
 def quota_of(database: Database, project: str, defaults: Limits) -> Quota:
-    """Limits and use of a project, in a transaction of its own."""
+    """Reads the limits and the current use of a project in a separate transaction."""
     with database.read() as connection:
         return read_quota(connection, project, defaults)
 
 
 def limits_of(database: Database, project: str, defaults: Limits) -> Limits:
-    """Limits of a project, in a transaction of its own."""
+    """Reads the limits of a project in a separate transaction."""
     with database.read() as connection:
         return read_limits(connection, project, defaults)
 
 
 def read_limits(connection: sa.Connection, project: str, defaults: Limits) -> Limits:
-    """Limits of a project."""
+    """Reads the limits of a project."""
     row = connection.execute(_LIMITS, {"project": project}).first()
     if row is None:
         return defaults
@@ -140,10 +140,10 @@ def read_limits(connection: sa.Connection, project: str, defaults: Limits) -> Li
 
 
 def check_submit(connection: sa.Connection, project: str, needs: Needs, defaults: Limits) -> None:
-    """See that a project may submit a run.
+    """Checks that a project may submit a run.
 
     Raises:
-        QuotaExceededError: If as many wait as may.
+        QuotaExceededError: If the project has the maximum number of queued runs.
         QuotaTooSmallError: If the run could never start.
     """
     quota = read_quota(connection, project, defaults)
@@ -158,20 +158,20 @@ def check_submit(connection: sa.Connection, project: str, needs: Needs, defaults
 
 
 def check_possible(database: Database, project: str, needs: Needs, defaults: Limits) -> None:
-    """See that a run of a project could ever start.
+    """Checks that a run of a project could ever start.
 
     Raises:
-        QuotaTooSmallError: If not.
+        QuotaTooSmallError: If it could not.
     """
     _check_possible(quota_of(database, project, defaults), needs)
 
 
 def check_change(connection: sa.Connection, run: Run, needs: Needs, defaults: Limits) -> None:
-    """See that a run may be changed so that it needs something else.
+    """Checks that a run's needs may change.
 
     Raises:
-        QuotaTooSmallError: If the run could never start then.
-        QuotaExceededError: If it is active and would need more than is left.
+        QuotaTooSmallError: If the changed run could never start.
+        QuotaExceededError: If the run is active and needs more than the project has left.
     """
     if needs.gpus <= run.needs.gpus:
         return
@@ -190,7 +190,7 @@ def check_change(connection: sa.Connection, run: Run, needs: Needs, defaults: Li
 
 
 def _check_possible(quota: Quota, needs: Needs) -> None:
-    """See that a run could start if no other were active."""
+    """Checks that a run could start if no other run were active."""
     alone = replace(quota, active_runs=0, gpus=0, transferqueue_bytes=0, checkpoint_bytes=0)
     if (lack := alone.lacks(needs)) is not None:
         raise QuotaTooSmallError(f"{lack.message}; make the run smaller, or have the quota raised")

@@ -1,4 +1,4 @@
-"""Metrics that are read off the runs whenever Prometheus asks, so that they can never lag behind."""
+"""Prometheus collector that reads the runs at each scrape, so that its metrics never lag behind."""
 
 import time
 from collections import Counter
@@ -16,17 +16,18 @@ from services.controller.membership.registry import Worker
 from services.controller.rules.run_state import RunState
 from services.controller.store.records import Run
 
-# The series of a run that ended stay this long, so that the last scrapes and alerts see how it ended.
+# Seconds for which the series of an ended run stay, so that the last scrapes and alerts see how it
+# ended.
 _KEPT_S = 900.0
 
 
 class RunCollector(Collector):
-    """Describes runs that are active or ended lately.
+    """Collects metrics of runs that are active or ended recently.
 
     Args:
-        list_runs: Newest runs; called from the thread that serves metrics.
-        workers: Registered workers of a run.
-        now: Seconds since the epoch.
+        list_runs: Lists the newest runs; called from the thread that serves metrics.
+        workers: Returns the registered workers of a run.
+        now: Returns seconds since the epoch.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class RunCollector(Collector):
         self._now = now
 
     def describe(self) -> Iterator[Metric]:
-        """Names and labels, without asking for runs."""
+        """Yields names and labels without reading the runs."""
         return iter(_families().values())
 
     def collect(self) -> Iterator[Metric]:
-        """All series."""
+        """Yields all series."""
         families = _families()
         oldest = self._now() - _KEPT_S
         runs = [run for run in self._list_runs() if not run.is_terminal or run.update_time > oldest]
@@ -91,7 +92,7 @@ def _add_run(families: dict[str, GaugeMetricFamily], run: Run) -> None:
         labels = [run.run_id, condition.type, condition.status, condition.reason]
         families["slipstream_run_condition"].add_metric(labels, 1)
     families["slipstream_run_target_steps"].add_metric([run.run_id], run.target_steps)
-    with suppress(SpecError):  # another release stored it, and the run is set aside
+    with suppress(SpecError):  # a release with other rules stored it; the run is paused
         _add_spec(families, run, _parsed(run.spec_json))
     _add_numbers(families, run, "slipstream_run_staleness_versions", "staleness", ("max", "mean"))
     _add_numbers(families, run, "slipstream_run_heldout_score", "heldout", ("greedy", "sampled"))
@@ -115,7 +116,7 @@ def _add_spec(families: dict[str, GaugeMetricFamily], run: Run, spec: RunSpec) -
 def _add_numbers(
     families: dict[str, GaugeMetricFamily], run: Run, name: str, part: str, keys: tuple[str, ...]
 ) -> None:
-    """Numbers of the run's summary; there are none before the first step or evaluation."""
+    """Adds numbers of the run's summary, which has none before the first step or evaluation."""
     numbers = run.summary.get(part) or {}
     for key in keys:
         if numbers.get(key) is not None:
@@ -131,5 +132,5 @@ def _add_workers(
 
 @lru_cache(maxsize=512)
 def _parsed(spec_json: str) -> RunSpec:
-    """A specification; each scrape asks for those of all runs."""
+    """Parses a specification, cached because each scrape needs those of all runs."""
     return parse_spec(spec_json)

@@ -1,4 +1,4 @@
-"""Runs and their life as users command it: created, queued, changed, held, ended, forgotten."""
+"""Life cycle of runs as users command it: create, queue, patch, pause, cancel, delete."""
 
 import asyncio
 import time
@@ -43,12 +43,12 @@ class RunManager:
     """Creates, queues, changes and ends runs.
 
     Args:
-        database: Durable state.
-        membership: Where workers register.
-        queue: The transferqueue.
-        tasks: Owns what goes on in the background.
-        defaults: Limits of projects without their own.
-        allowance: What specifications may name.
+        database: Database of the runs.
+        membership: Registry of the workers.
+        queue: Client of the transferqueue.
+        tasks: Owner of background tasks.
+        defaults: Limits of projects without their own quota.
+        allowance: Code and paths that specifications may name.
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class RunManager:
         """Checkpoints of all runs."""
         self._policy = SpecPolicy(allowance, self.get, self.checkpoints.runs_saved_at)
         self.kept = SampleReader(queue)
-        """Samples of all runs that people may read."""
+        """Recorded samples of all runs, for people to read."""
         self.drivers = Drivers(
             self._store, tasks, apply=self._apply, on_event=self._publish, on_end=self._admit
         )
-        """What drives active runs."""
+        """Drivers of the active runs."""
 
     async def recover(self) -> None:
-        """Expect the workers of runs that an earlier controller process drove."""
+        """Lets the workers of runs that an earlier controller drove register again."""
         for run in await self._database.run(self._store.unfinished):
             if run.state not in (RunState.QUEUED, RunState.PAUSED):
                 self._membership.open_run(run.run_id)
 
     async def start(self) -> None:
-        """Drive what an earlier controller process drove, and what is queued."""
+        """Drives the runs that an earlier controller drove, and admits queued ones."""
         self._is_driving = True
         for run in await self._database.run(self._store.unfinished):
             if run.state not in (RunState.QUEUED, RunState.PAUSED):
@@ -97,7 +97,7 @@ class RunManager:
         await self._admit()
 
     async def validate(self, project: str, spec: RunSpec, *, role: Role = "operator") -> None:
-        """Judge a specification as :meth:`create` does, and store nothing.
+        """Checks a specification as :meth:`create` does, and stores nothing.
 
         Raises:
             SpecError: If this installation does not allow it.
@@ -111,10 +111,10 @@ class RunManager:
         )
 
     async def create(self, submission: Submission, *, role: Role = "operator") -> tuple[Run, bool]:
-        """Store a run; it starts when its turn comes.
+        """Stores a run, which starts when the queue admits it.
 
         Returns:
-            The run, and whether it is new: a request seen before returns its run.
+            The run, and True if it is new: a repeated request returns the run of the first one.
 
         Raises:
             QuotaExceededError: If the project has too many queued runs.
@@ -144,15 +144,16 @@ class RunManager:
         role: Role = "operator",
         request: RequestKey | None = None,
     ) -> Run:
-        """Store a run that goes on from a checkpoint of another one.
+        """Stores a run that continues from a checkpoint of another run.
 
         Raises:
-            NoCheckpointError: If there is none to go on from.
+            NoCheckpointError: If no usable checkpoint exists.
             SpecError: If the overrides break a rule.
             QuotaExceededError: If the project has too many queued runs.
         """
         checkpoint = await self.checkpoints.usable(parent.run_id, fork.checkpoint_id)
-        # Specifications are somebody else's: what takes long to read holds nobody up.
+        # Users write specifications, and a large one takes long to parse; a thread keeps the event
+        # loop free.
         new, write = await asyncio.to_thread(fork_of, parent, checkpoint, fork, actor=actor)
         return (await self._create(new, request, role=role, also=write))[0]
 
@@ -176,23 +177,23 @@ class RunManager:
         return run, is_new
 
     async def get(self, run_id: str) -> Run:
-        """One run."""
+        """Returns one run."""
         return await self._database.query(self._store.get, run_id)
 
     async def list_runs(
         self, *, limit: int, after: str | None = None, only: RunFilter | None = None
     ) -> list[Run]:
-        """Runs, newest first unless the filter says otherwise."""
+        """Lists runs, newest first unless the filter sets another order."""
         return await self._database.page(
             limit, self._store.list_runs, limit=limit, after=after, only=only
         )
 
     async def quota(self, project: str) -> Quota:
-        """Limits and use of a project."""
+        """Returns the limits of a project and its current use."""
         return await self._database.query(quotas.quota_of, self._database, project, self._defaults)
 
     async def limits(self, project: str) -> Limits:
-        """Limits of a project."""
+        """Returns the limits of a project."""
         return await self._database.query(quotas.limits_of, self._database, project, self._defaults)
 
     async def patch(
@@ -204,12 +205,12 @@ class RunManager:
         actor: str = "",
         role: Role = "operator",
     ) -> Run:
-        """Change what may change in a run that exists.
+        """Changes the mutable parts of an existing run.
 
         Raises:
             StaleRevisionError: If the run's revision is not ``revision``.
-            SpecError: If the specification would break a rule.
-            QuotaExceededError: If it would need more than its project may use.
+            SpecError: If the changed specification breaks a rule.
+            QuotaExceededError: If the changed run needs more than its project may use.
         """
         before = await self.get(run_id)
         spec = await asyncio.to_thread(patched_spec, before, patch)
@@ -236,7 +237,7 @@ class RunManager:
         return run
 
     async def delete(self, run_id: str, *, revision: int, delete_checkpoints: bool = False) -> None:
-        """Forget a run that has ended."""
+        """Deletes a run that has ended, and on request its checkpoints."""
         saved = await self.checkpoints.files_of(run_id) if delete_checkpoints else ()
         await self._database.run(self._store.delete, run_id, revision=revision)
         await self.checkpoints.remove(saved)
@@ -246,13 +247,15 @@ class RunManager:
     async def cancel(
         self, run_id: str, options: CancelOptions | None = None, *, actor: str = ""
     ) -> Run:
-        """End a run. Cancelling a cancelled run changes nothing; a second call may shorten the grace.
+        """Cancels a run.
+
+        Cancelling a cancelled run changes nothing; a second call may shorten the grace period.
 
         Raises:
-            InvalidTransitionError: If it ended in another way.
+            InvalidTransitionError: If the run ended in another way.
         """
         options = options or CancelOptions()
-        # Looked up before the state: a driver that is gone behind it has ended the run.
+        # Looked up before the state is read: a driver that disappears afterwards has ended the run.
         driver = self.drivers.find(run_id)
         run = await self.get(run_id)
         if run.state is RunState.CANCELLED:
@@ -271,7 +274,7 @@ class RunManager:
     async def pause(
         self, run_id: str, options: PauseOptions | None = None, *, actor: str = ""
     ) -> Run:
-        """Finish the current step, save a checkpoint if it is wanted, and stop the workers."""
+        """Pauses a run: finishes the current step, saves a checkpoint if requested, and stops the workers."""
         options = options or PauseOptions()
         run = await self._apply(run_id, RunEvent.PAUSE, "PausedByUser", actor=actor)
         if (driver := self.drivers.find(run_id)) is not None:
@@ -279,34 +282,36 @@ class RunManager:
         return run
 
     async def resume(self, run_id: str, *, actor: str = "") -> Run:
-        """Queue a paused run again."""
+        """Queues a paused run again."""
         await self._apply(run_id, RunEvent.RESUME, "ResumedByUser", actor=actor)
         await self._admit()
         return await self.get(run_id)
 
     async def tell(self, run: Run, note: Note) -> Event:
-        """Add an event to a run's record, whatever state the run is in."""
+        """Appends an event to a run's record, in any state of the run."""
         event = await self._database.run(self._store.record, run.run_id, note)
         self._publish(event, run.project)
         return event
 
     async def is_ended(self, run_id: str) -> bool:
-        """Whether a run has ended."""
+        """Returns True if a run has ended."""
         return (await self.get(run_id)).is_terminal
 
     def workers(self, run_id: str) -> list[Worker]:
-        """Registered workers of a run, by name."""
+        """Returns the registered workers of a run, ordered by name."""
         return self._membership.workers(run_id)
 
     async def close(self, *, leave: bool) -> None:
-        """Stop driving.
+        """Stops driving runs.
 
         Args:
-            leave: Whether runs go on without a controller until the next one comes; otherwise they are
-                paused where they are, and their workers are gone when this returns.
+            leave: If True, runs continue without a controller until the next one starts. Otherwise
+                they are
+                paused where they are, and their workers have stopped when this method returns.
         """
         self._is_driving = False
-        # What is being admitted is driven by then, and stops with the others.
+        # With the lock held, a running admission has started its drivers, so they stop with the
+        # others.
         async with self._admission:
             self._wake_at(None)
             if leave:
@@ -316,7 +321,7 @@ class RunManager:
         await self.drivers.wait()
 
     async def _admit(self) -> None:
-        """Start queued runs that may start."""
+        """Starts queued runs that fit into their projects' quotas."""
         async with self._admission:
             if not self._is_driving:
                 return
@@ -332,7 +337,7 @@ class RunManager:
             self._wake_at(done.next_deadline)
 
     def _wake_at(self, deadline: float | None) -> None:
-        """Look at the queue again when a run in it will have waited for too long."""
+        """Schedules the next admission for the moment at which a queued run exceeds its queue time-out."""
         if self._alarm is not None:
             self._alarm.cancel()
         if deadline is not None:
@@ -342,7 +347,7 @@ class RunManager:
             )
 
     def _leave_queue(self, run: Run) -> None:
-        """A queued run has ended: what it stored before it was paused is deleted."""
+        """Deletes what a run that ended in the queue had stored before it was paused."""
         if run.state_reason != "Submitted":
             self._tasks.create_task(forget_samples(self._queue, run.run_id))
 

@@ -1,4 +1,4 @@
-"""Reads the samples of runs that the transferqueue keeps; only passing pages of them are ever here."""
+"""Reads recorded samples of runs from the transferqueue, a page at a time."""
 
 import asyncio
 import logging
@@ -17,10 +17,10 @@ _FIELDS = {field.name for field in fields(KeptSampleQuery)}
 
 
 class SampleReader:
-    """Kept samples of all runs.
+    """Reads recorded samples of all runs.
 
     Args:
-        queue: Where they are.
+        queue: Client of the transferqueue, which stores them.
     """
 
     def __init__(self, queue: TransferQueueClient) -> None:
@@ -29,16 +29,16 @@ class SampleReader:
     async def page(
         self, run_id: str, only: SampleFilter, *, after: str, limit: int, excerpt: int
     ) -> list[SampleView]:
-        """At most ``limit`` samples behind one of them, with the beginnings of their texts."""
+        """Returns up to ``limit`` samples after the sample ``after``, with excerpts of their texts."""
         query = _query(only, after=after, limit=limit, excerpt=excerpt)
         lines = await self._read(run_id, query)
         return [SampleView.model_validate_json(line) for line in lines.splitlines()]
 
     async def one(self, run_id: str, sample_id: str) -> WholeSample:
-        """One sample with all that is known of it.
+        """Returns one sample with its turns and tokens.
 
         Raises:
-            NotFoundError: If it is not kept.
+            NotFoundError: If the sample is not recorded.
         """
         query = KeptSampleQuery(sample_id=sample_id, limit=1, with_turns=True, with_tokens=True)
         line = await self._read(run_id, query)
@@ -52,7 +52,7 @@ class SampleReader:
     async def export(
         self, run_id: str, only: SampleFilter, *, limit: int, with_tokens: bool
     ) -> AsyncIterator[bytes]:
-        """Whole samples as JSON lines; the first stretch is there when this returns."""
+        """Returns a stream of whole samples as JSON lines; its first chunk has arrived when this returns."""
         query = _query(only, limit=limit, with_turns=True, with_tokens=with_tokens)
         stretches = self._queue.read_samples(run_id, query)
         first = await anext(stretches, b"")
@@ -65,12 +65,12 @@ class SampleReader:
         return all_of_them()
 
     async def forget(self, run_id: str) -> None:
-        """Delete what is kept of a run, if the transferqueue is there."""
+        """Deletes the recorded samples of a run; logs a warning if the transferqueue is unavailable."""
         try:
             async with asyncio.timeout(_FORGET_S):
                 await self._queue.forget_samples(run_id)
         except (ServiceError, TimeoutError) as error:
-            # The store's bound for all runs removes them in the end.
+            # The store's size limit for all runs removes them eventually.
             logger.warning("samples stay", extra={"run": run_id, "reason": str(error)})
 
     async def _read(self, run_id: str, query: KeptSampleQuery) -> bytes:

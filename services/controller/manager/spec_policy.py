@@ -1,4 +1,4 @@
-"""What an installation allows a specification to name, and to whom."""
+"""Policy that decides what a specification may name, and for which role."""
 
 import logging
 from collections.abc import Awaitable, Callable, Collection
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class SpecPolicy:
-    """Checks specifications that users submit, as they are once they are resolved.
+    """Checks specifications that users submit, after they are resolved.
 
     Args:
-        allowance: What they may name.
-        find: Finds a run by its id.
-        saved_at: Finds the runs that have checkpoints at some paths.
+        allowance: Code and paths that specifications may name.
+        find: Returns a run by its id.
+        saved_at: Returns the runs that have checkpoints at some paths.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class SpecPolicy:
         self._refusals = RareLog(logger)
 
     def check(self, spec: RunSpec, role: Role, *, known: RunSpec | None = None) -> None:
-        """See that a specification names what it may, and holds no secret.
+        """Checks that a specification names only what is allowed and contains no secret.
 
         Args:
             spec: The specification.
-            role: Of who asks for it.
-            known: What it changes: what that says is no news.
+            role: Role of the caller.
+            known: The specification that it replaces; problems that this has already are accepted.
 
         Raises:
-            SpecError: With one line per problem.
+            SpecError: If it has problems, with one line for each.
             PermissionDeniedError: If it needs an admin.
         """
         old = [] if known is None else self._problems(known)
@@ -65,18 +65,18 @@ class SpecPolicy:
         return [*self._allowance.problems(spec), *find_plain_secrets(spec)]
 
     async def check_for(self, project: str, spec: RunSpec, role: Role) -> None:
-        """As :meth:`check`; and runs whose files are named must be of the project.
+        """Checks a specification as :meth:`check`, and that runs whose files it names belong to the project.
 
         Raises:
-            SpecError: With one line per problem.
+            SpecError: If it has problems, with one line for each.
             PermissionDeniedError: If it needs an admin.
-            NotFoundError: If such a run is of another project, or of none.
+            NotFoundError: If a named run belongs to another project or does not exist.
         """
         self.check(spec, role)
         for run_id in runs_named(spec):
             if (await self._find(run_id)).project != project:
                 raise NotFoundError(f"run {run_id!r} does not exist", run_id=run_id)
-        # Checkpoints may be in folders that no run's id is part of.
+        # A checkpoint's folder need not contain the id of its run.
         for run_id in await self._saved_at(paths_named(spec)):
             if (await self._find(run_id)).project != project:
                 raise NotFoundError(
@@ -86,7 +86,7 @@ class SpecPolicy:
 
 
 def admin_reasons(spec: RunSpec) -> set[str]:
-    """What only admins may say: it lets other code in than an installation's own."""
+    """Returns the settings that need an admin, because they let in code that is not the installation's."""
     harmless = engine_kind(spec.rollout.engine).harmless_arguments
     arguments = spec.rollout.engine_arguments
     reasons = {
