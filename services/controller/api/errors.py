@@ -37,7 +37,7 @@ _STATUS = {
     "PERMISSION_DENIED": HTTPStatus.FORBIDDEN,
 }
 
-# Refusals that may be an attack.
+# Statuses that are logged because the requests may be an attack.
 _TOLD = frozenset(map(HTTPStatus, (401, 403, 408, 413, 415, 421, 429)))
 _refusals = RareLog(logger)
 
@@ -48,19 +48,19 @@ _STATUS_OF_REASON = {
 
 
 class BodyError(ValueError):
-    """The body of a request is not JSON. What else is not JSON is a fault of ours."""
+    """The body of a request is not JSON; any other invalid JSON is a fault of the controller."""
 
 
 class FieldProblem(BaseModel):
-    """One thing that is wrong with a request."""
+    """Problem of one part of a request."""
 
     pointer: str
-    """Where, as a JSON pointer; empty if it is the whole."""
+    """JSON pointer to the part; empty for the whole request."""
     message: str
 
 
 class Problem(BaseModel):
-    """Why a request was refused (RFC 9457)."""
+    """Reason for which a request was refused (RFC 9457)."""
 
     type: str
     title: str
@@ -68,15 +68,15 @@ class Problem(BaseModel):
     detail: str
     instance: str
     code: str
-    """Stable; for programs."""
+    """Stable code for programs."""
     errors: list[FieldProblem] = []
     trace_id: str
-    """Trace that the request came with, or one of its own; in the controller's log lines."""
+    """Trace id that the request brought, or a new one; appears in the controller's log lines."""
     retry_after_seconds: float | None = None
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every error of the application with a problem."""
+    """Makes the application answer every error with a problem document."""
     _add_domain_handlers(app)
     _add_request_handlers(app)
     app.add_middleware(_BodyLimit)
@@ -124,7 +124,7 @@ def _add_domain_handlers(app: FastAPI) -> None:
 
 
 def _pointer(problem: str) -> str:
-    """The key that a problem begins with, as a pointer; empty if it names none."""
+    """Returns the key at the start of a problem's message as a JSON pointer; empty if it names none."""
     key = re.match(r"\w+(\.\w+)+|\w+(?=: )", problem)
     return "/" + key[0].replace(".", "/") if key else ""
 
@@ -162,24 +162,26 @@ def _add_request_handlers(app: FastAPI) -> None:
 
 
 class _BodyLimit:
-    """Refuses bodies that are too large or too slow. Answers pass through without a copy.
+    """ASGI middleware that refuses request bodies that are too large or too slow.
+
+    Responses pass through without a copy.
 
     Args:
-        app: What requests go to.
+        app: Application that receives the requests.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and no more of its body than is allowed."""
+        """Passes a request on, with at most the allowed part of its body."""
         num_bytes, is_whole = 0, False
         deadline = asyncio.get_running_loop().time() + _BODY_DEADLINE_S
 
         async def receive_some() -> Message:
             nonlocal num_bytes, is_whole
             if is_whole:
-                # Waits for whoever reads a stream to go.
+                # After the body, this waits until the client disconnects, which ends a stream.
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -206,7 +208,7 @@ def problem(
     retry_after_s: float | None = None,
     fault: Exception | None = None,
 ) -> JSONResponse:
-    """The answer that tells of a problem; a fault of ours is logged."""
+    """Returns the response that describes a problem; logs faults of the controller."""
     trace = tracing.parse(request.headers.get("traceparent", "")) or tracing.fresh()
     if status in _TOLD:
         peer = request.client.host if request.client else ""
@@ -234,7 +236,7 @@ def problem(
 
 
 def _allowed_methods(app: FastAPI, request: Request) -> list[str]:
-    """Methods of all routes of the path: each route by itself only knows its own."""
+    """Returns the methods of all routes of a path, because each route knows only its own."""
     methods: set[str] = set()
     for route in app.routes:
         match, _ = route.matches(request.scope)

@@ -1,5 +1,5 @@
-"""What each operation of the run API does: one method for each, named after it."""
-# ruff: noqa: D102  operations say what they do
+"""Handlers of the run API: one method per operation, named after it."""
+# ruff: noqa: D102  the operations' docstrings describe them
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -44,43 +44,44 @@ from services.controller.store.records import (
 )
 
 Items = AsyncIterator[Sequence[tuple[str, Event | LogLine | RunView | None]]]
-"""What a stream holds, some at once, each with the id that goes on behind it. The last one tells of the end:
-a run, or None."""
+"""Content of a stream: batches of items, each with the id from which the stream resumes after it.
+The last item marks the end: the run, or None."""
 
 
 class PreconditionRequiredError(FailedPreconditionError):
-    """The request must say which revision it changes."""
+    """The request must name the revision that it changes."""
 
     reason = "PRECONDITION_REQUIRED"
 
 
 @dataclass(slots=True)
 class Call:
-    """One request: who makes it, and of which run."""
+    """Request in progress: its caller and its run."""
 
     who: Principal
     _run: Run | None = None
     is_repeated: bool = False
-    """Whether nothing was made: the answer is that of an earlier request, or only a check."""
+    """True if the request created nothing: the response is that of an earlier request, or only a
+    validation."""
 
     @property
     def run(self) -> Run:
-        """The run as it was found; only where the operation is of one."""
+        """Run as it was read at the start of the request; only for operations on one run."""
         assert self._run is not None
         return self._run
 
     def key(self, what: str, idempotency_key: str, body: str) -> RequestKey | None:
-        """Identity of a request: with a key the same one has the same answer."""
+        """Returns the identity of a request: equal ones receive the same response. None without a key."""
         return RequestKey.of(f"{self.who.project}/{self.who.name} {what}", idempotency_key, body)
 
 
 class Handlers:
-    """Answers operations whose callers may ask for them.
+    """Executes operations whose callers are already authorized.
 
     Args:
-        manager: The runs.
-        audit: What they did.
-        logs: What their workers wrote.
+        manager: Manager of the runs.
+        audit: Reads the history of runs.
+        logs: Reads the logs of workers.
         limits: Counts open streams.
     """
 
@@ -94,7 +95,8 @@ class Handlers:
         self._pages = PageTokens()
 
     async def create_run(self, call: Call, asked: ops.CreateRun) -> RunView | ValidatedView:
-        # What is large or strange takes its time elsewhere.
+        # Large or deeply nested specifications take long to parse; a thread keeps the event loop
+        # free.
         spec = await asyncio.to_thread(parse_spec, asked.spec)
         if asked.validate_only:
             await self._manager.validate(call.who.project, spec, role=call.who.role)
@@ -203,7 +205,8 @@ class Handlers:
         known = asked.last_event_id
         start = int(known) if known.isdecimal() and len(known) < 16 else asked.after_seq
         if start:
-            # An answer that has begun cannot say that events are gone.
+            # Checked before the response begins, because a running stream can no longer report
+            # expired events.
             await self._manager.feed.page(asked.run_id, after_seq=start, limit=1)
 
         async def items() -> Items:
@@ -309,22 +312,22 @@ class Handlers:
 
 
 def revision_of(if_match: str) -> int:
-    """The revision in an ``If-Match`` header.
+    """Returns the revision in an ``If-Match`` header, or -1 if it is not one of this API.
 
     Raises:
-        PreconditionRequiredError: If there is none.
+        PreconditionRequiredError: If the header is missing.
     """
     if not if_match:
         raise PreconditionRequiredError(
             "If-Match is needed: send the ETag of the run as you read it"
         )
     text = if_match.strip().removeprefix('"').removesuffix('"')
-    # What is no revision of ours matches none.
+    # A foreign ETag becomes -1, which matches no revision.
     return int(text) if text.isdecimal() and text.isascii() and len(text) < 19 else -1
 
 
 def _moment(last_event_id: str) -> float | None:
-    """The moment behind which a stream goes on; None for now."""
+    """Returns the time after which a stream resumes, in seconds since the epoch; None means now."""
     try:
         moment = float(last_event_id)
     except ValueError:

@@ -1,4 +1,4 @@
-"""gRPC face of the controller towards its workers: membership and rendezvous."""
+"""gRPC services of the controller for its workers: membership and rendezvous."""
 
 from typing import Any, get_args
 
@@ -27,7 +27,7 @@ _STATES: dict[int, WorkerState] = {state_number(state): state for state in get_a
 
 
 class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
-    """Registration and heartbeats of workers."""
+    """Serves registration, heartbeats and failure reports of workers."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
     async def RegisterWorker(
         self, request: membership_pb2.RegisterWorkerRequest, context: _Context
     ) -> membership_pb2.RegisterWorkerResponse:
-        """Take in a worker and hand it the specification."""
+        """Registers a worker and returns the run's specification."""
         if request.role not in _ROLES:
             raise InvalidArgumentError(
                 f"a worker's role must be one of {', '.join(_ROLES.values())}, got {request.role}"
@@ -73,7 +73,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
     async def Heartbeat(
         self, request: membership_pb2.HeartbeatRequest, context: _Context
     ) -> membership_pb2.HeartbeatResponse:
-        """Take in a heartbeat; the answer carries an order, and the specification if it has changed."""
+        """Records a heartbeat; returns an order and, if it has changed, the specification."""
         outcome = await self._membership.hear(
             request.run_id,
             request.worker_id,
@@ -84,7 +84,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             gauges=request.gauges,
         )
         spec_json = spec_digest = ""
-        # A worker of an earlier release names no digest, and takes no specification.
+        # A worker of an earlier release sends no digest and does not read a specification here.
         if outcome == "continue" and request.spec_digest:
             driver = self._manager.drivers.find(request.run_id)
             if driver is not None:
@@ -99,7 +99,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
     async def ReportGroups(
         self, request: membership_pb2.ReportGroupsRequest, context: _Context
     ) -> membership_pb2.ReportGroupsResponse:
-        """Take in groups that brought no samples."""
+        """Receives failures of groups."""
         failures = [
             from_message(failure, GroupFailure, worker_id=request.worker_id)
             for failure in request.failures
@@ -108,14 +108,14 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
         return membership_pb2.ReportGroupsResponse()
 
     def _interval_s(self) -> float:
-        """Seconds from one heartbeat of a worker to the next."""
+        """Returns the seconds between two heartbeats of a worker."""
         settings = self._settings
         fair_s = self._membership.num_workers / settings.max_heartbeats_per_s
         return max(settings.heartbeat_interval_s, min(fair_s, settings.heartbeat_timeout_s / 4))
 
 
 class RendezvousServicer(membership_pb2_grpc.RendezvousServiceServicer):
-    """Key-value scopes for weight groups."""
+    """Serves the key-value store through which members of weight groups meet."""
 
     def __init__(self, store: RendezvousStore) -> None:
         self._store = store
@@ -123,20 +123,20 @@ class RendezvousServicer(membership_pb2_grpc.RendezvousServiceServicer):
     async def SetValue(
         self, request: membership_pb2.SetValueRequest, context: _Context
     ) -> membership_pb2.SetValueResponse:
-        """Store a value."""
+        """Stores a value."""
         await self._store.set(request.scope, request.key, request.value)
         return membership_pb2.SetValueResponse()
 
     async def GetValue(
         self, request: membership_pb2.GetValueRequest, context: _Context
     ) -> membership_pb2.GetValueResponse:
-        """Return a value, waiting for it."""
+        """Waits for a value and returns it."""
         value = await self._store.get(request.scope, request.key, request.wait_timeout_s)
         return membership_pb2.GetValueResponse(value=value)
 
     async def AddValue(
         self, request: membership_pb2.AddValueRequest, context: _Context
     ) -> membership_pb2.AddValueResponse:
-        """Add to a counter."""
+        """Adds to a counter."""
         value = await self._store.add(request.scope, request.key, request.amount)
         return membership_pb2.AddValueResponse(value=value)

@@ -1,4 +1,4 @@
-"""Who asks, by the tokens of an OpenID Connect provider."""
+"""Authentication of callers by tokens of an OpenID Connect provider."""
 
 from collections.abc import Mapping
 from typing import Any, cast, get_args
@@ -14,7 +14,7 @@ from services.common.errors import (
 from services.controller.api.principals import Principal, bearer_token
 from services.controller.models import Role
 
-# Signatures by a key pair only: with a shared secret, whoever checks a token could also make it.
+# Only asymmetric signatures: with a shared secret, a verifier of tokens could also create them.
 _ALGORITHMS = ("RS256", "PS256", "ES256", "EdDSA")
 _LEEWAY_S = 60
 _TIMEOUT_S = 10.0
@@ -22,13 +22,14 @@ _KEEP_KEYS_S = 300.0
 
 
 class OidcProvider:
-    """Checks JSON web tokens with the keys that a provider publishes. Methods block.
+    """Verifies JSON web tokens with the keys that a provider publishes. Methods block.
 
     Args:
-        issuer: The provider's URL; tokens must name it, and its keys are found from there.
-        audience: What tokens must be meant for.
-        roles_claim: Claim with a list of ``project:role``, such as ``blue:operator``; dots go into objects.
-        name_claim: Claim that names the user.
+        issuer: URL of the provider; tokens must name it, and its discovery document lists its keys.
+        audience: Audience that tokens must name.
+        roles_claim: Claim with a list of ``project:role``, such as ``blue:operator``; dots descend
+            into objects.
+        name_claim: Claim with the name of the user.
     """
 
     def __init__(self, issuer: str, *, audience: str, roles_claim: str, name_claim: str) -> None:
@@ -39,12 +40,12 @@ class OidcProvider:
         self._keys: jwt.PyJWKClient | None = None
 
     def authenticate(self, authorization: str) -> Principal:
-        """The principal of an ``Authorization`` header.
+        """Returns the principal of an ``Authorization`` header.
 
         Raises:
-            UnauthenticatedError: If its token is not valid here.
-            PermissionDeniedError: If the token gives no role.
-            UnavailableError: If the provider does not tell its keys.
+            UnauthenticatedError: If the token is not valid here.
+            PermissionDeniedError: If the token does not give a role in exactly one project.
+            UnavailableError: If the provider does not publish its keys.
         """
         claims = self._verify(bearer_token(authorization))
         project, role = self._role(claims)
@@ -95,7 +96,7 @@ class OidcProvider:
             project, _, role = str(entry).rpartition(":")
             if project and role in get_args(Role):
                 found = cast("Role", role)
-                # Of several roles in a project the highest holds, in whatever order they come.
+                # The highest of several roles in a project counts, in any order.
                 roles[project] = max(found, roles.get(project, found), key=get_args(Role).index)
         if len(roles) != 1:
             raise PermissionDeniedError(

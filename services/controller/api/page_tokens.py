@@ -1,4 +1,4 @@
-"""Page tokens: where a list goes on, signed so that clients can only return what they were given."""
+"""Page tokens: signed positions in a list, so that clients cannot forge one."""
 
 import base64
 import hashlib
@@ -11,20 +11,20 @@ _MAC_BYTES = 12
 
 
 class PageTokens:
-    """Makes and reads page tokens; those of an earlier process are refused."""
+    """Creates and reads page tokens; tokens of an earlier process are refused."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
 
     def make(self, position: str, scope: str) -> str:
-        """The token that goes on behind ``position`` in the list named ``scope``."""
+        """Returns the token that continues after ``position`` in the list named ``scope``."""
         return base64.urlsafe_b64encode(self._mac(position, scope) + position.encode()).decode()
 
     def read(self, token: str, scope: str) -> str | None:
-        """The position of a token; None for the first page.
+        """Returns the position of a token; None for the first page.
 
         Raises:
-            InvalidArgumentError: If the token was not made here for this list.
+            InvalidArgumentError: If this object did not create the token for this list.
         """
         if not token:
             return None

@@ -1,4 +1,4 @@
-"""Who asks: principals, and API tokens, stored by their SHA-256, with a project and a role."""
+"""Principals of the API and their tokens, which are stored as SHA-256 digests with a project and a role."""
 
 import hashlib
 import secrets
@@ -18,7 +18,7 @@ from services.controller.store.tables import API_TOKENS
 
 _PREFIX = "slp_"
 _PARENTS = API_TOKENS.alias("parents")
-# Tokens that were made for the bearer of one that is not known any more.
+# Tokens derived from a token that has been revoked.
 _IS_ORPHAN = API_TOKENS.c.parent_digest.is_not(None) & API_TOKENS.c.parent_digest.not_in(
     sa.select(_PARENTS.c.digest)
 )
@@ -27,23 +27,24 @@ DEFAULT_PROJECT = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """A user or a program that calls the API."""
+    """User or program that calls the API."""
 
     name: str
     project: str
     role: Role
     expire_time: float | None = field(default=None, compare=False)
-    """When its token ends, in seconds since the epoch; None never does."""
+    """Time at which its token expires, in seconds since the epoch; None means never."""
     root_digest: str | None = field(default=None, compare=False)
-    """Digest of the API token that its token is, or was made for; None for another way to be known."""
+    """Digest of the API token that authenticated it, or of the one from which that was derived;
+    None for other ways to authenticate."""
     authorization: str = field(default="", repr=False, compare=False)
-    """The header that it is known by, to see later whether it still is."""
+    """The ``Authorization`` header, kept to check later if it is still valid."""
 
     def demand(self, role: Role) -> None:
-        """See that the principal has at least a role.
+        """Checks that the principal has at least a role.
 
         Raises:
-            PermissionDeniedError: If it does not.
+            PermissionDeniedError: If it has not.
         """
         if not covers(self.role, role):
             raise PermissionDeniedError(
@@ -52,10 +53,10 @@ class Principal:
             )
 
     def demand_run(self, run: Run) -> Run:
-        """See that a run is of the principal's project; a foreign one does not exist for it.
+        """Checks that a run belongs to the principal's project; other projects' runs appear not to exist.
 
         Raises:
-            NotFoundError: If it is not.
+            NotFoundError: If it belongs to another project.
         """
         if run.project != self.project:
             raise NotFoundError(
@@ -65,31 +66,31 @@ class Principal:
 
 
 class Authenticator(Protocol):
-    """Knows principals. Methods block."""
+    """Authenticates principals. Methods block."""
 
     def authenticate(self, authorization: str) -> Principal:
-        """The principal of an ``Authorization`` header.
+        """Returns the principal of an ``Authorization`` header.
 
         Raises:
-            UnauthenticatedError: If there is none.
+            UnauthenticatedError: If it names no known principal.
         """
 
 
 class Authenticators:
-    """Several ways to know a principal; the first that does is right.
+    """Tries several authenticators in order; the first one that knows the caller decides.
 
     Args:
-        ways: At least one.
+        ways: The authenticators, at least one.
     """
 
     def __init__(self, ways: Sequence[Authenticator]) -> None:
         self._ways = ways
 
     def authenticate(self, authorization: str) -> Principal:
-        """The principal of an ``Authorization`` header.
+        """Returns the principal of an ``Authorization`` header.
 
         Raises:
-            UnauthenticatedError: If nobody knows it; says what the last way says.
+            UnauthenticatedError: If no authenticator knows it; the error is that of the last one.
         """
         *others, last = self._ways
         for way in others:
@@ -106,33 +107,36 @@ class Authenticators:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownToken:
-    """A token, without what is secret of it."""
+    """API token without its secret."""
 
     name: str
     project: str
     role: Role
     expire_time: float | None
-    """Seconds since the epoch; None ends never."""
+    """Seconds since the epoch; None means that it never expires."""
 
 
 class TokenStore:
-    """API tokens in the database. Methods block.
+    """Stores API tokens in the database. Methods block.
 
     Args:
-        database: Where they are kept.
+        database: Database of the tokens.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def create(self, *, name: str, project: str, role: Role, life_s: float | None = None) -> str:
-        """Make a token; this is the only time that it is seen."""
+        """Creates a token; its text is available only from this call."""
         token = _PREFIX + secrets.token_urlsafe(32)
         self.remember(token, name=name, project=project, role=role, life_s=life_s)
         return token
 
     def derive(self, who: Principal, life_s: float) -> str:
-        """Make a token for a principal that ends with the one that it is known by, whatever that is."""
+        """Creates a token for a principal that expires no later than the token that authenticated it.
+
+        It is revoked together with the root token.
+        """
         token = _PREFIX + secrets.token_urlsafe(32)
         if who.expire_time is not None:
             life_s = min(life_s, who.expire_time - time.time())
@@ -156,7 +160,7 @@ class TokenStore:
         life_s: float | None = None,
         parent_digest: str | None = None,
     ) -> None:
-        """Accept a token that was made elsewhere; repeating it changes nothing."""
+        """Accepts a token that was created elsewhere; repeated calls only renew its lifetime."""
         digest = _digest(token)
         now = time.time()
         with self._database.write_unfenced() as connection:
@@ -175,24 +179,24 @@ class TokenStore:
             )
 
     def known(self) -> list[KnownToken]:
-        """The tokens that there are, by name."""
+        """Lists all tokens by name."""
         columns = [API_TOKENS.c[field.name] for field in fields(KnownToken)]
         query = sa.select(*columns).order_by(API_TOKENS.c.name, API_TOKENS.c.create_time)
         with self._database.read() as connection:
             return [KnownToken(**row) for row in connection.execute(query).mappings()]
 
     def revoke(self, name: str) -> int:
-        """Forget all tokens of a name; returns how many there were."""
+        """Revokes all tokens of a name and those derived from them; returns the number of the former."""
         with self._database.write_unfenced() as connection:
             found = connection.execute(API_TOKENS.delete().where(API_TOKENS.c.name == name))
             connection.execute(API_TOKENS.delete().where(_IS_ORPHAN))
             return found.rowcount
 
     def authenticate(self, authorization: str) -> Principal:
-        """The principal of an ``Authorization`` header.
+        """Returns the principal of an ``Authorization`` header.
 
         Raises:
-            UnauthenticatedError: If there is none.
+            UnauthenticatedError: If the token is missing, unknown, expired or orphaned.
         """
         token = bearer_token(authorization)
         query = sa.select(API_TOKENS).where(API_TOKENS.c.digest == _digest(token), ~_IS_ORPHAN)
@@ -210,10 +214,10 @@ class TokenStore:
 
 
 def bearer_token(authorization: str) -> str:
-    """The token in an ``Authorization`` header.
+    """Returns the token in an ``Authorization`` header.
 
     Raises:
-        UnauthenticatedError: If there is none.
+        UnauthenticatedError: If it contains no bearer token.
     """
     scheme, _, token = authorization.partition(" ")
     if scheme.lower() != "bearer" or not token:
@@ -222,5 +226,6 @@ def bearer_token(authorization: str) -> str:
 
 
 def _digest(token: str) -> str:
-    # Tokens are 256 random bits, so a plain hash cannot be searched; equal digests are found by index.
+    # Tokens have 256 random bits, so a plain hash resists search; the digest allows lookup by
+    # index.
     return hashlib.sha256(token.encode()).hexdigest()

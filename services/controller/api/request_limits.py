@@ -1,6 +1,6 @@
-"""How much of the API a project may use at once: requests a second, and open streams.
+"""Limits of a project's use of the API: requests per second and open streams.
 
-Each controller counts what comes to it, in memory.
+Each controller counts its own requests, in memory.
 """
 
 import time
@@ -13,11 +13,11 @@ from services.common.errors import ResourceExhaustedError
 from services.controller import metrics
 from services.controller.settings import Limits
 
-# Seconds whose requests may come at once.
+# Seconds' worth of requests that may arrive at once.
 _BURST_S = 2.0
-# Limits that somebody changes hold after this time.
+# Delay in seconds until changed limits take effect.
 _KNOWN_FOR_S = 5.0
-# A stream ends when somebody closes it, which nobody can foretell.
+# A fixed delay, because the end of another stream cannot be predicted.
 _STREAM_RETRY_S = 10.0
 
 
@@ -28,14 +28,14 @@ class RateLimitedError(ResourceExhaustedError):
 
 
 class TooManyStreamsError(ResourceExhaustedError):
-    """The project has too many streams open."""
+    """The project has too many open streams."""
 
     reason = "TOO_MANY_STREAMS"
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Requests that a project may send now."""
+    """Token bucket of a project."""
 
     limits: Limits
     read_time: float
@@ -47,8 +47,8 @@ class RequestLimits:
     """Admits requests and streams. Belongs to the event loop's thread.
 
     Args:
-        limits_of: Finds the limits of a project.
-        clock: Seconds.
+        limits_of: Returns the limits of a project.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class RequestLimits:
         self._streams: Counter[str] = Counter()
 
     async def admit(self, project: str) -> None:
-        """Take a request in.
+        """Admits a request.
 
         Raises:
-            RateLimitedError: If too many came before it.
+            RateLimitedError: If the project has used up its rate.
         """
         bucket = await self._bucket(project)
         rate = bucket.limits.max_requests_per_second
@@ -86,10 +86,10 @@ class RequestLimits:
 
     @contextmanager
     def stream(self, project: str) -> Iterator[None]:
-        """A stream of a project whose request was admitted, open until the block ends.
+        """Counts a stream of a project until the block ends; :meth:`admit` must have admitted its request.
 
         Raises:
-            TooManyStreamsError: If as many are open as may be.
+            TooManyStreamsError: If the project has the maximum number of open streams.
         """
         limit = self._buckets[project].limits.max_event_streams
         if limit and self._streams[project] >= limit:
@@ -108,7 +108,7 @@ class RequestLimits:
             metrics.EVENT_STREAMS.dec()
 
     def num_streams(self, project: str) -> int:
-        """Streams of a project that are open here."""
+        """Returns the number of a project's streams that are open here."""
         return self._streams[project]
 
     async def _bucket(self, project: str) -> _Bucket:

@@ -1,4 +1,4 @@
-"""The run API over REST: one route for each operation."""
+"""REST routes of the run API, one for each operation."""
 
 import inspect
 import json
@@ -24,7 +24,7 @@ from services.controller.api.run_api import RunApi, handler_name
 from services.controller.models import EventView, LogLine, RunView
 from services.controller.store.records import Event
 
-# Proxies end a connection that is silent for a minute.
+# Below the minute after which proxies close a silent connection.
 _PING_S = 10.0
 _PING = b": nothing new\n\n"
 
@@ -34,24 +34,24 @@ DESCRIPTION: dict[int | str, dict[str, Any]] = {
         "content": {"text/event-stream": {"itemSchema": {"type": "object", "properties": _TEXTS}}}
     }
 }
-"""What the schema says of a route that answers with a stream."""
+"""OpenAPI description of a route that answers with a stream of events."""
 
 
 def event_stream(frames: AsyncIterator[bytes]) -> StreamingResponse:
-    """An answer of events, with a comment now and then while there are none.
+    """Returns a response of server-sent events, with a comment as a ping while there are none.
 
-    It ends with event ``overflow`` if the reader is too slow.
+    It ends with the event ``overflow`` if the reader is too slow.
 
     Args:
-        frames: What :func:`frame_of` makes, one or several at once; empty if there is nothing to say now.
+        frames: Results of :func:`frame_of`, one or several per item; an empty item means no news.
     """
-    # Proxies such as nginx would hold events back.
+    # Without these headers, proxies such as nginx would buffer events.
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(_with_pings(frames), media_type="text/event-stream", headers=headers)
 
 
 def frame_of(type_: str, data: str, id_: str = "") -> bytes:
-    """An event as it is sent; ``data`` is JSON in one line."""
+    """Formats a server-sent event; ``data`` is JSON on one line."""
     head = f"id: {id_}\n" if id_ else ""
     return f"{head}event: {type_}\ndata: {data}\n\n".encode()
 
@@ -77,11 +77,11 @@ _FURTHER: dict[str, dict[int | str, dict[str, Any]]] = {
 
 
 def add_routes(app: FastAPI, api: RunApi) -> None:
-    """Add a route for each operation."""
+    """Adds a route for each operation."""
     encoded = _Encoded()
 
     class KnownFirst(APIRoute):
-        """Reads the body of a request once its caller is known."""
+        """Route that reads the body of a request only after its caller is authenticated."""
 
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             answer = super().get_route_handler()
@@ -100,7 +100,7 @@ def add_routes(app: FastAPI, api: RunApi) -> None:
     async def streaming(
         who: Annotated[Principal, Depends(authenticate)],
     ) -> AsyncIterator[Principal]:
-        # Left when the stream has ended.
+        # FastAPI leaves this block when the stream has ended.
         with api.limits.stream(who.project):
             yield who
 
@@ -129,7 +129,7 @@ def add_routes(app: FastAPI, api: RunApi) -> None:
 
 
 def _further(operation: type[Operation[Any]], name: str) -> dict[int | str, dict[str, Any]]:
-    """What FastAPI does not know of an operation's answers."""
+    """Returns the responses of an operation that FastAPI cannot derive."""
     if operation.form != "lines":
         return _FURTHER.get(name, {})
     item = {"$ref": f"#/components/schemas/{operation.answer().__name__}"}
@@ -171,7 +171,7 @@ def _lines(answer: Sequence[BaseModel]) -> Iterator[str]:
 async def _fields(
     operation: type[Operation[Any]], request: Request, sent: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fields of an operation, from wherever they are in a request."""
+    """Collects the fields of an operation from path, query, headers and body."""
     body = sent.pop("body", None)
     fields = sent if body is None else sent | body.model_dump(exclude_unset=True)
     for name in operation.model_fields:
@@ -181,11 +181,11 @@ async def _fields(
 
 
 async def _document(request: Request) -> dict[str, Any]:
-    """The body of a request.
+    """Reads the body of a request.
 
     Raises:
-        BodyError: If it is not JSON, or nothing that can be read.
-        InvalidArgumentError: If it is no object.
+        BodyError: If it is not JSON, or nested too deeply to parse.
+        InvalidArgumentError: If it is not an object.
     """
     try:
         document = await request.json()
@@ -197,7 +197,7 @@ async def _document(request: Request) -> dict[str, Any]:
 
 
 def _signature(operation: type[Operation[Any]], who: Any) -> inspect.Signature:
-    """The fields of an operation as FastAPI takes them from a request."""
+    """Returns the signature through which FastAPI reads the operation's fields."""
     types: dict[str, Any] = {
         "request": Request,
         "response": Response,
@@ -233,13 +233,13 @@ def _annotation(field: FieldInfo, place: Any) -> Any:
 
 
 class _Encoded:
-    """The newest events as they are sent, made once however many read them."""
+    """Cache of the newest encoded events, so that many readers share one encoding."""
 
     def __init__(self) -> None:
         self._frames: dict[tuple[str, int], bytes] = {}
 
     async def frames(self, items: Items) -> AsyncIterator[bytes]:
-        """What a stream holds, as it is sent."""
+        """Encodes the items of a stream."""
         async for some in items:
             yield b"".join(self._frame(id_, item) for id_, item in some)
             if some and not isinstance(some[0][1], Event):

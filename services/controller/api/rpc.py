@@ -1,4 +1,4 @@
-"""The run API over gRPC: one method for each operation, on the same runs, for the same principals."""
+"""gRPC service of the run API: one method per operation, on the same runs and for the same principals."""
 
 import json
 import math
@@ -37,10 +37,10 @@ from slipstream.controller.v1 import run_pb2 as pb
 from slipstream.controller.v1 import run_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-# What bounds an answer is lowered to the most that there may be.
+# Fields that bound a response; larger values are lowered to the maximum.
 _MOST = {"page_size", "limit", "tail_lines", "max_points", "steps"}
 _RUN_ID = re.compile("run_[0-9a-f]{32}")
-# Where a call comes from is not known before it is read.
+# Stands for the caller's address, which is unknown before the request is read.
 _GRPC = "gRPC"
 
 _ASKED: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -62,7 +62,7 @@ _ASKED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "revision": lambda revision: {"if_match": f'"{revision}"'},
     "follow": lambda _: {},
 }
-"""Fields of requests that are called or written differently here."""
+"""Request fields with another name or format in gRPC than in the operations."""
 
 _ANSWERED: dict[type[BaseModel], Callable[[Any], dict[str, Any]]] = {
     ListedRun: lambda run: {
@@ -88,17 +88,17 @@ _ANSWERED: dict[type[BaseModel], Callable[[Any], dict[str, Any]]] = {
         "request_rate_limit": quota.max_requests_per_second,
     },
 }
-"""Fields of answers that are called or written differently here."""
+"""Response fields with another name or format in gRPC than in the models."""
 
 
 RUN_SERVICE = pb.DESCRIPTOR.services_by_name["RunService"].full_name
-"""Its callers are users, who have API tokens."""
+"""Full name of the service whose callers are users with API tokens."""
 
 _user: ContextVar[Principal] = ContextVar("user")
 
 
 def run_users(api: RunApi) -> dict[str, Know]:
-    """For the server of ``run_servicer``: who makes a call is seen before its request is read."""
+    """Returns the authenticator of the service; it runs before a request is read."""
 
     async def know(authorization: str) -> None:
         _user.set(await api.authenticate(authorization, _GRPC))
@@ -107,7 +107,7 @@ def run_users(api: RunApi) -> dict[str, Know]:
 
 
 def run_servicer(api: RunApi) -> run_pb2_grpc.RunServiceServicer:
-    """A servicer with a method for each operation, of a server that has ``run_users``."""
+    """Builds the servicer, with a method for each operation; its server needs :func:`run_users`."""
     methods = {
         method.name: _method(api, method)
         for method in pb.DESCRIPTOR.services_by_name["RunService"].methods
@@ -159,7 +159,7 @@ async def _answer(
 
 
 def _fields(operation: type[Operation[Any]], request: Message) -> dict[str, Any]:
-    """The fields of an operation as a message has them; what is 0 or empty has its default."""
+    """Returns the fields of an operation from a message; zero or empty fields keep their defaults."""
     fields: dict[str, Any] = {"if_match": '"0"'} if "if_match" in operation.model_fields else {}
     for field, value in request.ListFields():
         fields |= _ASKED[field.name](value) if field.name in _ASKED else {field.name: value}
@@ -170,7 +170,7 @@ def _fields(operation: type[Operation[Any]], request: Message) -> dict[str, Any]
 
 
 def message_of(answer: Any, kind: type[Message]) -> Message:
-    """An answer as a message; fields that the message lacks are left out."""
+    """Converts a response into a message; omits fields that the message lacks."""
     if isinstance(answer, Event):
         answer = EventView.model_validate(answer)
     fields = {} if answer is None else dict(answer)
@@ -178,7 +178,7 @@ def message_of(answer: Any, kind: type[Message]) -> Message:
         fields |= _ANSWERED[type(answer)](answer)
     values: dict[str, Any] = {}
     for field in kind.DESCRIPTOR.fields:
-        # A page has one list, whatever it is called.
+        # A page has one list, under a different name in each message.
         value = fields.get(field.name, fields.get("items") if field.message_type else None)
         if value is not None:
             values[field.name] = _value(value, field)
@@ -194,11 +194,11 @@ def _value(value: Any, field: Any) -> Any:
 
 
 def run_id_of(name: str) -> str:
-    """The id in a run's name.
+    """Returns the id in a run's resource name.
 
     Raises:
-        InvalidArgumentError: If it is no name of a run.
-        NotFoundError: If no run can have it.
+        InvalidArgumentError: If the name is not ``runs/`` and an id.
+        NotFoundError: If no run can have this id.
     """
     prefix, _, run_id = name.partition("/")
     if prefix != "runs" or not run_id:
@@ -225,6 +225,6 @@ def _canonical(document: dict[str, Any]) -> str:
 
 
 def _counted(name: str) -> str:
-    """``gpu_limit`` for ``max_gpus``, ``gpu_count`` for ``gpus``."""
+    """Converts a quota field's name: ``gpu_limit`` for ``max_gpus``, ``gpu_count`` for ``gpus``."""
     singular = name.removeprefix("max_").removesuffix("s")
     return f"{singular}_limit" if name.startswith("max_") else f"{singular}_count"

@@ -1,4 +1,4 @@
-"""The run API behind both of its faces: who calls, what they may, and what they are answered."""
+"""Core of the run API, shared by REST and gRPC: authentication, authorization, dispatch to handlers."""
 
 import re
 import time
@@ -18,28 +18,28 @@ from services.controller.manager.audit import RunAudit
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.runs import RunManager
 
-# A token that is revoked is refused this much later.
+# Seconds after which a revoked token is refused.
 _KNOWN_FOR_S = 1.0
 _MAX_KNOWN = 1000
-# And its streams are ended this much later.
+# Seconds after which the streams of a revoked token end.
 _STREAMS_KNOWN_FOR_S = 5.0
 _WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 def handler_name(operation: type[Operation[Any]]) -> str:
-    """Name of the method that answers an operation: ``pause_run`` for ``PauseRun``."""
+    """Returns the name of an operation's handler: ``pause_run`` for ``PauseRun``."""
     return _WORD.sub("_", operation.__name__).lower()
 
 
 class RunApi:
-    """Answers operations.
+    """Authenticates callers and executes their operations.
 
     Args:
-        manager: The runs.
-        audit: What they did.
-        logs: What their workers wrote.
-        users: Knows who asks.
-        limits: How much they may ask.
+        manager: Manager of the runs.
+        audit: Reads the history of runs.
+        logs: Reads the logs of workers.
+        users: Authenticates callers.
+        limits: Limits the requests of projects.
     """
 
     def __init__(
@@ -56,23 +56,26 @@ class RunApi:
         self._known: dict[str, tuple[Principal, float]] = {}
         self._auth_rate_limit = AuthRateLimit()
         self.limits = limits
-        """How much callers may ask."""
+        """Limits of the callers' requests and streams."""
 
     async def authenticate(self, authorization: str, peer: str) -> Principal:
-        """The principal of an ``Authorization`` header, whose request is admitted.
+        """Returns the principal of an ``Authorization`` header, after its request is admitted.
 
         Args:
             authorization: The header.
-            peer: Where it comes from.
+            peer: Address of the caller.
 
         Raises:
-            UnauthenticatedError: If nobody knows it.
-            RateLimitedError: If its project sends too many, or its peer too many that nobody knows.
+            UnauthenticatedError: If the token is not known.
+            RateLimitedError: If the project sends too many requests, or the peer too many unknown
+                tokens.
         """
         now = time.monotonic()
         who, deadline = self._known.get(authorization, (None, 0.0))
         if who is None or deadline < now:
-            is_stranger = who is None  # one that was known is none, whoever else comes from there
+            is_stranger = (
+                who is None
+            )  # a token known before does not count, whatever others send from that address
             if is_stranger:
                 self._auth_rate_limit.admit(peer)
             try:
@@ -91,18 +94,18 @@ class RunApi:
         return who
 
     async def recognize(self, who: Principal) -> None:
-        """See that a principal of an earlier request is still known.
+        """Checks that a principal of an earlier request is still known.
 
         Raises:
-            UnauthenticatedError: If its token has ended meanwhile.
+            UnauthenticatedError: If its token has been revoked or has expired.
         """
         await run_in_threadpool(self._users.authenticate, who.authorization)
 
     async def answer(self, who: Principal, operation: Operation[Any]) -> tuple[Any, Call]:
-        """What an operation answers, once its caller is seen to have the role for it."""
+        """Executes an operation, after checking that its caller has the required role."""
         call = Call(who)
         if isinstance(operation, OfRun):
-            # A run of another project does not exist, whatever the role.
+            # Checked before the role: a run of another project appears not to exist to any role.
             call = Call(who, who.demand_run(await self._manager.get(operation.run_id)))
         who.demand(operation.role)
         handler = getattr(self._handlers, handler_name(type(operation)))
@@ -112,7 +115,7 @@ class RunApi:
         return answer, call
 
     async def _while_known(self, who: Principal, items: Items) -> Items:
-        """A stream that ends with the token that it was asked for with."""
+        """Ends a stream when the token of its caller becomes invalid."""
         seen = time.monotonic()
         async for some in items:
             if time.monotonic() - seen > _STREAMS_KNOWN_FOR_S:

@@ -1,4 +1,4 @@
-"""Serves the run page and the API's description: static files that load nothing from elsewhere."""
+"""Serves the run page and the API's documentation: static files that load nothing from other hosts."""
 
 import secrets
 import time
@@ -32,25 +32,25 @@ _TOKEN_LIFE_S = 12 * 3600.0
 
 
 class PageLink(BaseModel):
-    """A link that signs one browser in, once."""
+    """One-time link that signs a browser in."""
 
     path: str
 
 
 class SignIn(BaseModel):
-    """The code of a link."""
+    """Code from a sign-in link."""
 
     code: str
 
 
 class SignedIn(BaseModel):
-    """What the browser is known by from now on."""
+    """Token that authenticates the browser from now on."""
 
     token: str
 
 
 class WhoAmI(BaseModel):
-    """Whom the API takes the caller for."""
+    """Identity and role of the caller."""
 
     name: str
     project: str
@@ -58,12 +58,12 @@ class WhoAmI(BaseModel):
 
 
 class PageLinks:
-    """Links by which a browser gets a token of its own. Belongs to the event loop's thread.
+    """One-time links that give a browser its own token. Belongs to the event loop's thread.
 
     Args:
-        tokens: Where those tokens are kept.
-        recognize: Raises if a principal is not known any more.
-        clock: Seconds.
+        tokens: Stores these tokens.
+        recognize: Raises if a principal is no longer known.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PageLinks:
         self._codes: dict[str, tuple[Principal, float]] = {}
 
     def make(self, who: Principal) -> PageLink:
-        """A link that signs a browser in as ``who`` within the hour."""
+        """Creates a link that signs a browser in as ``who`` within the hour."""
         now = self._clock()
         self._codes = {code: known for code, known in self._codes.items() if known[1] > now}
         code = secrets.token_urlsafe(24)
@@ -87,10 +87,11 @@ class PageLinks:
         return PageLink(path=f"/page/#code={code}")
 
     async def redeem(self, code: str) -> SignedIn:
-        """A token for whoever has the link; the link is used up.
+        """Returns a token for a link's code and uses the link up.
 
         Raises:
-            UnauthenticatedError: If it was used before, is too old, or whoever made it is not known any more.
+            UnauthenticatedError: If the link was used before or is too old, or its creator is no
+                longer known.
         """
         who, deadline = self._codes.pop(code, (None, 0.0))
         if who is None or deadline < self._clock():
@@ -102,62 +103,62 @@ class PageLinks:
 
 
 def add_page_links(app: FastAPI, api: RunApi, links: PageLinks) -> None:
-    """Add the routes that make a link and redeem it; they come before the page's files."""
+    """Adds the routes that create and redeem links; call it before the page's files are mounted."""
 
     @app.post("/page/links", status_code=HTTPStatus.CREATED, include_in_schema=False)
     async def make_link(request: Request, authorization: Annotated[str, Header()] = "") -> PageLink:
-        """Make a link for whoever asks."""
+        """Creates a link for the caller."""
         return links.make(await api.authenticate(authorization, peer_of(request)))
 
     @app.get("/page/who", include_in_schema=False)
     async def who_am_i(request: Request, authorization: Annotated[str, Header()] = "") -> WhoAmI:
-        """Tell a browser what it may do, so that it offers that and no more."""
+        """Returns the caller's identity, so that the page offers only what the role allows."""
         who = await api.authenticate(authorization, peer_of(request))
         return WhoAmI(name=who.name, project=who.project, role=who.role)
 
     @app.post("/page/sign-in", include_in_schema=False)
     async def sign_in(asked: SignIn) -> SignedIn:
-        """Give a browser that has a link a token."""
+        """Exchanges the code of a link for a token."""
         return await links.redeem(asked.code)
 
 
 def with_run_page(app: FastAPI) -> FastAPI:
-    """The application with the run page, and ``/docs``.
+    """Adds the run page and ``/docs`` to the application.
 
-    ``/page/`` opens on what is running, and ``/`` leads there; ``/runs/RUN`` opens on one run, and
-    ``/runs/RUN/TAB`` on a part of it.
+    ``/`` redirects to ``/page/``, which shows the active runs; ``/runs/RUN`` shows one run, and
+    ``/runs/RUN/TAB`` one tab of it.
     """
 
     @app.get("/", include_in_schema=False)
     def to_page() -> RedirectResponse:
-        """Show the page to whoever opens the bare address."""
+        """Redirects the bare address to the page."""
         return RedirectResponse("page/")
 
     @app.get("/runs/{run_id}", include_in_schema=False)
     @app.get("/runs/{run_id}/{tab}", include_in_schema=False)
     def run_page() -> Response:
-        """Show the page; it finds in its own address what to show."""
+        """Returns the page; it reads from its own URL what to show."""
         return FileResponse(_FILES / "index.html", headers=_HEADERS)
 
     @app.get("/docs", include_in_schema=False)
     def docs() -> Response:
-        """The API's description, for a person."""
+        """Returns the API's documentation for people."""
         return FileResponse(_FILES / "docs.html", headers=_HEADERS)
 
     app.mount("/page", _Page(directory=_FILES, html=True), name="page")
-    # Swagger UI as a package has it, so that nothing is asked of a network.
+    # Swagger UI comes from a package, so that the page needs no network.
     app.mount("/docs", _Page(packages=[("fastapi_offline", "static")]), name="docs")
     return app
 
 
 class _Page(StaticFiles):
-    """Files that load nothing from elsewhere."""
+    """Static files with headers that forbid content from other hosts."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """A file, with what the browser must know of it."""
+        """Returns a file with the security headers."""
         response = await super().get_response(path, scope)
         if isinstance(response, FileResponse):
-            # So much waits here for each of those who do not read it.
+            # This much is buffered for each client that does not read.
             response.chunk_size = _CHUNK_BYTES
         response.headers.update(_HEADERS)
         return response

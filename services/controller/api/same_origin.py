@@ -1,4 +1,7 @@
-"""Refuses what another web page sends: foreign names of this host, foreign origins, bodies of forms."""
+"""ASGI middleware that refuses requests sent by other web pages.
+
+It checks the name of this host, the origin and the type of the body.
+"""
 
 from collections.abc import Collection
 from http import HTTPStatus
@@ -13,14 +16,15 @@ from services.controller.settings import LOOPBACK
 
 
 class SameOrigin:
-    """Lets requests through that a page of this server, or no page, has sent.
+    """Admits requests from this server's own pages and from programs other than browsers.
 
-    A page of another origin can send requests and have its name resolve to this host, but it cannot choose
-    the headers that tell of it.
+    A page of another origin can send requests and have its name resolve to this host (DNS
+    rebinding), but it
+    cannot choose the headers that reveal this.
 
     Args:
-        app: What requests go to.
-        hosts: Names that this server is reached by; none allows any, as behind a gateway.
+        app: Application that receives the requests.
+        hosts: Names under which this server is reached; empty allows any, as behind a gateway.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] = ()) -> None:
@@ -28,7 +32,7 @@ class SameOrigin:
         self._hosts = frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, or refuse it."""
+        """Serves or refuses a request."""
         if scope["type"] == "http":
             request = Request(scope)
             if (refusal := self._refusal(request)) is not None:
@@ -65,7 +69,7 @@ class SameOrigin:
 
 
 def _name(host: str) -> str:
-    """A host without its port."""
+    """Returns a host without its port."""
     name, separator, port = host.rpartition(":")
     return (name if separator and port.isdecimal() else host).lower()
 

@@ -1,4 +1,4 @@
-"""Turns what the controller holds into what the API answers."""
+"""Converts records of the controller into responses of the API."""
 
 import json
 import re
@@ -19,17 +19,17 @@ _USER = frozenset(
     {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "GenerationError", "SpecError", "QueueTimeout"}
 )
 
-# A lost worker, or the service that a call went to, stands at the beginning of the message.
+# The message begins with the lost worker or with the called service.
 _COMPONENT = re.compile(r"([a-z_]+-\d+)\b|/slipstream\.([a-z]+)\.v1\.")
 
 
 def view_run(run: Run, activities: Sequence[str] = ()) -> RunView:
-    """A run, and what it is doing."""
+    """Builds the view of a run with its activities."""
     return RunView(**_fields(run, activities), spec=json.loads(run.spec_json))
 
 
 def view_listed(run: Run, activities: Sequence[str] = ()) -> ListedRun:
-    """A run in a list, and what it is doing."""
+    """Builds the list view of a run with its activities."""
     return ListedRun(**_fields(run, activities))
 
 
@@ -44,13 +44,13 @@ def _fields(run: Run, activities: Sequence[str]) -> dict[str, Any]:
 
 
 def view_quota(quota: Quota, *, event_streams: int) -> QuotaView:
-    """Limits and use of a project."""
+    """Builds the view of a project's limits and use."""
     own = {name: getattr(quota, name) for name in Quota.__slots__}
     return QuotaView(**own, **asdict(quota.limits), event_streams=event_streams)
 
 
 def error_of(run: Run) -> RunError | None:
-    """Why a run failed; None if it did not."""
+    """Returns the error of a failed run; None for other runs."""
     if run.state is not RunState.FAILED:
         return None
     category: Literal["USER", "SYSTEM", "INFRA"] = "SYSTEM"
@@ -69,7 +69,7 @@ def error_of(run: Run) -> RunError | None:
 
 
 def _component_of(run: Run) -> str:
-    """What failed: a worker, a service, or the controller, which knows no other."""
+    """Returns the part that failed: a worker, a service, or the controller if the message names no other."""
     if run.state_reason == "GenerationError":
         return "rollout"
     found = _COMPONENT.match(run.message)

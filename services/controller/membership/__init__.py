@@ -1,1 +1,1 @@
-"""Workers: who has registered and lives, and where ranks meet."""
+"""Registered workers, and the rendezvous of their ranks."""

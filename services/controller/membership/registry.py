@@ -1,4 +1,4 @@
-"""The workers of each run: who registered, how far they are, who fell silent."""
+"""Registry of the workers of each run: registration, progress and missed heartbeats."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ HeartbeatOutcome = Literal["continue", "register", "stop"]
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """A registered worker."""
+    """Registered worker."""
 
     run_id: str
     worker_id: str
@@ -29,7 +29,7 @@ class Worker:
     """``host:port`` of its gRPC server."""
     host_id: str
     last_heard: float
-    """When it was last heard, in monotonic seconds."""
+    """Time of its last heartbeat, in monotonic seconds."""
     state: WorkerState = "loading"
     activity: str = ""
     weight_version: int = -1
@@ -37,11 +37,11 @@ class Worker:
 
 
 class Membership:
-    """Registered workers by run. Who comes, goes or changes state wakes those who wait for a condition.
+    """Registered workers by run; any change of members or states wakes :meth:`wait_until`.
 
     Args:
-        clock: Tells when workers were heard.
-        heartbeat_timeout_s: A worker silent for longer counts as lost.
+        clock: Clock for the times of heartbeats.
+        heartbeat_timeout_s: Seconds of silence after which a worker counts as lost.
     """
 
     def __init__(self, clock: Clock, heartbeat_timeout_s: float) -> None:
@@ -49,20 +49,20 @@ class Membership:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._runs: dict[str, dict[str, Worker]] = {}
         self._looked: dict[str, float] = {}
-        """When the silent workers of a run were last asked for, in monotonic seconds."""
+        """Time of the last call of :meth:`silent` per run, in monotonic seconds."""
         self._forgotten: dict[str, set[str]] = {}
-        """Incarnations by run: a process that is taken for gone may live for some seconds more."""
+        """Incarnations per run that count as gone, whose processes may live for some seconds more."""
         self.meetings = RendezvousStore()
-        """Where the members of a run's weight groups meet."""
+        """Rendezvous of the members of weight groups."""
         self._changed = asyncio.Condition()
 
     def open_run(self, run_id: str) -> None:
-        """Accept workers of a run."""
+        """Accepts workers of a run."""
         self._runs.setdefault(run_id, {})
         self.meetings.open(run_id)
 
     async def close_run(self, run_id: str) -> None:
-        """Accept no more workers of a run; those there are will be told to stop."""
+        """Accepts no more workers of a run; registered ones are ordered to stop at their next heartbeat."""
         self._runs.pop(run_id, None)
         self._looked.pop(run_id, None)
         self._forgotten.pop(run_id, None)
@@ -70,24 +70,24 @@ class Membership:
         await self._notify()
 
     def find(self, run_id: str, worker_id: str) -> Worker | None:
-        """A registered worker of a run, or None."""
+        """Returns a registered worker of a run, or None."""
         return self._runs.get(run_id, {}).get(worker_id)
 
     async def forget(self, run_id: str, worker_id: str) -> None:
-        """A worker's process is gone; should it still be heard, it is told to stop."""
+        """Removes a worker whose process is gone; the answer to a late heartbeat is the order to stop."""
         worker = self._runs.get(run_id, {}).pop(worker_id, None)
         if worker is not None:
             self._forgotten.setdefault(run_id, set()).add(worker.incarnation)
         await self._notify()
 
     async def register(self, worker: Worker) -> bool:
-        """Take in a worker; a newer incarnation replaces the older one.
+        """Registers a worker; a newer incarnation replaces the older one.
 
         Returns:
-            Whether it took the place of an older incarnation.
+            True if it replaced another incarnation.
 
         Raises:
-            FailedPreconditionError: If the run is not active, or the worker was taken for gone.
+            FailedPreconditionError: If the run is not active, or the worker counts as gone.
         """
         if worker.run_id not in self._runs:
             raise FailedPreconditionError(
@@ -115,7 +115,7 @@ class Membership:
         weight_version: int,
         gauges: Mapping[str, float],
     ) -> HeartbeatOutcome:
-        """Take in a heartbeat and say what the worker should do."""
+        """Records a heartbeat and returns the order for the worker."""
         workers = self._runs.get(run_id)
         if workers is None or incarnation in self._forgotten.get(run_id, ()):
             return "stop"
@@ -124,7 +124,8 @@ class Membership:
             return "register"
         if worker.incarnation != incarnation:
             return "stop"
-        # Most heartbeats say that all goes on; nobody waits for the value of a gauge.
+        # Most heartbeats report no change of state, and no condition depends on the value of a
+        # gauge.
         is_news = worker.state != state or worker.gauges.keys() != gauges.keys()
         worker.last_heard = self._clock.monotonic()
         worker.state = state
@@ -137,11 +138,11 @@ class Membership:
 
     @property
     def num_workers(self) -> int:
-        """Registered workers of all runs."""
+        """Number of registered workers of all runs."""
         return sum(map(len, self._runs.values()))
 
     def workers(self, run_id: str, role: WorkerRole | None = None) -> list[Worker]:
-        """Registered workers of a run, by name."""
+        """Returns the registered workers of a run, ordered by name."""
         found = self._runs.get(run_id, {}).values()
         return sorted(
             (worker for worker in found if role is None or worker.role == role),
@@ -149,14 +150,16 @@ class Membership:
         )
 
     def begin_watch(self, run_id: str) -> None:
-        """From now on silent workers are asked for; that nobody did before is no pause."""
+        """Starts the supervision of a run's workers, so that the time before does not count as a pause."""
         self._looked[run_id] = self._clock.monotonic()
 
     def silent(self, run_id: str) -> list[Worker]:
-        """Workers that were not heard within the heartbeat timeout. To be asked twice in that time.
+        """Returns the workers without a heartbeat within the time-out. Call it at least twice in that time.
 
-        Whoever asks much later was stopped itself (a debugger, a frozen virtual machine) and heard nobody
-        meanwhile: that is not the workers' fault, and their time begins anew.
+        A much later call means that the controller itself was stopped (by a debugger, or as a
+        frozen virtual
+        machine) and received no heartbeats meanwhile. That is not the workers' fault, so their time
+        starts again.
         """
         now = self._clock.monotonic()
         pause_s = now - self._looked.get(run_id, now)
@@ -179,7 +182,7 @@ class Membership:
         timeout_s: Callable[[], float],
         waiting_for: Callable[[], str],
     ) -> None:
-        """Return once ``condition`` holds; it and the time-out are read again at every change.
+        """Waits until ``condition`` holds; reads it and the time-out again at every change.
 
         Raises:
             DeadlineExceededError: After ``timeout_s()``, naming what was waited for.
@@ -197,7 +200,7 @@ class Membership:
                         await self._changed.wait()
 
     async def recheck(self) -> None:
-        """Have those who wait read their conditions and time-outs again: the limits of a run have changed."""
+        """Makes all waiters read conditions and time-outs again, after a run's limits have changed."""
         await self._notify()
 
     async def _notify(self) -> None:

@@ -1,4 +1,4 @@
-"""Key-value scopes in which the members of a weight group meet."""
+"""Key-value store with scopes, through which the members of a weight group meet."""
 
 import asyncio
 from collections import OrderedDict
@@ -15,11 +15,11 @@ from services.common.fields import run_of
 MAX_VALUE_BYTES = 64 << 10
 MAX_KEY_CHARACTERS = 256
 MAX_RUN_BYTES = 16 << 20
-"""Keys and values of a run together."""
+"""Max size of a run's keys and values together."""
 _MAX_SCOPES = 4
-"""A run's newest weight groups; members of an older one have failed or gone on."""
+"""Number of a run's newest weight groups to keep; members of older ones have failed or moved on."""
 _ENTRY_BYTES = 256
-"""What a value costs besides itself."""
+"""Overhead that each value adds to its size."""
 
 
 @dataclass(slots=True)
@@ -29,29 +29,33 @@ class _Run:
 
 
 class RendezvousStore:
-    """Values by scope and key. A scope is one run and one epoch, ``RUN/EPOCH``, and goes with its run."""
+    """Values by scope and key.
+
+    A scope is one run and one epoch, ``RUN/EPOCH``, and is removed with its run.
+    """
 
     def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
         self._changed = asyncio.Condition()
 
     def open(self, run_id: str) -> None:
-        """Let members of a run meet."""
+        """Opens the store for the members of a run."""
         self._runs.setdefault(run_id, _Run())
 
     async def close(self, run_id: str) -> None:
-        """Forget a run; who waits for a value of it is told."""
+        """Removes the values of a run; pending :meth:`get` calls fail."""
         self._runs.pop(run_id, None)
         async with self._changed:
             self._changed.notify_all()
 
     async def set(self, scope: str, key: str, value: bytes) -> None:
-        """Store a value.
+        """Stores a value.
 
         Raises:
             FailedPreconditionError: If the run is not active.
-            InvalidArgumentError: If the key has more than 256 characters or the value more than 64 KiB.
-            ResourceExhaustedError: If the run has stored too much.
+            InvalidArgumentError: If the key has more than 256 characters or the value more than 64
+                KiB.
+            ResourceExhaustedError: If the run would exceed its total size.
         """
         if len(value) > MAX_VALUE_BYTES or len(key) > MAX_KEY_CHARACTERS:
             raise InvalidArgumentError(
@@ -80,7 +84,7 @@ class RendezvousStore:
             self._changed.notify_all()
 
     async def get(self, scope: str, key: str, timeout_s: float) -> bytes:
-        """Return a value, waiting for it.
+        """Waits for a value and returns it.
 
         Raises:
             FailedPreconditionError: If the run is not active.
@@ -103,11 +107,11 @@ class RendezvousStore:
         return value
 
     async def add(self, scope: str, key: str, amount: int) -> int:
-        """Add to a counter and return its new value.
+        """Adds to a counter and returns its new value.
 
         Raises:
             FailedPreconditionError: If the run is not active.
-            InvalidArgumentError: If the key holds a value that is no counter.
+            InvalidArgumentError: If the key holds a value that is not a counter.
         """
         known = self._run(scope).scopes.get(scope, {}).get(key, b"0")
         try:

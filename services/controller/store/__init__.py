@@ -1,1 +1,1 @@
-"""What the controller keeps for ever: runs, events and ledgers in SQLite or PostgreSQL."""
+"""Durable state of the controller: runs, events and ledgers in SQLite or PostgreSQL."""

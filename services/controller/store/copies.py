@@ -1,4 +1,7 @@
-"""Copies of an SQLite database. Much of it is in its log, so a copied file alone is an old state."""
+"""Backup and restore of an SQLite database.
+
+Recent writes are in its write-ahead log, so a copy of the file alone is an old state.
+"""
 
 import fcntl
 import os
@@ -18,10 +21,11 @@ _BUSY_S = 30.0
 
 @contextmanager
 def in_use(database: Path) -> Iterator[None]:
-    """Keep the database from being replaced, as a controller does, until the block ends or the process does.
+    """Locks the database against replacement, as a controller does, until the block or the process ends.
 
     Raises:
-        FailedPreconditionError: If it is being replaced now, or it is not there but runs are.
+        FailedPreconditionError: If a restore is running, or the database is missing although runs
+            exist.
     """
     with _locked(database, fcntl.LOCK_SH, f"{database} is being restored; try again after that"):
         expect(database)
@@ -29,10 +33,10 @@ def in_use(database: Path) -> Iterator[None]:
 
 
 def expect(database: Path) -> None:
-    """See that the database is there if runs were made with one.
+    """Checks that the database exists if there are folders of runs.
 
     Raises:
-        FailedPreconditionError: If it is gone, is empty, or is no database: going on would forget the runs.
+        FailedPreconditionError: If it is missing, empty or damaged: continuing would lose the runs.
     """
     runs = sorted(logs.parent.name for logs in database.parent.glob("run_*/logs"))
     if not runs:
@@ -50,14 +54,14 @@ def expect(database: Path) -> None:
 
 
 def backup(database: Path, file: Path) -> int:
-    """Copy a database, also one that a controller writes to; a file that is there is replaced.
+    """Copies a database, even while a controller writes to it; replaces an existing file.
 
     Returns:
-        Runs in the copy.
+        Number of runs in the copy.
 
     Raises:
-        NotFoundError: If there is no database.
-        InvalidArgumentError: If the file would replace the database, or that is damaged.
+        NotFoundError: If the database does not exist.
+        InvalidArgumentError: If the file is the database itself, or the database is damaged.
     """
     if not database.is_file():
         raise NotFoundError(
@@ -72,20 +76,21 @@ def backup(database: Path, file: Path) -> int:
 
 
 def restore(file: Path, database: Path, *, overwrite: bool) -> int:
-    """Put a copy in the place of a database.
+    """Replaces a database with a copy.
 
     Args:
-        file: What :func:`backup` wrote.
-        database: Where it goes.
-        overwrite: Whether a database that is there is given up.
+        file: Copy that :func:`backup` wrote.
+        database: Path of the database to replace.
+        overwrite: True to discard an existing database.
 
     Returns:
-        Runs in it.
+        Number of runs in it.
 
     Raises:
-        NotFoundError: If there is no such file.
-        InvalidArgumentError: If the file is damaged, or no database of runs.
-        FailedPreconditionError: If a controller uses the database, or it would be overwritten unasked.
+        NotFoundError: If the copy does not exist.
+        InvalidArgumentError: If the copy is damaged, or not a database of runs.
+        FailedPreconditionError: If a controller uses the database, or it exists and ``overwrite``
+            is False.
     """
     if not file.is_file():
         raise NotFoundError(f"there is no file {file}")
@@ -114,7 +119,11 @@ def _locked(database: Path, how: int, otherwise: str) -> Iterator[None]:
 
 @contextmanager
 def _complete_copy(source: Path, target: Path) -> Iterator[tuple[Path, int]]:
-    """A whole copy beside where it shall be, readable by this user only, and how many runs it has."""
+    """Copies a database to a file next to ``target``, readable by this user only.
+
+    Yields:
+        The copy and the number of its runs.
+    """
     copy = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
     with suppress(FileNotFoundError):
         copy.unlink()
@@ -122,7 +131,7 @@ def _complete_copy(source: Path, target: Path) -> Iterator[tuple[Path, int]]:
     try:
         with closing(_connect(source)) as reading, closing(_connect(copy)) as writing:
             reading.backup(writing)
-            # One file, without a log beside it.
+            # Makes the copy one file without a log.
             writing.execute("PRAGMA journal_mode=DELETE")
             (found,) = writing.execute("PRAGMA integrity_check(1)").fetchone()
             if found != "ok":

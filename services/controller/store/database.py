@@ -1,4 +1,4 @@
-"""The controller's database: SQLite by default, PostgreSQL for several controllers.
+"""Database of the controller: SQLite by default, PostgreSQL for several controllers.
 
 Writers take turns. Every write checks in its own transaction that this controller still leads.
 """
@@ -27,13 +27,13 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 LEADER_LEASE = "controller"
-# A read of this many rows takes some milliseconds.
+# A read of this many rows takes a few milliseconds.
 _FEW_ROWS = 100
 _EPOCH = sa.select(LEASES.c.epoch).where(LEASES.c.name == LEADER_LEASE).with_for_update(read=True)
 
 
 class DatabaseError(UnavailableError):
-    """The database cannot be reached or did not take a transaction."""
+    """The database cannot be reached or did not accept a transaction."""
 
     reason = "DATABASE_UNAVAILABLE"
 
@@ -45,13 +45,13 @@ class LeaseLostError(AbortedError):
 
 
 class Database:
-    """Connections and transactions.
+    """Connections and transactions of the database.
 
     Args:
-        url: SQLAlchemy's form, ``sqlite:///PATH`` or ``postgresql+psycopg://...``.
+        url: SQLAlchemy URL, ``sqlite:///PATH`` or ``postgresql+psycopg://...``.
 
     Raises:
-        FailedPreconditionError: If its schema is of a newer release.
+        FailedPreconditionError: If a newer release wrote its schema.
         DatabaseError: If it cannot be reached.
     """
 
@@ -64,29 +64,31 @@ class Database:
             max_workers=1 if self.is_sqlite else 4, thread_name_prefix="database-reader"
         )
         self.epoch: int | None = None
-        """Leadership epoch that every write must still find; None before this controller leads."""
+        """Leadership epoch that every write checks; None before this controller leads."""
         with self._mapped_errors():
             _migrate(self._engine)
 
     def close(self) -> None:
-        """Finish what was begun and close all connections."""
+        """Finishes pending work and closes all connections."""
         self._readers.shutdown()
         self._thread.shutdown()
         self._engine.dispose()
 
     async def run(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Run ``work`` in the database's own thread, in the order of the calls.
+        """Runs ``work`` in the database's own thread, in the order of the calls.
 
-        It finishes even if the caller is cancelled: a transaction that was begun is not undone.
+        It finishes even if the caller is cancelled: a started transaction is not undone.
         """
         future = self._thread.submit(work, *args, **kwargs)
         return await asyncio.shield(asyncio.wrap_future(future))
 
     async def query(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Run ``work``, which reads a little, beside what is written; it sees what was committed before.
+        """Runs ``work``, a small read, concurrently with writes; it sees all transactions committed before.
 
-        SQLite is read here and now: a thread would need the interpreter for it as this one does, and passing
-        that to and fro, once a row, takes longer than the reading. A server is waited for in a thread.
+        SQLite is read in the calling thread: another thread would compete with it for the
+        interpreter lock, and
+        handing that over once per row takes longer than the read. A PostgreSQL server is awaited in
+        a thread.
         """
         if self.is_sqlite:
             return work(*args, **kwargs)
@@ -95,27 +97,27 @@ class Database:
     async def page(
         self, num_rows: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
-        """:meth:`query` or :meth:`scan`, by how many rows ``work`` reads at most."""
+        """Runs ``work`` by :meth:`query` or :meth:`scan`, depending on the max number of rows it reads."""
         read = self.query if num_rows <= _FEW_ROWS else self.scan
         return await read(work, *args, **kwargs)
 
     async def scan(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """:meth:`query` for work that reads much, in a thread whatever the database is."""
+        """Runs a large read in a thread, with any database."""
         return await asyncio.wrap_future(self._readers.submit(work, *args, **kwargs))
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """A transaction that only reads."""
+        """Opens a read-only transaction."""
         with self._mapped_errors(), self._engine.connect() as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """A transaction that writes, as the leader.
+        """Opens a write transaction of the leader.
 
         Raises:
             LeaseLostError: If another controller leads.
-            DatabaseError: If the database did not take it.
+            DatabaseError: If the database did not accept the transaction.
         """
         with self.write_unfenced() as connection:
             self._check_lead(connection)
@@ -123,7 +125,7 @@ class Database:
 
     @contextmanager
     def write_unfenced(self) -> Iterator[sa.Connection]:
-        """A transaction that writes without being the leader: to become it."""
+        """Opens a write transaction without a leadership check, which is needed to become the leader."""
         with self._mapped_errors(), self._turn, self._engine.connect() as connection:
             writing = connection.execution_options(slipstream_writes=True)
             with writing.begin():
@@ -159,7 +161,7 @@ def _make_engine(url: str) -> sa.Engine:
 
 
 def _prepare_sqlite(connection: Any, record: Any) -> None:
-    # The driver must not begin transactions by itself: a read that turns into a write would deadlock.
+    # The driver must not begin transactions itself: a read that turns into a write would deadlock.
     connection.isolation_level = None
     cursor = connection.cursor()
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=30000"):
@@ -173,7 +175,7 @@ def _begin_sqlite(connection: sa.Connection) -> None:
 
 
 def _migrate(engine: sa.Engine) -> None:
-    """Bring the schema to this release."""
+    """Migrates the schema to this release."""
     config = Config()
     migrations = importlib.resources.files("services.controller.store") / "migrations"
     config.set_main_option("script_location", str(migrations))

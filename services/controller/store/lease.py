@@ -1,7 +1,8 @@
-"""Which of several controllers leads: a row with a holder, an epoch and an end, on the database's clock.
+"""Election of the leading controller: a lease with a holder, an epoch and an expiry, on the database's clock.
 
-A new leader raises the epoch. Every write checks it (:meth:`Database.write`), so a leader that was stopped
-and wakes up later changes nothing more.
+A new leader raises the epoch. Every write checks it (:meth:`Database.write`), so a leader that was
+stopped
+and resumes later can change nothing.
 """
 
 import asyncio
@@ -16,12 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 class Leadership:
-    """This controller's claim to lead.
+    """Lease of this controller to lead.
 
     Args:
-        database: Holds the lease.
-        holder: Names this controller; the same name takes its own lease back at once.
-        ttl_s: A lease that was not renewed for this long is free.
+        database: Database that holds the lease.
+        holder: Name of this controller; a controller of the same name takes its own lease back at
+            once.
+        ttl_s: Seconds without renewal after which a lease is free.
     """
 
     def __init__(self, database: Database, *, holder: str, ttl_s: float) -> None:
@@ -30,7 +32,7 @@ class Leadership:
         self._ttl_s = ttl_s
 
     async def acquire(self) -> int:
-        """Wait until this controller leads; returns its epoch."""
+        """Waits until this controller leads; returns its epoch."""
         while (rest_s := await self._database.run(self._try)) > 0:
             logger.info("another controller leads", extra={"rest_s": round(rest_s, 1)})
             await asyncio.sleep(min(rest_s, self._ttl_s / 3))
@@ -40,10 +42,11 @@ class Leadership:
         return epoch
 
     async def keep(self) -> None:
-        """Renew for ever.
+        """Renews the lease without end.
 
         Raises:
-            LeaseLostError: If another controller took over, or the database was away for too long.
+            LeaseLostError: If another controller took over, or the database was unavailable for too
+                long.
         """
         clock = asyncio.get_running_loop().time
         renewed = clock()
@@ -59,18 +62,18 @@ class Leadership:
                     ) from error
 
     def give_up(self) -> None:
-        """Let another controller lead at once."""
+        """Releases the lease so that another controller can lead at once."""
         with self._database.write() as connection:
             connection.execute(_this().values(expire_time=0.0))
 
     def _try(self) -> float:
-        """Take the lease if it is free; returns the seconds until it might be, 0 once it is ours."""
+        """Takes the lease if it is free; returns 0 then, otherwise the seconds until it may be free."""
         with self._database.write_unfenced() as connection:
             now = _now(connection)
             row = connection.execute(
                 sa.select(LEASES).where(LEASES.c.name == LEADER_LEASE).with_for_update()
             ).first()
-            # One controller has an SQLite file at a time, so an older holder is a dead one.
+            # Only one controller uses an SQLite file at a time, so an older holder is dead.
             is_taken = row is not None and row.expire_time > now and row.holder != self._holder
             if row is not None and is_taken and not self._database.is_sqlite:
                 return max(float(row.expire_time) - now, 0.01)
@@ -93,7 +96,7 @@ def _this() -> sa.Update:
 
 
 def _now(connection: sa.Connection) -> float:
-    """Seconds since the epoch on the database's clock."""
+    """Returns seconds since the epoch on the database's clock."""
     if connection.dialect.name == "sqlite":
         query = "SELECT (julianday('now') - 2440587.5) * 86400.0"
     else:

@@ -1,4 +1,4 @@
-"""Ledgers in the database. Every function works inside a transaction that its caller opened."""
+"""Ledgers in the database. Every function works in a transaction that its caller opened."""
 
 import json
 import time
@@ -21,7 +21,7 @@ from services.controller.rules.prompts import ReturnedRows
 from services.controller.store.tables import DEAD_LETTERS, LEDGERS, PROMPT_RATES, PROMPTS, STEPS
 
 _CHUNK = 500
-# Used many times a second, so they are put together once.
+# Built once, because it is used many times per second.
 _FORGET_PROMPTS = PROMPTS.delete().where(
     PROMPTS.c.run_id == sa.bindparam("run"),
     PROMPTS.c.sequence.in_(sa.bindparam("ended", expanding=True)),
@@ -46,7 +46,7 @@ _METRICS = (
     )
     .order_by(STEPS.c.step)
 )
-# From the end of the index: a maximum would read every step.
+# Reads from the end of the index: max() would read every step.
 _NEWEST_STEP = (
     sa.select(STEPS.c.step)
     .where(STEPS.c.run_id == sa.bindparam("run"), STEPS.c.is_committed)
@@ -58,7 +58,7 @@ _MOVE_FRONTIER = LEDGERS.update().where(LEDGERS.c.run_id == sa.bindparam("run"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """The numbers of a committed step."""
+    """Metrics of a committed step."""
 
     step: int
     time: float
@@ -68,12 +68,12 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """A step and the groups that it trains."""
+    """Stored step and the groups that it trains."""
 
     step: int
     is_committed: bool
     weight_version: int
-    """Version that the step was trained from."""
+    """Weight version from which the step was trained."""
     groups: tuple[tuple[int, int, int, int], ...]
     """``(sequence, row, attempt, oldest_version)`` of each group, in the order of the batch."""
     metrics: Mapping[str, float]
@@ -81,7 +81,7 @@ class StepRecord:
 
 
 def write_change(connection: sa.Connection, run_id: str, change: LedgerChange) -> None:
-    """Make a change of a ledger durable."""
+    """Writes a change of a ledger."""
     ended = [group.sequence for group in change.ended]
     for begin in range(0, len(ended), _CHUNK):
         some = ended[begin : begin + _CHUNK]
@@ -104,7 +104,7 @@ def write_change(connection: sa.Connection, run_id: str, change: LedgerChange) -
 
 
 def read_ledger(connection: sa.Connection, run_id: str) -> LedgerState:
-    """The ledger of a run; empty if nothing was issued yet."""
+    """Reads the ledger of a run; it is empty if no group was issued yet."""
     frontier = connection.execute(sa.select(LEDGERS).where(LEDGERS.c.run_id == run_id)).first()
     if frontier is None:
         return LedgerState()
@@ -126,7 +126,7 @@ def _to_group(row: Any) -> Group:
 
 
 def read_quarantined_rows(connection: sa.Connection, run_id: str) -> set[int]:
-    """Rows of the training data that are never issued again."""
+    """Returns the rows of the training data that are never issued again."""
     query = sa.select(DEAD_LETTERS.c.row).where(
         DEAD_LETTERS.c.run_id == run_id, DEAD_LETTERS.c.state == GroupState.QUARANTINED.value
     )
@@ -134,7 +134,7 @@ def read_quarantined_rows(connection: sa.Connection, run_id: str) -> set[int]:
 
 
 def read_rates(connection: sa.Connection, run_id: str) -> list[PromptRate]:
-    """Running success of the prompts of a run."""
+    """Returns the running success rates of a run's prompts."""
     columns = [PROMPT_RATES.c[name] for name in PromptRate._fields]
     query = sa.select(*columns).where(PROMPT_RATES.c.run_id == run_id)
     return [PromptRate._make(row) for row in connection.execute(query)]
@@ -143,7 +143,7 @@ def read_rates(connection: sa.Connection, run_id: str) -> list[PromptRate]:
 def begin_step(
     connection: sa.Connection, run_id: str, step: int, *, version: int, groups: Sequence[Group]
 ) -> None:
-    """Write down which groups a step trains, before the trainer is asked."""
+    """Records which groups a step trains, before the trainer receives the step."""
     connection.execute(STEPS.delete().where(STEPS.c.run_id == run_id, STEPS.c.step == step))
     connection.execute(
         STEPS.insert().values(
@@ -166,7 +166,7 @@ def begin_step(
 def commit_step(
     connection: sa.Connection, run_id: str, step: int, metrics: Mapping[str, Any]
 ) -> None:
-    """The trainer answered: the step's groups are trained."""
+    """Marks a step as trained, after the trainer has answered."""
     connection.execute(
         STEPS.update()
         .where(STEPS.c.run_id == run_id, STEPS.c.step == step)
@@ -177,7 +177,7 @@ def commit_step(
 def read_steps(
     connection: sa.Connection, run_id: str, *, after: int = 0, limit: int | None = None
 ) -> list[StepRecord]:
-    """Steps of a run behind step ``after``, in order; the last one may be uncommitted."""
+    """Returns the steps of a run after step ``after``, in order; the last one may be uncommitted."""
     query = (
         sa.select(STEPS)
         .where(STEPS.c.run_id == run_id, STEPS.c.step > after)
@@ -198,9 +198,9 @@ def read_steps(
 
 
 def read_metrics(connection: sa.Connection, run_id: str, steps: Sequence[int]) -> list[StepMetrics]:
-    """Numbers of those of some steps that were committed, without the groups that they trained."""
+    """Returns the metrics of some steps, without their groups; omits uncommitted steps."""
     return [
-        # Hundreds of steps with dozens of numbers are read for a chart.
+        # Key caching speeds this up: a chart reads hundreds of steps with dozens of metrics each.
         StepMetrics(step=step, time=moment, metrics=from_json(metrics_json, cache_strings="keys"))
         for begin in range(0, len(steps), _CHUNK)
         for step, moment, metrics_json in connection.execute(
@@ -210,24 +210,24 @@ def read_metrics(connection: sa.Connection, run_id: str, steps: Sequence[int]) -
 
 
 def forget_step(connection: sa.Connection, run_id: str, step: int) -> None:
-    """A step that was begun was not trained."""
+    """Deletes a step that was begun but not trained."""
     connection.execute(STEPS.delete().where(STEPS.c.run_id == run_id, STEPS.c.step == step))
 
 
 def newest_step(connection: sa.Connection, run_id: str) -> int:
-    """The last committed step; before the first, the step that the run starts from."""
+    """Returns the last committed step; before the first, the step from which the run starts."""
     newest = connection.execute(_NEWEST_STEP, {"run": run_id}).scalar()
     return read_first_step(connection, run_id) if newest is None else int(newest)
 
 
 def read_first_step(connection: sa.Connection, run_id: str) -> int:
-    """The step of the checkpoint that a run starts from; 0 if it starts from a model."""
+    """Returns the step of the checkpoint from which a run starts; 0 if it starts from a model."""
     query = sa.select(LEDGERS.c.first_step).where(LEDGERS.c.run_id == run_id)
     return int(connection.execute(query).scalar() or 0)
 
 
 def start_at(connection: sa.Connection, run_id: str, step: int) -> None:
-    """Begin the empty ledger of a run after ``step``."""
+    """Creates the empty ledger of a run that begins after ``step``."""
     _write_frontier(
         connection,
         run_id,
@@ -240,20 +240,20 @@ def start_at(connection: sa.Connection, run_id: str, step: int) -> None:
 
 
 def read_version_offset(connection: sa.Connection, run_id: str) -> int:
-    """What the weight versions of a run are above its steps."""
+    """Returns the difference between a run's weight versions and its steps."""
     query = sa.select(LEDGERS.c.version_offset).where(LEDGERS.c.run_id == run_id)
     return int(connection.execute(query).scalar() or 0)
 
 
 def set_version_offset(connection: sa.Connection, run_id: str, offset: int) -> None:
-    """Number the weight versions of a run anew."""
+    """Sets the difference between a run's weight versions and its steps."""
     connection.execute(
         LEDGERS.update().where(LEDGERS.c.run_id == run_id).values(version_offset=offset)
     )
 
 
 def roll_back(connection: sa.Connection, run_id: str, step: int) -> None:
-    """Go back to the end of ``step``: what later steps trained, and all in flight, is to be made anew."""
+    """Rolls a ledger back to the end of ``step``; later steps' groups and groups in flight restart."""
     state = read_ledger(connection, run_id)
     in_flight = {group.sequence for group in state.groups}
     groups = [_again(group) for group in state.groups]
@@ -303,7 +303,8 @@ def _put_many(
     connection: sa.Connection, statement: str, run_id: str, rows: Sequence[tuple[Any, ...]]
 ) -> None:
     if rows:
-        # Thousands a second: SQLAlchemy takes longer to name their values than the database for all else.
+        # Raw SQL, because it writes thousands of rows per second: SQLAlchemy takes longer to bind
+        # their values than the database takes for everything else.
         mark = "?" if connection.dialect.paramstyle == "qmark" else "%s"
         connection.exec_driver_sql(statement.replace("?", mark), [(run_id, *row) for row in rows])
 
@@ -329,16 +330,17 @@ def copy_ledger(
     version: int,
     has_same_prompts: bool,
 ) -> None:
-    """Give a run the steps of another one up to ``step``, and what that one issued and did not train by then.
+    """Copies a run's ledger up to ``step`` to another run, with the groups issued but not trained by then.
 
     Args:
-        connection: The transaction.
-        parent: The run that is copied.
-        child: The run that gets the copy.
-        step: Last step that is kept.
+        connection: Connection with the open transaction.
+        parent: Id of the run to copy.
+        child: Id of the run that receives the copy.
+        step: Last step to copy.
         version: Weight version of that step.
-        has_same_prompts: Whether rows mean the same prompts in both; otherwise all begins anew behind
-            the step.
+        has_same_prompts: True if rows mean the same prompts in both runs; otherwise the child
+            issues its data
+            from the start after that step.
     """
     for table in (LEDGERS, PROMPTS, PROMPT_RATES, DEAD_LETTERS, STEPS):
         others = [column for column in table.c if column.name != "run_id"]
@@ -354,7 +356,7 @@ def copy_ledger(
 
 
 def _forget_prompts(connection: sa.Connection, run_id: str) -> None:
-    """Give up what was issued and not trained: its rows are of other data."""
+    """Drops the groups that were issued but not trained, because their rows refer to other data."""
     rows = connection.execute(sa.select(PROMPTS).where(PROMPTS.c.run_id == run_id)).all()
     connection.execute(PROMPTS.delete().where(PROMPTS.c.run_id == run_id))
     connection.execute(PROMPT_RATES.delete().where(PROMPT_RATES.c.run_id == run_id))

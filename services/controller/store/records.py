@@ -1,4 +1,4 @@
-"""What the database holds, as values."""
+"""Records of the database as Python values."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from services.controller.rules.conditions import Condition
 from services.controller.rules.run_state import TERMINAL, RunState
 
 RELEASE = version("slipstream")
-"""Of this process."""
+"""Release of this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a run takes of its project's quota while it is active."""
+    """Resources that a run takes from its project's quota while it is active."""
 
     gpus: int = 0
     transferqueue_bytes: int = 0
@@ -24,27 +24,27 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run as it is stored."""
+    """Stored run."""
 
     run_id: str
     project: str
     name: str
     spec_json: str
-    """Empty in a list."""
+    """Specification as JSON; empty in lists."""
     spec_digest: str
     release: str
-    """That wrote the specification; empty if nobody knows."""
+    """Release that wrote the specification; empty if unknown."""
     target_steps: int
-    """Steps that it is to train; 0 while nobody knows."""
+    """Number of steps to train; 0 while unknown."""
     state: RunState
     state_reason: str
     message: str
     priority: int
-    """Runs with a higher one start first."""
+    """Runs with a higher priority start first."""
     labels: Mapping[str, str]
     created_by: str
     step: int
-    """Finished trainer steps."""
+    """Number of finished trainer steps."""
     weight_version: int
     """Newest published version; -1 before the first."""
     summary: Mapping[str, Any]
@@ -52,26 +52,26 @@ class Run:
     create_time: float
     update_time: float
     start_time: float | None
-    """When it first left the queue; None before that."""
+    """Time at which it first left the queue; None before."""
     finish_time: float | None
-    """When it ended; None before that."""
+    """Time at which it ended; None before."""
     needs: Needs
-    """What it takes of its project's quota while it is active."""
+    """Resources that it takes from its project's quota while it is active."""
     revision: int
-    """Grows with each change."""
+    """Number that grows with each change."""
     generation: int
-    """Grows with each change of the specification."""
+    """Number that grows with each change of the specification."""
     conditions: tuple[Condition, ...]
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the run has ended."""
+        """True if the run has ended."""
         return self.state in TERMINAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRun:
-    """A run that is to be stored."""
+    """Run to be stored."""
 
     run_id: str
     name: str
@@ -84,25 +84,25 @@ class NewRun:
     created_by: str = ""
     needs: Needs = Needs()
     step: int = 0
-    """Step that it goes on from."""
+    """Step from which it continues."""
     weight_version: int = -1
     """Version of that step's weights; -1 before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestKey:
-    """Identifies a request, so that its repetition returns the same run."""
+    """Identity of a request, so that its repetition returns the same run."""
 
     scope: str
-    """Who asked for what."""
+    """Caller and operation."""
     key: str
-    """Chosen by the client."""
+    """Key chosen by the client."""
     body_digest: str
-    """SHA-256 of what was asked."""
+    """SHA-256 of the request's body."""
 
     @classmethod
     def of(cls, scope: str, key: str, body: str) -> Self | None:
-        """The identity of a request; None if the client chose no key."""
+        """Returns the identity of a request; None if the client sent no key."""
         if not key:
             return None
         return cls(scope=scope, key=key, body_digest=hashlib.sha256(body.encode()).hexdigest())
@@ -110,7 +110,7 @@ class RequestKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFilter:
-    """Which runs are listed."""
+    """Filter and order of a list of runs."""
 
     project: str | None = None
     state: RunState | None = None
@@ -121,10 +121,10 @@ class RunFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventFilter:
-    """Which events of a run are listed."""
+    """Filter and order of a list of a run's events."""
 
     types: tuple[str, ...] = ()
-    """These; none for all."""
+    """Types to include; empty means all."""
     not_types: tuple[str, ...] = ()
     before_seq: int | None = None
     is_newest_first: bool = False
@@ -135,22 +135,22 @@ ALL_EVENTS = EventFilter()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened to a run."""
+    """Stored event of a run."""
 
     run_id: str
     seq: int
-    """From 1, without gaps."""
+    """Number of the event, from 1, without gaps."""
     time: float
     type: str
     message: str
     data: Mapping[str, Any]
     actor: str = ""
-    """Who caused it; empty for the controller itself."""
+    """User who caused it; empty for the controller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """An event that is to be stored, with the progress it tells of."""
+    """Event to be stored, with the progress that it reports."""
 
     type: str
     message: str
@@ -163,12 +163,12 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A run that a user asks for."""
+    """Run that a user submits."""
 
     spec: RunSpec
     project: str = "default"
     priority: int = 0
     labels: Mapping[str, str] | None = None
     actor: str = ""
-    """Who asks."""
+    """User who submits it."""
     request: RequestKey | None = None

@@ -1,4 +1,4 @@
-"""Rows of runs and events, read and written inside a transaction that the caller opened."""
+"""Reads and writes rows of runs and events, in a transaction that the caller opened."""
 
 import json
 import time
@@ -24,16 +24,16 @@ from services.controller.store.records import (
 from services.controller.store.tables import CHECKPOINTS, EVENTS, IDEMPOTENCY_KEYS, REQUESTS, RUNS
 
 IS_UNFINISHED = RUNS.c.state.not_in([state.value for state in TERMINAL])
-"""Condition on runs that have not ended."""
-# What a run goes on from looks no further back.
+"""SQL condition for runs that have not ended."""
+# Resuming a run needs no older events than these.
 _MOST_EVENTS = 10_000
 _KEY_LIFE_S = 24 * 3600.0
-# Used many times a second, so they are put together once.
+# Built once, because they are used many times per second.
 _RUN = sa.select(RUNS).where(RUNS.c.run_id == sa.bindparam("run"))
 _RUN_TO_CHANGE = _RUN.with_for_update()
 _CHANGE_RUN = RUNS.update().where(RUNS.c.run_id == sa.bindparam("run"))
 _ADD_EVENT = EVENTS.insert()
-# Fields of a record that are columns as they are.
+# Fields of a record that are stored as columns unchanged.
 _RUN_COLUMNS = tuple(
     field.name for field in fields(Run) if field.name in RUNS.c and field.name != "state"
 )
@@ -45,7 +45,7 @@ NEWEST_SEQ = sa.select(sa.func.coalesce(sa.func.max(EVENTS.c.seq), 0)).where(
 
 
 class IdempotencyKeyReusedError(AlreadyExistsError):
-    """The key came with another request before."""
+    """The key was used with another request before."""
 
     reason = "IDEMPOTENCY_KEY_REUSED"
 
@@ -57,10 +57,10 @@ class NameTakenError(AlreadyExistsError):
 
 
 def check_name(connection: sa.Connection, new: NewRun) -> None:
-    """See that a name is free: runs of a project that have not ended have names of their own.
+    """Checks that a name is free: among a project's unfinished runs, names are unique.
 
     Raises:
-        NameTakenError: If it is not.
+        NameTakenError: If it is not free.
     """
     query = sa.select(RUNS.c.run_id).where(
         RUNS.c.project == new.project, RUNS.c.name == new.name, IS_UNFINISHED
@@ -74,10 +74,10 @@ def check_name(connection: sa.Connection, new: NewRun) -> None:
 
 
 def get_run(connection: sa.Connection, run_id: str, *, lock: bool = False) -> Run:
-    """One run; with ``lock`` nobody else changes it before the transaction ends.
+    """Returns one run; ``lock`` protects it from other writers until the transaction ends.
 
     Raises:
-        NotFoundError: If there is none of that id.
+        NotFoundError: If no run has that id.
     """
     row = connection.execute(_RUN_TO_CHANGE if lock else _RUN, {"run": run_id}).first()
     if row is None:
@@ -88,7 +88,7 @@ def get_run(connection: sa.Connection, run_id: str, *, lock: bool = False) -> Ru
 
 
 def insert_run(connection: sa.Connection, new: NewRun) -> Note:
-    """Store a new run in state QUEUED; returns what there is to tell of it."""
+    """Inserts a new run in state QUEUED; returns the event to record for it."""
     now = time.time()
     note = Note("Submitted", "the run was submitted", {"name": new.name})
     conditions = conditions_after((), note.type, note.message, note.data, generation=1, time=now)
@@ -115,18 +115,18 @@ def insert_run(connection: sa.Connection, new: NewRun) -> Note:
 
 
 def update_run(connection: sa.Connection, run: Run, **values: Any) -> None:
-    """Change a run's columns and its revision."""
+    """Changes a run's columns and increments its revision."""
     changed = {"update_time": time.time(), "revision": run.revision + 1, **values}
     connection.execute(_CHANGE_RUN, {"run": run.run_id, **changed})
 
 
 def set_target_steps(connection: sa.Connection, run_id: str, steps: int) -> None:
-    """Write how many steps a run is to train."""
+    """Sets the number of steps that a run trains."""
     connection.execute(_CHANGE_RUN, {"run": run_id, "target_steps": steps})
 
 
 def tell(connection: sa.Connection, run: Run, note: Note, **values: Any) -> Event:
-    """Store an event, and what it changes of its run: some columns, and the conditions."""
+    """Stores an event, and its effects on the run: changed columns and conditions."""
     conditions = conditions_after(
         run.conditions,
         note.type,
@@ -147,13 +147,13 @@ def _conditions_json(conditions: Sequence[Condition]) -> str:
 
 
 def queue_deadline(spec_json: str) -> float | None:
-    """When a run that is queued now will have waited for too long; None for never."""
+    """Returns the time at which a run queued now exceeds its queue time-out; None means never."""
     timeout_s = json.loads(spec_json).get("limits", {}).get("queue_timeout_s", 0)
     return time.time() + timeout_s if timeout_s else None
 
 
 def append_event(connection: sa.Connection, run_id: str, note: Note) -> Event:
-    """Store an event under the run's next number."""
+    """Stores an event under the run's next number."""
     newest = connection.execute(NEWEST_SEQ, {"run": run_id}).scalar_one()
     event = Event(
         run_id=run_id,
@@ -175,12 +175,12 @@ def append_event(connection: sa.Connection, run_id: str, note: Note) -> Event:
 
 
 def forget_events(connection: sa.Connection, run_id: str, *, until: int) -> None:
-    """Delete the oldest events of a run, up to number ``until``."""
+    """Deletes the oldest events of a run, up to number ``until``."""
     connection.execute(EVENTS.delete().where(EVENTS.c.run_id == run_id, EVENTS.c.seq <= until))
 
 
 def event_data(connection: sa.Connection, run_id: str, type_: str) -> list[dict[str, Any]]:
-    """What the newest events of a type hold, oldest first."""
+    """Returns the data of the newest events of a type, oldest first."""
     query = (
         sa.select(EVENTS.c.data_json)
         .where(EVENTS.c.run_id == run_id, EVENTS.c.type == type_)
@@ -191,7 +191,7 @@ def event_data(connection: sa.Connection, run_id: str, type_: str) -> list[dict[
 
 
 def newest_event(connection: sa.Connection, run_id: str, types: Sequence[str]) -> Event | None:
-    """The newest event of any of the types, if there is one."""
+    """Returns the newest event of any of the types, or None."""
     query = (
         sa.select(EVENTS)
         .where(EVENTS.c.run_id == run_id, EVENTS.c.type.in_(types))
@@ -203,7 +203,7 @@ def newest_event(connection: sa.Connection, run_id: str, types: Sequence[str]) -
 
 
 def newest_snapshot(connection: sa.Connection, run_id: str) -> str:
-    """The transferqueue's part of a run's newest checkpoint; empty if there is none."""
+    """Returns the id of the transferqueue's snapshot in a run's newest checkpoint; empty if it has none."""
     query = (
         sa.select(CHECKPOINTS.c.snapshot_id)
         .where(CHECKPOINTS.c.run_id == run_id, CHECKPOINTS.c.state == "READY")
@@ -214,10 +214,10 @@ def newest_snapshot(connection: sa.Connection, run_id: str) -> str:
 
 
 def seen_request(connection: sa.Connection, request: RequestKey) -> str | None:
-    """The run that an equal request made within the last day.
+    """Returns the run that an equal request created within the last day, or None.
 
     Raises:
-        IdempotencyKeyReusedError: If the request's key came with another body.
+        IdempotencyKeyReusedError: If the request's key was used with another body.
     """
     connection.execute(
         IDEMPOTENCY_KEYS.delete().where(IDEMPOTENCY_KEYS.c.create_time < time.time() - _KEY_LIFE_S)
@@ -238,7 +238,7 @@ def seen_request(connection: sa.Connection, request: RequestKey) -> str | None:
 
 
 def remember_request(connection: sa.Connection, request: RequestKey, run_id: str) -> None:
-    """Tie a request to the run that it made."""
+    """Records which run a request created."""
     connection.execute(
         IDEMPOTENCY_KEYS.insert().values(
             scope=request.scope,
@@ -251,7 +251,7 @@ def remember_request(connection: sa.Connection, request: RequestKey, run_id: str
 
 
 def to_run(row: Any) -> Run:
-    """The run of a row; a list leaves specifications out."""
+    """Converts a row into a run; list queries omit the specification."""
     columns: dict[str, Any] = {name: getattr(row, name, "") for name in _RUN_COLUMNS}
     return Run(
         **columns,
@@ -264,14 +264,14 @@ def to_run(row: Any) -> Run:
 
 
 def to_event(row: Any) -> Event:
-    """The event of a row."""
+    """Converts a row into an event."""
     data = json.loads(row.data_json)
     return Event(**{name: getattr(row, name) for name in _EVENT_COLUMNS}, data=data)
 
 
 def has_forgotten(connection: sa.Connection, project: str, moment: float, *, kept: int) -> bool:
-    """Whether events of a project behind a moment were deleted, where a run keeps its last ``kept``."""
-    # Only long runs can have lost any, so that not every run is looked at.
+    """Returns True if events of a project after a moment were deleted; a run keeps its last ``kept``."""
+    # Only runs with more events than that can have lost any, so the others need no look.
     is_long = sa.exists().where(EVENTS.c.run_id == RUNS.c.run_id, EVENTS.c.seq > kept)
     for run_id in connection.scalars(
         sa.select(RUNS.c.run_id).where(RUNS.c.project == project, is_long)
@@ -288,7 +288,7 @@ def has_forgotten(connection: sa.Connection, project: str, moment: float, *, kep
     return False
 
 
-# Used many times a second, so they are put together once.
+# Built once, because they are used many times per second.
 _EVENTS = (
     sa.select(EVENTS)
     .where(EVENTS.c.run_id == sa.bindparam("run"), EVENTS.c.seq > sa.bindparam("after"))
@@ -299,7 +299,7 @@ _OLDEST_SEQ = sa.select(sa.func.min(EVENTS.c.seq)).where(EVENTS.c.run_id == sa.b
 
 
 class CursorExpiredError(FailedPreconditionError):
-    """Events behind the cursor are not kept any more."""
+    """Events after the cursor are no longer stored."""
 
     reason = "CURSOR_EXPIRED"
 
@@ -307,10 +307,10 @@ class CursorExpiredError(FailedPreconditionError):
 def read_events(
     connection: sa.Connection, run_id: str, *, after_seq: int, limit: int, only: EventFilter
 ) -> list[Event]:
-    """Events of a run behind ``after_seq``; 0 begins with the oldest that is kept.
+    """Returns events of a run after ``after_seq``; 0 begins with the oldest stored one.
 
     Raises:
-        CursorExpiredError: If events behind ``after_seq`` are not kept any more.
+        CursorExpiredError: If events after ``after_seq`` are no longer stored.
     """
     query = _filtered(only)
     oldest = connection.execute(_OLDEST_SEQ, {"run": run_id}).scalar() if after_seq else 0
@@ -342,17 +342,17 @@ RequestKind = Literal["pause", "save", "evaluate", "resize"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Something that a run is asked for."""
+    """Request of a user to a run."""
 
     kind: RequestKind
     request_id: str
-    """Differs each time that the same is asked for."""
+    """Unique id; a repeated request has a new one."""
     options: Mapping[str, int]
-    """Numbers and truths by name."""
+    """Numbers and booleans by name."""
 
 
 def read_requests(connection: sa.Connection, run_id: str) -> list[Request]:
-    """What a run has not done yet: one of a kind at most."""
+    """Returns the pending requests of a run, at most one of each kind."""
     rows = connection.execute(sa.select(REQUESTS).where(REQUESTS.c.run_id == run_id))
     return [
         Request(kind=row.kind, request_id=row.request_id, options=json.loads(row.options_json))
@@ -361,7 +361,7 @@ def read_requests(connection: sa.Connection, run_id: str) -> list[Request]:
 
 
 def write_request(connection: sa.Connection, run_id: str, request: Request) -> None:
-    """Store a request in place of an earlier one of its kind."""
+    """Stores a request and replaces an earlier one of its kind."""
     forget_requests(connection, run_id, request.kind)
     connection.execute(
         REQUESTS.insert().values(
@@ -376,7 +376,7 @@ def write_request(connection: sa.Connection, run_id: str, request: Request) -> N
 def forget_requests(
     connection: sa.Connection, run_id: str, kind: RequestKind | None = None, request_id: str = ""
 ) -> None:
-    """Delete the requests of a run: all, those of a kind, or one unless it was replaced meanwhile."""
+    """Deletes requests of a run: all, those of a kind, or one if it was not replaced meanwhile."""
     query = REQUESTS.delete().where(REQUESTS.c.run_id == run_id)
     if kind is not None:
         query = query.where(REQUESTS.c.kind == kind)

@@ -1,6 +1,6 @@
 """Durable state of runs and their events.
 
-Every change of a run and the event that tells of it are one transaction.
+Every change of a run and the event that reports it are one transaction.
 """
 
 import json
@@ -45,7 +45,7 @@ from services.controller.store.rows import (
 from services.controller.store.tables import EVENTS, IDEMPOTENCY_KEYS, RUNS
 
 Work = Callable[[sa.Connection], None]
-"""Further writes of one transaction."""
+"""Additional writes of a transaction."""
 
 
 class StaleRevisionError(AbortedError):
@@ -55,7 +55,7 @@ class StaleRevisionError(AbortedError):
 
 
 class InvalidTransitionError(FailedPreconditionError):
-    """The run's state does not take the event."""
+    """The run's state does not allow the event."""
 
     reason = "INVALID_TRANSITION"
 
@@ -67,16 +67,17 @@ class NotTerminalError(FailedPreconditionError):
 
 
 class RunStore:
-    """Runs and events. Methods block; see :meth:`Database.run`.
+    """Stores runs and events. Methods block; see :meth:`Database.run`.
 
     Args:
-        database: Where they are kept.
-        events_kept: Newest events of a run that are kept; older ones are deleted now and then.
+        database: Database of the runs.
+        events_kept: Number of newest events to keep per run; older ones are deleted from time to
+            time.
     """
 
     def __init__(self, database: Database, *, events_kept: int = 100_000) -> None:
         self.database = database
-        """Where they are kept."""
+        """Database of the runs."""
         self._events_kept = events_kept
 
     def create(
@@ -87,19 +88,19 @@ class RunStore:
         check: Work | None = None,
         also: Work | None = None,
     ) -> tuple[Run, bool]:
-        """Store a new run in state QUEUED.
+        """Stores a new run in state QUEUED.
 
         Args:
             new: The run.
-            request: Identifies the request.
-            check: Refuses by raising, inside the transaction.
-            also: Writes what else belongs to the run.
+            request: Identity of the request; None without an idempotency key.
+            check: Refuses the run by raising, inside the transaction.
+            also: Writes other rows that belong to the run.
 
         Returns:
-            The run, and whether it is new: a request seen before returns its run.
+            The run, and True if it is new: a repeated request returns the run of the first one.
 
         Raises:
-            IdempotencyKeyReusedError: If the request's key came with another body.
+            IdempotencyKeyReusedError: If the request's key was used with another body.
             NameTakenError: If a run of the project that has not ended has the name.
         """
         with self.database.write() as connection:
@@ -119,10 +120,10 @@ class RunStore:
             return get_run(connection, new.run_id), True
 
     def get(self, run_id: str) -> Run:
-        """One run.
+        """Returns one run.
 
         Raises:
-            NotFoundError: If there is none of that id.
+            NotFoundError: If no run has that id.
         """
         with self.database.read() as connection:
             return get_run(connection, run_id)
@@ -135,7 +136,7 @@ class RunStore:
         only: RunFilter | None = None,
         has_specs: bool = False,
     ) -> list[Run]:
-        """Runs, newest first unless the filter says otherwise, starting behind the run ``after``."""
+        """Lists runs after the run ``after``, newest first unless the filter sets another order."""
         only = only or RunFilter()
         order = RUNS.c.run_id if only.is_oldest_first else RUNS.c.run_id.desc()
         columns = RUNS.c if has_specs else [each for each in RUNS.c if each.name != "spec_json"]
@@ -157,7 +158,7 @@ class RunStore:
             return [to_run(row) for row in connection.execute(query)]
 
     def unfinished(self) -> list[Run]:
-        """Runs that have not ended, oldest first."""
+        """Returns the runs that have not ended, oldest first."""
         query = sa.select(RUNS).where(IS_UNFINISHED).order_by(RUNS.c.run_id)
         with self.database.read() as connection:
             return [to_run(row) for row in connection.execute(query)]
@@ -165,10 +166,10 @@ class RunStore:
     def apply(
         self, run_id: str, event: RunEvent, *, reason: str, message: str = "", actor: str = ""
     ) -> tuple[Run, Event]:
-        """Move a run to the state that ``event`` leads to; returns it and the event that tells of it.
+        """Applies an event to a run; returns the run in its new state and the recorded event.
 
         Raises:
-            InvalidTransitionError: If the run's state does not take the event.
+            InvalidTransitionError: If the run's state does not allow the event.
         """
         with self.database.write() as connection:
             return self.move(connection, run_id, event, reason=reason, message=message, actor=actor)
@@ -183,7 +184,7 @@ class RunStore:
         message: str = "",
         actor: str = "",
     ) -> tuple[Run, Event]:
-        """:meth:`apply` within a transaction that the caller opened."""
+        """Applies an event like :meth:`apply`, in a transaction that the caller opened."""
         run = get_run(connection, run_id, lock=True)
         state = next_state(run.state, event)
         if state is None:
@@ -210,7 +211,7 @@ class RunStore:
         return get_run(connection, run_id), told
 
     def record(self, run_id: str, note: Note, *, also: Work | None = None) -> Event:
-        """Append an event and, in the same transaction, the progress and the writes it tells of."""
+        """Appends an event and, in the same transaction, the progress that it reports and further writes."""
         values: dict[str, Any] = {}
         if note.step is not None:
             values["step"] = note.step
@@ -237,15 +238,15 @@ class RunStore:
         check: Callable[[sa.Connection, Run], None] | None = None,
         actor: str = "",
     ) -> Run:
-        """Change labels, priority or specification.
+        """Changes labels, priority or specification of a run.
 
         Args:
-            run_id: The run.
-            revision: What the caller read.
-            values: Columns.
-            changed: What they are for users.
-            check: Refuses by raising, inside the transaction.
-            actor: Who asks.
+            run_id: Id of the run.
+            revision: Revision that the caller has read.
+            values: New values of columns.
+            changed: Names of the changed fields, for users.
+            check: Refuses the change by raising, inside the transaction.
+            actor: User who makes the change.
 
         Raises:
             StaleRevisionError: If the run's revision is not ``revision``.
@@ -263,7 +264,7 @@ class RunStore:
             return get_run(connection, run_id)
 
     def delete(self, run_id: str, *, revision: int) -> None:
-        """Forget a run that has ended.
+        """Deletes a run that has ended.
 
         Raises:
             StaleRevisionError: If the run's revision is not ``revision``.
@@ -280,7 +281,7 @@ class RunStore:
             connection.execute(RUNS.delete().where(RUNS.c.run_id == run_id))
 
     def begin_attempt(self, run_id: str) -> int:
-        """Count that the run's loop is entered; returns the number, from 1."""
+        """Counts a new attempt to drive the run; returns its number, from 1."""
         with self.database.write() as connection:
             connection.execute(
                 RUNS.update()
@@ -298,24 +299,24 @@ class RunStore:
         limit: int = 1000,
         only: EventFilter = ALL_EVENTS,
     ) -> list[Event]:
-        """Events of a run behind ``after_seq``; 0 begins with the oldest that is kept.
+        """Returns events of a run after ``after_seq``; 0 begins with the oldest stored one.
 
         Raises:
-            CursorExpiredError: If events behind ``after_seq`` are not kept any more.
+            CursorExpiredError: If events after ``after_seq`` are no longer stored.
         """
         with self.database.read() as connection:
             return read_events(connection, run_id, after_seq=after_seq, limit=limit, only=only)
 
     def newest_seq(self, run_id: str) -> int:
-        """Number of a run's newest event; 0 without any."""
+        """Returns the number of a run's newest event; 0 without any."""
         with self.database.read() as connection:
             return int(connection.execute(NEWEST_SEQ, {"run": run_id}).scalar_one())
 
     def events_since(self, project: str, moment: float, *, limit: int = 1000) -> list[Event]:
-        """Events of all runs of a project behind a moment, in order.
+        """Returns the events of all runs of a project after a moment, in order.
 
         Raises:
-            CursorExpiredError: If some of them are not kept any more.
+            CursorExpiredError: If some of them are no longer stored.
         """
         query = (
             sa.select(EVENTS)

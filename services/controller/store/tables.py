@@ -1,4 +1,4 @@
-"""Tables of the controller's database. The migrations create them; a test holds both together."""
+"""Tables of the controller's database. Migrations create them; a test checks that both agree."""
 
 import sqlalchemy as sa
 
@@ -55,10 +55,11 @@ RUNS = sa.Table(
     sa.Index("ix_runs_project", "project", "run_id"),
     sa.Index("ix_runs_state", "state"),
 )
-"""One row a run. ``release`` wrote its specification; empty if nobody knows. ``num_attempts`` counts the
-times that its loop was entered, which orders the epochs of its weight groups. ``generation`` counts its
-specifications. At ``queue_deadline`` it has been queued for too long. ``gpus`` and ``transferqueue_bytes``
-are what it takes of its project's quota while it is active."""
+"""One row per run. ``release`` is the release that wrote the specification; empty if unknown.
+``num_attempts`` counts how often the run's loop was entered, which orders the epochs of its weight
+groups. ``generation`` counts the specifications. At ``queue_deadline`` the run exceeds its queue
+time-out. ``gpus`` and ``transferqueue_bytes`` are the resources that it takes from its project's
+quota while it is active."""
 
 EVENTS = sa.Table(
     "events",
@@ -71,10 +72,10 @@ EVENTS = sa.Table(
     sa.Column("data_json", sa.Text, nullable=False),
     sa.Column("actor", sa.String(128), nullable=False),
     sa.Index("ix_events_time", "time"),
-    # A few evaluations between thousands of steps.
+    # For the few evaluations between thousands of steps.
     sa.Index("ix_events_type", "run_id", "type", "seq"),
 )
-"""What happened to a run, in order; written in the transaction of the change that it tells of."""
+"""Events of a run in order; each is written in the transaction of the change that it reports."""
 
 LEDGERS = sa.Table(
     "ledgers",
@@ -88,10 +89,11 @@ LEDGERS = sa.Table(
     sa.Column("reasons_json", sa.Text, nullable=False),
     sa.Column("returned_json", sa.Text, nullable=False, server_default="{}"),
 )
-"""The frontier of each run's ledger: groups 0 to ``num_issued`` were issued, from ``position`` rows of the
-prompt order. Those in neither ``prompts`` nor ``dead_letters`` were trained by a row of ``steps``. The weight
-versions of a rewound run are ``version_offset`` above its steps. ``first_step`` is the step of the checkpoint
-that the run starts from (``trainer.checkpoint.start_from``): it has no earlier steps of its own."""
+"""Frontier of each run's ledger: the first ``num_issued`` groups were issued, from the first
+``position`` rows of the prompt order. Groups in neither ``prompts`` nor ``dead_letters`` were
+trained by a row of ``steps``. The weight versions of a rewound run are ``version_offset`` above its
+steps. ``first_step`` is the step of the checkpoint from which the run starts
+(``trainer.checkpoint.start_from``); the run has no earlier steps."""
 
 PROMPTS = sa.Table(
     "prompts",
@@ -109,7 +111,7 @@ PROMPTS = sa.Table(
     sa.Column("num_tokens", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("first_attempt", sa.Integer, nullable=False, server_default="1"),
 )
-"""Groups in flight; a group that ended leaves the table."""
+"""Groups in flight; a group that ends is deleted."""
 
 DEAD_LETTERS = sa.Table(
     "dead_letters",
@@ -122,7 +124,7 @@ DEAD_LETTERS = sa.Table(
     sa.Column("reason", sa.String(64), nullable=False),
     sa.Column("time", sa.Float(53), nullable=False),
 )
-"""Groups that were dropped or quarantined, and why."""
+"""Dropped and quarantined groups, with the reason."""
 
 PROMPT_RATES = sa.Table(
     "prompt_rates",
@@ -133,7 +135,8 @@ PROMPT_RATES = sa.Table(
     sa.Column("tries", sa.Integer, nullable=False),
     sa.Column("until", sa.BigInteger, nullable=False),
 )
-"""Running success of prompts of runs with a curriculum; a prompt is set aside before step ``until``."""
+"""Running success rates of prompts, for runs with a curriculum; a prompt is not issued before step
+``until``."""
 
 STEPS = sa.Table(
     "steps",
@@ -146,8 +149,8 @@ STEPS = sa.Table(
     sa.Column("metrics_json", sa.Text, nullable=False),
     sa.Column("time", sa.Float(53), nullable=False),
 )
-"""Steps with the groups that they train: written before the trainer is asked, committed when it answered.
-``groups_json`` is a list of ``[sequence, row, attempt, oldest_version]``."""
+"""Steps and the groups that they train: written before the trainer receives the step, committed
+after its answer. ``groups_json`` is a list of ``[sequence, row, attempt, oldest_version]``."""
 
 CHECKPOINTS = sa.Table(
     "checkpoints",
@@ -164,7 +167,7 @@ CHECKPOINTS = sa.Table(
     sa.Column("size_bytes", sa.BigInteger, nullable=False, server_default="0"),
     sa.Index("ix_checkpoints_run_id", "run_id", "step"),
 )
-"""Checkpoints of runs, the failed ones too. ``snapshot_id`` names the transferqueue's part."""
+"""Checkpoints of runs, including failed ones. ``snapshot_id`` names the transferqueue's snapshot."""
 
 REQUESTS = sa.Table(
     "requests",
@@ -174,8 +177,8 @@ REQUESTS = sa.Table(
     sa.Column("request_id", sa.String(40), nullable=False),
     sa.Column("options_json", sa.Text, nullable=False),
 )
-"""What users ask of runs and these have not done yet; a request leaves in the transaction of the event that
-tells of its end."""
+"""Pending requests of users to runs; a request is deleted in the transaction of the event that
+reports its end."""
 
 IDEMPOTENCY_KEYS = sa.Table(
     "idempotency_keys",
@@ -186,7 +189,7 @@ IDEMPOTENCY_KEYS = sa.Table(
     sa.Column("run_id", sa.String(40), nullable=False),
     sa.Column("create_time", sa.Float(53), nullable=False),
 )
-"""Requests that made a run: the same key returns the same run."""
+"""Requests that created a run: the same key returns the same run."""
 
 LEASES = sa.Table(
     "leases",
@@ -196,7 +199,8 @@ LEASES = sa.Table(
     sa.Column("epoch", sa.BigInteger, nullable=False),
     sa.Column("expire_time", sa.Float(53), nullable=False),
 )
-"""Who leads. Every write checks the epoch, so a leader that was replaced writes no more."""
+"""Lease of the leading controller. Every write checks the epoch, so a replaced leader writes no
+more."""
 
 API_TOKENS = sa.Table(
     "api_tokens",
@@ -210,8 +214,8 @@ API_TOKENS = sa.Table(
     sa.Column("expire_time", sa.Float(53), nullable=True),
     sa.Column("parent_digest", sa.String(64), nullable=True),
 )
-"""API tokens by SHA-256; the tokens themselves are stored nowhere. With ``parent_digest`` a token was made
-for the bearer of that one, and ends with it."""
+"""API tokens by SHA-256; the tokens themselves are not stored. ``parent_digest`` is the token from
+which a token was derived and with which it is revoked."""
 
 QUOTAS = sa.Table(
     "quotas",
@@ -225,4 +229,4 @@ QUOTAS = sa.Table(
     sa.Column("max_requests_per_second", sa.Integer, nullable=False, server_default="0"),
     sa.Column("max_event_streams", sa.Integer, nullable=False, server_default="0"),
 )
-"""What a project may use, 0 for no bound; a project without a row has the settings' default."""
+"""Limits of projects, 0 means unlimited; a project without a row has the settings' defaults."""

@@ -1,1 +1,1 @@
-"""Migrations of the controller's database, run by alembic at start."""
+"""Migrations of the controller's database; alembic runs them at start."""

@@ -1,4 +1,4 @@
-"""Runs the migrations on the connection that the controller gives."""
+"""Runs the migrations on the connection that the controller passes."""
 
 from alembic import context
 

@@ -1,1 +1,1 @@
-"""One file a migration, in one line of succession."""
+"""Migrations, one file each, in a linear order."""

@@ -1,4 +1,4 @@
-"""The first schema."""
+"""Creates the first schema."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Apply."""
+    """Applies the migration."""
     op.create_table(
         "api_tokens",
         sa.Column("digest", sa.String(length=64), nullable=False),

@@ -1,4 +1,4 @@
-"""Running success of prompts."""
+"""Adds the running success rates of prompts."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Apply."""
+    """Applies the migration."""
     op.create_table(
         "prompt_rates",
         sa.Column("run_id", sa.String(length=40), nullable=False),

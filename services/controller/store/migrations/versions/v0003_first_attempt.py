@@ -1,4 +1,4 @@
-"""First attempt of a group whose cached tokens may be resumed."""
+"""Adds the first attempt of a group whose cached tokens may be resumed."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Apply."""
+    """Applies the migration."""
     op.add_column(
         "prompts", sa.Column("first_attempt", sa.Integer(), nullable=False, server_default="1")
     )

@@ -1,4 +1,4 @@
-"""Step of the checkpoint that a run starts from."""
+"""Adds the step of the checkpoint from which a run starts."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,6 +8,6 @@ down_revision = "0003"
 
 
 def upgrade() -> None:
-    """Apply."""
+    """Applies the migration."""
     column = sa.Column("first_step", sa.BigInteger(), server_default="0", nullable=False)
     op.add_column("ledgers", column)

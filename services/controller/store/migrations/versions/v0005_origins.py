@@ -1,4 +1,4 @@
-"""Which release wrote a specification, and which token an API token was made for."""
+"""Adds the release that wrote a specification and the token from which a token was derived."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = "0004"
 
 
 def upgrade() -> None:
-    """Apply."""
+    """Applies the migration."""
     op.add_column(
         "runs", sa.Column("release", sa.String(length=63), nullable=False, server_default="")
     )
