@@ -70,7 +70,7 @@ for _reason in ("rate_limited", "too_many_streams"):
 
 
 def observe_step(run: str, step: int, prompts: Mapping[str, int]) -> None:
-    """Record a committed step."""
+    """Records a committed step."""
     RUN_STEP.labels(run).set(step)
     LAST_PROGRESS.labels(run).set_to_current_time()
     for state, count in prompts.items():
@@ -79,7 +79,7 @@ def observe_step(run: str, step: int, prompts: Mapping[str, int]) -> None:
 
 
 def observe_staleness(run: str, samples: Mapping[str, int]) -> None:
-    """Record the staleness of a step's samples: how many there are, by its bucket's upper bound."""
+    """Records the staleness of a step's samples, given as counts by the bucket's upper bound."""
     histogram = SAMPLE_STALENESS.labels(run)
     for bound, count in samples.items():
         for _ in range(count):
@@ -87,12 +87,12 @@ def observe_staleness(run: str, samples: Mapping[str, int]) -> None:
 
 
 def observe_group(run: str, epoch: int, size: int) -> None:
-    """Record a formed weight group."""
+    """Records a formed weight group."""
     WEIGHT_GROUP_EPOCH.labels(run).set(epoch)
     WEIGHT_GROUP_SIZE.labels(run).set(size)
 
 
 def observe_dispatch(run: str, num_groups: int, seconds: float) -> None:
-    """Record that a rollout has taken groups."""
+    """Records that a rollout has accepted groups."""
     for _ in range(num_groups):
         DISPATCH_SECONDS.labels(run).observe(seconds)

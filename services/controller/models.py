@@ -71,8 +71,8 @@ class RunError(View):
     code: str
     """Stable code for programs."""
     category: Literal["USER", "SYSTEM", "INFRA"]
-    """Who can fix it: the author of the specification (USER), the developers of Slipstream (SYSTEM)
-    or the operators of the machines (INFRA)."""
+    """Party that can fix it: the author of the specification (USER), the developers of Slipstream
+    (SYSTEM) or the operators of the machines (INFRA)."""
     recoverable: bool
     """True if the same specification may succeed when it is submitted or forked again."""
     message: str

@@ -1,4 +1,4 @@
-"""Says what projects may use: ``python -m services.controller.projects``, where the database is."""
+"""Command that manages quotas on the database's host: ``python -m services.controller.projects``."""
 
 import sys
 from dataclasses import asdict
@@ -39,7 +39,7 @@ def set_(
         int, typer.Option(min=0, help="Streams that are open at each controller; 0 for no bound.")
     ] = 0,
 ) -> None:
-    """Set the limits of a project; they hold from the next run that is submitted or would start."""
+    """Sets the limits of a project, in effect from the next submission or start of a run."""
     limits = Limits(
         max_active_runs=max_active_runs,
         max_queued_runs=max_queued_runs,
@@ -56,7 +56,7 @@ def set_(
 
 @app.command(name="list")
 def list_() -> None:
-    """List the projects that have limits of their own."""
+    """Lists the projects with their own limits."""
     with _database().read() as connection:
         for row in connection.execute(sa.select(QUOTAS).order_by(QUOTAS.c.project)):
             limits = "\t".join(f"{name} {getattr(row, name)}" for name in _NAMES)
@@ -65,7 +65,7 @@ def list_() -> None:
 
 @app.command()
 def reset(project: Project) -> None:
-    """Give a project the limits that the controller's settings give to all."""
+    """Resets a project to the default limits of the controller's settings."""
     with _database().write() as connection:
         connection.execute(QUOTAS.delete().where(QUOTAS.c.project == project))
 

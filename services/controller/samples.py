@@ -1,6 +1,7 @@
-"""Kept samples as the API shows them: what was asked, what the model wrote, and what came of it.
+"""API models of recorded samples: prompt, response, reward and what training made of them.
 
-Their texts and tokens are in the transferqueue's store. REST streams them from there; gRPC has facts only.
+The transferqueue stores their texts and tokens. REST streams them from there; gRPC returns facts
+only.
 """
 
 from datetime import datetime
@@ -17,28 +18,28 @@ SampleId = Annotated[str, Field(max_length=80, pattern="^[A-Za-z0-9_-]+[.][0-9]+
 
 
 class SampleFilter(BaseModel):
-    """Which of the kept samples of a run, and which of them first."""
+    """Filter and order of a run's recorded samples."""
 
     split: Literal["train", "heldout"] | None = None
-    """Those for training, or those of evaluations."""
+    """Training samples or evaluation samples."""
     step: Number | None = None
-    """Step that trained them; of an evaluation, the weight version that it evaluated."""
+    """Step that trained the sample; for evaluations, the evaluated weight version."""
     weight_version: Number | None = None
-    """Weight version that sampled one of their tokens."""
+    """Weight version that sampled one of its tokens."""
     group_id: Annotated[str, Field(max_length=64)] = ""
     row: Number | None = None
-    """Row of their prompt in the data."""
+    """Row of its prompt in the data."""
     min_reward: Reward | None = None
     max_reward: Reward | None = None
     finish_reason: Annotated[str, Field(max_length=16)] = ""
     text: Annotated[str, Field(max_length=200)] = ""
-    """Part of the prompt or of the response, in any case of its letters."""
+    """Part of the prompt or of the response, case-insensitive."""
     order_by: Literal["newest", "best", "worst"] = "newest"
-    """By time or by reward; those without a reward come last."""
+    """By time or by reward; samples without a reward come last."""
 
 
 class SampleView(View):
-    """One kept sample: its facts, and how its texts begin."""
+    """Recorded sample: its facts and excerpts of its texts."""
 
     id: str
     group_id: str
@@ -48,20 +49,21 @@ class SampleView(View):
     row: int
     data_source: str
     step: int | None = None
-    """Step that trained it, or None while none has; of an evaluation, the weight version."""
+    """Step that trained it, or None before; for evaluations, the weight version."""
     oldest_version: int | None = None
     """Oldest weight version that sampled one of its tokens."""
     newest_version: int | None = None
     staleness: int | None = None
-    """Versions that the trainer was ahead of its oldest trained token; None if none of its tokens trained."""
+    """Trainer's weight version minus that of its oldest trained token; None if no token trained."""
     reward: float | None = None
-    """None if it failed: then there is no reward."""
+    """None if the sample failed."""
     terms: dict[str, float] = Field(default_factory=dict)
-    """Its named terms, before weights."""
+    """Named reward terms, before weighting."""
     advantage: float | None = None
     """Mean over its trained tokens."""
     ratio: float | None = None
-    """Mean over its trained tokens: probability under the trainer's weights by that under the rollout's."""
+    """Mean over its trained tokens of the probability under the trainer's weights divided by that
+    under the rollout's."""
     finish_reason: str
     """``stop``, ``length`` or ``failed``."""
     is_greedy: bool
@@ -70,56 +72,56 @@ class SampleView(View):
     num_turns: int
     num_segments: int
     time: datetime
-    """When it was finished."""
+    """Time at which it was finished."""
     prompt: str = ""
-    """The prompt; in a list its beginning."""
+    """Prompt; in lists its beginning."""
     response: str = ""
-    """All turns of the response; in a list their beginning."""
+    """All turns of the response; in lists their beginning."""
 
 
 class SamplePage(BaseModel):
-    """Kept samples of a run."""
+    """Page of a run's recorded samples."""
 
     items: list[SampleView]
     next_page_token: str
 
 
 class TurnView(View):
-    """A stretch of a response that the policy sampled, or that it was told, as by a tool."""
+    """Stretch of a response that the policy sampled or observed, for example from a tool."""
 
     is_sampled: bool
     text: str
     num_tokens: int
     finish_reason: str | None = None
-    """How sampling ended."""
+    """Reason for which sampling ended."""
     seconds: float = 0.0
     tool_calls: tuple[dict[str, Any], ...] = ()
     """``name`` and ``arguments`` of each call in it."""
 
 
 class TokenColumns(View):
-    """The tokens of a response, in columns: an entry for each, or none before it was trained.
+    """Tokens of a response in columns of equal length; columns of training are empty before it.
 
-    What is not finite is null.
+    Values that are not finite are null.
     """
 
     ids: tuple[int, ...]
     texts: tuple[str, ...]
     logprobs: tuple[float | None, ...]
-    """Under the policy that sampled it; 0 if none did."""
+    """Under the policy that sampled the token; 0 if none did."""
     weight_versions: tuple[int, ...]
-    """Version that sampled it; -1 if none did."""
+    """Version that sampled the token; -1 if none did."""
     is_trained: tuple[bool, ...] = ()
-    """Whether it was in the loss."""
+    """True if the token was in the loss."""
     advantages: tuple[float | None, ...] = ()
     trained_logprobs: tuple[float | None, ...] = ()
-    """Under the trainer's weights when it was trained."""
+    """Under the trainer's weights when the token was trained."""
     ratios: tuple[float | None, ...] = ()
-    """``exp(trained_logprobs - logprobs)``; 1 where no policy sampled it."""
+    """``exp(trained_logprobs - logprobs)``; 1 for tokens that no policy sampled."""
 
 
 class WholeSample(SampleView):
-    """One kept sample with everything that is known of it."""
+    """Recorded sample with its turns, tokens and expected answer."""
 
     answer: Any = None
     """Expected answer, if the data has one."""

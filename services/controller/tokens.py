@@ -1,4 +1,4 @@
-"""Makes, lists and revokes API tokens: ``python -m services.controller.tokens``, where the database is."""
+"""Command that manages API tokens on the database's host: ``python -m services.controller.tokens``."""
 
 import sys
 import time
@@ -24,7 +24,7 @@ def create(
     role: Annotated[str, typer.Option(help="viewer, operator or admin.")] = "operator",
     days: Annotated[float | None, typer.Option(help="Life of the token; none ends never.")] = None,
 ) -> None:
-    """Make a token and print it; it is shown this once."""
+    """Creates a token and prints it; it is not shown again."""
     roles: dict[str, Role] = {"viewer": "viewer", "operator": "operator", "admin": "admin"}
     if role not in roles:
         raise typer.BadParameter(f"--role is viewer, operator or admin, not {role!r}")
@@ -35,7 +35,7 @@ def create(
 
 @app.command(name="list")
 def list_() -> None:
-    """List the tokens, without what is secret of them."""
+    """Lists the tokens, without their secrets."""
     for token in _store().known():
         ends = "never"
         if token.expire_time is not None:
@@ -45,7 +45,7 @@ def list_() -> None:
 
 @app.command()
 def revoke(name: Name) -> None:
-    """Forget all tokens of a name."""
+    """Revokes all tokens of a name."""
     sys.stdout.write(f"{_store().revoke(name)} revoked\n")
 
 

@@ -19,8 +19,7 @@ class SameOrigin:
     """Admits requests from this server's own pages and from programs other than browsers.
 
     A page of another origin can send requests and have its name resolve to this host (DNS
-    rebinding), but it
-    cannot choose the headers that reveal this.
+    rebinding), but it cannot choose the headers that reveal this.
 
     Args:
         app: Application that receives the requests.

@@ -1,1 +1,1 @@
-"""Starts, watches and stops the processes or pods of a run's workers."""
+"""Launchers: start, watch and stop the processes or pods of a run's workers."""

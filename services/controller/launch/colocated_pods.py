@@ -1,7 +1,7 @@
-"""Rollouts in the trainer's pod, with which they take turns on its GPUs.
+"""Rollouts in the trainer's pod, which use its GPUs by turns.
 
-The trainer's container asks for the GPUs. The others ask for none, see those of the node, and use those that
-the trainer names once it sleeps.
+The trainer's container requests the GPUs. The other containers request none, see all GPUs of the
+node, and use those that the trainer names after it goes to sleep.
 """
 
 import json
@@ -15,10 +15,10 @@ from services.controller.launch.launcher import gpu_hosts, gpu_needs, total_gpus
 
 
 def join(container: dict[str, Any], worker_id: str, spec: RunSpec, *, ready_file: str) -> None:
-    """Make the container of a rollout one that starts after the trainer, on its GPUs.
+    """Changes the container of a rollout so that it starts after the trainer, on the trainer's GPUs.
 
     Raises:
-        FailedPreconditionError: If the trainer is on several nodes.
+        FailedPreconditionError: If the trainer spans several nodes.
     """
     ranks, room = spec.trainer.world_size, spec.topology.gpus_per_node
     if ranks > room:

@@ -1,4 +1,4 @@
-"""Follows objects of a namespace: the Kubernetes client blocks, so it runs in a thread."""
+"""Watches objects of a Kubernetes namespace in a thread, because the client blocks."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from urllib3.exceptions import HTTPError
 
 logger = logging.getLogger(__name__)
 
-# Every period ends with a fresh list, which heals whatever the stream missed.
+# Each period ends with a fresh list, which corrects changes that the stream missed.
 _PERIOD_S = 60
 _RETRY_S = 1.0
 _TIMEOUT_S = 10
@@ -22,25 +22,25 @@ _TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """An object as the API server knows it."""
+    """Observed state of an object."""
 
     name: str
     body: Mapping[str, Any] | None
-    """None once it is gone."""
+    """State of the object; None after its deletion."""
     last: Mapping[str, Any] | None = None
-    """What a gone one was in the end; None where that went unseen."""
+    """Last state of a deleted object; None if the deletion was not observed."""
 
 
 @asynccontextmanager
 async def follow(listing: Callable[..., Any]) -> AsyncIterator["asyncio.Queue[Seen]"]:
-    """Put every change of some objects into a queue until the block ends.
+    """Puts every change of some objects into a queue until the block ends.
 
     Args:
-        listing: The client's method that lists them, with its arguments bound.
+        listing: List method of the client, with its arguments bound.
     """
     seen: asyncio.Queue[Seen] = asyncio.Queue()
     follower = _Follower(listing, seen, asyncio.get_running_loop())
-    # A daemon, because it may be inside a read that only the API server ends.
+    # A daemon, because it may be blocked in a read that only the API server ends.
     threading.Thread(target=follower.run, name="kubernetes-watch", daemon=True).start()
     try:
         yield seen
@@ -73,7 +73,7 @@ class _Follower:
                 self._stopped.wait(_RETRY_S)
 
     def _list(self) -> str:
-        """Report all objects, and those that went unseen; returns the version to watch from."""
+        """Reports all objects and the deletions that were missed; returns the version to watch from."""
         listed = self._listing(_request_timeout=_TIMEOUT_S)
         found = ApiClient().sanitize_for_serialization(listed)
         bodies = {body["metadata"]["name"]: body for body in found["items"]}

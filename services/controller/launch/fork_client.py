@@ -1,6 +1,6 @@
-"""Starts workers as forks of a process that has imported what they need (``services.common.fork_server``).
+"""Starts workers as forks of a process with their imports done (``services.common.fork_server``).
 
-A worker of a host without GPUs spends most of its start on imports.
+On a host without GPUs, a worker spends most of its start on imports.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from services.controller.launch.worker_process import AdoptedProcess
 
 logger = logging.getLogger(__name__)
 
-# What rollouts and trainers import, and what they load with a model. Nothing that registers metrics of one of
-# them: the other one would export them, too.
+# Imports of rollouts and trainers, and of their model loading. Modules that register metrics of one
+# of them are excluded: the other would export these metrics, too.
 PRELOADED = (
     "torch",
     "torch.nn.attention.varlen",
@@ -40,19 +40,19 @@ PRELOADED = (
     "uvicorn.protocols.http.httptools_impl",
 )
 
-# Imports take ten seconds on a machine that does nothing else.
+# Imports take ten seconds on an idle machine.
 _START_TIMEOUT_S = 60.0
 _STATUS_TIMEOUT_S = 5.0
-# That a server has ended may be seen only after it was given an order.
+# A second try, because the end of a server may show only after an order was sent to it.
 _TRIES = 2
 
 
 class ForkedProcess:
-    """A process that a fork server started.
+    """Process that a fork server started.
 
     Args:
-        pid: The process.
-        server: Who started it.
+        pid: Id of the process.
+        server: Server that started it.
     """
 
     def __init__(self, pid: int, server: "_Server") -> None:
@@ -62,7 +62,7 @@ class ForkedProcess:
         self._answer: asyncio.Future[dict[str, Any]] | None = None
 
     async def wait(self) -> int | None:
-        """Wait until it ended; returns its exit status unless the server ended before."""
+        """Waits until it has ended; returns its exit status, or None if the server ended before."""
         await self._process.wait()
         if self._answer is None:
             self._answer = self._server.ask(ended=self.pid)
@@ -74,18 +74,18 @@ class ForkedProcess:
         return status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal; nothing happens if it is gone."""
+        """Sends a signal; does nothing if it is gone."""
         self._process.send_signal(number)
 
 
 class ForkServer:
-    """Starts processes through a fork server, and another server when that one was lost.
+    """Starts processes through a fork server; replaces a lost server.
 
     Args:
-        environment: Of the servers.
-        modules: What they import.
-        tasks: Owns the tasks that listen to them.
-        start_timeout_s: A server that does not answer for this long is ended.
+        environment: Environment of the servers.
+        modules: Modules that the servers import.
+        tasks: Owner of the tasks that read the servers' answers.
+        start_timeout_s: Seconds without an answer after which a server is killed.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ForkServer:
         self._is_given_up = False
 
     async def begin(self) -> None:
-        """Start a server unless there is one; returns before it has imported anything."""
+        """Starts a server unless one is running; returns before it has imported anything."""
         async with self._starting:
             if self._is_given_up or (self._server is not None and not self._server.is_gone):
                 return
@@ -126,12 +126,12 @@ class ForkServer:
     async def start(
         self, module: str, environment: Mapping[str, str], log: Path
     ) -> ForkedProcess | None:
-        """Start what ``python -m <module>`` would, in a session of its own.
+        """Starts the equivalent of ``python -m <module>`` in its own session.
 
         Args:
-            module: The program.
-            environment: All of its environment.
-            log: File that its output is appended to.
+            module: Module to run.
+            environment: Complete environment of the process.
+            log: File to which its output is appended.
 
         Returns:
             The process; None if it could not be started in this way.
@@ -161,13 +161,13 @@ class ForkServer:
             return {"error": f"no answer within {self._start_timeout_s:.0f} s"}
 
     def close(self) -> None:
-        """End the server; what it started lives on."""
+        """Ends the server; the processes that it started live on."""
         self._is_given_up = True
         if self._server is not None:
             self._server.kill()
 
     def _give_up(self, reason: str) -> None:
-        """What never worked is not tried for each worker anew."""
+        """Disables forking if it has never worked, so that it is not tried again for each worker."""
         if not self._is_given_up:
             logger.warning("no worker is forked, so starts take longer", extra={"why": reason})
         self._is_given_up = True
@@ -180,15 +180,15 @@ async def open_fork_server(
     *,
     start_timeout_s: float = _START_TIMEOUT_S,
 ) -> AsyncIterator[ForkServer]:
-    """A fork server until the block ends, importing from now on.
+    """Opens a fork server, which begins its imports, until the block ends.
 
     Args:
-        environment: Of the server.
-        modules: What it imports.
-        start_timeout_s: A server that does not answer for this long is ended.
+        environment: Environment of the server.
+        modules: Modules that it imports.
+        start_timeout_s: Seconds without an answer after which a server is killed.
     """
     async with TaskGroup() as tasks:
-        # More than one thread of its own would not survive a fork; a worker sets its number itself.
+        # A second OpenMP thread would not survive a fork; a worker sets its own number of threads.
         environment = {**environment, "OMP_NUM_THREADS": "1"}
         forks = ForkServer(environment, modules, tasks=tasks, start_timeout_s=start_timeout_s)
         await forks.begin()
@@ -199,10 +199,10 @@ async def open_fork_server(
 
 
 class _Server:
-    """One process of the program; it answers in the order in which it is asked.
+    """One fork server process, which answers in the order of the orders.
 
     Args:
-        process: With pipes at standard input and output.
+        process: The process, with pipes at standard input and output.
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -212,7 +212,7 @@ class _Server:
         self.is_gone = False
 
     def ask(self, **order: Any) -> asyncio.Future[dict[str, Any]]:
-        """Send an order; the answer is empty if the process ends before it answers."""
+        """Sends an order; the answer is empty if the process ends before it answers."""
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         if self.is_gone:
             answer.set_result({})
@@ -223,7 +223,7 @@ class _Server:
         return answer
 
     async def listen(self) -> None:
-        """Hand on answers until the process ends."""
+        """Forwards answers until the process ends."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             self.has_answered = True
@@ -231,7 +231,7 @@ class _Server:
             if not answer.done():
                 answer.set_result(content)
             elif "pid" in content:
-                # Whoever ordered it has gone, and nobody else knows of it.
+                # The caller was cancelled, and nothing else knows this process.
                 with suppress(ProcessLookupError):
                     os.kill(content["pid"], signal.SIGKILL)
                 self.ask(ended=content["pid"])
@@ -242,7 +242,7 @@ class _Server:
         await self._process.wait()
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kills the process."""
         self.is_gone = True
         with suppress(ProcessLookupError):
             self._process.kill()

@@ -1,4 +1,4 @@
-"""Which GPUs of this host each worker process sees."""
+"""Assignment of this host's GPUs to worker processes."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,15 +11,15 @@ _NOBODY: Mapping[str, str] = {}
 
 
 def host_gpus(visible: str | None, devices: Path = _DEVICES) -> tuple[str, ...]:
-    """The GPUs that this process may give to its children.
+    """Returns the GPUs that this process may give to its children.
 
     Args:
         visible: ``CUDA_VISIBLE_DEVICES`` of this process; None if it is not set.
         devices: Folder of the device files.
 
     Returns:
-        Names as ``CUDA_VISIBLE_DEVICES`` takes them; none on a host without NVIDIA devices. CUDA numbers
-        the devices of a container from 0, whatever their files are called.
+        Names as ``CUDA_VISIBLE_DEVICES`` takes them; empty on a host without NVIDIA devices. CUDA
+        numbers the devices of a container from 0, regardless of their file names.
     """
     if visible is not None:
         return tuple(name for name in visible.split(",") if name)
@@ -27,10 +27,10 @@ def host_gpus(visible: str | None, devices: Path = _DEVICES) -> tuple[str, ...]:
 
 
 class HostGpus:
-    """Gives each worker the GPUs that fewest others use: GPUs of its own, while they last.
+    """Assigns the least used GPUs to each worker, so that workers share GPUs only when none are free.
 
     Args:
-        gpus: The GPUs of this host.
+        gpus: Names of this host's GPUs.
     """
 
     def __init__(self, gpus: Sequence[str]) -> None:
@@ -39,11 +39,11 @@ class HostGpus:
 
     @property
     def count(self) -> int:
-        """GPUs of this host."""
+        """Number of GPUs of this host."""
         return len(self._gpus)
 
     def available_to(self, run_id: str) -> int:
-        """Return the number of GPUs that no other run has."""
+        """Returns the number of GPUs that no other run uses."""
         taken = {
             gpu
             for other, run in self._runs.items()
@@ -56,19 +56,19 @@ class HostGpus:
     def assign(
         self, run_id: str, needs: Mapping[str, int], *, hosts: Mapping[str, str] = _NOBODY
     ) -> Mapping[str, tuple[str, ...]]:
-        """The GPUs of each worker of a run; a worker that is started again has the same ones.
+        """Assigns GPUs to each worker of a run; a restarted worker keeps its GPUs.
 
         Args:
-            run_id: The run.
-            needs: GPUs that each worker wants, in the order in which they are served.
-            hosts: Workers that get another one's GPUs, and whose, which comes before them; those of it are
-                nobody else's. The others have their own, while these last.
+            run_id: Id of the run.
+            needs: Number of GPUs that each worker needs, in the order of assignment.
+            hosts: Colocated workers, each with the worker whose GPUs it shares, which must come
+                earlier in ``needs``. No other worker gets the GPUs of the latter.
 
         Returns:
-            The GPUs of each worker; none on a host without.
+            The GPUs of each worker; empty on a host without GPUs.
 
         Raises:
-            FailedPreconditionError: If one worker wants more than there are.
+            FailedPreconditionError: If one worker needs more than are available.
         """
         assigned = self._runs.setdefault(run_id, {})
         users = Counter(gpu for run in self._runs.values() for mine in run.values() for gpu in mine)
@@ -90,21 +90,21 @@ class HostGpus:
         return assigned
 
     def newcomers(self, run_id: str, needs: Mapping[str, int]) -> set[str]:
-        """Workers that no GPUs were assigned to, of a run in which others have theirs."""
+        """Returns the workers without GPUs in a run of which others have some."""
         known = self._runs.get(run_id, {})
         return set(needs.keys() - known.keys()) if known else set()
 
     def forget(self, run_id: str, workers: Iterable[str]) -> None:
-        """Take the GPUs of workers that are not started."""
+        """Releases the GPUs of workers that are not started."""
         for worker_id in workers:
             self._runs[run_id].pop(worker_id, None)
 
     def neighbours(self, run_id: str, worker_id: str) -> Sequence[str]:
-        """Workers of the same run that have GPUs of this one too."""
+        """Returns the workers of the same run that share GPUs with this one."""
         run = self._runs[run_id]
         mine = set(run[worker_id])
         return [one for one, gpus in run.items() if one != worker_id and mine & set(gpus)]
 
     def release(self, run_id: str) -> None:
-        """A run is over."""
+        """Releases all GPUs of a run."""
         self._runs.pop(run_id, None)

@@ -1,7 +1,8 @@
-"""A worker of several nodes as a JobSet (https://jobset.sigs.k8s.io), for clusters that place or show them.
+"""Workers of several nodes as JobSets (https://jobset.sigs.k8s.io), for clusters that place or show those.
 
-Its controller makes the pods, as those of one Indexed Job: their names end at random, their numbers tell
-which is which. Neither starts a pod again: whether a worker is started again is for the run to say.
+The JobSet controller creates the pods of a set as one Indexed Job: their names have random
+suffixes, and their index identifies them. Neither restarts a pod: restarting a worker is the run's
+decision.
 """
 
 import copy
@@ -13,37 +14,37 @@ VERSION: Final = "v1alpha2"
 PLURAL: Final = "jobsets"
 
 NODE_RANK: Final = "$(JOB_COMPLETION_INDEX)"
-"""In the command of a pod: its number in its set."""
+"""Placeholder in a pod's command for its index in the set."""
 
 _NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 _NUMBER_ANNOTATION = "batch.kubernetes.io/job-completion-index"
-# The pods' owner is their Job.
+# The pods' own owner reference names their Job.
 _OWNER_ANNOTATION = "slipstream.dev/owner"
 
 Json = Mapping[str, Any]
 
 
 def join(pod: dict[str, Any], *, name: str, node: int) -> None:
-    """Make a pod what it will be as one of a set.
+    """Changes a pod into what it will be as a member of a set.
 
     Args:
-        pod: The pod; it has one container.
-        name: Of the set: that of the first pod's place.
-        node: Its number.
+        pod: The pod, with one container.
+        name: Name of the set, which is the place name of its first pod.
+        node: Index of the pod in the set.
     """
     pod["metadata"]["labels"][_NAME_LABEL] = name
     pod["metadata"]["annotations"][_NUMBER_ANNOTATION] = str(node)
-    # Only the first could tell that it is ready, and all are made alike.
+    # Only the first pod has a ready file, and all pods of a set are equal.
     pod["spec"]["containers"][0].pop("readinessProbe", None)
     del pod["spec"]["hostname"]
 
 
 def around(template: Json, pods: list[dict[str, Any]]) -> dict[str, Any]:
-    """The set that makes certain pods.
+    """Builds the JobSet that creates certain pods.
 
     Args:
-        template: The chart's, with one replicated job.
-        pods: All pods of the set, alike but for their numbers.
+        template: The chart's JobSet, with one replicated job.
+        pods: All pods of the set, equal except for their indices.
     """
     job_set = copy.deepcopy(dict(template))
     metadata = pods[0]["metadata"]
@@ -65,33 +66,33 @@ def around(template: Json, pods: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def hostname(template: Json, name: str, node: int) -> str:
-    """What a set's pod of a number is called inside the cluster."""
+    """Returns the hostname inside the cluster of a set's pod of an index."""
     (job,) = template["spec"]["replicatedJobs"]
     return f"{name}-{job['name']}-0-{node}"
 
 
 def name_of(pod: Json) -> str:
-    """The set of a pod; empty if it is in none."""
+    """Returns the name of a pod's set; empty if it is in none."""
     return str(pod["metadata"]["labels"].get(_NAME_LABEL, ""))
 
 
 def place_of(pod: Json) -> str:
-    """What a pod is called among those of its run, whoever made it and however often."""
+    """Returns the stable name of a pod among those of its run, for any creator and any restart."""
     if name := name_of(pod):
         return place_name(name, int(pod["metadata"]["annotations"][_NUMBER_ANNOTATION]))
     return str(pod["metadata"]["name"])
 
 
 def place_name(first: str, node: int) -> str:
-    """Of the pod on a node of a worker.
+    """Returns the place name of the pod on a node of a worker.
 
     Args:
-        first: Name of its pod on the first node.
-        node: Number of the node.
+        first: Place name of the worker's pod on the first node.
+        node: Index of the node.
     """
     return f"{first}-node-{node}" if node else first
 
 
 def owner_of(pod: Json) -> str:
-    """Unique id of the owner of a pod's set; empty if it is in none."""
+    """Returns the unique id of the owner of a pod's set; empty if it is in none."""
     return str(pod["metadata"].get("annotations", {}).get(_OWNER_ANNOTATION, ""))

@@ -1,4 +1,4 @@
-"""Runs workers as pods, through the Kubernetes API.
+"""Launcher that runs workers as pods, through the Kubernetes API.
 
 start   builds pods from the chart's templates   -> API server
         waits until their queue, if any, admits them
@@ -34,9 +34,9 @@ from services.controller.launch.worker_pods import (
 
 logger = logging.getLogger(__name__)
 
-# Time that Kubernetes takes beside what pods take themselves.
+# Seconds that Kubernetes needs in addition to the pods' own time.
 _STOP_MARGIN_S = 20.0
-# A node that has not killed a pod within this time is taken to be gone.
+# A node that has not killed a pod within this time counts as gone.
 _KILL_S = 10.0
 
 PendingHandler = Callable[[str, str, str], None]
@@ -48,13 +48,13 @@ class KubernetesLauncher:
 
     Args:
         api: Creates and deletes pods.
-        templates: Folder of the mounted worker templates, read whenever a run starts.
+        templates: Folder of the mounted worker templates, read at each start of a run.
         owner: Owner reference of the pods.
         controller_address: ``host:port`` at which pods reach the controller.
-        on_exit: Hears of workers that ended by themselves.
-        on_pending: Hears of pods that cannot start.
-        pending_timeout_s: A pod that cannot start for this long ends its workers.
-        scales: Shows each run's rollouts to autoscalers; None if there are none.
+        on_exit: Called for workers that ended by themselves.
+        on_pending: Called for pods that cannot start.
+        pending_timeout_s: Seconds after which a pod that cannot start ends its workers.
+        scales: Shows each run's rollouts to autoscalers; None without autoscaling.
     """
 
     def __init__(
@@ -82,11 +82,12 @@ class KubernetesLauncher:
         self.secrets = RunSecrets(api, owner=owner)
 
     async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:
-        """Create the pods of a run that are not there; an earlier controller may have made some.
+        """Creates the missing pods of a run; an earlier controller may have created some.
 
-        A rollout that is asked for later is in the trainer's pod, and waits there.
+        A rollout of a later call is in the trainer's pod, and waits there.
 
-        Returns when the queue, if the pods are in one, has admitted them, or one of them is lost.
+        Returns after the queue, if the pods are in one, has admitted them, or after one of them is
+        lost.
 
         Raises:
             FailedPreconditionError: If Kubernetes refuses one, with its explanation.
@@ -103,7 +104,7 @@ class KubernetesLauncher:
         admitted = max((pod.group_size for pod in known.values()), default=0)
         check_growth(bodies, known, admitted=admitted)
         await self._api.put_policy(run_policy(run_id, owner=self._owner))
-        if known:  # with pods there is a secret, which one that starts may be looking for
+        if known:  # existing pods have a secret, and one that starts may be reading it
             self.secrets.take_over(run_id)
         else:
             await self.secrets.put(run_id)
@@ -121,7 +122,7 @@ class KubernetesLauncher:
             )
 
     async def end(self, run_id: str, worker_id: str) -> None:
-        """Remove a worker's pod at once; returns when it is gone."""
+        """Removes a worker's pod at once; returns when it is gone."""
         pods = self._runs.get(run_id, {})
         async with TaskGroup() as tasks:
             for name in [name for name, pod in pods.items() if worker_id in pod.workers]:
@@ -129,12 +130,12 @@ class KubernetesLauncher:
                 tasks.create_task(self._remove(run_id, name))
 
     def gpus_for(self, run_id: str) -> None:
-        """Return None: nodes may come and go, and the scheduler alone knows what is free."""
+        """Returns None: nodes come and go, and only the Kubernetes scheduler knows the free GPUs."""
 
     async def stop(self, run_id: str) -> None:
-        """End all pods of a run; returns when their containers have ended.
+        """Ends all pods of a run; returns when their containers have ended.
 
-        Those that outlast their grace are killed.
+        Pods that exceed their grace period are killed.
         """
         pods = await self._find(run_id)
         for name, pod in list(pods.items()):
@@ -156,12 +157,12 @@ class KubernetesLauncher:
             await self._scales.remove(run_id)
 
     async def watch(self, seen: "asyncio.Queue[Seen]") -> None:
-        """Take in what is seen of the pods until cancelled."""
+        """Processes observed changes of pods until cancelled."""
         while True:
             await self._take_in(await seen.get())
 
     async def watch_warnings(self, seen: "asyncio.Queue[Seen]") -> None:
-        """Take in the warnings that Kubernetes writes of pods until cancelled."""
+        """Processes the warning events of pods until cancelled."""
         while True:
             event = (await seen.get()).body
             found = None if event is None else pod_state.warning(event)
@@ -172,15 +173,15 @@ class KubernetesLauncher:
                     self._hinder(run_id, name, found)
 
     def _pods(self) -> list[tuple[str, str, PodRecord]]:
-        """All pods, each with its run and its place."""
+        """Returns all pods, each with its run and its place."""
         return [(run, name, pod) for run, pods in self._runs.items() for name, pod in pods.items()]
 
     async def _without_leftovers(self, run_id: str, bodies: Sequence[Pod]) -> dict[str, PodRecord]:
-        """Pods of a run, after those are gone that would not serve its workers."""
+        """Removes pods of a run that cannot serve its workers, and returns the others."""
         watched = frozenset(self._runs.get(run_id, ()))
         known = await self._find(run_id)
         gone = [pod.workers for pod in known.values() if pod.is_over or pod.is_ending]
-        # A set makes no pod twice.
+        # A JobSet creates no pod twice.
         gone += [
             pod_state.workers(body)
             for body in bodies
@@ -188,14 +189,16 @@ class KubernetesLauncher:
         ]
         lost = set().union(*gone)
         leftovers = [name for name, pod in known.items() if lost.intersection(pod.workers)]
-        for name in set(leftovers) - watched:  # told, they would be replaced again
+        for name in (
+            set(leftovers) - watched
+        ):  # their ends are not reported: that would replace them again
             known[name].reported.update(known[name].workers)
         for name in leftovers:
             await self._remove(run_id, name)
         return known
 
     async def _find(self, run_id: str) -> dict[str, PodRecord]:
-        """Pods of a run, those included that an earlier controller process made."""
+        """Finds the pods of a run, including those of an earlier controller process."""
         known = self._runs.setdefault(run_id, {})
         for body in await self._api.list(f"{RUN_LABEL}={run_id}"):
             name = job_set.place_of(body)
@@ -208,7 +211,7 @@ class KubernetesLauncher:
     async def _create(
         self, run_id: str, body: Pod, bodies: list[Pod], templates: WorkerTemplates
     ) -> None:
-        """Create a pod, or the set that makes it together with others."""
+        """Creates a pod, or the JobSet that creates it together with others."""
         name = job_set.name_of(body)
         if not name or templates.job_set is None:
             self._take(run_id, await self._api.create(body))
@@ -219,12 +222,12 @@ class KubernetesLauncher:
             self._expect(run_id, fellow)
 
     def _take(self, run_id: str, body: Mapping[str, Any]) -> None:
-        """Keep a pod that is there."""
+        """Registers an existing pod."""
         self._expect(run_id, body)
         self._note_start(run_id, job_set.place_of(body), body)
 
     def _expect(self, run_id: str, body: Mapping[str, Any]) -> None:
-        """Keep a pod, which is given up should it not run in time."""
+        """Registers a pod and starts the timer that fails it if it does not run in time."""
         name = job_set.place_of(body)
         self._runs[run_id][name] = PodRecord.of(body)
         self._start_timer(run_id, name)
@@ -248,14 +251,14 @@ class KubernetesLauncher:
             self._changed.notify_all()
 
     def _place_of(self, seen: Seen) -> tuple[str, str]:
-        """The run and the place of a pod; one that is gone is known by its name only."""
+        """Returns the run and the place of a pod; a deleted pod is known only by its name."""
         if seen.body is not None:
             return seen.body["metadata"]["labels"][RUN_LABEL], job_set.place_of(seen.body)
         found = ((run_id, place) for run_id, place, pod in self._pods() if pod.name == seen.name)
         return next(found, ("", ""))
 
     async def _sweep(self, seen: Seen) -> None:
-        """Remove an ended pod of a run that nobody drives any more."""
+        """Removes an ended pod of a run that is no longer driven."""
         if seen.body is None or not pod_state.is_over(seen.body):
             return
         owners = [owner["uid"] for owner in seen.body["metadata"].get("ownerReferences", [])]
@@ -263,7 +266,7 @@ class KubernetesLauncher:
             await self._clear(seen.body)
 
     async def _clear(self, body: Mapping[str, Any]) -> None:
-        """Remove what is left of a pod."""
+        """Deletes the remains of a pod."""
         name, its_set = body["metadata"]["name"], job_set.name_of(body)
         try:
             if its_set:
@@ -292,7 +295,7 @@ class KubernetesLauncher:
         pod.timer = loop.call_later(self._pending_timeout_s, self._give_up, run_id, name)
 
     def _hinder(self, run_id: str, name: str, found: pod_state.StartFailure) -> None:
-        """Keep what hinders a pod; tell it once per reason."""
+        """Records the obstacle of a pod; reports each reason once."""
         pod = self._runs[run_id][name]
         before, pod.obstacle = pod.obstacle, found
         if before is None or before.reason != found.reason:
@@ -308,7 +311,7 @@ class KubernetesLauncher:
             self._report(run_id, worker_id, 1, f"pod {name} could not start: {pod.why_not()}")
 
     def _report(self, run_id: str, worker_id: str, code: int | None, message: str) -> None:
-        """Tell once that a worker ended; all its pods end with the first."""
+        """Reports the end of a worker once; all its pods end with the first."""
         pods = [pod for pod in self._runs[run_id].values() if worker_id in pod.workers]
         if not any(worker_id in pod.reported for pod in pods):
             self._on_exit(
@@ -318,7 +321,7 @@ class KubernetesLauncher:
             pod.reported.add(worker_id)
 
     def _forget(self, run_id: str, name: str, *, code: int, message: str) -> None:
-        """A pod is gone."""
+        """Unregisters a deleted pod."""
         pod = self._runs[run_id][name]
         pod.stop_timer()
         for worker_id in pod.workers:
@@ -326,10 +329,11 @@ class KubernetesLauncher:
         del self._runs[run_id][name]
 
     async def _remove(self, run_id: str, name: str) -> None:
-        """Kill a pod, and wait until it is gone."""
+        """Kills a pod and waits until it is gone."""
         pod = self._runs[run_id].get(name)
         if pod is not None and not pod.is_over:
-            # Without any grace the API server forgets a pod whose processes live, beside their replacements.
+            # With a grace of 0, the API server forgets a pod whose processes still live, next to
+            # their replacements.
             await self._delete(run_id, name, grace_s=1)
             try:
                 await self._until(lambda: pod.is_over or self._is_gone(run_id, name), _KILL_S)
@@ -350,7 +354,7 @@ class KubernetesLauncher:
         is_there = pod.name != "" and await self._api.delete(
             pod.name, grace_s=grace_s, is_queued=pod.group_size > 0
         )
-        # Its end may have been seen meanwhile.
+        # The watch may have seen its deletion meanwhile.
         if not is_there and not self._is_gone(run_id, name):
             self._forget(run_id, name, code=-9, message="its pod was deleted")
 

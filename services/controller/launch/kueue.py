@@ -1,8 +1,9 @@
-"""Kueue admits all pods of a run at once or none: what its pods tell it, and how they leave it.
+"""Kueue integration: labels with which all pods of a run are admitted together, and their removal.
 
-Kueue's webhook gates each pod of a queue until its group is admitted, and keeps every pod of a group by a
-finalizer: a failed one until there is a replacement, which here has the same name and so could never come.
-It does not count a serving group as finished when pods end, so that a worker may be replaced at any time.
+Kueue's webhook gates each pod of a queue until its group is admitted, and keeps every pod of a
+group by a finalizer: a failed one until a replacement exists, which here has the same name and so
+could never be created. It does not count a serving group as finished when pods end, so a worker may
+be replaced at any time.
 """
 
 from collections.abc import Mapping
@@ -12,22 +13,22 @@ QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 _GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
 _COUNT_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
 _SERVING_ANNOTATION = "kueue.x-k8s.io/pod-group-serving"
-# Kueue takes pods of different ports for different roles, of which a group may have only a few.
+# Kueue takes pods with different ports for different roles, of which a group may have only a few.
 _ROLE_ANNOTATION = "kueue.x-k8s.io/role-hash"
 
 LEAVE: Final = {"metadata": {"$deleteFromPrimitiveList/finalizers": ["kueue.x-k8s.io/managed"]}}
-"""Strategic merge patch of a pod that Kueue shall not keep; no matter if it does not."""
+"""Strategic merge patch that removes Kueue's finalizer from a pod; harmless if it has none."""
 
 Json = Mapping[str, Any]
 
 
 def join(pod: dict[str, Any], *, group: str, num_pods: int) -> None:
-    """Make a pod one of a group, if the chart names a queue.
+    """Makes a pod a member of a group, if the chart names a queue.
 
     Args:
         pod: The pod; its first container is named like the worker, such as ``ref-logp-1``.
-        group: Name of the group; Kueue's Workload gets it as well.
-        num_pods: Of the group.
+        group: Name of the group, and of Kueue's Workload.
+        num_pods: Number of pods of the group.
     """
     metadata = pod["metadata"]
     role, _, _ = pod["spec"]["containers"][0]["name"].rpartition("-")
@@ -41,10 +42,10 @@ def join(pod: dict[str, Any], *, group: str, num_pods: int) -> None:
 
 
 def rejoin(pod: dict[str, Any], num_pods: int) -> None:
-    """Make a pod one of a group that was admitted with another number of pods, as all must name the same."""
+    """Sets the admitted number of pods on a pod that joins later, because all pods must name the same."""
     pod["metadata"]["annotations"][_COUNT_ANNOTATION] = str(num_pods)
 
 
 def group_size(pod: Json) -> int:
-    """Pods that are admitted together with this one; 0 without a queue."""
+    """Returns the number of pods that are admitted together with this one; 0 without a queue."""
     return int(pod["metadata"].get("annotations", {}).get(_COUNT_ANNOTATION, 0))

@@ -1,4 +1,4 @@
-"""Starts and stops the workers of runs: the protocol that each platform implements."""
+"""Protocol of launchers, which start and stop the workers of runs on one platform."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from services.controller.client import WorkerRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExit:
-    """A worker that ended by itself."""
+    """Exit of a worker that ended by itself."""
 
     run_id: str
     worker_id: str
     code: int | None
-    """Exit status; negative for a signal; None if it is not known."""
+    """Exit status; negative for a signal; None if unknown."""
     last_lines: str
-    """End of its log."""
+    """Last lines of its log."""
 
     @property
     def how(self) -> str:
-        """How it ended, for a person."""
+        """Description of the exit for people."""
         if self.code is None:
             return "for an unknown reason"
         return f"with signal {-self.code}" if self.code < 0 else f"with exit code {self.code}"
@@ -31,30 +31,30 @@ class Launcher(Protocol):
     """Starts and stops workers."""
 
     async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:
-        """Start those workers of a run that do not run.
+        """Starts the workers of a run that are not running.
 
         Args:
-            run_id: The run.
-            spec: Its specification.
-            later: Workers that are asked for another time. Those that are in one pod with others start with
+            run_id: Id of the run.
+            spec: Specification of the run.
+            later: Workers to start in a later call. Those that share a pod with others start with
                 them, and wait there until the trainer has loaded and sleeps.
         """
 
     async def end(self, run_id: str, worker_id: str) -> None:
-        """End one worker at once, because it does not answer; returns when it is gone."""
+        """Kills one worker because it does not answer; returns when it is gone."""
 
     async def stop(self, run_id: str) -> None:
-        """Stop all workers of a run; returns when they are gone."""
+        """Stops all workers of a run; returns when they are gone."""
 
     def gpus_for(self, run_id: str) -> int | None:
-        """Return how many GPUs the run may have, with those that it has; None if that is not known."""
+        """Returns the number of GPUs that the run may use, including its own; None if unknown."""
 
 
 ExitHandler = Callable[[WorkerExit], None]
 
 
 def worker_names(spec: RunSpec) -> list[tuple[WorkerRole, str]]:
-    """Roles and names of a run's workers."""
+    """Returns the roles and names of a run's workers."""
     counts: dict[WorkerRole, int] = {
         "trainer": 1,
         "rollout": spec.rollout.replicas,
@@ -70,12 +70,12 @@ def worker_names(spec: RunSpec) -> list[tuple[WorkerRole, str]]:
 
 
 def program_of(role: WorkerRole) -> str:
-    """The service whose program serves a role: the trainer's computes logprobs and values, too."""
+    """Returns the service whose program runs a role; the trainer's also computes logprobs and values."""
     return "rollout" if role == "rollout" else "trainer"
 
 
 def num_ranks(role: WorkerRole, spec: RunSpec) -> int:
-    """Processes of one worker of a role."""
+    """Returns the number of processes of one worker of a role."""
     scoring_ranks = spec.topology.scoring_ranks
     ranks = {
         "trainer": spec.trainer.world_size,
@@ -87,40 +87,40 @@ def num_ranks(role: WorkerRole, spec: RunSpec) -> int:
 
 
 def num_gpus(role: WorkerRole, spec: RunSpec) -> int:
-    """GPUs of one worker of a role, where there are GPUs."""
+    """Returns the number of GPUs of one worker of a role, on hosts that have GPUs."""
     if role == "rollout":
         return spec.engine_gpus if spec.has_engine else 0
     return num_ranks(role, spec)
 
 
 def gpu_needs(spec: RunSpec) -> dict[str, int]:
-    """GPUs of each worker of a run, by name."""
+    """Returns the number of GPUs of each worker of a run, by name."""
     return {worker_id: num_gpus(role, spec) for role, worker_id in worker_names(spec)}
 
 
 def gpu_hosts(spec: RunSpec) -> dict[str, str]:
-    """The workers that are on another one's GPUs, and on whose."""
+    """Maps each colocated worker to the worker whose GPUs it uses."""
     names = [worker_id for _, worker_id in worker_names(spec)]
     return {worker_id: "trainer-0" for worker_id in names if spec.is_colocated(worker_id)}
 
 
 def total_gpus(spec: RunSpec) -> int:
-    """GPUs of all workers of a run, those that several have counted once."""
+    """Returns the number of GPUs of all workers of a run; shared ones count once."""
     hosts = gpu_hosts(spec)
     return sum(count for name, count in gpu_needs(spec).items() if name not in hosts)
 
 
 class ExternalLauncher:
-    """For workers that somebody else starts: it only waits for them."""
+    """Launcher for workers that another system starts; it only waits for them."""
 
     async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:
-        """Do nothing; the workers register by themselves."""
+        """Does nothing; the workers register by themselves."""
 
     async def end(self, run_id: str, worker_id: str) -> None:
-        """Do nothing; whoever started the worker replaces it."""
+        """Does nothing; the system that started the worker replaces it."""
 
     async def stop(self, run_id: str) -> None:
-        """Do nothing; the workers are told to stop when their run closes."""
+        """Does nothing; the workers are ordered to stop when their run closes."""
 
     def gpus_for(self, run_id: str) -> None:
-        """Return None: whoever starts the workers knows the GPUs."""
+        """Returns None, because only the system that starts the workers knows the GPUs."""

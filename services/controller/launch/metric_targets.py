@@ -1,4 +1,4 @@
-"""Tells Prometheus where the metrics of this host's workers are, by a file of targets."""
+"""File of scrape targets that lists the metrics endpoints of this host's workers for Prometheus."""
 
 import json
 import socket
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 class MetricTargets:
-    """Gives each worker a port for its metrics, and keeps them in a file, as ``file_sd_configs`` takes it.
+    """Assigns each worker a port for its metrics and lists them in a ``file_sd_configs`` file.
 
     Args:
-        file: The file; None gives workers no port. What it holds from an earlier process is kept.
+        file: The file; None assigns no ports. Entries of an earlier process are kept.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -21,7 +21,7 @@ class MetricTargets:
                 self._ports[labels["run"], labels["pod"]] = port
 
     def add(self, run_id: str, worker_id: str) -> int:
-        """The port of a worker that is started: a free one; 0 if there is no file."""
+        """Assigns a free port to a worker that starts; returns 0 without a file."""
         if self._file is None:
             return 0
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -31,19 +31,19 @@ class MetricTargets:
         return port
 
     def remove(self, run_id: str) -> None:
-        """Forget the workers of a run."""
+        """Removes the workers of a run."""
         self._ports = {key: port for key, port in self._ports.items() if key[0] != run_id}
         self._write()
 
     def _write(self) -> None:
         if self._file is None:
             return
-        # Named as in a cluster, for which the dashboards are made.
+        # Labels as in a cluster, for which the dashboards are made.
         entries = [
             {"targets": [f"127.0.0.1:{port}"], "labels": {"run": run_id, "pod": worker_id}}
             for (run_id, worker_id), port in self._ports.items()
         ]
-        # Prometheus never reads half a file.
+        # Replaced atomically, so that Prometheus never reads half a file.
         whole = self._file.with_name(f"{self._file.name}.new")
         whole.write_text(json.dumps(entries), encoding="utf-8")
         whole.replace(self._file)

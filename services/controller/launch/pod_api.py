@@ -1,4 +1,4 @@
-"""Calls to the Kubernetes API, each off the event loop, with a deadline and readable refusals."""
+"""Calls to the Kubernetes API, off the event loop, with a deadline and readable errors."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from services.common.errors import FailedPreconditionError, NotFoundError, Unava
 from services.controller.launch import job_set, kueue
 
 _TIMEOUT_S = 10
-# A JobSet goes after its pods, which are ended before it.
+# A JobSet disappears after its pods, which are ended before it.
 _GONE_S = 20
 _PERIOD_S = 0.5
 
@@ -29,14 +29,14 @@ _JOB_SETS = {"group": job_set.GROUP, "version": job_set.VERSION, "plural": job_s
 
 
 class PodApi:
-    """Creates, lists and deletes pods of a namespace, sets that make some, and the secrets that they need.
+    """Creates, lists and deletes a namespace's pods, JobSets, secrets and NetworkPolicies.
 
-    All methods raise what ``ask`` raises.
+    All methods raise the errors of :func:`ask`.
 
     Args:
         core: Client of the core API.
-        namespace: Where the pods live.
-        has_policies: Whether pods are kept apart by NetworkPolicies; without, none is written.
+        namespace: Namespace of the pods.
+        has_policies: True if NetworkPolicies isolate pods; otherwise none is written.
     """
 
     def __init__(self, core: CoreV1Api, namespace: str, *, has_policies: bool = False) -> None:
@@ -47,7 +47,7 @@ class PodApi:
         self._namespace = namespace
 
     async def create(self, pod: Mapping[str, Any]) -> dict[str, Any]:
-        """Create a pod; returns it as Kubernetes and its webhooks made it."""
+        """Creates a pod; returns it as Kubernetes and its webhooks completed it."""
         created = await ask(
             f"pod {pod['metadata']['name']}",
             self._core.create_namespaced_pod,
@@ -58,7 +58,7 @@ class PodApi:
         return body
 
     async def list(self, selector: str) -> list[dict[str, Any]]:
-        """Pods with certain labels."""
+        """Returns the pods that match a label selector."""
         listed = await ask(
             "to list pods",
             self._core.list_namespaced_pod,
@@ -73,12 +73,12 @@ class PodApi:
     async def delete(
         self, name: str, *, grace_s: int | None = None, is_queued: bool = False
     ) -> bool:
-        """Delete a pod; returns whether it was there.
+        """Deletes a pod; returns True if it existed.
 
         Args:
-            name: The pod.
-            grace_s: Seconds that it has to end; its own when None.
-            is_queued: Whether a queue would keep it.
+            name: Name of the pod.
+            grace_s: Grace period in seconds; None means the pod's own.
+            is_queued: True if a queue would keep the pod.
         """
         is_there = await delete(
             f"pod {name}",
@@ -99,11 +99,11 @@ class PodApi:
         return is_there
 
     async def create_job_set(self, body: Mapping[str, Any]) -> None:
-        """Create a JobSet in place of any of its name.
+        """Creates a JobSet and replaces one of the same name.
 
         Raises:
-            FailedPreconditionError: Also if the cluster knows no JobSets.
-            UnavailableError: Also if the former one does not go.
+            FailedPreconditionError: Also if the cluster does not support JobSets.
+            UnavailableError: Also if the former one does not disappear.
         """
         name = body["metadata"]["name"]
         try:
@@ -128,7 +128,7 @@ class PodApi:
             ) from error
 
     async def delete_job_set(self, name: str) -> bool:
-        """Delete a JobSet, which goes after its pods; returns whether it was there."""
+        """Deletes a JobSet, which disappears after its pods; returns True if it existed."""
         return await delete(
             f"JobSet {name}",
             self._custom.delete_namespaced_custom_object,
@@ -139,7 +139,7 @@ class PodApi:
         )
 
     async def put_policy(self, policy: Mapping[str, Any]) -> None:
-        """Write a NetworkPolicy in place of any of its name."""
+        """Writes a NetworkPolicy and replaces one of the same name."""
         if not self._has_policies:
             return
         name = policy["metadata"]["name"]
@@ -152,15 +152,15 @@ class PodApi:
         )
 
     async def delete_policy(self, name: str) -> None:
-        """Delete a NetworkPolicy, if it is there."""
+        """Deletes a NetworkPolicy if it exists."""
         if self._has_policies:
             method = self._networking.delete_namespaced_network_policy
             await delete(f"NetworkPolicy {name}", method, name, self._namespace)
 
     async def put_secret(self, secret: Mapping[str, Any]) -> None:
-        """Write a secret in place of any of its name."""
+        """Writes a secret and replaces one of the same name."""
         name = secret["metadata"]["name"]
-        # Deleting first needs no right to read or change secrets.
+        # Deleting first needs no permission to read or change secrets.
         await self.delete_secret(name)
         await ask(
             f"secret {name}",
@@ -170,24 +170,24 @@ class PodApi:
         )
 
     async def delete_secret(self, name: str) -> None:
-        """Delete a secret, if it is there."""
+        """Deletes a secret if it exists."""
         method = self._core.delete_namespaced_secret
         await delete(f"secret {name}", method, name, self._namespace)
 
 
 async def ask(what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a method of the Kubernetes client off the event loop.
+    """Calls a method of the Kubernetes client off the event loop.
 
     Args:
-        what: What is asked of Kubernetes, for messages.
-        method: The method.
-        arguments: Its arguments.
-        options: Its options.
+        what: Object or action, for messages.
+        method: Method of the client.
+        arguments: Positional arguments of the method.
+        options: Keyword arguments of the method.
 
     Raises:
-        NotFoundError: If its object is not there.
+        NotFoundError: If the object does not exist.
         FailedPreconditionError: If Kubernetes refuses, with its explanation.
-        UnavailableError: If it does not answer, or cannot now.
+        UnavailableError: If it does not answer, or is temporarily unable to.
     """
     try:
         return await asyncio.to_thread(method, *arguments, _request_timeout=_TIMEOUT_S, **options)
@@ -203,7 +203,7 @@ async def ask(what: str, method: Callable[..., Any], *arguments: Any, **options:
 
 
 async def delete(what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
-    """Have something deleted; returns whether it was there. Raises what ``ask`` raises otherwise."""
+    """Deletes an object; returns True if it existed. Raises the other errors of :func:`ask`."""
     try:
         await ask(f"the end of {what}", method, *arguments, **options)
     except NotFoundError:
@@ -212,7 +212,7 @@ async def delete(what: str, method: Callable[..., Any], *arguments: Any, **optio
 
 
 async def service_reference(core: CoreV1Api, namespace: str, name: str) -> dict[str, str]:
-    """An owner reference to a Service."""
+    """Returns an owner reference to a Service."""
     service = await asyncio.to_thread(
         core.read_namespaced_service, name, namespace, _request_timeout=_TIMEOUT_S
     )
@@ -221,7 +221,7 @@ async def service_reference(core: CoreV1Api, namespace: str, name: str) -> dict[
 
 
 def _explanation(error: ApiException) -> str:
-    """What the API server says, without its headers."""
+    """Returns the API server's explanation, without headers."""
     try:
         return str(json.loads(error.body or "")["message"])
     except (TypeError, ValueError, KeyError):

@@ -1,4 +1,4 @@
-"""Keeps what worker pods write: each container's log in a file, where the API reads those of processes, too.
+"""Copies the output of worker pods into log files, from which the API also serves the logs of processes.
 
 The files outlive the pods. Reading a log blocks until its container ends, so each has a thread.
 """
@@ -22,11 +22,12 @@ from services.controller.launch.worker_pods import RUN_LABEL
 logger = logging.getLogger(__name__)
 
 _CONNECT_S = 10.0
-# A log that is silent for longer is asked for again: its connection may be dead.
+# A log that is silent for longer is requested again, because its connection may be dead.
 _SILENCE_S = 300.0
-# A file that is larger begins anew, so that no worker fills the controller's volume.
+# A larger file is truncated, so that no worker fills the controller's volume.
 MAX_BYTES = 32 << 20
-# What the node says instead of further lines when the container is removed while its log is followed.
+# Text that the node sends in place of further lines if the container is removed while its log is
+# followed.
 _NOT_FOUND = re.compile(rb"^rpc error: code = NotFound desc = .*find container.*\n?", re.MULTILINE)
 
 
@@ -35,8 +36,8 @@ class PodLogs:
 
     Args:
         core: Client of the core API.
-        namespace: Where the pods live.
-        state_directory: Each run's logs go to ``<state_directory>/<run_id>/logs``.
+        namespace: Namespace of the pods.
+        state_directory: Root of the logs: each run's go to ``<state_directory>/<run_id>/logs``.
     """
 
     def __init__(self, core: CoreV1Api, namespace: str, state_directory: Path) -> None:
@@ -46,7 +47,7 @@ class PodLogs:
         self._known: set[tuple[str, str]] = set()
 
     async def watch(self, seen: "asyncio.Queue[Seen]") -> None:
-        """Follow the containers of all pods that are seen, until cancelled."""
+        """Follows the containers of all observed pods until cancelled."""
         while True:
             change = await seen.get()
             if change.body is None:
@@ -55,7 +56,7 @@ class PodLogs:
                 self._follow(change.name, change.body)
 
     def _follow(self, name: str, pod: Mapping[str, Any]) -> None:
-        """Follow the containers that have started and are not followed; pods are seen again every minute."""
+        """Follows started containers that are not followed yet; pods are listed again every minute."""
         run_id = pod["metadata"]["labels"][RUN_LABEL]
         for container in _started(pod):
             key = (name, container)
@@ -63,7 +64,7 @@ class PodLogs:
                 self._known.add(key)
                 folder = self._state_directory / run_id / "logs"
                 file = folder / f"{_component(run_id, place_of(pod), container)}.log"
-                # A daemon, because it may be inside a read that only the API server ends.
+                # A daemon, because it may be blocked in a read that only the API server ends.
                 threading.Thread(
                     target=self._copy, args=(key, file), name=f"log of {name}", daemon=True
                 ).start()
@@ -77,7 +78,7 @@ class PodLogs:
             self._known.discard(key)
 
     def _append(self, name: str, container: str, file: Path) -> None:
-        """Write what is not in the file yet; where a log is taken up again, a second of it may come twice."""
+        """Appends new log lines to the file; after a reconnection, up to a second of lines may repeat."""
         missed: dict[str, Any] = {}
         if file.exists():
             missed = {"since_seconds": max(int(time.time() - file.stat().st_mtime) + 1, 1)}
@@ -99,13 +100,13 @@ class PodLogs:
 
 
 def _started(pod: Mapping[str, Any]) -> Iterator[str]:
-    """Containers that have written something, perhaps."""
+    """Yields the containers that may have written output."""
     for status in pod["status"].get("containerStatuses", []):
         if "waiting" not in status["state"]:
             yield status["name"]
 
 
 def _component(run_id: str, place: str, container: str) -> str:
-    """The worker; of one on several nodes, the worker and the node."""
+    """Returns the worker's name, with the node if the worker has several."""
     own = place.removeprefix(f"{run_id.replace('_', '-')}-")
     return own if own.startswith(container) else container

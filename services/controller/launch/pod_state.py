@@ -1,4 +1,4 @@
-"""What a pod's status says about its workers: pure reading, no calls."""
+"""Interprets the status of a pod: pure functions that call no API."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,18 +9,19 @@ from services.common.errors import FailedPreconditionError
 from services.controller.launch import job_set, kueue
 from services.controller.launch.kueue import QUEUE_LABEL
 
-# No try will do better on these; the others may pass, as when a busy node did not get its secrets in time.
+# Reasons that no retry overcomes; others may pass, for example if a busy node gets its secrets
+# late.
 HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
 _BLOCKED = HOPELESS | {
     "ImagePullBackOff", "ErrImagePull", "CreateContainerConfigError", "CreateContainerError"
 }  # fmt: skip
-# What only events tell, and how often it happens before it is more than a delay.
+# Reasons that only events report, and the number of events after which they are more than a delay.
 _TOLD_BY_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
 _REPEATED = 3
 
 _SIGNAL = 128
 
-# Kubernetes' reason for a pod that a queue, or whoever put a gate on it, holds back.
+# Kubernetes' reason for a pod that a queue or another scheduling gate holds back.
 _GATED = "SchedulingGated"
 
 Json = Mapping[str, Any]
@@ -28,17 +29,17 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartFailure:
-    """Why a pod does not run yet."""
+    """Reason for which a pod does not run yet."""
 
     reason: str
-    """Kubernetes' own word, for example ``Unschedulable`` or ``ImagePullBackOff``."""
+    """Kubernetes' code, for example ``Unschedulable`` or ``ImagePullBackOff``."""
     message: str
     """Kubernetes' explanation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A container that ended."""
+    """Container that ended."""
 
     worker_id: str
     code: int | None
@@ -48,36 +49,36 @@ class Ended:
 
 
 def workers(pod: Json) -> list[str]:
-    """Names of the workers in a pod: its containers."""
+    """Returns the names of a pod's workers, which are those of its containers."""
     return [container["name"] for container in pod["spec"]["containers"]]
 
 
 def is_gated(pod: Json) -> bool:
-    """Whether the scheduler may not look at the pod yet."""
+    """Returns True if a scheduling gate holds the pod back."""
     found = obstacle(pod)
     return found is not None and found.reason == _GATED
 
 
 def is_deleted_unplaced(pod: Json) -> bool:
-    """Whether the pod was deleted before it had a node, whose kubelet would end it."""
+    """Returns True if the pod was deleted before it had a node whose kubelet would end it."""
     return "deletionTimestamp" in pod["metadata"] and "nodeName" not in pod["spec"]
 
 
 def is_running(pod: Json) -> bool:
-    """Whether all containers have started."""
+    """Returns True if all containers have started."""
     statuses = pod["status"].get("containerStatuses", [])
     return bool(statuses) and all("waiting" not in status["state"] for status in statuses)
 
 
 def is_over(pod: Json) -> bool:
-    """Whether all containers have ended."""
+    """Returns True if all containers have ended."""
     statuses = pod["status"].get("containerStatuses", [])
     has_phase = pod["status"].get("phase") in ("Succeeded", "Failed")
     return has_phase or (bool(statuses) and all("terminated" in s["state"] for s in statuses))
 
 
 def obstacle(pod: Json) -> StartFailure | None:
-    """What keeps the pod from running, if anything is known."""
+    """Returns the known reason for which the pod does not run, or None."""
     status = pod["status"]
     for condition in status.get("conditions", []):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
@@ -92,14 +93,14 @@ def obstacle(pod: Json) -> StartFailure | None:
 
 
 def warning(event: Json) -> StartFailure | None:
-    """What an event says that the status of its pod does not."""
+    """Returns the start failure that an event reports but the pod's status does not, or None."""
     if event["reason"] in _TOLD_BY_EVENTS and event.get("count", 1) >= _REPEATED:
         return StartFailure(reason=event["reason"], message=event["message"])
     return None
 
 
 def ended(pod: Json) -> Iterator[Ended]:
-    """Containers that ended; all of them if the pod failed as a whole, for example by eviction."""
+    """Yields containers that ended; all of them if the pod failed as a whole, for example by eviction."""
     status = pod["status"]
     told = set()
     for container in status.get("containerStatuses", []):
@@ -111,7 +112,7 @@ def ended(pod: Json) -> Iterator[Ended]:
                 code=_status(terminated["exitCode"]),
                 message="\n".join(part for part in parts if part),
             )
-    # One that is deleted may have failed a moment before its containers are said to have ended.
+    # A pod that is being deleted may be Failed a moment before its containers' status is known.
     is_told_later = "deletionTimestamp" in pod["metadata"] and "reason" not in status
     if status.get("phase") == "Failed" and not is_told_later:
         why = f"{status.get('reason', 'Failed')}: {status.get('message', 'the pod failed')}"
@@ -126,43 +127,43 @@ def _wait_in_queue(pod: Json) -> str:
 
 
 def _status(code: int) -> int:
-    """Container runtimes add 128 to the number of a signal."""
+    """Converts an exit code: container runtimes add 128 to the number of a signal."""
     return _SIGNAL - code if code > _SIGNAL else code
 
 
 @dataclass(slots=True)
 class PodRecord:
-    """A pod that is not gone, or one that its JobSet has not made yet."""
+    """Pod of a run that exists, or that its JobSet has not created yet."""
 
     workers: list[str]
     group_size: int
-    """Pods that a queue admits together with it; 0 without a queue."""
+    """Number of pods that a queue admits together with it; 0 without a queue."""
     job_set: str
-    """The set whose controller makes it; empty if the launcher makes it itself."""
+    """Name of the JobSet whose controller creates it; empty if the launcher creates it."""
     own_grace_s: float
-    """Time from its request to end to its being killed."""
+    """Seconds between the request to end and the kill."""
     name: str = ""
-    """Empty until it is seen."""
+    """Name of the pod; empty until it is observed."""
     uid: str = ""
-    """This one of all pods of its name; empty until it is seen."""
+    """Unique id among all pods of its name; empty until it is observed."""
     is_gated: bool = False
-    """Whether a queue holds it back, for as long as that takes."""
+    """True while a queue holds it back, which has no time limit."""
     reported: set[str] = field(default_factory=set)
-    """Workers whose end was told."""
+    """Workers whose end has been reported."""
     obstacle: StartFailure | None = None
-    """Why it does not run."""
+    """Reason for which it does not run."""
     timer: asyncio.TimerHandle | None = None
-    """When it is given up because it does not run."""
+    """Timer after which it fails because it does not run."""
     is_running: bool = False
-    """Whether its containers have started."""
+    """True if its containers have started."""
     is_ending: bool = False
-    """Whether it was told to end."""
+    """True if it was ordered to end."""
     is_over: bool = False
-    """Whether its containers have ended."""
+    """True if its containers have ended."""
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> Self:
-        """A pod of which nothing is known but what was ordered."""
+        """Creates the record of a pod from its manifest alone."""
         return cls(
             workers=workers(body),
             group_size=kueue.group_size(body),
@@ -171,13 +172,13 @@ class PodRecord:
         )
 
     def see(self, body: Mapping[str, Any]) -> None:
-        """Take in how it is now."""
+        """Updates the record from the pod's current status."""
         self.name, self.uid = body["metadata"]["name"], body["metadata"]["uid"]
         self.is_running, self.is_gated = is_running(body), is_gated(body)
         self.is_over |= is_over(body)
 
     def why_not(self) -> str:
-        """Why it does not run, as far as that is known."""
+        """Returns the known reason for which it does not run."""
         if self.obstacle is not None:
             return f"{self.obstacle.reason}: {self.obstacle.message}"
         if not self.uid:
@@ -187,7 +188,7 @@ class PodRecord:
         return "Kubernetes gave no reason"
 
     def stop_timer(self) -> None:
-        """Give it the time that it takes."""
+        """Stops the timer, so that the pod may take any time."""
         if self.timer is not None:
             self.timer.cancel()
 
@@ -195,12 +196,12 @@ class PodRecord:
 def check_growth(
     bodies: Sequence[Mapping[str, Any]], known: Mapping[str, PodRecord], *, admitted: int
 ) -> None:
-    """See that pods which are there may be joined by those that are not.
+    """Checks that missing pods may join the existing ones.
 
     Args:
-        bodies: All pods that a run is to have.
-        known: Those that are there, by name.
-        admitted: How many a queue has admitted together; 0 without a queue.
+        bodies: All pods that the run should have.
+        known: Existing pods, by name.
+        admitted: Number of pods that a queue has admitted together; 0 without a queue.
 
     Raises:
         FailedPreconditionError: If they may not.

@@ -1,4 +1,4 @@
-"""Runs workers as processes of this host."""
+"""Launcher that runs workers as processes of this host."""
 
 import asyncio
 import json
@@ -47,27 +47,28 @@ from services.controller.launch.worker_process import (
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.5
-# Between those of well-known services and Linux' ephemeral ports.
+# Between the ports of well-known services and Linux' ephemeral ports.
 _RENDEZVOUS_PORTS = range(20_000, 32_000)
 _PORTS_TRIED = 100
 
 
 class ProcessLauncher:
-    """Starts each worker as ``python -m services.<program>`` in a session of its own, or as a fork like it.
+    """Starts each worker as ``python -m services.<program>`` in its own session, or as an equivalent fork.
 
-    A worker of several ranks is one such process for each; they meet on loopback, as under ``torchrun``.
-    Each has GPUs of its own while the host has them.
-    Workers that an earlier controller process started are found by what it wrote down, and kept.
+    A worker of several ranks has one process per rank; they meet on loopback, as under
+    ``torchrun``. Each worker has its own GPUs as long as the host has enough. Workers that an
+    earlier controller process started are found by its records, and adopted.
 
     Args:
         controller_address: ``host:port`` of the controller's gRPC server.
-        state_directory: Each run's logs go to ``<state_directory>/<run_id>/logs``.
-        on_exit: Hears of workers that ended by themselves.
-        tasks: Owns the tasks that watch the processes.
-        allowance: What specifications may name; the workers look where the files are.
-        gpus: The GPUs of this host.
-        forks: Starts processes that have their imports done; None starts all of them anew.
-        metric_targets: File that tells Prometheus of them; None has no metrics of them.
+        state_directory: Root of the logs: each run's go to ``<state_directory>/<run_id>/logs``.
+        on_exit: Called for workers that ended by themselves.
+        tasks: Owner of the tasks that watch the processes.
+        allowance: Code and paths that specifications may name; workers check the files themselves.
+        gpus: Names of this host's GPUs.
+        forks: Starts processes whose imports are done; None starts every process from scratch.
+        metric_targets: File with the metrics endpoints for Prometheus; None disables the workers'
+            metrics.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ProcessLauncher:
         self._metrics = MetricTargets(metric_targets)
 
     async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:
-        """Start those workers of a run that do not run, but those that are asked for later."""
+        """Starts the workers of a run that are not running, except those of a later call."""
         self._logs(run_id).mkdir(parents=True, exist_ok=True)
         running = self._processes.setdefault(run_id, {})
         names = worker_names(spec)
@@ -118,7 +119,12 @@ class ProcessLauncher:
             self._tasks.create_task(self._watch(run_id, worker_id, process))
 
     def _assign_gpus(self, run_id: str, spec: RunSpec) -> Mapping[str, Sequence[str]]:
-        """GPUs of each worker; refuses rollouts beside those that took what they found when they started."""
+        """Assigns GPUs to each worker.
+
+        Raises:
+            FailedPreconditionError: If a new rollout would share a GPU with a running one whose
+                engine has taken the free memory that it found at its start.
+        """
         needs, running = gpu_needs(spec), self._processes[run_id].keys()
         new = self._gpus.newcomers(run_id, needs)
         gpus = self._gpus.assign(run_id, needs, hosts=gpu_hosts(spec))
@@ -137,20 +143,20 @@ class ProcessLauncher:
         return gpus
 
     async def end(self, run_id: str, worker_id: str) -> None:
-        """End one worker at once; returns when it is gone."""
+        """Kills one worker; returns when it is gone."""
         process = self._processes.get(run_id, {}).pop(worker_id, None)
-        # One that an earlier controller started may not have been asked for by this one.
+        # This controller may not have adopted a worker that an earlier one started.
         process = process or adopt(self._record(run_id, worker_id))
         if process is not None:
             process.send_signal(signal.SIGKILL)
             await process.wait()
 
     def gpus_for(self, run_id: str) -> int:
-        """Return how many GPUs of this host the run may have, with those that it has."""
+        """Returns the number of this host's GPUs that the run may use, including its own."""
         return self._gpus.available_to(run_id)
 
     async def stop(self, run_id: str) -> None:
-        """Stop all workers of a run: asked first, killed after a grace period."""
+        """Stops all workers of a run with SIGTERM, and with SIGKILL after a grace period."""
         processes = self._processes.pop(run_id, {})
         self._gpus.release(run_id)
         self._metrics.remove(run_id)
@@ -192,7 +198,7 @@ class ProcessLauncher:
         worker_id: str,
         names: Sequence[tuple[WorkerRole, str]],
     ) -> dict[str, str]:
-        """Name the workers that use the same GPUs, for one that plans its memory."""
+        """Returns the variable that names workers on the same GPUs, for an engine that plans its memory."""
         roles = {one: named for named, one in names}
         others = self._gpus.neighbours(run_id, worker_id)
         if not others:
@@ -219,7 +225,7 @@ class ProcessLauncher:
                 )
                 processes.append(process)
         except BaseException:
-            # A start may be called off while it waits, and nobody else knows of these.
+            # A start may be cancelled while it waits, and nothing else knows these processes.
             for process in processes:
                 process.send_signal(signal.SIGKILL)
             raise
@@ -277,10 +283,11 @@ async def open_process_launcher(
     allowance: CodePolicy = CodePolicy(),  # noqa: B008 -- frozen
     metric_targets: Path | None = None,
 ) -> AsyncIterator[ProcessLauncher]:
-    """A launcher until the block ends; its arguments are the launcher's.
+    """Opens a launcher until the block ends; the arguments are those of :class:`ProcessLauncher`.
 
-    On a host without GPUs it forks workers. A process that has looked at CUDA cannot use it after a fork, and
-    whether imports look at it is up to them; where engines take a minute to load, they matter little.
+    It forks workers on a host without GPUs only: a process that has initialized CUDA cannot use it
+    after a fork, and an import may initialize it. Where engines take a minute to load, imports
+    matter little anyway.
     """
     gpus = host_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     async with AsyncExitStack() as stack:
@@ -301,7 +308,10 @@ async def open_process_launcher(
 
 
 def _inherited() -> dict[str, str]:
-    """This process's environment without what is the controller's own: its key, its database's password."""
+    """Returns this process's environment without the controller's settings.
+
+    These contain its key and its database's password.
+    """
     return {
         name: value
         for name, value in os.environ.items()
@@ -310,7 +320,7 @@ def _inherited() -> dict[str, str]:
 
 
 def _places(ranks: int) -> list[dict[str, str]]:
-    """Each process's place among the ranks of its worker, in the variables of ``torchrun``."""
+    """Returns each process's rank among those of its worker, in the variables of ``torchrun``."""
     if ranks == 1:
         return [{}]
     meeting = {
@@ -322,10 +332,11 @@ def _places(ranks: int) -> list[dict[str, str]]:
 
 
 def _rendezvous_port() -> int:
-    """Return a free port that no other process gets by chance before rank 0 listens on it.
+    """Returns a free port that no other process takes by chance before rank 0 listens on it.
 
-    That takes seconds, or a minute on a busy host. Meanwhile the kernel would give a port of its ephemeral
-    range to whoever connects, or binds port 0; so this one is below that range.
+    That takes seconds, or a minute on a busy host. Meanwhile the kernel would give a port of its
+    ephemeral range to any process that connects or binds port 0; the returned port is below that
+    range.
     """
     for port in random.sample(_RENDEZVOUS_PORTS, _PORTS_TRIED):
         try:

@@ -1,4 +1,4 @@
-"""What the pods of a run are known by: a secret with the run's token, and with a certificate that is renewed.
+"""Secrets of the pods of a run: a secret with the run's token and a certificate that is renewed.
 
 put     a run starts                        -> secret
 keep    half of a certificate's time is over -> another secret, whose files kubelets put into the pods
@@ -29,12 +29,12 @@ _PERIOD_S = 60.0
 
 
 class RunSecrets:
-    """The secret of each run that has pods.
+    """Writes, renews and deletes the secret of each run that has pods.
 
     Args:
-        api: Writes and deletes secrets; they cannot be read.
+        api: Writes and deletes secrets, without permission to read them.
         owner: Owner reference of the secrets.
-        clock: Tells the time.
+        clock: Clock for renewals.
     """
 
     def __init__(self, api: PodApi, *, owner: Mapping[str, str], clock: Clock = time) -> None:
@@ -42,11 +42,11 @@ class RunSecrets:
         self._owner = owner
         self._clock = clock
         self._renew_at: dict[str, float] = {}
-        # Two that write the same secret would meet, and one that was removed would come back.
+        # Concurrent writes of one secret would collide, and a removed one would come back.
         self._writing = asyncio.Lock()
 
     async def put(self, run_id: str) -> None:
-        """Write a run's secret, in place of any that is there.
+        """Writes a run's secret and replaces an existing one.
 
         Raises:
             FailedPreconditionError: If Kubernetes refuses it.
@@ -56,24 +56,24 @@ class RunSecrets:
             await self._put(run_id)
 
     def take_over(self, run_id: str) -> None:
-        """An earlier controller wrote a run's secret, nobody knows when: it is written again soon."""
+        """Schedules a renewal of a secret that an earlier controller wrote at an unknown time."""
         if current_identity().issue is not None:
             self._renew_at.setdefault(run_id, 0.0)
 
     async def remove(self, run_id: str) -> None:
-        """Delete the secret of a run that has ended. Raises what ``put`` raises."""
+        """Deletes the secret of a run that has ended. Raises the errors of :meth:`put`."""
         async with self._writing:
             self._renew_at.pop(run_id, None)
             await self._api.delete_secret(secret_name(run_id))
 
     async def keep(self) -> None:
-        """Renew certificates until cancelled."""
+        """Renews certificates until cancelled."""
         while True:
             await asyncio.sleep(_PERIOD_S)
             await self.renew()
 
     async def renew(self) -> None:
-        """Renew the certificates that are due; what cannot be written now is tried again."""
+        """Renews the certificates that are due; failed ones are retried at the next call."""
         now = self._clock.time()
         for run_id in [run_id for run_id, at in self._renew_at.items() if at <= now]:
             try:
@@ -96,7 +96,7 @@ class RunSecrets:
 def run_secret(
     run_id: str, token: str, certificate: Certificate | None, *, owner: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The secret from which the pods of a run take its token and its certificate."""
+    """Builds the secret from which the pods of a run read its token and its certificate."""
     data = {TOKEN_KEY: token}
     if certificate is not None:
         parts = (certificate.chain, certificate.key, certificate.authority)

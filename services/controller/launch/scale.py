@@ -1,6 +1,6 @@
-"""Lets autoscalers change the number of a run's rollouts: each run has an object with a scale.
+"""RolloutScale objects, through which autoscalers change the number of a run's rollouts.
 
-run starts or is changed   -> RolloutScale says how many rollouts it has
+run starts or is changed   -> RolloutScale shows how many rollouts it has
 kubectl scale, HPA, KEDA   -> RolloutScale asks for another number -> the run is changed
 """
 
@@ -22,19 +22,19 @@ GROUP, VERSION, PLURAL = "slipstream.dev", "v1alpha1", "rolloutscales"
 _MERGE = "application/merge-patch+json"
 
 ScaleHandler = Callable[[str, int], Awaitable[None]]
-"""Called with a run and the number of rollouts that it is to have."""
+"""Called with a run and the requested number of rollouts."""
 
 
 class RolloutScales:
-    """The RolloutScale of each run that is driven.
+    """Maintains the RolloutScale of each driven run.
 
-    What cannot be written is written with the run's next change: training does not wait for it.
+    A failed write is repeated with the run's next change: training does not wait for it.
 
     Args:
-        api: Client for objects of own kinds.
-        namespace: Where they live.
+        api: Client for custom objects.
+        namespace: Namespace of the objects.
         owner: Owner reference of the objects.
-        on_scale: Changes a run.
+        on_scale: Changes a run's number of rollouts.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RolloutScales:
         self._asked: dict[str, int] = {}
 
     async def show(self, run_id: str, replicas: int) -> None:
-        """Say how many rollouts a run has; what was asked for meanwhile stays."""
+        """Writes a run's number of rollouts; a different number requested meanwhile is kept."""
         name = _name(run_id)
         selector = f"{RUN_LABEL}={run_id},app.kubernetes.io/component=rollout"
         status = {"status": {"replicas": replicas, "selector": selector}}
@@ -66,7 +66,7 @@ class RolloutScales:
             logger.warning("scale is not shown", extra={"run": run_id, "error": str(error)})
 
     async def remove(self, run_id: str) -> None:
-        """A run has ended."""
+        """Deletes the object of a run that has ended."""
         self._asked.pop(run_id, None)
         try:
             method, name = self._api.delete_namespaced_custom_object, _name(run_id)
@@ -75,7 +75,7 @@ class RolloutScales:
             logger.warning("scale stays", extra={"run": run_id, "error": str(error)})
 
     async def watch(self, seen: "asyncio.Queue[Seen]") -> None:
-        """Take in what is asked for until cancelled."""
+        """Processes requested numbers until cancelled."""
         while True:
             body = (await seen.get()).body
             if body is not None:

@@ -1,4 +1,4 @@
-"""Pods of a run's workers, made from the templates that the Helm chart wrote.
+"""Builds the pods of a run's workers from the templates that the Helm chart wrote.
 
 rollout                          a pod each; those that take turns with the trainer are in its pod
 trainer, critic, logp, ref_logp  a pod with all ranks of a worker, or one for each node that they fill
@@ -29,7 +29,7 @@ _MEETING_PORT = 29500
 _RUNS = "/var/lib/slipstream"
 TOKEN_KEY = "token"  # noqa: S105 -- its name inside the secret
 TLS_FILES = ("tls.crt", "tls.key", "ca.crt")
-"""Names, inside the secret, of a run's certificate, its key, and the authority."""
+"""File names, inside the secret, of a run's certificate, its key and the authority's certificate."""
 _TLS_VOLUME = "tls"
 
 Pod = dict[str, Any]
@@ -37,26 +37,26 @@ Pod = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTemplates:
-    """How worker pods look."""
+    """Templates of worker pods."""
 
     topology: Literal["separate", "bundled"]
     """A pod per worker, or all workers of a run in one pod."""
     pods: Mapping[str, Pod]
-    """Pod of one worker, by its program."""
+    """Pod template of one worker, by its program."""
     job_set: Mapping[str, Any] | None = None
-    """JobSet of a worker of several nodes; None for plain pods."""
+    """JobSet template of a worker of several nodes; None for plain pods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Which worker a pod serves, and on which of its nodes."""
+    """Worker that a pod serves, and the node of that worker."""
 
     role: WorkerRole
     worker_id: str
     index: int
-    """The worker among all of its run."""
+    """Index of the worker among all of its run."""
     ranks: int
-    """Processes of the worker on all nodes."""
+    """Number of the worker's processes on all nodes."""
     node: int
     nodes: int
 
@@ -68,17 +68,17 @@ class _Place:
 
 
 def secret_name(run_id: str) -> str:
-    """Name of the secret with a run's token and certificate."""
+    """Returns the name of the secret with a run's token and certificate."""
     return f"{run_id.replace('_', '-')}-identity"
 
 
 def run_metadata(run_id: str, name: str, *, owner: Mapping[str, str]) -> dict[str, Any]:
-    """Metadata of what is made for a run: it goes with its owner."""
+    """Returns the metadata of an object of a run, which is deleted with its owner."""
     return {"name": name, "labels": {RUN_LABEL: run_id}, "ownerReferences": [dict(owner)]}
 
 
 def run_policy(run_id: str, *, owner: Mapping[str, str]) -> Pod:
-    """The NetworkPolicy that lets the workers of a run reach each other, and nobody else them."""
+    """Builds the NetworkPolicy by which only the workers of a run reach each other."""
     own = {"matchLabels": {WORKER_LABEL: "true", RUN_LABEL: run_id}}
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -93,15 +93,15 @@ def run_policy(run_id: str, *, owner: Mapping[str, str]) -> Pod:
 
 
 def policy_name(run_id: str) -> str:
-    """Name of a run's NetworkPolicy."""
+    """Returns the name of a run's NetworkPolicy."""
     return f"{run_id.replace('_', '-')}-workers"
 
 
 def load_templates(folder: Path) -> WorkerTemplates:
-    """Read the templates from the mounted ConfigMap.
+    """Reads the templates from the mounted ConfigMap.
 
     Raises:
-        FailedPreconditionError: If the folder does not hold them.
+        FailedPreconditionError: If the folder does not contain them.
     """
     try:
         topology = (folder / "topology").read_text(encoding="utf-8").strip()
@@ -128,18 +128,18 @@ def build_pods(
     controller_address: str,
     owner: Mapping[str, str],
 ) -> list[Pod]:
-    """All pods of a run, by the names of their places. Each container is named like its worker.
+    """Builds all pods of a run, named by their places. Each container is named like its worker.
 
     Args:
-        templates: How worker pods look.
-        run_id: The run.
-        spec: Its specification.
+        templates: Templates of worker pods.
+        run_id: Id of the run.
+        spec: Specification of the run.
         controller_address: ``host:port`` at which workers reach the controller.
-        owner: Owner reference; when the owner goes, the pods go too.
+        owner: Owner reference; the pods are deleted with the owner.
 
     Raises:
-        FailedPreconditionError: If the trainer's ranks cannot be spread evenly over nodes, or take turns
-            with rollouts on several.
+        FailedPreconditionError: If the trainer's ranks cannot be spread evenly over nodes, or share
+            GPUs with rollouts on several nodes.
     """
     pods = []
     for place in _places(templates, spec):
@@ -189,7 +189,7 @@ def _places(templates: WorkerTemplates, spec: RunSpec) -> Iterator[_Place]:
 
 
 def _num_nodes(ranks: int, spec: RunSpec) -> int:
-    """Nodes that the ranks of a worker fill."""
+    """Returns the number of nodes that the ranks of a worker fill."""
     room = spec.topology.gpus_per_node
     if ranks > room and ranks % room:
         raise FailedPreconditionError(
@@ -201,7 +201,7 @@ def _num_nodes(ranks: int, spec: RunSpec) -> int:
 
 
 def _torchrun(place: _Place, *, node_rank: str, address: str) -> list[str]:
-    """The command of a worker of several ranks; those of several nodes meet at the first."""
+    """Returns the command of a worker of several ranks; several nodes meet at the first."""
     where = ["--standalone"]
     if place.nodes > 1:
         where = [
@@ -215,7 +215,7 @@ def _torchrun(place: _Place, *, node_rank: str, address: str) -> list[str]:
 
 
 def _ask_for_gpus(pod: Pod, count: int) -> None:
-    """The run says how many GPUs a worker has; the chart, of what kind, if any."""
+    """Requests GPUs: the run sets their number, the chart their resource name, if any."""
     kind = pod["metadata"]["annotations"].get(_GPU_ANNOTATION)
     if kind is not None:
         (container,) = pod["spec"]["containers"]
@@ -241,7 +241,7 @@ def _name_worker(container: Pod, place: _Place, run_id: str, controller_address:
 
 
 def _add_certificate(pod: Pod, run_id: str) -> None:
-    """The chart says where the certificate is mounted, if there are any; whose it is, the run."""
+    """Mounts the run's secret: the chart defines the TLS volume, if any, and the run whose secret it is."""
     for volume in pod["spec"]["volumes"]:
         if volume["name"] == _TLS_VOLUME:
             items = [{"key": name, "path": name} for name in TLS_FILES]
@@ -249,9 +249,10 @@ def _add_certificate(pod: Pod, run_id: str) -> None:
 
 
 def _add_ports(container: Pod, place: _Place) -> None:
-    """Ports differ between a run's workers, which may share one network; the first rank serves them.
+    """Adds ports, which differ between a run's workers because they may share one network.
 
-    A worker is ready once it has loaded, which it says with a file of its own.
+    Only the first rank serves them. A worker is ready after it has loaded, when it writes its ready
+    file.
     """
     prefix = _prefix(place)
     grpc, metrics = _GRPC_PORT + place.index, _METRICS_PORT + place.index
@@ -277,12 +278,12 @@ def _ready_file(worker_id: str) -> str:
 
 
 def _prefix(place: _Place) -> str:
-    """Of the environment variables that the worker reads."""
+    """Returns the prefix of the environment variables that the worker reads."""
     return f"SLIPSTREAM_{program_of(place.role).upper()}"
 
 
 def _together(name: str, pods: list[Pod]) -> Pod:
-    """One pod with the containers and volumes of all; the first says where it runs."""
+    """Merges containers and volumes of several pods into the first, which determines the placement."""
     bundle = pods[0]
     bundle["metadata"]["name"] = name
     bundle["spec"]["containers"] = [

@@ -1,6 +1,6 @@
-"""Worker processes of this host: children, and those that an earlier controller process left running.
+"""Worker processes of this host: child processes, and those adopted from an earlier controller.
 
-A worker is one process, or several that live and die together: its ranks.
+A worker is one process, or several ranks that live and die together.
 """
 
 import asyncio
@@ -15,18 +15,18 @@ from typing import Protocol
 from services.common.host import identity_of, is_alive
 from services.common.task_group import TaskGroup
 
-# When one process of a worker ended by itself, the others have this long to do the same.
+# When one process of a worker has ended by itself, the others have this many seconds to end.
 _ENDING_TOGETHER_S = 5.0
 
 
 class WorkerProcess(Protocol):
-    """What was started for a worker."""
+    """Process or processes of one worker."""
 
     async def wait(self) -> int | None:
-        """Wait until it ended; returns its exit status if that is known."""
+        """Waits until it has ended; returns its exit status, or None if unknown."""
 
     def send_signal(self, number: int) -> None:
-        """Send a signal; nothing happens if it is gone."""
+        """Sends a signal; does nothing if it is gone."""
 
 
 class StartedProcess(WorkerProcess, Protocol):
@@ -34,35 +34,35 @@ class StartedProcess(WorkerProcess, Protocol):
 
     @property
     def pid(self) -> int:
-        """Its id; nobody else has it until ``wait`` returned."""
+        """Process id; the kernel does not reuse it until ``wait`` has returned."""
 
 
 class ChildProcess:
-    """A process that this controller started itself."""
+    """Direct child of this process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """Process id."""
         return self._process.pid
 
     async def wait(self) -> int | None:
-        """Wait until it ended; returns its exit status."""
+        """Waits until it has ended; returns its exit status."""
         return await self._process.wait()
 
     def send_signal(self, number: int) -> None:
-        """Send a signal; nothing happens if it is gone."""
+        """Sends a signal; does nothing if it is gone."""
         if self._process.returncode is None:
             self._process.send_signal(number)
 
 
 class AdoptedProcess:
-    """A process that another one started, such as an earlier controller: its end is seen, its status not.
+    """Process that another process started, such as an earlier controller; its exit status stays unknown.
 
     Args:
-        pid: The process.
+        pid: Id of the process.
     """
 
     def __init__(self, pid: int) -> None:
@@ -71,12 +71,12 @@ class AdoptedProcess:
         asyncio.get_running_loop().add_reader(self._descriptor, self._note_end)
 
     async def wait(self) -> int | None:
-        """Wait until it ended; its status is not known."""
+        """Waits until it has ended; returns None."""
         await self._ended.wait()
         return None
 
     def send_signal(self, number: int) -> None:
-        """Send a signal; nothing happens if it is gone."""
+        """Sends a signal; does nothing if it is gone."""
         if not self._ended.is_set():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, number)
@@ -88,36 +88,37 @@ class AdoptedProcess:
 
 
 class ProcessGroup:
-    """Processes of one worker: when one ends, the others are ended.
+    """Processes of one worker; when one ends, the others are ended.
 
     Args:
-        processes: At least one.
+        processes: The processes, at least one.
     """
 
     def __init__(self, processes: Sequence[WorkerProcess]) -> None:
         self._processes = tuple(processes)
 
     async def wait(self) -> int | None:
-        """Wait until all ended; returns the exit status of the one that ended first."""
+        """Waits until all have ended; returns the exit status of the one that ended first."""
         async with TaskGroup() as tasks:
             waits = [tasks.create_task(process.wait()) for process in self._processes]
             ended, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             first = next(wait for wait in waits if wait in ended)
             code = first.result()
-            # A process that was killed said nothing, and the others may wait for it.
+            # Killed processes leave no message, and the others may block on them, so there is no
+            # waiting then.
             if others and code is not None and code >= 0:
                 await asyncio.wait(others, timeout=_ENDING_TOGETHER_S)
             self.send_signal(signal.SIGKILL)
         return first.result()
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to those that are left."""
+        """Sends a signal to the remaining processes."""
         for process in self._processes:
             process.send_signal(number)
 
 
 def write_record(file: Path, pids: Sequence[int]) -> None:
-    """Write down which processes serve a worker.
+    """Records the processes of a worker in a file.
 
     Raises:
         psutil.NoSuchProcess: If one of them has ended.
@@ -129,10 +130,10 @@ def write_record(file: Path, pids: Sequence[int]) -> None:
 
 
 def adopt(file: Path) -> ProcessGroup | None:
-    """The processes that were written down, if all of them still run; what is left of others is ended."""
+    """Adopts the recorded processes if all of them still run; otherwise kills the remaining ones."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        # One may end between the two, which is an OSError.
+        # A process may end between the check and the call, which raises OSError.
         alive = [AdoptedProcess(entry["pid"]) for entry in record if is_alive(entry)]
     except (OSError, ValueError):
         return None

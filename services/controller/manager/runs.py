@@ -306,8 +306,8 @@ class RunManager:
 
         Args:
             leave: If True, runs continue without a controller until the next one starts. Otherwise
-                they are
-                paused where they are, and their workers have stopped when this method returns.
+                they are paused where they are, and their workers have stopped when this method
+                returns.
         """
         self._is_driving = False
         # With the lock held, a running admission has started its drivers, so they stop with the

@@ -157,9 +157,8 @@ class Membership:
         """Returns the workers without a heartbeat within the time-out. Call it at least twice in that time.
 
         A much later call means that the controller itself was stopped (by a debugger, or as a
-        frozen virtual
-        machine) and received no heartbeats meanwhile. That is not the workers' fault, so their time
-        starts again.
+        frozen virtual machine) and received no heartbeats meanwhile. That is not the workers'
+        fault, so their time starts again.
         """
         now = self._clock.monotonic()
         pause_s = now - self._looked.get(run_id, now)

@@ -1,1 +1,1 @@
-"""What other GPUs, bounds on staleness and concurrency would do to a run: predicted from rates. Pure."""
+"""Predicts a run's speed with other GPUs, staleness bounds and concurrency from its rates; pure functions."""

@@ -1,6 +1,6 @@
-"""Which side of a run is short, and what would mend it: predicted, and never without a check.
+"""Finds the bottleneck of a run and predicts which changes of its settings would help.
 
-What is predicted for the run as it is must agree with what was measured of it; otherwise nothing is promised.
+The prediction for the run as it is must agree with its measurement; otherwise no change is advised.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from services.controller.planning.rates import Rates, Setting
 from services.controller.planning.simulation import Prediction, predict
 
 LARGEST_ERROR = 0.15
-"""By how much a prediction may be off for the run as it is."""
+"""Max relative error of the prediction for the run as it is."""
 _LEAST_GAIN = 1.05
 _MOST_CHANGES = 3
 _BOUNDS = (1, 2, 4, 8)
@@ -30,7 +30,7 @@ _REMEDIES: Mapping[Short, frozenset[str]] = {
     "training": frozenset({"trainer_gpus"}),
     "neither": frozenset({"max_staleness"}),
 }
-"""Parts of a setting that help the side that is short."""
+"""Parts of a setting that help the side that is the bottleneck."""
 
 _NAMES = {
     "rollouts": "rollout.replicas",
@@ -43,13 +43,13 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing that could be set otherwise."""
+    """Change of one setting."""
 
     key: str
     before: int
     after: int
     gain: float
-    """Samples per second, over those of now."""
+    """Predicted samples per second, relative to the current setting."""
 
     def __str__(self) -> str:
         return f"{self.key} {self.after} instead of {self.before} would give {self.gain:.2g}x"
@@ -57,34 +57,35 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What was found."""
+    """Result of the analysis."""
 
     short: Short
     waited: float
-    """Part of the time in which the trainer waited for samples."""
+    """Fraction of the time in which the trainer waited for samples."""
     idled: float
-    """Part of the time in which the rollouts had nothing to generate."""
+    """Fraction of the time in which the rollouts had nothing to generate."""
     measured_step_s: float
     now: Prediction
     changes: tuple[Change, ...]
-    """Those that would help, the best first; none where the prediction is off."""
+    """Changes that would help, the best first; empty if the prediction is off."""
     placement: str
-    """``topology.placement`` as it is."""
+    """Current ``topology.placement``."""
     others: Mapping[str, float] = field(default_factory=dict)
-    """What the other placements would give on the same GPUs: samples per second, over those of now."""
+    """Predicted samples per second of the other placements on the same GPUs, relative to the
+    current one."""
 
     @property
     def error(self) -> float:
-        """By how much the prediction of the run as it is is off; 0.1 is 10 % too long."""
+        """Relative error of the prediction for the run as it is; 0.1 is 10 % too long."""
         return self.now.step_s / self.measured_step_s - 1
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the prediction of the run as it is agrees with it."""
+        """True if the prediction for the run as it is agrees with its measurement."""
         return abs(self.error) <= LARGEST_ERROR
 
     def message(self) -> str:
-        """Return the side that waits, and what would mend it, for a person."""
+        """Returns the side that waits and the remedy, as text for people."""
         times = f"the trainer waited {100 * self.waited:.0f} % of the time for samples"
         idle = f"the rollouts were idle {100 * self.idled:.0f} %"
         if self.placement == "colocated":
@@ -105,7 +106,7 @@ class Advice:
         return f"{text} {self.remedy()}"
 
     def remedy(self) -> str:
-        """What would mend it, for a person; empty where the prediction is off."""
+        """Returns the helpful changes as text for people; empty if the prediction is off."""
         if not self.is_trusted:
             return ""
         text = f"Predicted: {'; '.join(map(str, self.changes))}."
@@ -118,7 +119,7 @@ class Advice:
 
     @property
     def first(self) -> tuple[object, ...]:
-        """What it says before all: it is told again when that is something else."""
+        """Most important findings: the advice is reported again when they differ."""
         better = {name: gain for name, gain in self.others.items() if gain >= _LEAST_GAIN}
         placement = max(better, key=lambda name: better[name], default="")
         return self.short, placement, *((change.key, change.after) for change in self.changes[:1])
@@ -132,18 +133,18 @@ def advise(
     others: Iterable[Setting] = (),
     gpus: int | None = None,
 ) -> Advice:
-    """What the newest steps of a run say of it. Takes up to a second of processor time.
+    """Analyzes the newest steps of a run. Takes up to a second of processor time.
 
     Args:
-        steps: Their numbers, in order.
-        rates: Their rates.
-        setting: How the run is set up.
-        others: The same in other placements, on the same GPUs.
-        gpus: GPUs that the run may have; None if only those that it has are known. Nothing that needs more is
-            advised.
+        steps: Metrics of the steps, in order.
+        rates: Rates measured from these steps.
+        setting: Current setting of the run.
+        others: The same setting in other placements, on the same GPUs.
+        gpus: Number of GPUs that the run may use; None if only its current ones are known. No
+            change that needs more is advised.
 
     Raises:
-        TooFewStepsError: If there are too few.
+        TooFewStepsError: If there are too few steps.
     """
     share, idle_share = waited(steps), idled(steps)
     step_s = measured_step_s(settled(steps))
@@ -163,7 +164,7 @@ def advise(
     found_changes = _changes(rates, setting, now, short=found.short, spare_gpus=spare)
     changes = sorted(found_changes, key=lambda change: -change.gain)
     helpful = [change for change in changes if change.gain >= _LEAST_GAIN]
-    # Processes that share GPUs, or have none, would share them in another placement, too.
+    # Workers that share GPUs, or have none, would share them in other placements, too.
     gains: dict[str, float] = {
         each.placement: _gain(rates, each, now) for each in others if spare >= 0
     }
@@ -171,7 +172,7 @@ def advise(
 
 
 def _short(waited_share: float, idle_share: float) -> Short:
-    """Return the side that the other one waits for; neither if both wait, or none."""
+    """Returns the side that the other one waits for; "neither" if both or none wait."""
     if waited_share < _WAITS_LITTLE:
         return "training" if idle_share >= _WAITS_LITTLE else "neither"
     return "generation" if idle_share <= waited_share / 2 else "neither"
@@ -180,7 +181,7 @@ def _short(waited_share: float, idle_share: float) -> Short:
 def _changes(
     rates: Rates, setting: Setting, now: Prediction, *, short: Short, spare_gpus: int
 ) -> Iterator[Change]:
-    """One change for each part of the setting that can be set alone: the best of those that are tried."""
+    """Yields one change for each part of the setting that can be changed alone: the best value tried."""
     tried: dict[str, list[int]] = {
         "rollouts": [setting.rollouts + 1] if spare_gpus >= setting.engine_gpus else [],
         "trainer_gpus": [2 * setting.trainer_gpus] if spare_gpus >= setting.trainer_gpus else [],
@@ -192,7 +193,7 @@ def _changes(
     if not setting.num_others:
         del tried["rollouts"]
         tried["max_staleness"] = [1] if setting.max_staleness < 1 else []
-    # Where all take turns, no side is short, and whatever helps is of use.
+    # If all rollouts are colocated, no side is the bottleneck, and any helpful change counts.
     helps = _REMEDIES[short] if setting.num_others else frozenset(tried)
     for name, values in tried.items():
         if name not in helps:
@@ -205,7 +206,7 @@ def _changes(
             gains[value] = _gain(rates, changed, now)
         if gains:
             best = max(gains, key=lambda value: gains[value])
-            # The least that gives nearly as much is enough.
+            # Takes the smallest value with nearly the best gain.
             after = min(value for value, gain in gains.items() if gain >= 0.97 * gains[best])
             yield Change(
                 key=_NAMES[name],

@@ -1,4 +1,4 @@
-"""Ways to split GPUs among a trainer and rollouts, what each would give, and which to take."""
+"""Splits GPUs between a trainer and rollouts, predicts each split and recommends one."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,31 +10,31 @@ from services.controller.planning.simulation import Prediction, predict
 _MOST_SPLITS = 8
 _SWEEP_SAMPLES = 4_000
 _NEARLY = 0.97
-"""Of the best; what asks for less and gives as much is taken."""
+"""Fraction of the best throughput at which a less demanding split is preferred."""
 
 Places = Callable[[int, int], int]
-"""Places of a rollout, from the bound on staleness and the number of rollouts."""
+"""Returns the slots of a rollout, from the staleness bound and the number of rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuCapacity:
-    """The GPUs that are split."""
+    """GPUs to be split."""
 
     gpus: int
     engine_gpus: int
-    """Of one rollout."""
+    """GPUs of one rollout."""
     trainer_unit: int = 1
-    """The trainer has a multiple of so many."""
+    """The trainer's number of GPUs is a multiple of this."""
 
     def trainer_sizes(self) -> Sequence[int]:
-        """GPUs of the trainer: all numbers that leave no GPU unused, or some of them if those are many."""
+        """Returns the trainer sizes that leave no GPU unused (or all, if none does), thinned out if many."""
         sizes = range(self.trainer_unit, self.gpus - self.engine_gpus + 1, self.trainer_unit)
         whole = [size for size in sizes if (self.gpus - size) % self.engine_gpus == 0]
         found = whole or [*sizes]
         return found[:: max(1, -(-len(found) // _MOST_SPLITS))]
 
     def shared_sizes(self) -> Sequence[int]:
-        """GPUs of a trainer that takes turns with rollouts on them, while rollouts are on all GPUs."""
+        """Returns the sizes of a trainer whose GPUs are shared with rollouts, while rollouts use all GPUs."""
         found = [*self.trainer_sizes(), *([] if self.gpus % self.trainer_unit else [self.gpus])]
         whole = self.gpus % self.engine_gpus == 0
         return [size for size in found if whole and size % self.engine_gpus == 0]
@@ -42,7 +42,7 @@ class GpuCapacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """One way, and what it would give."""
+    """One split with its prediction."""
 
     setting: Setting
     prediction: Prediction
@@ -50,16 +50,18 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitPlan:
-    """All ways that were tried."""
+    """All splits that were tried."""
 
     splits: tuple[Split, ...]
-    """Those apart, then those in turns; by GPUs of the trainer, then by the bound on staleness."""
+    """Disaggregated splits, then colocated ones; by the trainer's GPUs, then by staleness bound."""
     best: Split
-    """The one to take: of those that give nearly as much as the best, the one with the least staleness."""
+    """Recommended split: among those with nearly the best throughput, the one with the least
+    staleness."""
     now: Split | None
-    """As the specification has it, if it takes no more GPUs."""
+    """Split of the specification, if it uses no more GPUs."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Why ways cannot be, by the number of trainer GPUs, with ``in turns`` where it is so."""
+    """Reasons for which splits are impossible, by number of trainer GPUs, followed by ``in turns``
+    if colocated."""
 
 
 def plan_splits(
@@ -73,20 +75,21 @@ def plan_splits(
     refused: Callable[[Setting], str] = lambda setting: "",
     may_take_turns: Callable[[Setting], bool] = lambda setting: False,
 ) -> SplitPlan:
-    """Try the ways to split some GPUs.
+    """Tries the ways to split a number of GPUs.
 
     Args:
-        rates: Of the parts.
-        base: What stays as it is.
+        rates: Rates of the run's parts.
+        base: Setting whose other parts stay unchanged.
         room: The GPUs.
-        bounds: Values of ``algorithm.max_staleness`` that may be.
-        places: How many places a rollout would have.
-        most_places: How many it may have.
-        refused: Why a setting does not fit, or nothing.
-        may_take_turns: Whether a specification allows a setting in which rollouts are on the trainer's GPUs.
+        bounds: Allowed values of ``algorithm.max_staleness``.
+        places: Returns the slots of a rollout.
+        most_places: Max slots of a rollout.
+        refused: Returns the reason for which a setting does not fit, or an empty text.
+        may_take_turns: Returns True if the specification allows a setting in which rollouts share
+            the trainer's GPUs.
 
     Raises:
-        ValueError: If the GPUs are too few, or no split of them can be; with the figures.
+        ValueError: If the GPUs are too few, or no split of them is possible; with the figures.
     """
     least = room.trainer_unit + room.engine_gpus
     too_few = (
@@ -110,13 +113,14 @@ def plan_splits(
     found = []
     for way in (*ways(room.trainer_sizes(), is_colocated=False), *turns):
         name = f"{way.trainer_gpus}{' in turns' if way.is_colocated else ''}"
-        # Memory is the same whatever the bound.
+        # Memory does not depend on the staleness bound.
         if name not in reasons:
             reasons[name] = refused(way)
         if not reasons[name]:
             found.append(_tried(rates, way, places))
     if not found and reasons:
-        # The largest trainer lacks the least; beside it in turns there are engines, too.
+        # The largest trainer is closest to fitting; a colocated one has engines on its GPUs as
+        # well.
         apart = [name for name in reasons if name.isdigit()]
         name = max(apart or reasons, key=lambda name: int(name.split()[0]))
         raise ValueError(f"{room.gpus} GPU(s) are too few; {name} for the trainer: {reasons[name]}")
@@ -149,7 +153,7 @@ def _tried(rates: Rates, setting: Setting, places: Places) -> Split:
 
 
 def _predict(rates: Rates, setting: Setting) -> Prediction:
-    """With fewer steps: many are tried."""
+    """Predicts with fewer steps, because many splits are tried."""
     num_steps = max(4, min(16, _SWEEP_SAMPLES // setting.samples_per_step))
     return predict(rates, setting, num_steps=num_steps)
 

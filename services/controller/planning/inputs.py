@@ -1,4 +1,4 @@
-"""Rates of GPUs that nobody has measured yet, with where they are from."""
+"""Rates for GPUs without measurements: defaults with their sources, and user overrides."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -14,11 +14,11 @@ _ENGINE_TOKENS_PER_S = 45_000.0
 _DECODE_S = 0.005
 _BYTES_PER_S = 4.8e12
 _COPY_S, _TRANSFER_S, _STALL_S = 0.01, 0.08, 0.035
-# Where nobody drops anything (``bench/results/one-gpu-colocated.json``); and where an engine with a KV cache
-# of 90 GB sleeps (``one-gpu-sleeping.json``). Both with 1.5 billion parameters.
+# If both sides keep their memory (``bench/results/one-gpu-colocated.json``); and if an engine with
+# a KV cache of 90 GB sleeps (``one-gpu-sleeping.json``). Both with 1.5 billion parameters.
 _KEPT_S, _HANDOVER_S = 0.01, 0.41
 _HOST_BYTES_PER_S = 5e10
-# Part of the longest response that a response has on average.
+# Mean response length as a fraction of the max.
 _MEAN_LENGTH = 0.25
 
 
@@ -30,15 +30,15 @@ def default_rates(
     max_response_tokens: int,
     moved_bytes: float | None = None,
 ) -> Rates:
-    """What an H200 would do with a model, scaled from one that was measured.
+    """Returns the rates of an H200 for a model, scaled from a measured one.
 
     Args:
-        weights: Parameters of the model.
-        active_weights: Those of them that a token passes.
+        weights: Number of parameters of the model.
+        active_weights: Number of parameters that a token passes.
         engine_gpus: GPUs of one rollout.
-        max_response_tokens: Of the run.
-        moved_bytes: Of a trainer's GPU, which a handover moves to host memory, and another one back; None
-            where engines give up nothing either.
+        max_response_tokens: Max tokens of a response.
+        moved_bytes: Bytes of state per trainer GPU that a switch moves to host memory, and another
+            one back; None if engines keep their memory, too.
     """
     size = weights / _WEIGHTS
     handover_s = _KEPT_S
@@ -71,7 +71,7 @@ ASSUMPTIONS = (
     "way to host memory and back at 50 GB/s",
     "weights: copied in 10 ms, received in 80, adopted in 35, at 1.31 billion parameters",
 )
-"""What is taken for true without a measurement; all of it of H200s (``bench/results/e2e-geometric.json``)."""
+"""Assumptions without a measurement; all for H200s (``bench/results/e2e-geometric.json``)."""
 
 
 _SHAPES: Mapping[str, type[Geometric] | type[Lognormal]] = {
@@ -83,14 +83,14 @@ _EXAMPLE = "lengths: {geometric: {mean_tokens: 280, max_tokens: 1024}}"
 
 
 def with_overrides(rates: Rates, document: Any) -> Rates:
-    """The rates with those that a document has.
+    """Returns the rates with those of a document in their place.
 
     Args:
-        rates: The others.
-        document: Read from YAML or JSON.
+        rates: Rates for keys that the document lacks.
+        document: Mapping read from YAML or JSON.
 
     Raises:
-        ValueError: If it has another key, or what is no rate; the message names the key.
+        ValueError: If it has an unknown key or an invalid rate; the message names the key.
     """
     given = _mapping(document, "rates")
     _refuse_others(given, {*_NUMBERS, "decode", "lengths"}, "rates")

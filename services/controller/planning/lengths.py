@@ -1,4 +1,4 @@
-"""How long responses are: measured, or of a shape that is assumed."""
+"""Distributions of response lengths: measured histograms and assumed shapes."""
 
 import math
 from bisect import bisect_right
@@ -15,23 +15,23 @@ _MOST_SIGMA = 5.0
 
 
 class Lengths(Protocol):
-    """A distribution of response lengths, in tokens."""
+    """Distribution of response lengths, in tokens."""
 
     def draws(self, rng: Random) -> Iterator[int]:
-        """Tokens of one response after the other, from 1, for ever."""
+        """Yields random response lengths of at least 1 token, without end."""
         ...
 
     def mean(self) -> float:
-        """Tokens of a response on average."""
+        """Returns the mean number of tokens of a response."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometric:
-    """Every token ends the response with the same chance."""
+    """Geometric distribution: every token ends the response with the same probability."""
 
     mean_tokens: float
-    """Before the cut."""
+    """Mean before truncation."""
     max_tokens: int
 
     def __post_init__(self) -> None:
@@ -42,23 +42,24 @@ class Geometric:
             )
 
     def draws(self, rng: Random) -> Iterator[int]:
-        """Tokens of one response after the other, for ever."""
+        """Yields random response lengths, without end."""
         per_token = math.log1p(-1 / self.mean_tokens)
         while True:
             yield min(1 + int(math.log1p(-rng.random()) / per_token), self.max_tokens)
 
     def mean(self) -> float:
-        """Of those that are cut as well."""
+        """Returns the mean number of tokens, after truncation."""
         return self.mean_tokens * (1 - (1 - 1 / self.mean_tokens) ** self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lognormal:
-    """Most responses are short, a few are very long."""
+    """Log-normal distribution: most responses are short, a few are very long."""
 
     median_tokens: float
     sigma: float
-    """Spread of the logarithm; 1.0 makes one in a hundred ten times as long as the median."""
+    """Standard deviation of the logarithm; with 1.0, one in a hundred is ten times as long as the
+    median."""
     max_tokens: int
 
     def __post_init__(self) -> None:
@@ -74,14 +75,14 @@ class Lognormal:
             )
 
     def draws(self, rng: Random) -> Iterator[int]:
-        """Tokens of one response after the other, for ever."""
+        """Yields random response lengths, without end."""
         middle = math.log(self.median_tokens)
         while True:
             drawn = round(math.exp(rng.gauss(middle, self.sigma)))
             yield min(max(1, drawn), self.max_tokens)
 
     def mean(self) -> float:
-        """Of those that are cut as well."""
+        """Returns the mean number of tokens, after truncation."""
         normal, middle = NormalDist(), math.log(self.median_tokens)
         if self.sigma == 0:
             return min(self.median_tokens, self.max_tokens)
@@ -92,16 +93,16 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Counts by bucket, spread evenly inside each, or around its mean."""
+    """Histogram of lengths, uniform inside each bucket or around its mean."""
 
     bounds: tuple[int, ...]
-    """Longest response of each bucket, in order."""
+    """Max length in each bucket, in ascending order."""
     counts: tuple[int, ...]
-    """Responses in each."""
+    """Responses in each bucket."""
     lowest: tuple[int, ...] = ()
-    """Shortest response of each; empty where each begins behind the one before."""
+    """Min length in each bucket; empty if each begins after the previous one."""
     lean: float = 0.5
-    """Where the mean of each lies, from 0, its shortest response, to 1, its longest."""
+    """Position of each bucket's mean, from 0 (its min length) to 1 (its max length)."""
 
     def __post_init__(self) -> None:
         is_rising = all(low < high for low, high in zip(self.bounds, self.bounds[1:], strict=False))
@@ -120,38 +121,39 @@ class Measured:
 
     @classmethod
     def of(cls, histogram: Mapping[int, int]) -> "Measured":
-        """From counts by upper bound."""
+        """Creates a histogram from counts by upper bound."""
         bounds = tuple(sorted(histogram))
         return cls(bounds=bounds, counts=tuple(histogram[bound] for bound in bounds))
 
     @classmethod
     def of_run(cls, histogram: Mapping[int, int], *, mean_tokens: float) -> "Measured":
-        """From counts by upper bound, as runs have them, and the mean of all responses."""
+        """Creates a histogram from a run's counts by upper bound and the mean of all responses."""
         found = replace(cls.of(histogram), lowest=tuple(map(least_of, sorted(histogram))))
         least, most = (replace(found, lean=lean).mean() for lean in (0.0, 1.0))
-        # Beyond them it is of something else: a run's sequences, where its samples are several.
+        # A mean outside this range describes something else: a run's sequences, if samples have
+        # several.
         if not least <= mean_tokens <= most or least == most:
             return found
         return replace(found, lean=(mean_tokens - least) / (most - least))
 
     def draws(self, rng: Random) -> Iterator[int]:
-        """Tokens of one response after the other, for ever."""
+        """Yields random response lengths, without end."""
         upto, buckets = list(accumulate(self.counts)), list(self._buckets())
         while True:
             low, high = buckets[bisect_right(upto, rng.random() * upto[-1])]
             width = 2 * min(self.lean, 1 - self.lean) * (high - low)
             first = low if self.lean <= 0.5 else high - width
-            # The second number rounds, up as often as the fraction says.
+            # The second random number rounds: up as often as the fraction requires.
             yield int(first + rng.random() * width + rng.random())
 
     def mean(self) -> float:
-        """Of all."""
+        """Returns the mean number of tokens."""
         means = (low + self.lean * (high - low) for low, high in self._buckets())
         total = sum(m * count for m, count in zip(means, self.counts, strict=True))
         return total / sum(self.counts)
 
     def _buckets(self) -> Iterator[tuple[int, int]]:
-        """Shortest and longest response of each."""
+        """Yields the min and max length of each bucket."""
         behind = (0, *self.bounds)
         lowest = self.lowest or (below + 1 for below in behind)
         for low, bound in zip(lowest, self.bounds, strict=False):

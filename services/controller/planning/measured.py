@@ -1,4 +1,4 @@
-"""Rates of a run, from the numbers of its steps."""
+"""Rates of a run, measured from the metrics of its steps."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
@@ -8,21 +8,21 @@ from services.controller.planning.lengths import Measured
 from services.controller.planning.rates import DecodeTime, Rates, Setting, together
 
 Step = Mapping[str, float | None]
-"""The numbers of a step."""
-# The first ones compile, and fill the engines.
+"""Metrics of a step, by name."""
+# The first steps compile, and fill the engines.
 _FIRST = 3
 LEAST_STEPS = 5
-"""With fewer a run says nothing of its rates."""
+"""Min number of steps from which rates are measured."""
 DECODE_TIMES = ("decode_fixed_s", "decode_sample_s", "decode_most_samples")
-"""What rollouts say of their decode steps, and steps after them: see ``services/rollout/monitor.py``."""
+"""Decode times that rollouts report and steps record: see ``services/rollout/monitor.py``."""
 
 
 class TooFewStepsError(ValueError):
-    """A run has not been measured yet; the message says what is missing."""
+    """A run has too few measurements; the message names what is missing."""
 
 
 def setting_of(spec: RunSpec) -> Setting:
-    """How a run is set up."""
+    """Returns the setting of a run."""
     return Setting(
         trainer_gpus=spec.trainer.world_size,
         rollouts=spec.rollout.replicas,
@@ -39,10 +39,10 @@ def setting_of(spec: RunSpec) -> Setting:
 
 
 def settled(steps: Sequence[Step]) -> Sequence[Step]:
-    """Those of the steps, which are in order from the first, that say how fast the run is.
+    """Returns the steps that are representative of a run's speed, from steps in order from the first.
 
     Raises:
-        TooFewStepsError: If there are none.
+        TooFewStepsError: If there are too few.
     """
     whole = [step for step in steps if _number(step, "step") > _FIRST and step.get("seconds")]
     if len(whole) < LEAST_STEPS:
@@ -54,15 +54,15 @@ def settled(steps: Sequence[Step]) -> Sequence[Step]:
 
 
 def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Setting) -> Rates:
-    """What a run's own steps say.
+    """Measures a run's rates from its own steps.
 
     Args:
-        steps: Their numbers, as the API and the events give them.
-        lengths: Responses by upper bound of their length.
-        setting: How the run is set up.
+        steps: Metrics of the steps, as the API and the events give them.
+        lengths: Number of responses by upper bound of their length.
+        setting: Setting of the run.
 
     Raises:
-        TooFewStepsError: If a number is missing.
+        TooFewStepsError: If a metric is missing.
     """
     found = settled(steps)
     trained = [step for step in found if step.get("seconds_total") and step.get("response_tokens")]
@@ -78,13 +78,13 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
             + ", ".join(name for name, there in missing.items() if not there)
             + "; they come with the first steps of a run of this release"
         )
-    # A step that compiled, or waited for a disk, is no measure.
+    # Medians, because a step that compiled or waited for a disk is not representative.
     a_gpu = median(_number(s, "response_tokens") / _number(s, "seconds_total") for s in trained)
     synced = [step for step in found if step.get("sync_ms") is not None]
     ms = {
         name: _median_ms(synced, name) for name in ("copy", "prepare", "transfer", "adopt", "stall")
     }
-    # Without partial rollout an adoption waits for responses, which the simulation reckons by itself.
+    # Without partial rollout an adoption waits for responses, which the simulation models itself.
     waiting_ms = max(0.0, ms["adopt"] - ms["stall"]) if setting.keeps_responses else 0.0
     handover, prepared_ms = {}, ms["prepare"] - ms["copy"]
     if setting.is_colocated:
@@ -92,7 +92,7 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
             _number(s, "trainer_sleep_s") + _number(s, "rollouts_wake_s") for s in found
         )
         handover = {"handover_s": median(_number(step, "handover_s") for step in found)}
-        prepared_ms -= 1000 * back_s  # a part of getting ready
+        prepared_ms -= 1000 * back_s  # part of the time to prepare
     prepared_ms = max(0.0, prepared_ms)
     fixed_s, sample_s, most = (
         fmean(_number(step, name) for step in decoding) for name in DECODE_TIMES
@@ -110,25 +110,25 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
 
 
 def _mean_tokens(trained: Sequence[Step]) -> float:
-    """Tokens of a response."""
+    """Returns the mean tokens of a response."""
     tokens = sum(_number(step, "response_tokens") for step in trained)
     return tokens / max(1.0, sum(_number(step, "samples") for step in trained))
 
 
 def measured_step_s(steps: Sequence[Step]) -> float:
-    """Seconds of a step on average."""
+    """Returns the mean seconds of a step."""
     return fmean(_number(step, "seconds") for step in settled(steps))
 
 
 def waited(steps: Sequence[Step]) -> float:
-    """Part of the time in which the trainer waited for samples."""
+    """Returns the fraction of the time in which the trainer waited for samples."""
     found = settled(steps)
     seconds = sum(_number(step, "seconds") for step in found)
     return sum(_number(step, "trainer_wait_s") for step in found) / seconds
 
 
 def idled(steps: Sequence[Step]) -> float:
-    """Return the part of the time in which the rollouts had nothing to generate, their mean."""
+    """Returns the fraction of the time in which the rollouts had nothing to generate, their mean."""
     found = settled(steps)
     seconds = sum(_number(step, "seconds") for step in found)
     return sum(_number(step, "rollout_idle_s") for step in found) / seconds

@@ -1,4 +1,4 @@
-"""Where trainer and rollouts may be on the same GPUs: apart, in turns, or some of the rollouts in turns."""
+"""Placements of trainer and rollouts: disaggregated, colocated or mixed."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +12,7 @@ from services.controller.planning.rates import Setting
 
 
 def on_gpus(setting: Setting, gpus: int, *, trainer_gpus: int, is_colocated: bool) -> Setting:
-    """The same on so many GPUs, of which the trainer has some; if both take turns, rollouts are on all."""
+    """Returns the setting on a number of GPUs with a given trainer; if colocated, rollouts use all GPUs."""
     left = gpus if is_colocated else gpus - trainer_gpus
     return replace(
         setting,
@@ -23,7 +23,7 @@ def on_gpus(setting: Setting, gpus: int, *, trainer_gpus: int, is_colocated: boo
 
 
 def placed(spec: RunSpec, setting: Setting) -> RunSpec:
-    """The run as a setting has it."""
+    """Returns the specification with the values of a setting."""
     topology = spec.topology.model_copy(update={"placement": "disaggregated"})
     if setting.is_colocated:
         topology = TopologySpec(placement=setting.placement)
@@ -37,19 +37,19 @@ def placed(spec: RunSpec, setting: Setting) -> RunSpec:
 
 
 def may_take_turns(spec: RunSpec, setting: Setting) -> bool:
-    """Whether a run may be placed so that rollouts are on the trainer's GPUs, and nobody else has any."""
+    """Returns True if rollouts may share the trainer's GPUs, and no other task group has its own."""
     others = [spec.topology.own_gpus(task) for task in ("logp", "ref_logp", "critic")]
     return not any(others) and not [*placement(placed(spec, setting))]
 
 
 def trainer_unit(spec: RunSpec) -> int:
-    """GPUs of which the trainer has a multiple."""
+    """Returns the number of which the trainer's GPUs are a multiple."""
     trainer = spec.trainer
     return trainer.tensor_parallel * lcm(trainer.expert_parallel, trainer.context_parallel)
 
 
 def otherwise(spec: RunSpec) -> Iterator[Setting]:
-    """A run in the other placements on the same GPUs, those that it may have."""
+    """Yields the settings of a run in the other possible placements on the same GPUs."""
     now, unit = setting_of(spec), trainer_unit(spec)
     gpus, engine_gpus = now.gpus, now.engine_gpus
     half = gpus // 2 // unit * unit

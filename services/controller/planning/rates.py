@@ -1,4 +1,4 @@
-"""What a run is made of when its time is reckoned: rates of its parts, and how they are set up."""
+"""Inputs of a prediction: rates of a run's parts, and the setting of the run."""
 
 import math
 from dataclasses import dataclass, fields
@@ -9,21 +9,21 @@ from services.controller.planning.lengths import Lengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTime:
-    """Seconds of one decode step of an engine, from the samples that it decodes at once.
+    """Seconds of one decode step of an engine, as a function of the running samples.
 
-    A line up to the concurrency that was measured. Beyond it no gain is assumed: the engine makes as many
-    tokens as there, however many samples share them.
+    Linear up to the measured concurrency. No gain is assumed beyond it: the engine's tokens per
+    second stay the same, for any number of samples.
     """
 
     fixed_s: float
-    """Of a step whatever it decodes: reading the weights, launching kernels."""
+    """Time of a step that does not depend on its samples: reading the weights, launching kernels."""
     sample_s: float
-    """More for each sample."""
+    """Additional time per sample."""
     most_samples: float
-    """Concurrency up to which that holds."""
+    """Concurrency up to which the linear formula holds."""
 
     def __call__(self, num_running: int) -> float:
-        """Seconds in which each of so many samples gets a token."""
+        """Returns the seconds in which each of ``num_running`` samples gets a token."""
         if num_running <= self.most_samples:
             return self.fixed_s + self.sample_s * num_running
         step_s = self.fixed_s + self.sample_s * self.most_samples
@@ -32,28 +32,29 @@ class DecodeTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """How fast the parts of a run are."""
+    """Rates of the parts of a run."""
 
     train_tokens_per_s: float
-    """Response tokens that a trainer of one GPU trains; their prompts and the optimizer are counted in."""
+    """Response tokens per second of a trainer with one GPU; includes the time for prompts and the
+    optimizer."""
     decode: DecodeTime
     lengths: Lengths
     prompt_s: float = 0.0
     """Time of an engine for the prompt of a group."""
     outside_s: float = 0.0
-    """What a sample takes outside of the engine: tools, environment, reward."""
+    """Time of a sample outside of the engine: tools, environment, reward."""
     step_s: float = 0.02
-    """Of a step whatever it trains: the controller's and the transferqueue's part."""
+    """Fixed time of a step: the controller's and the transferqueue's part."""
     piece_s: float = 0.03
-    """The same for a part of a step that is trained early."""
+    """Fixed time of a part of a step that is trained early."""
     copy_s: float = 0.01
-    """Trainer's pause for a copy of its weights."""
+    """Pause of the trainer to copy its weights."""
     transfer_s: float = 0.05
-    """From there until the rollouts have received them."""
+    """Time from that copy until the rollouts have received the weights."""
     stall_s: float = 0.03
-    """Pause of an engine that puts them into service."""
+    """Pause of an engine to adopt weights."""
     handover_s: float = 1.0
-    """Of a step in turns: until the other side has the GPUs, there and back."""
+    """Time of both switches of shared GPUs in a step, there and back."""
 
     def __post_init__(self) -> None:
         decode = self.decode
@@ -75,26 +76,27 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a user chooses, and what follows from the specification."""
+    """Setting of a run: choices of the user, and values that follow from the specification."""
 
     trainer_gpus: int
     rollouts: int
-    """Engines."""
+    """Number of rollouts (engines)."""
     places: int
-    """Samples that each decodes at once."""
+    """Slots of each rollout: samples that it decodes at once."""
     max_staleness: int
     """``algorithm.max_staleness``."""
     groups_per_step: int
     group_size: int
     keeps_responses: bool = True
-    """Whether running responses go on under new weights; otherwise an engine finishes them first."""
+    """True if running responses continue under new weights; otherwise an engine finishes them
+    first."""
     trains_early: bool = False
     """``trainer.accumulate_early``."""
     publish_every: int = 1
     engine_gpus: int = 1
-    """Of one rollout."""
+    """GPUs of one rollout."""
     in_turns: int = 0
-    """Rollouts on the trainer's GPUs, which one side has after the other."""
+    """Number of colocated rollouts, which use the trainer's GPUs by turns."""
 
     def __post_init__(self) -> None:
         numbers = {
@@ -114,12 +116,12 @@ class Setting:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether there are GPUs that both sides use."""
+        """True if both sides share GPUs."""
         return self.in_turns > 0
 
     @property
     def num_others(self) -> int:
-        """Rollouts with GPUs of their own."""
+        """Number of rollouts with their own GPUs."""
         return self.rollouts - self.in_turns
 
     @property
@@ -131,17 +133,17 @@ class Setting:
 
     @property
     def gpus(self) -> int:
-        """GPUs of all."""
+        """Number of GPUs of both sides."""
         return self.trainer_gpus + self.engine_gpus * self.num_others
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that a step trains."""
+        """Number of samples that a step trains."""
         return self.groups_per_step * self.group_size
 
 
 def together(gpus: int) -> float:
-    """How many times the work of one trainer's GPU several do: 5 % are lost each time they are doubled.
+    """Returns the speed-up of a trainer with several GPUs over one: each doubling loses 5 %.
 
     Measured at 1.90 with two H200s (``bench/results/trainer.json``).
     """

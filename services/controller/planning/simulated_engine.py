@@ -1,4 +1,4 @@
-"""An engine as numbers: every running sample gets tokens at the pace that their number allows."""
+"""Simulated engine: every running sample gets tokens at the pace that the number of samples allows."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -9,33 +9,33 @@ from typing import Generic, TypeVar
 from services.controller.rules.groups import Group
 
 _Owner = TypeVar("_Owner")
-# Ends that differ by less than a thousandth of a token are one.
+# Ends that differ by less than a thousandth of a token count as simultaneous.
 _SAME = 1e-3
 
 
 @dataclass(slots=True)
 class SimulatedEngine(Generic[_Owner]):
-    """Decodes samples of whoever owns them.
+    """Simulates an engine that decodes samples of several owners.
 
-    Samples that have a place get their tokens side by side, so it is enough to count the tokens that one of
-    them would have got since the beginning: each ends when that count has grown by its length.
+    Samples in slots get their tokens in parallel, so it is enough to count the tokens that one
+    sample would have got since the beginning: each ends when that count has grown by its length.
     """
 
     places: int
     step_seconds: Callable[[int], float]
-    """One decode step, from the number of running samples."""
+    """Returns the seconds of one decode step, from the number of running samples."""
     begun: Callable[[_Owner], None]
-    """Hears of each sample that gets a place."""
+    """Called with the owner of each sample that gets a slot."""
     is_open: bool = True
-    """Whether samples that wait may get places."""
+    """True if waiting samples may get slots."""
     num_groups: int = 0
-    """Groups that were handed to it and are not finished."""
+    """Groups dispatched to it that are not finished."""
     idle_s: float = 0.0
-    """Time without a running sample."""
+    """Seconds without a running sample."""
     place_s: float = 0.0
-    """Time of all places that were taken, added up."""
+    """Slot-seconds: the time of all used slots, added up."""
     stamp: int = 0
-    """Grows with each change of what runs: an end that was reckoned before does not hold any more."""
+    """Counter of changes of the running samples: an end computed before a change is invalid."""
     _waiting: deque[tuple[_Owner, int]] = field(default_factory=deque)
     _running: list[tuple[float, int, _Owner]] = field(default_factory=list)
     _num_begun: int = 0
@@ -46,15 +46,15 @@ class SimulatedEngine(Generic[_Owner]):
 
     @property
     def num_running(self) -> int:
-        """Samples with a place."""
+        """Number of samples in slots."""
         return len(self._running)
 
     def put(self, owner: _Owner, length: int) -> None:
-        """A sample waits for a place."""
+        """Adds a sample that waits for a slot."""
         self._waiting.append((owner, length))
 
     def put_aside(self) -> list[tuple[_Owner, int]]:
-        """Take all samples away, with the tokens that they lack; the time must have been settled."""
+        """Removes and returns all samples with their missing tokens; call :meth:`settle` before."""
         left = [(owner, max(1, round(end - self._tokens))) for end, _, owner in self._running]
         left += self._waiting
         self._running.clear()
@@ -63,12 +63,12 @@ class SimulatedEngine(Generic[_Owner]):
         return left
 
     def pause(self, seconds: float) -> None:
-        """Nothing is decoded for so long."""
+        """Decodes nothing for some seconds."""
         self._debt_s += seconds
         self.stamp += 1
 
     def settle(self, now: float) -> list[_Owner]:
-        """Let the time pass until ``now``; returns the owners of the samples that ended, one for each."""
+        """Advances the time to ``now``; returns the owners of the samples that ended, one for each."""
         passed, self._now = now - self._now, now
         num_running = len(self._running)
         if not num_running:
@@ -85,7 +85,7 @@ class SimulatedEngine(Generic[_Owner]):
         return ended
 
     def admit(self) -> None:
-        """Give free places to those that wait; the time must have been settled."""
+        """Gives free slots to waiting samples; call :meth:`settle` before."""
         while self.is_open and self._waiting and len(self._running) < self.places:
             owner, length = self._waiting.popleft()
             self._num_begun += 1
@@ -96,7 +96,7 @@ class SimulatedEngine(Generic[_Owner]):
         self.stamp += 1
 
     def next_end(self) -> float | None:
-        """When the next sample ends if nothing changes; None if none runs."""
+        """Returns the time at which the next sample ends if nothing changes; None if none runs."""
         if not self._running:
             return None
         tokens = max(0.0, self._running[0][0] - self._tokens)
@@ -105,32 +105,32 @@ class SimulatedEngine(Generic[_Owner]):
 
 @dataclass(slots=True)
 class SimulatedGroup:
-    """A group that is being generated."""
+    """Group that is being generated."""
 
     group: Group
     lengths: tuple[int, ...]
     engines: tuple[int, ...]
     left: int
     version: int = -1
-    """Under which its first token was made."""
+    """Version under which its first token was sampled."""
 
     @property
     def tokens(self) -> int:
-        """Of all its samples."""
+        """Tokens of all its samples."""
         return sum(self.lengths)
 
 
 @dataclass(slots=True)
 class ParkedGroup:
-    """What an engine that stands still had of a group, until another one takes it."""
+    """Part of a group that a paused engine had, parked until another engine takes it."""
 
     made: SimulatedGroup
     engine: int
     tokens: list[int]
-    """That its samples lack."""
+    """Missing tokens of its samples."""
 
     def go_on(self, engines: Sequence[SimulatedEngine[SimulatedGroup]], number: int) -> None:
-        """Give it to an engine, whose time must have been settled."""
+        """Continues it on an engine; settle the engine before."""
         self.made.engines = tuple(number if n == self.engine else n for n in self.made.engines)
         engines[number].num_groups += 1
         for count in self.tokens:
@@ -138,7 +138,7 @@ class ParkedGroup:
 
 
 def put_aside(engines: Sequence[SimulatedEngine[SimulatedGroup]]) -> list[ParkedGroup]:
-    """Take all groups from engines, whose time must have been settled; the oldest group comes first."""
+    """Parks all groups of some engines, oldest first; settle the engines before."""
     found: dict[tuple[int, int], ParkedGroup] = {}
     for number, engine in enumerate(engines):
         for made, tokens in engine.put_aside():

@@ -1,12 +1,12 @@
-"""How long the steps of a run take: its own rules over engines and a trainer that are numbers.
+"""Discrete-event simulation of a run's steps, with the scheduling rules of real runs.
 
-Which groups start, which are trained and who is waited for is decided by the functions that decide it in a
-run (``services.controller.rules``); between two events nothing changes, so time goes from one to the next.
-``bench/pace/planned.py`` measures a real controller beside it.
+The functions that decide in a real run (``services.controller.rules``) also decide here which
+groups start, which are trained and what is waited for. Nothing changes between two events, so time
+jumps from one to the next. ``bench/pace/planned.py`` compares it with a real controller.
 
-a sample ends      -> its group may be finished; groups start where it was
-a step ends        -> its weights are copied, travel, and are put into service; the gate opens
-the trainer is free -> it takes a batch, or waits for one, and that is counted with its reason
+a sample ends       -> its group may be finished; groups start in its slot
+a step ends         -> its weights are copied, transferred and adopted; the gate opens
+the trainer is free -> it takes a batch, or waits for one, which is counted with its reason
 """
 
 import math
@@ -31,36 +31,39 @@ from services.controller.rules.staleness import StalenessGate, choose_batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a run would be like."""
+    """Predicted speed of a run."""
 
     step_s: float
     samples_per_s: float
     limit_s: float
-    """What a step takes at least: the trainer's work or the engines' at their best, whichever is longer."""
+    """Min seconds of a step: the trainer's work or the engines' at their best, whichever is longer."""
     train_s: float
-    """The trainer's work in a step."""
+    """Seconds of the trainer's work in a step."""
     waits: dict[str, float]
     """Seconds of a step in which the trainer waits, by reason, as a run names them."""
     rollout_idle: float
-    """Part of the time in which an engine decodes nothing."""
+    """Fraction of the time in which an engine decodes nothing."""
     places_used: float
-    """Part of the engines' places that is taken, on average."""
+    """Mean fraction of the engines' slots in use."""
     staleness_mean: float
     staleness_p95: int
 
     @property
     def trainer_idle(self) -> float:
-        """Part of the time in which the trainer waits."""
+        """Fraction of the time in which the trainer waits."""
         return sum(self.waits.values()) / self.step_s
 
     @property
     def share_of_limit(self) -> float:
-        """What a step would take at least, of what it takes; 1 is the best."""
+        """Min seconds of a step relative to its predicted seconds; 1 is the best."""
         return min(1.0, self.limit_s / self.step_s)
 
 
 def least_step_s(rates: Rates, setting: Setting) -> float:
-    """What a step takes at least: ``max(T_train, tokens / R)``; of rollouts in turns ``T_train`` is lost."""
+    """Returns the min seconds of a step: ``max(T_train, tokens / R)``.
+
+    Colocated rollouts lose ``T_train``.
+    """
     tokens = setting.samples_per_step * rates.lengths.mean()
     made_s = tokens * rates.decode(setting.places) / setting.places / setting.rollouts
     trained_s = work_s(rates, setting, tokens) + rates.step_s
@@ -70,32 +73,32 @@ def least_step_s(rates: Rates, setting: Setting) -> float:
 
 
 def work_s(rates: Rates, setting: Setting, tokens: float) -> float:
-    """Seconds of the trainer for so many response tokens."""
+    """Returns the trainer's seconds for a number of response tokens."""
     return tokens / (rates.train_tokens_per_s * together(setting.trainer_gpus))
 
 
 _MOST_EVENTS = 3_000_000
 _FILLING = 4
-"""Steps before the measured ones, beside as many as samples may be old."""
+"""Number of steps before the measured ones, in addition to ``max_staleness``."""
 
 
 @dataclass(slots=True)
 class _Trainer:
-    """What the trainer is doing."""
+    """State of the trainer."""
 
     is_busy: bool = False
     holds_step: bool = False
-    """Whether it works on a whole batch."""
+    """True while it works on a whole batch."""
     version: int = 0
-    """Steps that it has trained."""
+    """Number of steps that it has trained."""
     early: set[int] = field(default_factory=set)
-    """Groups of the next batch that it has trained."""
+    """Groups of the next batch that it has trained already."""
     idle_since: float = 0.0
     why: str = "no_data"
 
 
 class Simulation:
-    """One run. What happens next is the first of ``_events``."""
+    """Simulates one run. ``_events`` is a heap of the next events."""
 
     def __init__(self, rates: Rates, setting: Setting) -> None:
         self._rates = rates
@@ -114,7 +117,7 @@ class Simulation:
         self._offered = 0
         self._is_publishing = False
         self._present = range(setting.rollouts)
-        """Engines that get groups."""
+        """Engines that receive groups."""
         self._aside: list[ParkedGroup] = []
         self._served: list[int] = [0] * setting.rollouts
         self._running: dict[int, SimulatedGroup] = {}
@@ -131,7 +134,7 @@ class Simulation:
         self._idle_before = self._used_before = 0.0
 
     def run(self, num_steps: int) -> Prediction:
-        """Simulate."""
+        """Runs the simulation until ``num_steps`` steps are measured."""
         filling = _FILLING + self._setting.max_staleness
         self._hand_out()
         for _ in range(_MOST_EVENTS):
@@ -144,7 +147,7 @@ class Simulation:
         raise ValueError(f"these rates cannot be reckoned with: {self._rates}, {self._setting}")
 
     def _begin(self) -> None:
-        """What was before is not counted."""
+        """Starts the measurement; earlier steps do not count."""
         self._settle_all()
         self._begin_s = self._ends[-1]
         self._waits, self._staleness, self._work_s = {}, [], []
@@ -184,7 +187,7 @@ class Simulation:
             self._settle(number)
 
     def _settle(self, number: int) -> None:
-        """Let an engine's time pass, and take in what ended."""
+        """Advances an engine's time and processes the samples that ended."""
         for made in self._engines[number].settle(self._now):
             if self._rates.outside_s:
                 self._after(self._rates.outside_s, lambda made=made: self._ended(made))  # type: ignore[misc]
@@ -192,7 +195,7 @@ class Simulation:
                 self._ended(made)
 
     def _look(self, number: int) -> None:
-        """Settle an engine, fill its places, and find out when the next sample ends."""
+        """Settles an engine, fills its slots, and schedules the end of its next sample."""
         engine = self._engines[number]
         self._settle(number)
         engine.admit()
@@ -211,7 +214,7 @@ class Simulation:
         self._after(end - self._now, act)
 
     def _ended(self, made: SimulatedGroup) -> None:
-        """A sample is finished."""
+        """Processes a finished sample."""
         made.left -= 1
         if made.left:
             return
@@ -221,7 +224,7 @@ class Simulation:
         del self._running[made.group.sequence]
         made.group.oldest_version = made.version
         self._ready[made.group.sequence] = made
-        # Others that end at the same time come first.
+        # Scheduled, so that other samples that end at the same time come first.
         self._after(0.0, self._group_finished)
 
     def _group_finished(self) -> None:
@@ -229,7 +232,7 @@ class Simulation:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Start what may start: the rules of ``controller/run/dispatch/dispatcher.py``."""
+        """Dispatches groups by the rules of ``controller/run/dispatch/dispatcher.py``."""
         present = self._present
         ahead = max(0, len(self._ready) - self._setting.groups_per_step)
         running = len(self._running) - len({one.made.group.sequence for one in self._aside})
@@ -249,7 +252,7 @@ class Simulation:
             self._look(number)
 
     def _start(self) -> set[int]:
-        """Hand one group to the engines with the fewest."""
+        """Dispatches one group to the engines with the fewest groups."""
         size, places = self._setting.group_size, self._setting.places
         by_load = sorted(self._present, key=lambda n: self._engines[n].num_groups)
         chosen = tuple(by_load[: math.ceil(size / places)])
@@ -271,7 +274,7 @@ class Simulation:
     # The trainer
 
     def _next_work(self) -> None:
-        """Have the trainer train what there is; the rules of ``controller/run/train/batcher.py``."""
+        """Starts the trainer on available groups, by the rules of ``controller/run/train/batcher.py``."""
         trainer = self._trainer
         if trainer.is_busy:
             return
@@ -304,7 +307,10 @@ class Simulation:
         self._occupy(handed_s + trained_s + fixed_s, self._trained)
 
     def _hand_over(self, work_s: float) -> float:
-        """Engines stand still until they are given new weights; returns what the trainer waits for them."""
+        """Switches the shared GPUs to the trainer; returns the seconds that it waits for them.
+
+        The engines on them stand still until they adopt new weights.
+        """
         rates, setting = self._rates, self._setting
         self._waits["handover"] = self._waits.get("handover", 0.0) + rates.handover_s / 2
         self._settle_all()
@@ -319,13 +325,13 @@ class Simulation:
         return rates.handover_s / 2
 
     def _occupy(self, seconds: float, then: Callable[[], None]) -> None:
-        """The trainer is busy for so long."""
+        """Makes the trainer busy for some seconds."""
         self._note_wait(self._trainer.why)
         self._trainer.is_busy = True
         self._after(seconds, then)
 
     def _note_wait(self, why: str) -> None:
-        """The trainer has been idle until now, and is for another reason from now on."""
+        """Adds the idle time until now to the current reason, and sets the reason from now on."""
         trainer = self._trainer
         waited = self._now - trainer.idle_since
         self._waits[trainer.why] = self._waits.get(trainer.why, 0.0) + waited
@@ -352,7 +358,7 @@ class Simulation:
     # Weights
 
     def _publish(self) -> None:
-        """The newest weights are copied, which the trainer waits for, and sent beside its next step."""
+        """Publishes the newest weights: the trainer waits for the copy, and trains during the transfer."""
         self._is_publishing, version = True, self._offered
         copied_s = self._rates.copy_s
         self._waits["weight_sync"] = self._waits.get("weight_sync", 0.0) + copied_s
@@ -369,7 +375,7 @@ class Simulation:
         self._after(copied_s, copied)
 
     def _adopt(self, version: int) -> None:
-        """Every engine puts them into service, at once or when its responses have ended."""
+        """Lets every engine adopt the version, at once or after its responses have ended."""
         self._present = range(self._setting.rollouts)
         for number, engine in enumerate(self._engines):
             self._settle(number)
@@ -377,7 +383,7 @@ class Simulation:
         self._try_adopt(version, set(range(len(self._engines))))
 
     def _try_adopt(self, version: int, behind: set[int]) -> None:
-        """Those that may, do; the others are asked again when their next response ends."""
+        """Lets the engines that may adopt do so; the others are tried again when their next response ends."""
         for number in sorted(behind):
             engine = self._engines[number]
             self._settle(number)
@@ -396,7 +402,7 @@ class Simulation:
         self._after(min(ends) - self._now, lambda: self._try_adopt(version, behind))
 
     def _serve(self, version: int) -> None:
-        """All of them serve it: the gate opens."""
+        """Opens the gate after all engines serve the version."""
         self._published, self._is_publishing = version, False
         if self._setting.is_colocated:
             self._note_wait("weight_sync")
@@ -409,18 +415,18 @@ class Simulation:
 
 _LEAST_STEPS, _MOST_STEPS = 8, 40
 _SAMPLES = 10_000
-"""That are simulated at least, if that takes no more steps than allowed."""
+"""Min number of samples to simulate, within the max number of steps."""
 _MOST_GROUPS = 64
 
 
 def predict(rates: Rates, setting: Setting, *, num_steps: int | None = None) -> Prediction:
-    """What a run's steps are like once it has filled up; the same for the same arguments.
+    """Predicts a run's steps after it has filled up; deterministic for equal arguments.
 
     Args:
-        rates: Of its parts.
-        setting: How it is set up.
-        num_steps: Steps that are reckoned, behind those in which it fills up; None takes as many as are
-            needed for means that hold.
+        rates: Rates of the run's parts.
+        setting: Setting of the run.
+        num_steps: Number of steps to measure, after those in which the run fills up; None chooses
+            as many as stable means need.
     """
     few = math.ceil(_SAMPLES / setting.samples_per_step)
     found = Simulation(*_smaller(rates, setting)).run(
@@ -430,7 +436,7 @@ def predict(rates: Rates, setting: Setting, *, num_steps: int | None = None) -> 
 
 
 def _smaller(rates: Rates, setting: Setting) -> tuple[Rates, Setting]:
-    """The same with fewer and slower parts, where single groups of a step do not matter any more."""
+    """Scales a run down to fewer and slower parts, if single groups of a step no longer matter."""
     parts = min(setting.groups_per_step // _MOST_GROUPS, setting.places)
     if parts < 2:
         return rates, setting

@@ -86,9 +86,8 @@ class Database:
         """Runs ``work``, a small read, concurrently with writes; it sees all transactions committed before.
 
         SQLite is read in the calling thread: another thread would compete with it for the
-        interpreter lock, and
-        handing that over once per row takes longer than the read. A PostgreSQL server is awaited in
-        a thread.
+        interpreter lock, and handing that over once per row takes longer than the read. A
+        PostgreSQL server is awaited in a thread.
         """
         if self.is_sqlite:
             return work(*args, **kwargs)

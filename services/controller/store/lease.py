@@ -1,8 +1,7 @@
 """Election of the leading controller: a lease with a holder, an epoch and an expiry, on the database's clock.
 
 A new leader raises the epoch. Every write checks it (:meth:`Database.write`), so a leader that was
-stopped
-and resumes later can change nothing.
+stopped and resumes later can change nothing.
 """
 
 import asyncio

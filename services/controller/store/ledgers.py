@@ -339,8 +339,7 @@ def copy_ledger(
         step: Last step to copy.
         version: Weight version of that step.
         has_same_prompts: True if rows mean the same prompts in both runs; otherwise the child
-            issues its data
-            from the start after that step.
+            issues its data from the start after that step.
     """
     for table in (LEDGERS, PROMPTS, PROMPT_RATES, DEAD_LETTERS, STEPS):
         others = [column for column in table.c if column.name != "run_id"]
