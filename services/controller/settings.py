@@ -51,8 +51,8 @@ class ControllerSettings(KeySettings, SpecSettings):
     state_directory: Path
     """Folder of the database and of each run's logs and checkpoints."""
     launcher: Literal["process", "kubernetes", "none"] = "process"
-    """Starts a run's workers: as processes of this host, through the Kubernetes API, or not at all
-    (``none``: another system starts them)."""
+    """Launcher of a run's workers: processes of this host, pods through the Kubernetes API, or none if
+    another system starts them."""
     namespace: str = ""
     """Namespace of worker pods; only with the Kubernetes launcher."""
     workers_service: str = ""

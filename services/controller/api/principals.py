@@ -135,7 +135,7 @@ class TokenStore:
     def derive(self, who: Principal, life_s: float) -> str:
         """Creates a token for a principal that expires no later than the token that authenticated it.
 
-        It is revoked together with the root token.
+        If that is an API token, revoking it revokes the new one, too.
         """
         token = _PREFIX + secrets.token_urlsafe(32)
         if who.expire_time is not None:

@@ -189,9 +189,8 @@ class KubernetesLauncher:
         ]
         lost = set().union(*gone)
         leftovers = [name for name, pod in known.items() if lost.intersection(pod.workers)]
-        for name in (
-            set(leftovers) - watched
-        ):  # their ends are not reported: that would replace them again
+        # Their ends are not reported: a report would replace them again.
+        for name in set(leftovers) - watched:
             known[name].reported.update(known[name].workers)
         for name in leftovers:
             await self._remove(run_id, name)

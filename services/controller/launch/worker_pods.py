@@ -78,7 +78,7 @@ def run_metadata(run_id: str, name: str, *, owner: Mapping[str, str]) -> dict[st
 
 
 def run_policy(run_id: str, *, owner: Mapping[str, str]) -> Pod:
-    """Builds the NetworkPolicy by which only the workers of a run reach each other."""
+    """Builds the NetworkPolicy that admits only traffic between the workers of a run."""
     own = {"matchLabels": {WORKER_LABEL: "true", RUN_LABEL: run_id}}
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -241,7 +241,7 @@ def _name_worker(container: Pod, place: _Place, run_id: str, controller_address:
 
 
 def _add_certificate(pod: Pod, run_id: str) -> None:
-    """Mounts the run's secret: the chart defines the TLS volume, if any, and the run whose secret it is."""
+    """Points the TLS volume, if the chart has one, to the run's secret."""
     for volume in pod["spec"]["volumes"]:
         if volume["name"] == _TLS_VOLUME:
             items = [{"key": name, "path": name} for name in TLS_FILES]

@@ -22,8 +22,8 @@ from services.controller.store.runs import InvalidTransitionError, RunStore
 logger = logging.getLogger(__name__)
 
 SPEC_NOT_ACCEPTED = "SpecNotAccepted"
-"""Reason of the pause of a run whose specification was stored by a release with other keys or
-rules."""
+"""State reason of a run that is paused because a release with other keys or rules stored its
+specification."""
 
 
 class Apply(Protocol):
