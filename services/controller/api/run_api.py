@@ -73,9 +73,8 @@ class RunApi:
         now = time.monotonic()
         who, deadline = self._known.get(authorization, (None, 0.0))
         if who is None or deadline < now:
-            is_stranger = (
-                who is None
-            )  # a token known before does not count, whatever others send from that address
+            # A token known before does not count, whatever others send from that address.
+            is_stranger = who is None
             if is_stranger:
                 self._auth_rate_limit.admit(peer)
             try:
