@@ -1,1 +1,1 @@
-"""Optimization: losses, advantages, corrections, the step and its checkpoints."""
+"""Trainer service: losses, advantages, off-policy corrections, training steps and checkpoints."""

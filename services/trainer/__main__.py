@@ -1,7 +1,9 @@
-"""A trainer process: rank 0 serves the controller, the others follow it. Other roles: scoring.worker.
+"""Entry point of a trainer process. Rank 0 serves the controller; the other ranks execute its commands.
 
-rank 0    register -> load -> serve steps and weights until the controller orders the end
-others    hear the run from rank 0 -> load -> follow until rank 0 ends
+rank 0    register -> load -> serve steps and weights until the controller stops the worker
+others    receive the run from rank 0 -> load -> execute commands until rank 0 stops them
+
+The same entry point starts the roles critic, logp and ref_logp (see :mod:`services.trainer.scoring.worker`).
 """
 
 import asyncio
@@ -51,9 +53,10 @@ _T = TypeVar("_T")
 
 
 async def lead(settings: TrainerSettings) -> None:
-    """Serve one run as rank 0."""
+    """Serves one run as rank 0."""
     leader, command_group = Leader(), CommandGroup(settings.world_size)
-    # Who calls while this ends is told that nobody is here, before what would have answered is closed.
+    # `serving` closes first: calls that arrive during shutdown fail as unavailable before the objects that
+    # would have answered them are closed.
     async with AsyncExitStack() as stack, AsyncExitStack() as serving:
         stack.enter_context(command_group.listening())
         member = WeightMember(
@@ -90,7 +93,7 @@ async def lead(settings: TrainerSettings) -> None:
         leader.attach(
             built.rank, command_group, weights=built.weights, state=built.state, step=built.step
         )
-        if session.spec.topology.is_colocated:  # rollouts load next, in the same memory
+        if session.spec.topology.is_colocated:  # rollouts load next, into the same GPU memory
             await leader.sleep()
         report_ready(settings.ready_file, {"role": "trainer", "gpus": ",".join(gpu_names())})
         session.report(state="ready", activity="", weight_version=built.step)
@@ -99,7 +102,7 @@ async def lead(settings: TrainerSettings) -> None:
 
 
 async def run_follower(settings: TrainerSettings) -> None:
-    """Follow rank 0."""
+    """Executes the commands of rank 0."""
     command_group = CommandGroup(settings.world_size)
     with command_group.listening():
         await _follow(settings, command_group)
@@ -140,7 +143,7 @@ async def _follow(settings: TrainerSettings, command_group: CommandGroup) -> Non
 
 @asynccontextmanager
 async def _serve_rows(settings: TrainerSettings, follower: Follower) -> AsyncIterator[str]:
-    """Serve this rank's rows to weight sessions; yields the address."""
+    """Serves this rank's rows to weight sessions; yields the address of its server."""
     async with open_rendezvous(settings.controller_address) as rendezvous:
         member = WeightMember(
             source=follower,
@@ -149,14 +152,14 @@ async def _serve_rows(settings: TrainerSettings, follower: Follower) -> AsyncIte
             rendezvous=rendezvous,
             folder=settings.state_directory,
         )
-        # Ranks share their settings, and the port that these name is that of rank 0.
+        # All ranks share their settings, and the port in these belongs to rank 0.
         host = settings.bind.rpartition(":")[0]
         async with serve(f"{host}:0", partial(serve_member, member)) as port:
             yield f"{settings.advertise_host}:{port}"
 
 
 def main() -> None:
-    """Entry point of ``python -m services.trainer``, and of ``torchrun -m services.trainer``."""
+    """Runs ``python -m services.trainer`` and ``torchrun -m services.trainer``."""
     settings = TrainerSettings()
     configure(
         level=settings.log_level,
@@ -165,7 +168,7 @@ def main() -> None:
         worker=f"{settings.worker_id}/{settings.rank}",
     )
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    # Packs differ from step to step; in segments that grow, what one leaves serves the next.
+    # Packs change size at every step; expandable segments let the next pack reuse freed memory.
     set_defaults({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))
     device = device_of(settings)
@@ -178,16 +181,16 @@ def main() -> None:
         _work(settings)
     except* (OwnFunctionError, RankFailedError) as group:
         failures = leaves(group)
-    if failures:  # they say what is wrong: a traceback of ours would only hide it
+    if failures:  # the message says what is wrong; our traceback would only hide it
         sys.exit(str(failures[0]))
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 def _work(settings: TrainerSettings) -> None:
-    """Do what this rank of a role does, to its end."""
+    """Runs this rank's role until it ends."""
     if settings.rank > 0:
-        # All ranks are told to stop at once, but rank 0 still needs the others for what it has begun.
+        # SIGTERM reaches all ranks at once, but rank 0 still needs the others to finish its current command.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with acting_as(settings.identity()):
             asyncio.run(run_follower(settings))

@@ -1,4 +1,4 @@
-"""Typed clients of the trainer and of the role logp; the controller trains with them. No torch."""
+"""Typed gRPC clients of the trainer and of the role logp, used by the controller. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,17 +16,16 @@ class TrainedStep:
     """Outcome of a step."""
 
     step: int
-    """Its number."""
     metrics: Mapping[str, float]
-    """Reduced numbers by name."""
+    """Metrics, reduced over all ranks, by name."""
     skipped: bool
-    """Whether the weights stayed as they were, because a number was not finite."""
+    """True if no weights changed because a number was not finite."""
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """Tokens that did not fit into memory, by key of their sample."""
+    """Tokens that were left out because they did not fit into memory, by sample key."""
 
 
 class TrainerClient:
-    """Calls rank 0 of the trainer."""
+    """Client of rank 0 of the trainer."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = trainer_pb2_grpc.TrainerServiceStub(channel)
@@ -41,20 +40,20 @@ class TrainerClient:
         timeout_s: float,
         waits: Mapping[str, float] | None = None,
     ) -> TrainedStep:
-        """Train one batch. Safe to repeat for the newest step.
+        """Trains one batch. Safe to retry for the newest step.
 
         Args:
-            step: Its number, from 1.
+            step: Number of the step, from 1.
             batch: Whole groups, oldest first.
-            weight_version: Number of the weights that the step starts from.
+            weight_version: Version of the weights that the step starts from.
             num_steps: Steps of the whole run.
-            timeout_s: Deadline.
-            waits: Seconds since the last step, by what was waited for.
+            timeout_s: Deadline in seconds.
+            waits: Seconds that the run has waited since the last step, by reason.
 
         Raises:
             InvalidArgumentError: If the batch lacks what the algorithm needs.
             FailedPreconditionError: If ``step`` does not follow the newest one.
-            UnavailableError: If the trainer still loads.
+            UnavailableError: If the trainer is still loading.
         """
         response = await call(
             self._stub.TrainStep,
@@ -78,18 +77,20 @@ class TrainerClient:
     async def accumulate(
         self, step: int, groups: KVBatchMeta, *, weight_version: int, timeout_s: float
     ) -> None:
-        """Begin with some groups of the next step; :meth:`train_step` then needs less time. Safe to repeat.
+        """Accumulates gradients of some groups of the next step, which shortens its :meth:`train_step`.
+
+        Safe to retry.
 
         Args:
-            step: Number of the step that they belong to.
+            step: Number of the step that the groups belong to.
             groups: Whole groups.
-            weight_version: Number of the weights that the step starts from.
-            timeout_s: Deadline.
+            weight_version: Version of the weights that the step starts from.
+            timeout_s: Deadline in seconds.
 
         Raises:
             InvalidArgumentError: If the groups lack what the algorithm needs.
             FailedPreconditionError: If ``step`` does not follow the newest one.
-            UnavailableError: If the trainer still loads.
+            UnavailableError: If the trainer is still loading.
         """
         await call(
             self._stub.AccumulateStep,
@@ -101,7 +102,7 @@ class TrainerClient:
         )
 
     async def newest_step(self, *, timeout_s: float) -> int:
-        """The newest trained step, once no step is being trained; 0 before the first."""
+        """Returns the newest trained step, or 0 before the first. Waits for a step that is being trained."""
         response = await call(
             self._stub.GetNewestStep,
             pb.GetNewestStepRequest(),
@@ -113,12 +114,12 @@ class TrainerClient:
     async def save_checkpoint(
         self, step: int, *, keep_steps: Sequence[int] = (), timeout_s: float
     ) -> tuple[str, int]:
-        """Save the training state of the newest step; returns its folder, and how many bytes it holds.
+        """Saves the training state of the newest step; returns the checkpoint's folder and its size in bytes.
 
         Args:
-            step: The newest one.
+            step: The newest step.
             keep_steps: Steps whose checkpoints are kept besides the newest ones.
-            timeout_s: Deadline.
+            timeout_s: Deadline in seconds.
 
         Raises:
             FailedPreconditionError: If ``step`` is not the newest one.
@@ -132,16 +133,16 @@ class TrainerClient:
         return response.path, response.size_bytes
 
     async def sleep(self, *, timeout_s: float) -> None:
-        """Have all ranks move their state to host memory, after the step that is trained. Safe to repeat."""
+        """Moves the training state of all ranks to host memory, after the running step. Safe to retry."""
         await call(self._stub.Sleep, pb.SleepRequest(), timeout_s=timeout_s, idempotent=True)
 
     async def wake(self, *, timeout_s: float) -> None:
-        """Have all ranks move their state back. Safe to repeat."""
+        """Moves the training state of all ranks back to their GPUs. Safe to retry."""
         await call(self._stub.Wake, pb.WakeRequest(), timeout_s=timeout_s, idempotent=True)
 
 
 class ScoringClient:
-    """Calls one worker of the role logp."""
+    """Client of one worker of the role logp."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = scoring_pb2_grpc.ScoringServiceStub(channel)
@@ -149,16 +150,16 @@ class ScoringClient:
     async def score_batch(
         self, batch: KVBatchMeta, *, weight_version: int, timeout_s: float
     ) -> None:
-        """Have proximal logprobs added to samples. Safe to repeat.
+        """Adds proximal logprobs to stored samples. Safe to retry.
 
         Args:
-            batch: The samples; those that have the field are left alone.
-            weight_version: Number of the weights that are meant.
-            timeout_s: Deadline.
+            batch: The samples; those that already have the field are skipped.
+            weight_version: Version of the weights to score with.
+            timeout_s: Deadline in seconds.
 
         Raises:
-            FailedPreconditionError: If the worker serves other weights.
-            UnavailableError: If it still loads, or is gone.
+            FailedPreconditionError: If the worker holds another weight version.
+            UnavailableError: If the worker is still loading, or is gone.
         """
         await call(
             self._stub.ScoreBatch,

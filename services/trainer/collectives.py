@@ -1,4 +1,4 @@
-"""What ranks tell each other about a step: small sums and maxima. One rank needs no process group."""
+"""Small collectives over data-parallel ranks: sums, maxima and means. One rank needs no process group."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,42 +10,50 @@ from torch import Tensor, distributed
 from services.common.errors import DataLossError, NotFoundError, ServiceError, UnavailableError
 
 _SHARED = (NotFoundError, UnavailableError)
-"""Failures that mean the same on every rank: samples were released, or the transferqueue is away."""
+"""Failures that mean the same on every rank: samples were released, or the transferqueue is unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The data-parallel ranks, each of which trains its own samples."""
+    """Data-parallel ranks, each of which trains its own samples."""
 
     rank: int = 0
-    """This one."""
+    """This process's rank."""
     size: int = 1
-    """All of them."""
+    """Number of ranks."""
     group: distributed.ProcessGroup | None = None
-    """Group that carries CPU tensors; None for a single rank."""
+    """Process group that reduces CPU tensors; None for a single rank."""
     everyone: "Ranks | None" = None
-    """These ranks and others that have the same samples; None if there are no others."""
+    """These ranks and all others that hold the same samples; None if there are no others."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks, on the device of ``values``. All ranks call this, in one order."""
+        """Returns the sum over ranks on the device of ``values``.
+
+        All ranks must call it in the same order.
+        """
         return self._reduce(values, distributed.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """The maximum over ranks, on the device of ``values``. All ranks call this, in one order."""
+        """Returns the maximum over ranks on the device of ``values``.
+
+        All ranks must call it in the same order.
+        """
         return self._reduce(values, distributed.ReduceOp.MAX)
 
     @contextmanager
     def agreed(self, doing: str) -> Iterator[None]:
-        """Around what each rank does for itself: no rank may enter the next collective alone.
+        """Guards work that each rank does alone: fails on all ranks if it fails on one.
+
+        Without it, the ranks that succeeded would enter the next collective alone.
 
         Args:
-            doing: What is done, for the message of those ranks that could.
+            doing: Description of the work, for the message on ranks that succeeded.
 
         Raises:
-            NotFoundError: If another rank could not, because its samples were released.
-            UnavailableError: If another rank could not, because it did not reach the transferqueue.
-            DataLossError: If another rank could not for another reason. A failure of this one is raised as
-                it is.
+            NotFoundError: If another rank failed because its samples were released.
+            UnavailableError: If another rank failed because it did not reach the transferqueue.
+            DataLossError: If another rank failed for another reason. A failure of this rank is raised
+                unchanged.
         """
         failure: ServiceError | ValueError | None = None
         try:
@@ -71,7 +79,7 @@ class Ranks:
 
 
 class MetricTotals:
-    """Means and maxima that are gathered over micro-batches and then over ranks."""
+    """Accumulates means and maxima over micro-batches, then reduces them over ranks."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
@@ -79,7 +87,7 @@ class MetricTotals:
 
     @torch.no_grad()
     def mean(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Count ``values`` (any shape) where ``mask`` is set towards the mean ``name``."""
+        """Adds the elements of ``values`` (any shape) that ``mask`` selects to the mean ``name``."""
         total = torch.where(mask, values.detach(), 0.0).sum(dtype=torch.float64)
         count = mask.sum(dtype=torch.float64)
         if name in self._sums:
@@ -89,7 +97,7 @@ class MetricTotals:
 
     @torch.no_grad()
     def max(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Count ``values`` where ``mask`` is set towards the maximum ``name``; at least 0."""
+        """Adds the elements of ``values`` that ``mask`` selects to the maximum ``name``, at least 0."""
         kept = torch.where(mask, values.detach(), 0.0).to(torch.float64)
         highest = kept.max() if kept.numel() else kept.new_zeros(())
         if name in self._maxima:
@@ -97,7 +105,7 @@ class MetricTotals:
         self._maxima[name] = highest
 
     def merge(self, other: "MetricTotals") -> None:
-        """Add what another one has counted."""
+        """Adds the totals of another instance."""
         for name, (total, count) in other._sums.items():  # noqa: SLF001 -- of the same class
             known_total, known_count = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = known_total + total, known_count + count
@@ -106,7 +114,7 @@ class MetricTotals:
             self._maxima[name] = torch.maximum(known, highest)
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
-        """Every mean and maximum over all ranks. All ranks must have counted the same names."""
+        """Returns every mean and maximum over all ranks. All ranks must have accumulated the same names."""
         names, tops = sorted(self._sums), sorted(self._maxima)
         means: list[float] = []
         maxima: list[float] = []

@@ -1,4 +1,4 @@
-"""A worker of the role critic: load, register, give values and train until the controller orders the end."""
+"""Worker of the role critic: scores values and trains until the controller stops it."""
 
 import asyncio
 import time
@@ -28,10 +28,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ValuesServicer(scoring_pb2_grpc.ScoringServiceServicer):
-    """Adds values to batches.
+    """Implements the gRPC ``ScoringService``: adds the critic's values to batches.
 
     Args:
-        leader: Of the critic's ranks.
+        leader: Rank 0 of the critic.
     """
 
     def __init__(self, leader: Leader) -> None:
@@ -40,7 +40,7 @@ class ValuesServicer(scoring_pb2_grpc.ScoringServiceServicer):
     async def ScoreBatch(
         self, request: pb.ScoreBatchRequest, context: _Context
     ) -> pb.ScoreBatchResponse:
-        """Add values to those samples that have none."""
+        """Adds values to those samples that have none."""
         start = time.perf_counter()
         meta = lacking(KVBatchMeta.from_proto(request.batch), "values")
         if meta.num_keys > 0:
@@ -49,7 +49,7 @@ class ValuesServicer(scoring_pb2_grpc.ScoringServiceServicer):
 
 
 async def serve_critic(settings: TrainerSettings) -> None:
-    """Serve one run as rank 0 of its critic."""
+    """Serves one run as rank 0 of its critic."""
     leader, command_group = Leader(may_miss_steps=True), CommandGroup(settings.world_size)
 
     async with AsyncExitStack() as stack:

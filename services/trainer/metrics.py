@@ -85,13 +85,13 @@ _KL_PAIRS = {"kl_rollout": "policy_rollout", "kl_ref": "policy_ref"}
 
 
 def observe_step(run: str, step: int, metrics: Mapping[str, float], *, skipped: bool) -> None:
-    """Export a step's numbers.
+    """Exports the metrics of a step.
 
     Args:
-        run: The run.
+        run: The run's id.
         step: Number of the step.
-        metrics: Reduced numbers by name.
-        skipped: Whether the weights stayed as they were.
+        metrics: Metrics by name, reduced over all ranks.
+        skipped: True if the weights did not change.
     """
     STEPS.labels(run, "skipped_nonfinite" if skipped else "ok").inc()
     WEIGHT_VERSION.labels(run).set(step)
@@ -118,7 +118,7 @@ def observe_step(run: str, step: int, metrics: Mapping[str, float], *, skipped: 
 
 
 def begin_run(run: str) -> None:
-    """Let counters begin at 0: alerts do not see those grow that begin at 1."""
+    """Creates the counters of a run at 0; an alert on growth would miss one that first appears at 1."""
     for outcome in ("ok", "failed"):
         CHECKPOINTS.labels(run, outcome)
     for what in _NONFINITE:
@@ -128,7 +128,7 @@ def begin_run(run: str) -> None:
 
 @contextmanager
 def counted_checkpoint(run: str) -> Iterator[None]:
-    """Count what a block makes of a checkpoint."""
+    """Counts the block as a checkpoint that succeeded or failed."""
     outcome = "failed"
     try:
         yield
@@ -138,13 +138,13 @@ def counted_checkpoint(run: str) -> Iterator[None]:
 
 
 def observe_saving(run: str, written: int, total: int) -> None:
-    """Export how far a checkpoint is; zeros without one."""
+    """Exports the progress of a checkpoint in bytes; zeros if none is running."""
     SAVING_BYTES.labels(run, "written").set(written)
     SAVING_BYTES.labels(run, "all").set(total)
 
 
 def observe_checkpoint(run: str, step: int, saved: "SavedCheckpoint") -> None:
-    """Export a saved checkpoint."""
+    """Exports size, time and free space of a saved checkpoint."""
     for phase, spent in saved.seconds.items():
         CHECKPOINT_SECONDS.labels(run, phase).observe(spent)
     CHECKPOINT_STEP.labels(run).set(step)

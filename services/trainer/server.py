@@ -1,4 +1,4 @@
-"""gRPC face of the trainer."""
+"""gRPC server of the trainer."""
 
 import asyncio
 import time
@@ -23,13 +23,13 @@ _TELL_EVERY_S = 1.0
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Translates requests for a :class:`Leader`.
+    """Implements the gRPC ``TrainerService`` on a :class:`Leader`.
 
     Args:
-        leader: Trains.
-        run_id: Labels the metrics.
-        on_step: Hears of every answered step.
-        on_saving: Hears, while a checkpoint is written, what is being done and how far it is.
+        leader: Rank 0 of the trainer.
+        run_id: Label of the metrics.
+        on_step: Called with number and result of every answered step.
+        on_saving: Called about once a second while a checkpoint is written, with a description and gauges.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def TrainStep(
         self, request: pb.TrainStepRequest, context: _Context
     ) -> pb.TrainStepResponse:
-        """Train one batch."""
+        """Trains one batch."""
         meta = KVBatchMeta.from_proto(request.batch)
-        # A repetition of the newest step is answered without its samples: they may be gone by then.
+        # A retry of the newest step is answered without samples, which may have been released by then.
         if meta.num_keys == 0 and request.step != await self._leader.newest_step():
             raise InvalidArgumentError(
                 f"step {request.step} has an empty batch; send at least one group",
@@ -93,7 +93,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def AccumulateStep(
         self, request: pb.AccumulateStepRequest, context: _Context
     ) -> pb.AccumulateStepResponse:
-        """Begin with some groups of the next step."""
+        """Accumulates gradients of some groups of the next step."""
         meta = KVBatchMeta.from_proto(request.batch)
         if meta.num_keys:
             await self._leader.accumulate(request.step, meta, weight_version=request.weight_version)
@@ -102,13 +102,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def GetNewestStep(
         self, request: pb.GetNewestStepRequest, context: _Context
     ) -> pb.GetNewestStepResponse:
-        """How far training is."""
+        """Returns the newest trained step."""
         return pb.GetNewestStepResponse(step=await self._leader.newest_step())
 
     async def SaveCheckpoint(
         self, request: pb.SaveCheckpointRequest, context: _Context
     ) -> pb.SaveCheckpointResponse:
-        """Save the training state; answers when it is safe on disk."""
+        """Saves the training state; returns once the checkpoint is safe on disk."""
         with metrics.counted_checkpoint(self._run_id), unwrapped():
             async with TaskGroup() as tasks:
                 telling = tasks.create_task(self._tell_saving(request.step))
@@ -118,17 +118,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.SaveCheckpointResponse(path=str(saved.folder), size_bytes=saved.num_bytes)
 
     async def Sleep(self, request: pb.SleepRequest, context: _Context) -> pb.SleepResponse:
-        """Move the training state to host memory."""
+        """Moves the training state to host memory."""
         await self._leader.sleep()
         return pb.SleepResponse()
 
     async def Wake(self, request: pb.WakeRequest, context: _Context) -> pb.WakeResponse:
-        """Move the training state back."""
+        """Moves the training state back to the GPU."""
         await self._leader.wake()
         return pb.WakeResponse()
 
     async def _tell_saving(self, step: int) -> None:
-        """Tell how far a checkpoint is, until cancelled."""
+        """Reports the progress of a checkpoint until cancelled."""
         try:
             while True:
                 written, total = self._leader.save_progress()

@@ -1,4 +1,4 @@
-"""Where a trainer process lives."""
+"""Settings of a trainer process."""
 
 from pathlib import Path
 from typing import Literal
@@ -10,26 +10,27 @@ from services.common.settings import WorkerSettings
 
 
 class TrainerSettings(WorkerSettings):
-    """Read from ``SLIPSTREAM_TRAINER_*``; the three ranks come from ``torchrun``."""
+    """Settings from ``SLIPSTREAM_TRAINER_*``; ``torchrun`` sets the ranks and the world size."""
 
     model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_TRAINER_", populate_by_name=True)
 
     role: Literal["trainer", "critic", "logp", "ref_logp"] = "trainer"
-    """What this process does: train the policy or the critic, or only compute other logprobs."""
+    """Role of this process: train the policy or the critic, or compute logprobs only."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model lives; ``auto`` takes the GPU if there is one."""
+    """Device of the model; ``auto`` uses the GPU if there is one."""
     state_directory: Path = Path("runs")
-    """The run's own folder: checkpoints go to ``checkpoints`` in it."""
+    """Folder of the run; checkpoints go to ``checkpoints`` in it."""
     model_cache: Path = Path("~/.cache/slipstream/models")
-    """Folder of base models that were made by a warm start."""
+    """Cache of base models that a warm start has trained."""
     gpu_neighbours: tuple[str, ...] = ()
-    """Roles of the other workers of the run that use this process's GPUs."""
+    """Roles of the run's other workers that share this process's GPUs."""
     resume: bool = False
-    """Whether there must be a checkpoint to start from; none is then an error, never a new beginning. A
-    checkpoint that is there is always used."""
+    """If True, the process fails unless there is a checkpoint to resume from. An existing checkpoint is
+    always used, even if this is False.
+    """
     rank: int = Field(0, ge=0, validation_alias="RANK")
-    """This process among all trainer processes of the run."""
+    """Rank of this process among all trainer processes of the run."""
     local_rank: int = Field(0, ge=0, validation_alias="LOCAL_RANK")
-    """This process among those of its host: the number of its GPU."""
+    """Rank of this process on its host, which is the index of its GPU."""
     world_size: int = Field(1, ge=1, validation_alias="WORLD_SIZE")
-    """Trainer processes of the run."""
+    """Number of trainer processes of the run."""

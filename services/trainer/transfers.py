@@ -1,4 +1,4 @@
-"""Samples to and from the transferqueue, for the threads that train."""
+"""Transfers of samples between the transferqueue and training threads."""
 
 import asyncio
 import logging
@@ -20,26 +20,26 @@ from services.common.jagged import Jagged
 from services.transferqueue.dataclient import DataClient
 
 Fetch = Callable[[KVBatchMeta, Sequence[str]], dict[str, Jagged]]
-"""Fetches fields of samples; blocks until they are here."""
+"""Fetches fields of samples; blocks until they have arrived."""
 Add = Callable[[KVBatchMeta, Mapping[str, Sequence[Tensor]]], None]
-"""Adds fields to stored samples; blocks until they are there."""
+"""Adds fields to stored samples; blocks until they are stored."""
 
 Tell = Callable[[str, Sequence[str], Mapping[str, Sequence[Tensor]]], None]
-"""Puts fields of new keys into a partition, and waits for nobody."""
+"""Stores fields under new keys of a partition without waiting for the result."""
 
 _TIMEOUT_S = 300.0
-# Nobody waits for what is told to people.
+# Short, because nothing waits for sample records.
 _TELL_TIMEOUT_S = 5.0
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 
 class QueueTransfers:
-    """Moves samples on the event loop. Its methods block.
+    """Runs transfers on the event loop for callers in other threads, who are blocked until the end.
 
     Args:
-        data: The transferqueue.
-        loop: Runs its calls.
+        data: Client of the transferqueue.
+        loop: Event loop of the client.
     """
 
     def __init__(self, data: DataClient, loop: asyncio.AbstractEventLoop) -> None:
@@ -48,12 +48,12 @@ class QueueTransfers:
         self._telling: Future[None] | None = None
 
     def fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
-        """Fetch fields of samples."""
+        """Fetches fields of samples."""
         problem = f"{meta.num_keys} samples did not arrive"
         return _wait(self._data.get(meta, fields), self._loop, problem)
 
     def add(self, meta: KVBatchMeta, fields: Mapping[str, Sequence[Tensor]]) -> None:
-        """Add fields to stored samples, which a request that is repeated finds done."""
+        """Adds fields to stored samples; succeeds if they are there already, so a request can be retried."""
         rows = {name: list(tensors) for name, tensors in fields.items()}
         problem = f"{meta.num_keys} samples took no {', '.join(rows)}"
         with suppress(AlreadyExistsError):
@@ -62,7 +62,10 @@ class QueueTransfers:
     def tell(
         self, partition_id: str, keys: Sequence[str], fields: Mapping[str, Sequence[Tensor]]
     ) -> None:
-        """Put what people may read. Returns at once; while earlier ones are under way, these are left out."""
+        """Stores records for people to read, without waiting.
+
+        Drops the new records if earlier ones are still being stored.
+        """
         if self._telling is not None and not self._telling.done():
             logger.warning("samples are not kept: earlier ones are under way")
             return
@@ -71,7 +74,7 @@ class QueueTransfers:
         self._telling = asyncio.run_coroutine_threadsafe(telling, self._loop)
 
     async def finish(self) -> None:
-        """Wait until what was told is put."""
+        """Waits until the last records are stored."""
         if self._telling is not None:
             await asyncio.wrap_future(self._telling)
 
@@ -86,11 +89,13 @@ class QueueTransfers:
 
 
 def of_vocabulary(fetch: Fetch, vocab_size: int) -> Fetch:
-    """As ``fetch``, but with tokens that the model has: an embedding would only say that an index is wrong.
+    """Wraps ``fetch`` to raise ``InvalidArgumentError`` for tokens that the model does not have.
+
+    Without it, the embedding would fail on an index without naming the sample.
 
     Args:
         fetch: Fetches fields of samples.
-        vocab_size: Tokens that the model has.
+        vocab_size: Size of the model's vocabulary.
     """
 
     def checked(meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:

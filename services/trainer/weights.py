@@ -1,4 +1,4 @@
-"""The policy's weights as the rollouts receive them: Hugging Face names, one dtype, in one order."""
+"""Export of the policy's weights for rollouts: Hugging Face names, one dtype, a fixed order."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,16 +28,16 @@ _ALONE = Ranks()
 
 
 class WeightExport:
-    """Describes the weights of a policy and reads them, whole or in the rows of this rank.
+    """Describes and reads the weights of a policy, as whole tensors or as the rows of this rank.
 
     Args:
         policy: The policy, sharded or not.
-        dtype: Element type on the wire.
-        device: Of the policy.
-        ranks: Those that weights are sharded over.
+        dtype: Element type of the sent parameters.
+        device: Device of the policy.
+        ranks: Ranks that the weights are sharded over.
         senders: Value of ``weight_sync.senders``.
-        sends_adapters: Whether adapters travel without the weights that they belong to. Then every rank must
-            make this at once, where weights are sharded.
+        sends_adapters: True if adapters are sent without their frozen weights. All ranks must then construct
+            this object together if weights are sharded, because it computes a digest.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class WeightExport:
         self._policy = policy
         self._dtype = dtype
         self._device = device
-        # They stay the same objects; a search through all modules takes longer than a GPU's copy.
+        # The tensors stay the same objects; searching all modules takes longer than a GPU's copy.
         self._tensors = stored_tensors(policy.model)
         self._buffers = stored_buffers(policy.model)
         self._ranks = ranks
         self._digest = self._frozen_digest() if sends_adapters else None
         self.sends_rows = senders == "ranks" and _is_divided_by_rows(policy)
-        """Whether every rank sends its own rows; otherwise rank 0 gathers and sends all."""
+        """True if every rank sends its own rows; otherwise rank 0 gathers and sends all."""
 
     def weight_specs(self) -> list[TensorSpec]:
-        """What is sent, in sending order."""
+        """Returns the specifications of all sent tensors, in sending order."""
         model = self._policy.model
         if self._digest is None:
             return [
@@ -80,9 +80,9 @@ class WeightExport:
 
     @torch.no_grad()
     def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather the weights one by one; tied weights come once, buffers as they are stored.
+        """Gathers and yields the weights one by one; tied weights come once, buffers in their stored dtype.
 
-        Where they are sharded, every rank must iterate.
+        All ranks must iterate if the weights are sharded.
         """
         model = self._policy.model
         if self._digest is None:
@@ -95,12 +95,12 @@ class WeightExport:
 
     @torch.no_grad()
     def _frozen_digest(self) -> Tensor:
-        """Digest of what receivers must have, under its names without adapters."""
+        """Returns the digest of the frozen weights, named without adapters, that receivers must have."""
         parts = merged_parameters(self._policy.model, merges=False)
         return frozen_digest((name, value) for name, value in parts if name not in self._buffers)
 
     def weight_rows(self) -> Iterator[tuple[str, Tensor]]:
-        """The rows that this rank holds, without a gather; what it has no row of is left out."""
+        """Yields the rows that this rank holds, without a gather; skips tensors of which it has no row."""
         with torch.no_grad():
             rows = [(name, self._own_rows(value)) for name, value in self._tensors.items()]
         return ((name, value) for name, value in rows if value.numel() > 0)
@@ -112,12 +112,12 @@ class WeightExport:
         return value[self._ranks.rank * count :][:count]
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        """Buffers are few numbers that training moves by less than half precision can say."""
+        """Buffers keep their dtype: training changes them by less than half precision can represent."""
         return self._tensors[name].dtype if name in self._buffers else self._dtype
 
     @torch.no_grad()
     def score_canary(self) -> Canary:
-        """Score a short text at temperature 1. Where the weights are sharded, every rank must call it."""
+        """Scores a short text at temperature 1. All ranks must call it if the weights are sharded."""
         config: Any = self._policy.model.config
         token_ids = canary_text(config.vocab_size)
         tokens = torch.tensor(token_ids, dtype=torch.int32)
@@ -134,7 +134,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _is_divided_by_rows(policy: Policy) -> bool:
-    """Whether each parameter is whole or divided by FSDP2 alone, in whole rows, and sent as it is."""
+    """Returns True if all parameters are sent as stored, whole or divided by FSDP2 alone into whole rows."""
     return not any("lora_" in name for name, _ in policy.named_parameters()) and all(
         _has_rows(parameter) for parameter in policy.parameters()
     )

@@ -1,1 +1,1 @@
-"""The trainer processes of a run: one leads, the others follow."""
+"""Processes of a trainer: rank 0 leads, the other ranks follow."""

@@ -1,4 +1,4 @@
-"""From a run's specification to a rank that can train."""
+"""Builds a rank that can train from a run's specification."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -46,18 +46,18 @@ logger = logging.getLogger(__name__)
 
 _Module = TypeVar("_Module", Policy, Critic)
 _CRITIC = "critic"
-"""Folder of the critic's checkpoints, or profiles, among those of the run."""
+"""Subfolder of the critic's checkpoints and profiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A loaded rank."""
+    """A loaded rank of a policy trainer."""
 
     rank: Rank
     weights: WeightExport
     state: OffloadedState
     step: int
-    """Newest trained step: 0, or that of the checkpoint that training resumes from."""
+    """Newest trained step: 0, or the step of the checkpoint that training resumes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class BuiltCritic:
     rank: Rank
     values: FieldScoring
     step: int
-    """As in :class:`Built`."""
+    """Newest trained step, as in :class:`Built`."""
 
 
 def build_rank(
@@ -77,11 +77,13 @@ def build_rank(
     transfers: QueueTransfers,
     progress: Progress,
 ) -> Built:
-    """Load the model and everything around it. Blocks; runs in a thread. All ranks call it.
+    """Loads the policy, its reference and critic if needed, and the newest checkpoint.
+
+    Blocks; runs in a thread. All ranks must call it.
 
     Raises:
         ValueError: If the model does not load or cannot be trained.
-        NotFoundError: If training is to resume and there is no whole checkpoint.
+        NotFoundError: If training must resume and there is no complete checkpoint.
     """
     topology = build_topology(
         spec.trainer,
@@ -149,11 +151,11 @@ def build_rank(
 def build_critic(
     spec: RunSpec, settings: TrainerSettings, *, transfers: QueueTransfers, progress: Progress
 ) -> BuiltCritic:
-    """Load the critic, where it has processes of its own. Blocks; runs in a thread. All ranks call it.
+    """Loads a critic that has its own processes. Blocks; runs in a thread. All ranks must call it.
 
     Raises:
         ValueError: If the model does not load or cannot be trained.
-        NotFoundError: If training is to resume and there is no whole checkpoint.
+        NotFoundError: If training must resume and there is no complete checkpoint.
     """
     gpus = spec.topology.own_gpus("critic")
     size = {"world_size": gpus, "tensor_parallel": 1, "expert_parallel": 1, "context_parallel": 1}
@@ -202,7 +204,10 @@ def build_critic(
 def _state(
     runner: Runner, frozen: Sequence[Policy], topology: RankTopology, *, stays: Stays
 ) -> OffloadedState:
-    """What is moved to host memory while others have the GPUs, unless there is room for both."""
+    """Returns the state that moves to host memory during turns of other processes.
+
+    ``stays`` names what can remain because the GPU has room for both sides.
+    """
     modules, optimizers = zip(*runner.parts().values(), strict=True)
     return OffloadedState([*modules, *frozen], optimizers, device=topology.device, stays=stays)
 
@@ -223,7 +228,7 @@ def _checkpointer(
         keep=keep,
         topology=topology,
         read=read,
-        # A preset's may come out otherwise on another machine, where it is made again.
+        # Built again on another machine, a preset's frozen weights may differ.
         saves_frozen=spec.model.is_tiny,
     )
 
@@ -234,9 +239,9 @@ def _profiler(folder: str, spec: RunSpec, settings: TrainerSettings) -> StepProf
 
 
 def _resume(rank: Rank, root: Path, start_from: Path | None, settings: TrainerSettings) -> int:
-    """Load what training goes on from; returns its step.
+    """Loads the checkpoint that training resumes from; returns its step, or 0 if there is none.
 
-    A checkpoint of this very run is there if its worker was lost before, and goes first.
+    A checkpoint of this run exists if its worker was lost before; it takes precedence over ``start_from``.
     """
     if settings.resume or any(root.glob(f"{STEP_PREFIX}*")):
         return rank.restore()
@@ -244,13 +249,13 @@ def _resume(rank: Rank, root: Path, start_from: Path | None, settings: TrainerSe
 
 
 def checkpoint_root(spec: RunSpec, settings: TrainerSettings) -> Path:
-    """Folder of the run's checkpoints."""
+    """Returns the folder of the run's checkpoints."""
     directory = spec.trainer.checkpoint.directory
     return Path(directory) if directory else settings.state_directory / "checkpoints"
 
 
 def load_policy(loader: "Loader", spec: RunSpec) -> Policy:
-    """The policy that is trained, with its adapters."""
+    """Loads the policy to train, with its LoRA adapters."""
 
     def make(model: PreTrainedModel) -> Policy:
         policy = Policy(
@@ -268,13 +273,13 @@ def load_policy(loader: "Loader", spec: RunSpec) -> Policy:
 
 
 class Loader:
-    """Loads what the processes of a worker share.
+    """Loads models and shards them over the processes of a worker.
 
     Args:
         spec: The run.
-        settings: Of this process.
-        topology: The processes.
-        progress: Hears of a warm start.
+        settings: Settings of this process.
+        topology: Parallelism of the worker's processes.
+        progress: Called with the progress of a warm start.
     """
 
     def __init__(
@@ -291,15 +296,15 @@ class Loader:
         }
 
     def load(self, make: Callable[[PreTrainedModel], _Module]) -> _Module:
-        """Load a policy or critic on the base model, spread over the processes.
+        """Loads a policy or critic on the base model, sharded over the processes.
 
-        What is trained is in float32, what is frozen in the dtype that passes compute in.
+        Trained parameters are float32; frozen ones have the dtype of the forward pass.
 
         Args:
-            make: Puts it on a model, whose weights may come later, and freezes what is not trained.
+            make: Wraps a model, whose weights may be loaded later, and freezes what is not trained.
 
         Raises:
-            ValueError: If the model does not load or cannot be spread.
+            ValueError: If the model does not load or cannot be sharded.
         """
         module = self._loaded(make)
         if self._spec.trainer.compile:
@@ -323,7 +328,7 @@ class Loader:
         return module
 
     def shape(self, make: Callable[[PreTrainedModel], _Module]) -> _Module:
-        """Make a frozen policy without weights, spread over the processes; see :meth:`load`."""
+        """Builds a frozen policy without loading weights, sharded over the processes; see :meth:`load`."""
         device = self._topology.device
         if self._topology.mesh is None:
             config = load_config(self._spec.model, self._tokenizer)
@@ -333,7 +338,7 @@ class Loader:
         return module
 
     def resident_memory(self) -> Stays:
-        """What stays on a GPU that others use in turns."""
+        """Returns what stays on a GPU that is time-shared with others."""
         device = self._topology.device
         if device.type == "cpu":
             return "nothing"
@@ -354,17 +359,17 @@ class Loader:
         return dtype
 
     def _cast_frozen(self, module: nn.Module) -> None:
-        """Keep frozen parameters as passes use them. Buffers stay: rotary frequencies are float32."""
+        """Casts frozen parameters to the forward pass's dtype, but no buffers (float32 rotary frequencies)."""
         for parameter in module.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(self._computes_in)
 
 
 def fitted_to_gpu(spec: RunSpec, settings: TrainerSettings, *, device: torch.device) -> RunSpec:
-    """Choose what a specification leaves to the size of the GPUs.
+    """Resolves settings of a specification that depend on the size of the GPUs.
 
     Raises:
-        ValueError: If the trainer cannot fit, with the figures.
+        ValueError: If the trainer cannot fit into memory; the message has the figures.
     """
     if device.type == "cpu":
         keeps = {"activation_checkpointing": False}
@@ -388,23 +393,24 @@ def fitted_to_gpu(spec: RunSpec, settings: TrainerSettings, *, device: torch.dev
 
 
 def device_of(settings: TrainerSettings) -> torch.device:
-    """The device of this process: its own GPU, or the CPU."""
+    """Returns the device of this process: its own GPU, or the CPU."""
     if settings.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", settings.local_rank)
 
 
 def gpu_names() -> list[str]:
-    """The GPUs that this process sees, as ``CUDA_VISIBLE_DEVICES`` takes them in any container."""
+    """Returns the GPUs that this process sees, in the form that ``CUDA_VISIBLE_DEVICES`` accepts anywhere."""
     devices = range(torch.cuda.device_count())
     return [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices]
 
 
 def sequence_cost(policy: Policy | Critic) -> Callable[[int], float]:
-    """Relative cost of a sequence by its length: linear layers, and attention with its square.
+    """Returns a function from a sequence's length to its relative cost: linear layers plus attention.
 
-    Per token a forward pass takes about ``2 P`` operations in the ``P`` weights of the layers, and
-    ``2 n h`` in the ``n`` attention layers of width ``h`` for each earlier token, half of the length.
+    For each token, a forward pass takes about ``2 P`` operations in the ``P`` weights of the layers, and
+    ``2 n h`` in the ``n`` attention layers of width ``h`` for each earlier token, half of the length on
+    average.
     """
     config: Any = policy.model.config
     weights = active_weights(policy, config)

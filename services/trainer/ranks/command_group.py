@@ -1,9 +1,9 @@
-"""Rank 0 tells the other ranks what all of them do next, and each rank tells the others if it fails.
+"""Command channel from rank 0 to the other ranks of a worker, and failure notification among all ranks.
 
-Every order is broadcast as a small header and its bytes, so that no rank enters a collective alone. A rank
-that fails writes the cause into the store in which the ranks met; the others read it there, wherever they
-are, and abort their process groups. Then all processes end, which closes what cannot be aborted. So no rank
-waits in a collective for one that will not come.
+Rank 0 broadcasts every command as a small header and its bytes, so that no rank enters a collective alone. A
+rank that fails writes the cause into the store of the process group; the others read it there, whatever they
+are doing, and abort their process groups. Then all processes end, which also closes what cannot be aborted.
+So no rank waits forever in a collective for a rank that has failed.
 """
 
 import asyncio
@@ -31,68 +31,67 @@ logger = logging.getLogger(__name__)
 _HEADER = struct.Struct("<qqqqq")
 _LONGEST_TEXT = 512
 _END = "worker/end"
-"""Key of the store: :data:`_WELL`, or why the first rank that failed did so."""
+"""Key of the store. Its value is :data:`_WELL`, or the cause of the first rank that failed."""
 _WELL = "ended"
 _LISTEN = timedelta(days=365)
-# Time for the other ranks to read how rank 0 ended, before the store ends with its process.
+# Seconds for the other ranks to read how rank 0 ended, before the store ends with its process.
 _JOIN_S = 5.0
 
 
 class CommandKind(IntEnum):
-    """What is ordered."""
+    """Kind of a command."""
 
     START = 1
-    """Load the run whose specification follows."""
+    """Load the run whose specification is in the payload."""
     TRAIN = 2
-    """Train the step whose batch follows."""
+    """Train a step; the payload is its batch."""
     GATHER = 3
     """Gather the weights for rank 0."""
     SAVE = 4
     """Save a checkpoint of a step."""
     STOP = 5
-    """End."""
+    """End the process."""
     SCORE = 6
-    """Score a text together: the canary, or the tokens that follow."""
+    """Score a text with all ranks: the canary, or the tokens in the payload."""
     ADD_FIELD = 7
-    """Add this worker's field to the batch that follows."""
+    """Add this worker's field to the samples in the payload."""
     ADOPT = 8
-    """Take the weights that rank 0 received."""
+    """Adopt the weights that rank 0 received."""
     ACCUMULATE = 9
-    """Add the gradients of the groups that follow to those of the next step."""
+    """Accumulate gradients of groups of the next step; the payload has the groups."""
     SLEEP = 10
     """Move the training state to host memory."""
     WAKE = 11
-    """Move the training state back."""
+    """Move the training state back to the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One order to all ranks."""
+    """One command from rank 0 to all ranks."""
 
     kind: CommandKind
-    """What to do."""
     step: int = 0
-    """Step that it is about."""
+    """Step that the command is for (TRAIN, SAVE)."""
     weight_version: int = 0
-    """Version of the weights that a step starts from (TRAIN, ACCUMULATE), or that score (ADD_FIELD)."""
+    """Version of the weights that a step starts from (TRAIN, ACCUMULATE) or that score (ADD_FIELD)."""
     payload: bytes = b""
     """A serialized ``KVBatchMeta`` (TRAIN, ACCUMULATE, ADD_FIELD), or JSON (START, SCORE)."""
     num_steps: int = 0
-    """Steps of the whole run (TRAIN); 0 if that is not told."""
+    """Steps of the whole run (TRAIN); 0 if unknown."""
 
 
 class RankFailedError(UnavailableError):
-    """A rank of this worker failed: all of its ranks end, and are started again together."""
+    """Failure of a rank of this worker. All of its ranks end and are restarted together."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(f"a rank is gone, and all of them start again: {cause}")
 
 
 class CommandGroup:
-    """All processes of a worker; one process has nobody to tell.
+    """All processes of a worker. With one process, sending does nothing.
 
     Args:
-        size: Processes.
+        size: Number of processes.
     """
 
     def __init__(self, size: int) -> None:
@@ -102,16 +101,19 @@ class CommandGroup:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank has failed."""
+        """True if a rank has failed."""
         return self._cause.done()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear of failures of other ranks, until the worker ends. Each rank enters it once all have met."""
+        """Listens for failures of other ranks until the worker ends.
+
+        Each rank enters it after the process group is initialized.
+        """
         if self._size == 1:
             yield
             return
-        # A store of its own connection: one that waits keeps others waiting.
+        # The thread has its own connection: a waiting call blocks all others on the same connection.
         store = _meeting().clone()
         listener = threading.Thread(target=self._listen, args=(store,), name="crew", daemon=True)
         listener.start()
@@ -123,17 +125,17 @@ class CommandGroup:
             listener.join(_JOIN_S)
 
     def _listen(self, store: distributed.Store) -> None:  # type: ignore[name-defined]
-        # The store of a process that is gone tells nothing: its launcher ends the others.
+        # If the store's process is gone, no cause can be read; the launcher ends the other ranks.
         with suppress(RuntimeError):
             store.wait([_END], _LISTEN)
             if (end := store.get(_END).decode()) != _WELL:
                 self._abort(end)
 
     def fail(self, cause: str) -> "RankFailedError":
-        """End this worker: abort the process groups of all ranks. Returns the error that says why.
+        """Ends this worker by aborting the process groups of all ranks; returns the error to raise.
 
         Args:
-            cause: Why this rank cannot go on; if another one failed before, its cause counts.
+            cause: Reason why this rank cannot continue. If a rank failed before, its cause is used instead.
         """
         if distributed.is_initialized():
             mine = f"rank {distributed.get_rank()}: {cause}"
@@ -144,12 +146,12 @@ class CommandGroup:
         return RankFailedError(self._cause.result())
 
     async def failed(self) -> Never:
-        """Return when a rank fails.
+        """Waits until a rank fails.
 
         Raises:
             RankFailedError: Always.
         """
-        # The result is shared with threads, and must not be cancelled with who waits for it.
+        # Threads share the future, so cancelling the waiting task must not cancel it.
         raise RankFailedError(await asyncio.shield(asyncio.wrap_future(self._cause)))
 
     def _abort(self, cause: str) -> None:
@@ -161,7 +163,7 @@ class CommandGroup:
             abort_processes()
 
     def tell(self, order: Command) -> None:
-        """Send an order from rank 0 to the others, if none of them has failed."""
+        """Broadcasts a command from rank 0 to the others, unless a rank has failed."""
         if self._size == 1 or self.has_failed:
             return
         numbers = (order.kind, order.step, order.weight_version, order.num_steps)
@@ -172,13 +174,13 @@ class CommandGroup:
 
     @contextmanager
     def guard(self, *, ends: bool = False) -> Iterator[None]:
-        """Around what all ranks do: the loss of one is an outage, which the run waits out.
+        """Guards work of all ranks: turns the failure of any rank into an outage, which the run waits out.
 
         Args:
-            ends: Whether this rank ends with any error. Otherwise it ends if other ranks wait for it.
+            ends: True if any error ends this rank; else only errors that leave other ranks waiting do.
 
         Raises:
-            RankFailedError: If a rank failed, this one or another. They are started again together.
+            RankFailedError: If this rank or another one failed. All ranks are restarted together.
         """
         if self._size == 1:
             yield
@@ -190,14 +192,14 @@ class CommandGroup:
             if ends and not (leaves_others or self.has_failed):
                 logger.exception("this rank fails")
             if ends or leaves_others or self.has_failed:
-                # After an abort everything fails somehow: what counts is the first cause.
+                # After an abort every operation fails in some way; only the first cause matters.
                 raise self.fail(str(error)) from error
             raise
         if self.has_failed:
             raise RankFailedError(self._cause.result())
 
     def gather(self, text: str) -> list[str]:
-        """Texts of all ranks, in their order. Every rank calls it."""
+        """Returns the texts of all ranks, in rank order. All ranks must call it."""
         if self._size == 1:
             return [text]
         mine = torch.zeros(_LONGEST_TEXT, dtype=torch.uint8)
@@ -207,7 +209,7 @@ class CommandGroup:
         return [bytes(each.tolist()).rstrip(b"\0").decode() for each in found]
 
     def receive(self) -> Command:
-        """Wait for rank 0's next order."""
+        """Waits for the next command of rank 0."""
         header = _broadcast(bytearray(_HEADER.size))
         kind, step, weight_version, num_steps, size = _HEADER.unpack(header)
         payload = bytes(_broadcast(bytearray(size))) if size else b""
@@ -217,7 +219,8 @@ class CommandGroup:
 def _is_of_a_collective(error: Exception) -> bool:
     if not isinstance(error, RuntimeError):
         return False
-    # NCCL's failures have a class. Gloo's do not, and FSDP calls it: they are known by who made the call.
+    # NCCL failures have their own class. Gloo failures do not, and FSDP calls Gloo: the module that made
+    # the failing call identifies them.
     callers = [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)]
     caller = next(name for name in reversed(callers) if name != "torch._ops")
     return isinstance(error, distributed.DistError) or (
@@ -226,7 +229,7 @@ def _is_of_a_collective(error: Exception) -> bool:
 
 
 def _meeting() -> distributed.Store:  # type: ignore[name-defined]
-    """The store in which the ranks met."""
+    """Returns the store of the default process group."""
     return distributed.distributed_c10d._get_default_store()  # noqa: SLF001 -- there is no public name
 
 

@@ -1,4 +1,4 @@
-"""Every rank but 0: does what rank 0 orders, step by step, and sends its own rows of the weights."""
+"""Ranks above 0: execute the commands of rank 0 and send their own rows of the weights."""
 
 import logging
 import threading
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class Follower:
-    """Takes part in whatever rank 0 starts.
+    """Executes the commands of rank 0.
 
     Args:
-        command_group: Brings rank 0's orders.
-        rank: This process's part.
-        weights: The policy's weights; a critic's go nowhere.
-        values: Scores batches, of a critic.
-        state: The policy's state, which can be moved to host memory.
+        command_group: Receives the commands.
+        rank: This process's part in training.
+        weights: Exports the policy's weights; None for a critic, whose weights are not published.
+        values: Scores batches; only for a critic.
+        state: The policy's training state, which can move to host memory.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Follower:
         self._weights = weights
         self._values = values
         self._state = state
-        # Training changes the rows that a transfer copies; both run in threads.
+        # A transfer copies the rows that training changes, and both run in threads.
         self._turn = threading.Lock()
 
     def follow(self) -> None:
-        """Obey until the end. Blocks; runs in a thread.
+        """Executes commands until rank 0 sends STOP. Blocks; runs in a thread.
 
         Raises:
-            RankFailedError: If this rank or another one fails; the other ranks know it by then.
+            RankFailedError: If this rank or another one fails; the other ranks have been notified by then.
         """
         with (
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint") as writer,
@@ -65,25 +65,29 @@ class Follower:
                 with self._turn:
                     if order.kind is CommandKind.SAVE:
                         if writing is not None:
-                            _await_written(writing)  # its buffers are used again
+                            _await_written(writing)  # the new snapshot reuses its buffers
                         snapshot = self._rank.snapshot(order.step)
                         writing = writer.submit(self._rank.checkpointer.write, snapshot)
                     else:
                         self._take_part(order)
 
     def weight_specs(self) -> list[TensorSpec]:
-        """All tensors of the model, in sending order."""
+        """Returns the specifications of all tensors of the model, in sending order."""
         return self._exported().weight_specs()
 
     def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The rows of this rank; training waits until they are read."""
+        """Yields the rows of this rank; training waits until all are read."""
         with self._turn:
             if self._state is not None:
                 self._state.check_here()
             yield from self._exported().weight_rows()
 
     def score_canary(self) -> Canary:
-        """Only rank 0 is asked; this rank takes part when rank 0 orders it."""
+        """Raises, because only rank 0 answers this; this rank scores when rank 0 sends the command.
+
+        Raises:
+            FailedPreconditionError: Always.
+        """
         raise FailedPreconditionError("ask rank 0 for the canary: all ranks score it together")
 
     def _take_part(self, order: Command) -> None:
@@ -91,8 +95,8 @@ class Follower:
             self._obey(order)
         except (ServiceError, ValueError) as error:
             if isinstance(error, OomLimitError) or self._command_group.has_failed:
-                raise  # others wait for this rank
-            # Rank 0 met the same and reports it; the next order may be a good one.
+                raise  # other ranks wait for this one
+            # Rank 0 got the same error and reports it; the next command may succeed.
             logger.warning("order failed", extra={"order": order.kind.name, "error": str(error)})
 
     def _obey(self, order: Command) -> None:
@@ -130,5 +134,5 @@ def _await_written(writing: Future[Path]) -> None:
     try:
         writing.result()
     except ServiceError as error:
-        # Rank 0 reports it.
+        # Rank 0 reports the failure to its caller.
         logger.warning("checkpoint not written", extra={"error": str(error)})

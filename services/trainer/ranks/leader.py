@@ -1,4 +1,4 @@
-"""Rank 0 towards the outside: steps in order and once, weights only between steps."""
+"""Rank 0 as seen by its callers: trains each step once and in order, exports weights between steps."""
 
 import asyncio
 import shutil
@@ -35,19 +35,19 @@ class SavedCheckpoint:
 
     folder: Path
     seconds: Mapping[str, float]
-    """Time by phase: the ``snapshot`` blocked training, the ``write`` did not."""
+    """Seconds by phase; only ``snapshot`` blocks training, ``write`` does not."""
     num_bytes: int
-    """Its size."""
+    """Size of the checkpoint in bytes."""
     free_bytes: int
-    """Room that is left beside it."""
+    """Free bytes that remain on the checkpoint's volume."""
 
 
 class Leader:
-    """Serves steps and weights; until :meth:`attach` it answers that it still loads.
+    """Serves steps and weights from rank 0; raises ``UnavailableError`` until :meth:`attach`.
 
     Args:
-        may_miss_steps: Whether a step need not follow the newest one: a critic that was lost goes on without
-            those since its checkpoint.
+        may_miss_steps: True if a step need not follow the newest one: a critic that was lost resumes without
+            the steps since its checkpoint.
     """
 
     def __init__(self, *, may_miss_steps: bool = False) -> None:
@@ -61,7 +61,7 @@ class Leader:
         self._newest_version = 0
         self._begun: tuple[int, Future[StepResult]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train")
-        # Training changes the weights that a transfer copies; both run in threads.
+        # A transfer copies the weights that training changes, and both run in threads.
         self._turn = threading.Lock()
         self._steps = asyncio.Lock()
         self._saving = asyncio.Lock()
@@ -77,15 +77,15 @@ class Leader:
         state: OffloadedState | None = None,
         step: int = 0,
     ) -> None:
-        """Start to answer, with the other ranks following.
+        """Starts to answer calls, with the other ranks ready to execute commands.
 
         Args:
-            rank: This process's part.
-            command_group: The other ranks.
-            weights: The policy's weights; a critic's go nowhere.
-            values: Scores batches, of a critic.
-            state: The policy's state, which can be moved to host memory.
-            step: Newest step that is trained already.
+            rank: This process's part in training.
+            command_group: All ranks of the worker.
+            weights: Exports the policy's weights; None for a critic, whose weights are not published.
+            values: Scores batches; only for a critic.
+            state: The policy's training state, which can move to host memory.
+            step: Newest trained step.
         """
         self._newest = (step, None)
         self._command_group = command_group
@@ -103,10 +103,10 @@ class Leader:
         num_steps: int | None = None,
         waits: Mapping[str, float] | None = None,
     ) -> StepResult:
-        """Train a step, or repeat the answer of the newest one.
+        """Trains a step, or returns the stored result if it is the newest one.
 
-        A step that was begun is finished and counted even if the caller is gone: a controller that was
-        started again asks for the same step and gets its answer.
+        A running step is finished and counted even if the caller is gone: a restarted controller requests the
+        same step and receives its result.
 
         Raises:
             FailedPreconditionError: If ``step`` does not follow the newest one.
@@ -121,7 +121,7 @@ class Leader:
             return await _shielded(self._begun[1])
 
     async def accumulate(self, step: int, meta: KVBatchMeta, *, weight_version: int) -> None:
-        """Begin with some groups of the next step, while its others are generated. Safe to repeat.
+        """Accumulates gradients of some groups of the next step while others are generated. Safe to retry.
 
         Raises:
             FailedPreconditionError: If ``step`` does not follow the newest one.
@@ -143,9 +143,9 @@ class Leader:
             rank.accumulate(meta, weight_version=weight_version)
 
     async def newest_step(self) -> int:
-        """The newest trained step, once no step is being trained."""
+        """Returns the newest trained step; waits for a step that is being trained."""
         if self._begun is not None:
-            # Its failure is told to whoever asks for the step.
+            # Its failure is raised to the caller that requests the step.
             await asyncio.wait([asyncio.wrap_future(self._begun[1])])
         return self._newest[0]
 
@@ -158,14 +158,14 @@ class Leader:
         waits: Mapping[str, float],
     ) -> Future[StepResult]:
         newest, result = self._newest
-        # Steps that are trained again after the run went back have other versions.
+        # After the run went back to a checkpoint, retrained steps have the same number but other versions.
         is_repeated = weight_version is None or weight_version == self._newest_version
         if step == newest and result is not None and is_repeated:
             answered: Future[StepResult] = Future()
             answered.set_result(result)
             return answered
         self._check_next(step)
-        # With its context: log lines of the thread name the step's trace.
+        # The copied context lets log lines of the thread carry the step's trace.
         return self._thread.submit(
             copy_context().run, self._train, step, meta, weight_version, num_steps, waits
         )
@@ -202,10 +202,10 @@ class Leader:
             return result
 
     async def save(self, step: int, keep_steps: Collection[int] = ()) -> SavedCheckpoint:
-        """Save the state of the newest step. Training waits for the copy, not for the disk.
+        """Saves the state of the newest step. Training waits for the copy, not for the disk.
 
         Args:
-            step: The newest one.
+            step: The newest step.
             keep_steps: Steps whose checkpoints are kept besides the newest ones.
 
         Raises:
@@ -222,7 +222,7 @@ class Leader:
             return await asyncio.to_thread(_saved, folder, timer.seconds)
 
     def save_progress(self) -> tuple[int, int]:
-        """Bytes that are written of the checkpoint under way, and all of them; zeros before the first."""
+        """Returns written and total bytes of the newest checkpoint; zeros before the first."""
         return self._attached().checkpointer.progress()
 
     def _write(self, rank: Rank, snapshot: Snapshot, keep_steps: Collection[int]) -> Path:
@@ -231,7 +231,7 @@ class Leader:
 
     def _snapshot(self, rank: Rank, step: int) -> Snapshot:
         with self._turn, self._command_group.guard():
-            # A step may have ended while this waited for its turn, so the check belongs here.
+            # A step may have ended while this thread waited for the lock, so the check belongs here.
             newest, _ = self._newest
             if step != newest and not self._may_miss_steps:
                 raise FailedPreconditionError(
@@ -243,7 +243,7 @@ class Leader:
             return rank.snapshot(step)
 
     async def add_values(self, meta: KVBatchMeta) -> None:
-        """Add the critic's values to samples that have none, with all ranks."""
+        """Adds the critic's values to samples that have none, with all ranks."""
         await asyncio.to_thread(self._add_values, meta)
 
     def _add_values(self, meta: KVBatchMeta) -> None:
@@ -254,11 +254,11 @@ class Leader:
             self._values.add(meta)
 
     async def sleep(self) -> None:
-        """Move the training state of all ranks to host memory, once nothing is trained. Safe to repeat."""
+        """Moves the training state of all ranks to host memory, after the running step. Safe to retry."""
         await asyncio.to_thread(self._move, CommandKind.SLEEP)
 
     async def wake(self) -> None:
-        """Move the training state of all ranks back. Safe to repeat."""
+        """Moves the training state of all ranks back to their GPUs. Safe to retry."""
         await asyncio.to_thread(self._move, CommandKind.WAKE)
 
     def _move(self, kind: CommandKind) -> None:
@@ -270,15 +270,15 @@ class Leader:
                 self._state.put_away()
             else:
                 self._state.bring_back()
-            self._command_group.gather("moved")  # all have
+            self._command_group.gather("moved")  # returns once all ranks have moved
 
     def weight_specs(self) -> list[TensorSpec]:
-        """What will be sent, in sending order."""
+        """Returns the specifications of all exported tensors, in sending order."""
         weights = self._exported()
         return weights.weight_specs()
 
     def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The current weights, or this rank's rows of them; training waits until they are read."""
+        """Yields the current weights, or this rank's rows of them; training waits until all are read."""
         weights = self._exported()
         with self._turn, self._awake():
             if weights.sends_rows:
@@ -288,23 +288,23 @@ class Leader:
                 yield from weights.weight_tensors()
 
     def score_canary(self) -> Canary:
-        """Score a short text under the current weights, with all ranks."""
+        """Scores a short text under the current weights, with all ranks."""
         weights = self._exported()
         with self._turn, self._awake():
             self._command_group.tell(Command(CommandKind.SCORE))
             return weights.score_canary()
 
     def stop(self) -> None:
-        """End the other ranks."""
+        """Stops the other ranks."""
         with self._turn:
             self._command_group.tell(Command(CommandKind.STOP))
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """Around what all ranks do with the training state.
+        """Guards work of all ranks on the training state.
 
         Raises:
-            FailedPreconditionError: If it is in host memory.
+            FailedPreconditionError: If the state is in host memory.
         """
         self._attached()
         if self._state is not None:
@@ -324,9 +324,9 @@ class Leader:
 
 
 async def _shielded(work: "Future[_T]") -> _T:
-    """The result of work that goes on if nobody waits for it any more."""
+    """Awaits work that continues if its caller is cancelled."""
     waiting = asyncio.wrap_future(work)
-    # The caller may be gone before it fails, and asyncio logs what nobody has seen.
+    # The caller may be gone when the work fails; asyncio would log the exception as never retrieved.
     waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(waiting)
 

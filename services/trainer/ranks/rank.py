@@ -1,4 +1,4 @@
-"""What one trainer process does with a batch: its share of the plan, fetched and trained."""
+"""One rank's part in training: plans a batch, fetches its share of the samples and trains them."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -36,18 +36,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepProfiler:
-    """Writes what a process does in some of the steps."""
+    """Writes profiler traces of chosen steps."""
 
     folder: Path
-    """Where profiles go; made when there is one."""
+    """Folder of the traces; created with the first one."""
     rank: int = 0
-    """This process among all of the worker."""
     steps: frozenset[int] = frozenset()
-    """Steps that are profiled."""
+    """Steps to profile."""
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        """Around a step: its operations and, on a GPU, its kernels become ``step-S-rank-R.json.gz``."""
+        """Profiles the block if ``step`` was chosen.
+
+        Operations and, on a GPU, kernels are written to ``step-S-rank-R.json.gz`` as a Chrome trace.
+        """
         if step not in self.steps:
             yield
             return
@@ -66,35 +68,35 @@ NO_PROFILES = StepProfiler(Path("profiles"))
 
 
 class Runner(Protocol):
-    """Trains something: the policy, or the critic where it has processes of its own."""
+    """Trainer of one model: of the policy, or of a critic that has its own processes."""
 
     num_steps: int
     """Steps of the whole run, over which learning rates are scheduled."""
     oom_limits: OomLimits
-    """What did not fit into memory before."""
+    """Micro-batch sizes that are known to exceed memory."""
 
     def run(
         self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
     ) -> StepResult:
-        """Train one batch."""
+        """Trains one batch."""
 
     def parts(self) -> dict[str, tuple[nn.Module, torch.optim.AdamW]]:
-        """What is trained, with its optimizer, by the prefix of its names."""
+        """Returns each trained module with its optimizer, by the prefix of its parameter names."""
 
     def facts(self) -> dict[str, float]:
-        """Numbers that a checkpoint keeps besides the tensors."""
+        """Returns the numbers that a checkpoint stores besides the tensors."""
 
     def restore(self, facts: Mapping[str, float]) -> None:
-        """Continue from the numbers of a checkpoint."""
+        """Restores the numbers of a checkpoint."""
 
 
 _Sample = tuple[str, object]
-"""Key and attempt."""
+"""Key and attempt of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A batch, and what one rank has of it."""
+    """A planned batch with this rank's samples."""
 
     cohort: BatchFacts
     plan: StepPlan
@@ -102,17 +104,17 @@ class _Share:
 
 
 class Rank:
-    """One rank's part in training. Every rank must be asked the same, in the same order.
+    """One rank's part in training. All ranks must make the same calls in the same order.
 
     Args:
-        runner: Trains.
-        fetch: Brings samples from the transferqueue.
+        runner: Trains the fetched samples.
+        fetch: Fetches samples from the transferqueue.
         spec: The run.
         ranks: Data-parallel ranks.
-        cost: Cost of a sequence by its length, for balancing.
-        checkpointer: Saves and loads what is trained.
+        cost: Returns the relative cost of a sequence of a given length, to balance ranks.
+        checkpointer: Saves and loads the trained modules.
         profiler: Writes profiles of chosen steps.
-        recorder: Tells people of samples that are kept; None on ranks that are not asked.
+        recorder: Records how samples were trained, for people to read; None on ranks that record nothing.
     """
 
     def __init__(
@@ -141,13 +143,14 @@ class Rank:
         self._early: tuple[int, frozenset[_Sample]] = (-1, frozenset())
 
     def accumulate(self, meta: KVBatchMeta, *, weight_version: int) -> None:
-        """Add the gradients of some groups of the next step. Blocks; runs in a thread.
+        """Accumulates gradients of some groups of the next step. Blocks; runs in a thread.
 
-        The step itself then trains the others. Groups that it turns out not to have cost only time.
+        The step then trains only its other groups. If an accumulated group turns out not to belong to the
+        step, all accumulated gradients are dropped, which costs only time.
 
         Args:
-            meta: The groups; those that were accumulated before are left alone.
-            weight_version: Number of the weights that the step starts from.
+            meta: The groups; those that were accumulated before are skipped.
+            weight_version: Version of the weights that the step starts from.
 
         Raises:
             IncompleteBatchError: If the groups lack what the algorithm needs.
@@ -162,7 +165,7 @@ class Rank:
             return
         share = self._share(meta.select(new), weight_version, num_updates=1)
         if self._any_rank_has(nonfinite_inputs(share.samples, share.cohort)):
-            return  # the step says so, and is skipped
+            return  # the step itself reports this and is skipped
         try:
             runner.accumulate(weight_version, share.samples, share.cohort, share.plan)
         except OomLimitError as error:
@@ -184,7 +187,10 @@ class Rank:
             self._recorder.forget()
 
     def _without_early(self, meta: KVBatchMeta, weight_version: int) -> KVBatchMeta:
-        """What is left of a batch; everything, if what was accumulated is not a part of it."""
+        """Returns the part of a batch that is not accumulated yet.
+
+        Returns the whole batch, and drops the gradients, if the accumulated groups are not a part of it.
+        """
         samples, early = _samples_of(meta), self._early[1]
         if self._early[0] == weight_version and early < set(samples):
             return meta.select([i for i, sample in enumerate(samples) if sample not in early])
@@ -199,17 +205,17 @@ class Rank:
         weight_version: int | None = None,
         num_steps: int | None = None,
     ) -> StepResult:
-        """Train a batch. Blocks; runs in a thread.
+        """Trains a batch. Blocks; runs in a thread.
 
         Args:
             step: Number of the step, from 1.
             meta: The whole batch.
-            weight_version: Number of the weights that the step starts from; None counts them like steps.
-            num_steps: Steps of the whole run; None leaves what is known of that.
+            weight_version: Version of the weights that the step starts from; None means ``step - 1``.
+            num_steps: Steps of the whole run; None keeps the known number.
 
         Raises:
             IncompleteBatchError: If the batch lacks what the algorithm needs.
-            NotFiniteError: If too many steps in a row had to be skipped, even after going back.
+            NotFiniteError: If too many consecutive steps were skipped, even after going back to a checkpoint.
             NotFoundError: If too many were skipped and there is no checkpoint to go back to.
         """
         version = step - 1 if weight_version is None else weight_version
@@ -221,7 +227,7 @@ class Rank:
         except OomLimitError:
             if left is meta or self._spec.trainer.world_size > 1:
                 raise
-            # What was accumulated early is forgotten, so all of the step begins anew.
+            # Accumulated gradients are dropped, so the whole step starts over.
             result = self._trained(step, meta, version)
         if result.skipped:
             logger.error("step skipped", extra={"step": step, "keys": " ".join(meta.keys[:64])})
@@ -233,7 +239,7 @@ class Rank:
         return result
 
     def _trained(self, step: int, meta: KVBatchMeta, weight_version: int) -> StepResult:
-        """Train a batch, or what is left of it."""
+        """Trains a batch, or the part of it that is not accumulated yet."""
         timer = PhaseTimer()
         with timer("fetch"):
             share = self._share(
@@ -260,22 +266,22 @@ class Rank:
         return result
 
     def snapshot(self, step: int) -> Snapshot:
-        """Copy the training state after a step, to be written while training goes on."""
+        """Copies the training state after a step, so that training continues while the copy is written."""
         return self.checkpointer.snapshot(step, {"step": step, **self.runner.facts()})
 
     def restore(self, folder: Path | None = None) -> int:
-        """Go back to a checkpoint, by default to the run's newest whole one; returns its step.
+        """Restores a checkpoint, by default the run's newest complete one; returns its step.
 
         Raises:
             NotFoundError: If there is none.
-            DataLossError: If ``folder`` is not whole.
+            DataLossError: If ``folder`` is not complete.
         """
         facts = self.checkpointer.load(folder)
         self.runner.restore(facts)
         return int(facts["step"])
 
     def _share(self, meta: KVBatchMeta, weight_version: int, *, num_updates: int) -> "_Share":
-        """Plan a batch and fetch this rank's samples; the ranks agree that all have theirs."""
+        """Plans a batch and fetches this rank's samples; fails on all ranks if one cannot fetch its own."""
         if self._recorder is not None:
             self._recorder.begin(meta)
         fields = wanted_fields(meta, self._spec)
@@ -319,7 +325,7 @@ class Rank:
         return self._any(bool(names))
 
     def _any(self, condition: bool) -> bool:
-        """Whether a condition holds on any rank. Every rank calls it."""
+        """Returns True if the condition holds on any rank. All ranks must call it."""
         return bool(self._ranks.sum(torch.tensor([int(condition)])).item())
 
 
@@ -328,9 +334,9 @@ def _samples_of(meta: KVBatchMeta) -> list[_Sample]:
 
 
 def _is_outdated(fetched: Mapping[str, Jagged], weight_version: int) -> bool:
-    """Whether proximal logprobs are those of other weights than the step starts from.
+    """Returns True if proximal logprobs belong to other weights than the step starts from.
 
-    That happens if the trainer went back to a checkpoint after they were computed; it computes its own then.
+    This happens if the trainer went back to a checkpoint after they were computed; it then computes its own.
     """
     versions = fetched.get("proximal_version")
     return versions is not None and bool((versions.values != weight_version).any())

@@ -1,4 +1,4 @@
-"""How all ranks of a worker come up, rank 0 hearing of the run and telling the others, and when they end."""
+"""Startup and shutdown of a worker's ranks: rank 0 learns of the run and passes it on to the others."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ _Built_co = TypeVar("_Built_co", covariant=True)
 
 
 class Build(Protocol[_Built_co]):
-    """Loads what a rank trains, or scores with. Blocks."""
+    """Loads the models that a rank trains or scores with. Blocks."""
 
     def __call__(
         self,
@@ -31,11 +31,11 @@ class Build(Protocol[_Built_co]):
         transfers: QueueTransfers,
         progress: Progress,
     ) -> _Built_co:
-        """All ranks call it."""
+        """Loads the models. All ranks must call it."""
 
 
 def connect_data(address: str, spec: RunSpec) -> AbstractAsyncContextManager[DataClient]:
-    """The connection of a rank to the transferqueue."""
+    """Connects a rank to the transferqueue."""
     return DataClient.connect(address, put_timeout_s=spec.transferqueue.put_timeout_s)
 
 
@@ -46,14 +46,14 @@ async def load(
     settings: TrainerSettings,
     build: Build[_Built_co],
 ) -> _Built_co:
-    """Bring all ranks up, as rank 0.
+    """Loads all ranks, as rank 0.
 
     Args:
         stack: Closes the connection to the transferqueue.
-        session: Knows the run.
-        command_group: The other ranks, who wait to hear of it.
-        settings: Of this process.
-        build: Loads this rank's part.
+        session: Registration at the controller, with the run's specification.
+        command_group: All ranks; the others wait for the run's specification.
+        settings: Settings of this process.
+        build: Loads this rank's models.
     """
     loop = asyncio.get_running_loop()
 
@@ -86,7 +86,7 @@ async def load(
 
 
 async def until_stopped(session: WorkerSession, command_group: CommandGroup) -> None:
-    """Wait for the controller's order or a signal.
+    """Waits for the controller's stop request or a signal.
 
     Raises:
         ExceptionGroup: With a RankFailedError, if a rank fails.

@@ -1,4 +1,4 @@
-"""What the trainer tells people of samples that are kept: when they were trained, and with what effect."""
+"""Records when and with what effect the trainer trained the samples that are kept for people to read."""
 
 import json
 import math
@@ -17,12 +17,12 @@ _MAX_LOG_RATIO = 80.0
 
 
 class TrainingRecorder:
-    """Collects what a rank's step does with the samples that are kept, and tells of it.
+    """Collects what a rank's step does with recorded samples, and sends it to the transferqueue.
 
-    Which ones are kept follows from the names of their groups.
+    The names of the groups determine which samples are recorded.
 
     Args:
-        tell: Puts what is told, and waits for nobody.
+        tell: Stores records without waiting for the result.
         spec: The run.
     """
 
@@ -33,7 +33,7 @@ class TrainingRecorder:
         self._taken: dict[str, dict[int, dict[str, Tensor]]] = {}
 
     def begin(self, meta: KVBatchMeta) -> None:
-        """Watch the kept samples of what is trained next."""
+        """Selects the recorded samples of the next batch."""
         prompts = self._spec.trainer.prompts_per_step
         kept = {
             group: self._spec.samples.keeps_group(group, prompts_per_step=prompts)
@@ -42,7 +42,7 @@ class TrainingRecorder:
         self._keys = {row: key for row, key in enumerate(meta.keys) if kept[group_of(key)]}
 
     def take(self, part: Samples, logprobs: Tensor) -> None:
-        """Note a micro-batch with its logprobs ``[R]`` under the weights that it is trained with."""
+        """Collects a micro-batch with its logprobs ``[R]`` under the weights that it is trained with."""
         rows = part.rows.tolist()
         if self._keys.keys().isdisjoint(rows):
             return
@@ -57,16 +57,16 @@ class TrainingRecorder:
                 self._taken.setdefault(self._keys[row], {})[number] = own
 
     def forget(self) -> None:
-        """Nothing of what was taken is trained."""
+        """Drops everything collected, because it is not trained."""
         self._taken = {}
 
     def tell(self, partition: str, *, step: int, weight_version: int) -> None:
-        """Tell of everything that a step trained.
+        """Sends the records of everything that a step trained.
 
         Args:
-            partition: Where the samples are.
-            step: The step.
-            weight_version: Number of the weights that it started from.
+            partition: Partition of the samples.
+            step: Number of the step.
+            weight_version: Version of the weights that the step started from.
         """
         taken, self._taken = self._taken, {}
         if not taken:
@@ -86,14 +86,14 @@ class TrainingRecorder:
 
 
 def _behind_prompt(columns: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
-    """Columns of a further sequence with zeros for its prompt, which is a part of the sample's response."""
+    """Prepends zeros for the prompt of a further sequence, which is a part of the sample's response."""
     return {
         name: torch.cat([values.new_zeros(num_tokens), values]) for name, values in columns.items()
     }
 
 
 def _joined(sequences: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Columns of a sample from those of its sequences."""
+    """Concatenates the columns of a sample's sequences."""
     ordered = [sequences[number] for number in sorted(sequences)]
     return {name: torch.cat([columns[name] for columns in ordered]) for name in ordered[0]}
 
@@ -110,12 +110,12 @@ def _facts(row: Mapping[str, Tensor], weight_version: int) -> dict[str, float | 
 
 
 def _mean(values: Tensor, mask: Tensor) -> float | None:
-    """Mean where the mask is set; None if it is nowhere, or no number."""
+    """Returns the mean of the masked values; None if the mask is empty or the mean is not finite."""
     chosen = values[mask].double()
     mean = float(chosen.mean()) if len(chosen) else math.nan
     return mean if math.isfinite(mean) else None
 
 
 def _as_bytes(record: Mapping[str, float | None]) -> Tensor:
-    """JSON, uint8 ``[B]``."""
+    """Encodes a record as JSON in a uint8 tensor ``[B]``."""
     return torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
