@@ -1,1 +1,1 @@
-"""Training state on disk."""
+"""Checkpoints: training state on disk."""

@@ -1,8 +1,8 @@
-"""Training state on disk: sharded by torch DCP into safetensors, written while training goes on.
+"""Saves and loads checkpoints, sharded by torch DCP into safetensors and written while training continues.
 
-snapshot   copy this rank's shards into host memory; training waits only for this
+snapshot   copies this rank's shards into host memory; training waits only for this
 write      every rank writes its shards; then rank 0 publishes the folder with its manifest
-load       the newest whole checkpoint, resharded to however many ranks there are now
+load       reads the newest complete checkpoint, resharded to the current number of ranks
 """
 
 import json
@@ -35,15 +35,15 @@ from services.trainer.model.local_parts import local_part, spread_like
 from services.trainer.model.parallel import RankTopology
 
 FILE_BYTES = 512 << 20
-"""Of a file, as near as whole tensors come to it."""
+"""Max bytes of a file, unless one tensor is larger."""
 THREADS: Final = 4
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """Writes what torch's reader of safetensors puts together again.
+    """Writes safetensors that torch's ``HuggingFaceStorageReader`` reassembles.
 
     Args:
-        folder: Where the files go, those of all ranks.
+        folder: Folder of all ranks' files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +51,7 @@ class ShardWriter(HuggingFaceStorageWriter):
         self._folder = folder
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items; nobody asks where which of them went."""
+        """Writes this rank's items; the results are empty because no code reads them."""
         rank = plan.storage_data["shard_index"]
 
         def write(numbered: tuple[int, dict[str, tuple[WriteItem, Tensor]]]) -> None:
@@ -67,7 +67,7 @@ class ShardWriter(HuggingFaceStorageWriter):
 
 
 def _files(plan: SavePlan, planner: SavePlanner) -> Iterator[dict[str, tuple[WriteItem, Tensor]]]:
-    """Items in their order, by file."""
+    """Groups items into files, in order."""
     items: dict[str, tuple[WriteItem, Tensor]] = {}
     num_bytes = 0
     for item in plan.items:
@@ -85,7 +85,7 @@ def _files(plan: SavePlan, planner: SavePlanner) -> Iterator[dict[str, tuple[Wri
 
 
 def _write(file: Path, items: dict[str, tuple[WriteItem, Tensor]]) -> None:
-    """Write one file, with the place of each shard in its whole tensor."""
+    """Writes one file, with the offsets of each shard in its whole tensor."""
     places = {}
     for name, (item, _) in items.items():
         assert item.tensor_data is not None, "a tensor has its place"
@@ -113,7 +113,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Of all ranks' shards."""
+        """Bytes of all ranks' shards."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
@@ -122,12 +122,11 @@ class Checkpointer:
 
     Args:
         parts: Modules, whose parameters may be sharded, and their AdamW, by the prefix of their names.
-        root: Folder of all checkpoints of the run, seen by every rank.
-        keep: Newest checkpoints kept.
-        topology: The processes.
-        read: What this rank holds of a tensor; its memory may be away.
-        saves_frozen: Whether parameters that are not trained are saved too, because they cannot be read
-            again from where they came from.
+        root: Folder of all checkpoints of the run, visible to every rank.
+        keep: Number of newest checkpoints to keep.
+        topology: Parallelism of the worker's processes.
+        read: Returns this rank's part of a tensor, even while its device memory is released.
+        saves_frozen: True if frozen parameters are saved too, because their source cannot be read again.
     """
 
     def __init__(
@@ -146,21 +145,21 @@ class Checkpointer:
         self._read = read
         self._saves_frozen = saves_frozen
         self._rank = topology.rank
-        # A group of its own, because a write's collectives run beside those of training.
+        # Writing has its own process group, because its collectives run concurrently with those of training.
         is_alone = topology.world_size == 1
         self._group = None if is_alone else distributed.new_group(backend="gloo")
         self._buffers: dict[str, Tensor] = {}
         self._writing: Snapshot | None = None
-        # From the start, so that every checkpoint holds the same tensors.
+        # Create the moments now, so that every checkpoint holds the same tensors.
         self._make_moments()
 
     @torch.no_grad()
     def snapshot(self, step: int, facts: Mapping[str, Any]) -> Snapshot:
-        """Copy the state; the copy is valid until the next one is taken.
+        """Copies the state; the copy is valid until the next snapshot.
 
         Args:
             step: Newest trained step.
-            facts: Plain numbers to keep; the ``num_updates`` of each part among them, after its prefix.
+            facts: Plain numbers to store, including the ``num_updates`` of each part, after its prefix.
         """
         tensors = {name: self._copied(name, value) for name, value in self._state().items()}
         if torch.cuda.is_available():
@@ -168,17 +167,17 @@ class Checkpointer:
         return Snapshot(step=step, tensors=tensors, facts=dict(facts))
 
     def write(self, snapshot: Snapshot, keep_steps: Collection[int] = ()) -> Path:
-        """Write a snapshot. Blocks; runs in a thread beside training. All ranks call it.
+        """Writes a snapshot. Blocks; runs in a thread while training continues. All ranks must call it.
 
         Args:
-            snapshot: What to write.
-            keep_steps: Steps whose folders stay besides the newest ones; rank 0 knows them.
+            snapshot: The state to write.
+            keep_steps: Steps whose folders are kept besides the newest ones; only rank 0 needs them.
 
         Returns:
             The published folder.
 
         Raises:
-            FailedPreconditionError: If the disk takes no more.
+            FailedPreconditionError: If writing fails, as on a full disk.
         """
         self._writing = snapshot
         try:
@@ -193,19 +192,19 @@ class Checkpointer:
             self._writing = None
 
     def progress(self) -> tuple[int, int]:
-        """How many bytes all ranks have written, file by file, and of how many; zeros without a checkpoint.
+        """Returns written and total bytes of all ranks, counted file by file; zeros if none is being written.
 
-        Once all are written, the files are hashed.
+        Once all bytes are written, the files are hashed.
         """
         snapshot = self._writing
         if snapshot is None:
             return 0, 0
         total = snapshot.num_bytes
         try:
-            # A file has all of its size from the start, and this name once it is written.
+            # A file is allocated at full size, and gets this name once it is written.
             files = manifest.unfinished_of(self._root, snapshot.step).glob("*.safetensors")
             return min(sum(file.stat().st_size for file in files), total), total
-        except FileNotFoundError:  # it has another name by now
+        except FileNotFoundError:  # the folder was renamed meanwhile
             return total, total
 
     def _write(self, snapshot: Snapshot, keep_steps: Collection[int]) -> Path:
@@ -232,14 +231,14 @@ class Checkpointer:
         return manifest.folder_of(self._root, snapshot.step)
 
     def load(self, folder: Path | None = None) -> dict[str, Any]:
-        """Load a checkpoint in place; returns its facts. All ranks call it.
+        """Loads a checkpoint in place; returns its facts. All ranks must call it.
 
         Args:
-            folder: The checkpoint; None takes the newest whole one of this run.
+            folder: The checkpoint; None selects the newest complete one of this run.
 
         Raises:
             NotFoundError: If there is none.
-            DataLossError: If ``folder`` is not whole.
+            DataLossError: If ``folder`` is not complete.
         """
         if folder is None:
             folder, facts = manifest.newest(self._root)
@@ -257,7 +256,7 @@ class Checkpointer:
         return facts
 
     def _state(self) -> dict[str, Tensor]:
-        """The live tensors by name: parameters, buffers, and both moments of what is trained."""
+        """Returns the live tensors by name: parameters, buffers, and both moments of trained parameters."""
         state: dict[str, Tensor] = {}
         for prefix, (module, optimizer) in self._parts.items():
             for name, parameter in stored_tensors(module).items():
@@ -272,7 +271,7 @@ class Checkpointer:
         return state
 
     def _make_moments(self) -> None:
-        """Give the optimizers the state that they otherwise make in their first update."""
+        """Creates the optimizer states that AdamW otherwise creates in its first update."""
         for module, optimizer in self._parts.values():
             for parameter in module.parameters():
                 if parameter.requires_grad and not optimizer.state[parameter]:
@@ -292,7 +291,7 @@ class Checkpointer:
 
 
 def _cause(error: OSError | CheckpointException) -> str:
-    """What went wrong, without the traces that torch adds for every rank."""
+    """Returns the error messages without the traces that torch adds for every rank."""
     if isinstance(error, OSError):
         return str(error)
     return "; ".join(dict.fromkeys(str(inner) for inner, _ in error.failures.values()))

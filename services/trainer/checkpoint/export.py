@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder that loads elsewhere.
+"""Exports a checkpoint as a Hugging Face folder that loads elsewhere.
 
 python -m services.trainer.checkpoint.export CHECKPOINT SPEC FOLDER
 """
@@ -25,12 +25,12 @@ from services.trainer.model.lora import add_adapters, merged_parameters
 
 
 def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
-    """Write weights (adapters merged), configuration and tokenizer.
+    """Writes weights (adapters merged), configuration and tokenizer.
 
     Args:
         checkpoint: A published checkpoint.
         spec: The run that wrote it.
-        folder: Where to; made if it does not exist.
+        folder: Output folder; created if it does not exist.
 
     Raises:
         DataLossError: If the checkpoint is damaged.
@@ -44,7 +44,7 @@ def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
     if lora is None or spec.model.is_tiny:
         trained = build_model(config, dtype=torch.float32, device="cpu")
     else:
-        # A checkpoint holds what is trained alone.
+        # The checkpoint holds trained tensors only.
         trained = load_model(spec.model, tokenizer, dtype=dtype, device="cpu")
     saved = stored_tensors(trained)
     if lora is not None:
@@ -65,7 +65,7 @@ def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
 
 
 def main() -> None:
-    """Entry point of ``python -m services.trainer.checkpoint.export``."""
+    """Runs ``python -m services.trainer.checkpoint.export``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="folder such as checkpoints/step-00000050")
     parser.add_argument("spec", type=Path, help="the run's specification")

@@ -1,7 +1,7 @@
-"""Checkpoint folders: published whole, verified before use, pruned by age. No torch.
+"""Checkpoint folders: published atomically, verified before use, deleted by age. Does not import torch.
 
-A folder is written under another name and renamed once its manifest, with the digest of every file,
-is in it. So a folder without a manifest never counts, and damage is noticed before anything loads.
+A folder is written under another name and renamed once it contains its manifest, with the digest of every
+file. So a folder without a manifest never counts, and damage is detected before anything is loaded.
 """
 
 import hashlib
@@ -23,25 +23,25 @@ STEP_PREFIX = "step-"
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies once it is published."""
+    """Returns the folder of a step's published checkpoint."""
     return root / f"{STEP_PREFIX}{step:08d}"
 
 
 def unfinished_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written."""
+    """Returns the folder in which a step's checkpoint is written before it is published."""
     return root / f".unfinished-{STEP_PREFIX}{step:08d}"
 
 
 def publish(
     root: Path, step: int, facts: dict[str, Any], *, keep: int, keep_steps: Collection[int] = ()
 ) -> Path:
-    """Seal a written folder with its manifest, give it its name, and drop the oldest ones.
+    """Adds the manifest to a written folder, renames it, and deletes the oldest checkpoints.
 
     Args:
         root: Folder of all checkpoints of the run.
         step: Step that was saved.
-        facts: What the manifest says besides the files; plain JSON.
-        keep: Newest checkpoints kept.
+        facts: Further JSON content of the manifest.
+        keep: Number of newest checkpoints to keep.
         keep_steps: Steps whose checkpoints are kept besides.
 
     Returns:
@@ -68,9 +68,9 @@ def publish(
 
 
 def newest(root: Path) -> tuple[Path, dict[str, Any]]:
-    """The newest checkpoint that is whole, and the facts in its manifest.
+    """Returns the newest complete checkpoint and the facts in its manifest.
 
-    Damaged ones are named in the log and passed over.
+    Damaged checkpoints are logged and skipped.
 
     Raises:
         NotFoundError: If there is none.
@@ -90,10 +90,10 @@ def newest(root: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint, whose files are not looked at.
+    """Returns the step of a checkpoint without verifying its files.
 
     Raises:
-        ValueError: If the folder is none.
+        ValueError: If the folder is not a checkpoint.
     """
     try:
         return int(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["step"])
@@ -105,10 +105,10 @@ def step_of(folder: Path) -> int:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Check every file of a checkpoint; returns the facts in its manifest.
+    """Verifies every file of a checkpoint; returns the facts in its manifest.
 
     Raises:
-        DataLossError: If a file is missing or is not what was written.
+        DataLossError: If a file is missing, or its size or digest is wrong.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -137,12 +137,12 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def _published(root: Path) -> list[Path]:
-    """Published folders, newest first."""
+    """Returns the published folders, newest first."""
     return sorted(root.glob(f"{STEP_PREFIX}*"), reverse=True)
 
 
 def _digests(files: Sequence[Path]) -> list[str]:
-    """SHA-256 of each file, of several at a time: hashing is slower than a good disk."""
+    """Hashes several files at a time with SHA-256, because hashing is slower than a good disk."""
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(_digest, files))
 

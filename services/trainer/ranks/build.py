@@ -359,7 +359,7 @@ class Loader:
         return dtype
 
     def _cast_frozen(self, module: nn.Module) -> None:
-        """Casts frozen parameters to the forward pass's dtype, but no buffers (float32 rotary frequencies)."""
+        """Casts frozen parameters to the dtype of the forward pass. Buffers (rotary frequencies) stay float32."""
         for parameter in module.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(self._computes_in)

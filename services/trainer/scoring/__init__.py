@@ -1,1 +1,1 @@
-"""Logprobs of stored samples, computed by workers beside the trainer: the roles logp and ref_logp."""
+"""Workers of the roles logp and ref_logp, which compute logprobs of stored samples next to the trainer."""

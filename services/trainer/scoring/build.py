@@ -1,4 +1,4 @@
-"""From a run's specification to a rank that scores."""
+"""Builds a rank that scores from a run's specification."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from services.trainer.transfers import QueueTransfers, of_vocabulary
 
 @dataclass(frozen=True, slots=True)
 class BuiltScorer:
-    """A loaded rank."""
+    """A loaded rank of a scoring worker."""
 
     scorer: Scorer
     fields: FieldScoring
@@ -29,13 +29,14 @@ class BuiltScorer:
 def build_scorer(
     spec: RunSpec, settings: TrainerSettings, *, transfers: QueueTransfers, progress: Progress
 ) -> BuiltScorer:
-    """Load the policy of a worker of the role logp or ref_logp. Blocks; runs in a thread. All ranks call it.
+    """Loads the policy of a worker of the role logp or ref_logp.
 
-    The reference is the frozen base model, in the dtype that the trainer computes in. A policy of the role
-    logp has no weights: they come over the weight plane before it may score.
+    Blocks; runs in a thread. All ranks must call it. The reference is the frozen base model, in the dtype
+    that the trainer computes in. A policy of the role logp starts without weights: it must adopt published
+    ones before it scores.
 
     Raises:
-        ValueError: If the model does not load, or other processes were started than the run says.
+        ValueError: If the model does not load, or the number of processes differs from the run's.
     """
     is_reference = settings.role == "ref_logp"
     if is_reference:
@@ -45,7 +46,7 @@ def build_scorer(
     loader = Loader(spec, settings, topology, progress)
 
     def make(model: PreTrainedModel) -> Policy:
-        # Engines chose experts under the policy; the reference has its own choice.
+        # Engines chose experts under the policy; the reference chooses its own.
         replay = "off" if is_reference else spec.rollout.routing_replay
         temperature = spec.rollout.sampling.temperature
         return freeze(Policy(model, temperature=temperature, routing_replay=replay))
@@ -72,7 +73,7 @@ def build_scorer(
 
 
 def _scoring_spec(spec: RunSpec) -> RunSpec:
-    """The run with a trainer as large as this worker, and without what only training needs."""
+    """Returns the run with a trainer of this worker's size, without features that only training needs."""
     changes = {
         "world_size": spec.topology.scoring_ranks,
         "tensor_parallel": 1,
@@ -89,6 +90,6 @@ def _scoring_spec(spec: RunSpec) -> RunSpec:
 def _topology(spec: RunSpec, settings: TrainerSettings) -> RankTopology:
     device, world_size = device_of(settings), settings.world_size
     if world_size == spec.trainer.world_size == 1:
-        # Nothing is sharded, and the weights are in the right precision already.
+        # Nothing is sharded, and the weights already have the right dtype.
         return RankTopology(device=device, data=Ranks())
     return build_topology(spec.trainer, device=device, rank=settings.rank, world_size=world_size)

@@ -1,4 +1,4 @@
-"""The ranks of a worker that scores: rank 0 does one thing at a time, and the others do the same."""
+"""Command loop of a scoring worker: rank 0 runs one operation at a time, and all ranks take part."""
 
 import json
 import logging
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class ScoringLeader:
-    """Rank 0 of a worker that scores. Its methods block and may be called from several threads.
+    """Rank 0 of a scoring worker. Its methods block and are thread-safe.
 
     Args:
         scorer: This rank's part of the policy.
         fields: This rank's part in scoring samples.
-        command_group: The other ranks, who follow (:func:`follow`).
-        version: Number of the weights; -1 for weights that may not be used yet.
+        command_group: All ranks; the others run :func:`follow`.
+        version: Version of the weights; -1 for weights that must not be used yet.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class ScoringLeader:
         self.version = version
 
     def add(self, meta: KVBatchMeta, *, version: int | None = None) -> int:
-        """Score those samples that lack the field, and add it; returns how many there were.
+        """Scores samples that lack the field and stores it; returns the number of these samples.
 
         Args:
             meta: The samples.
-            version: Weights that are meant; None takes those that are there.
+            version: Expected weight version; None accepts the current one.
 
         Raises:
             NotFoundError: If samples were released meanwhile.
@@ -73,7 +73,7 @@ class ScoringLeader:
         return meta.num_keys
 
     def score_text(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprob of each token but the first, at temperature 1."""
+        """Returns the logprob of each token except the first, at temperature 1."""
         with self._turn, self._command_group.guard():
             self._command_group.tell(
                 Command(CommandKind.SCORE, payload=json.dumps(list(token_ids)).encode())
@@ -81,10 +81,10 @@ class ScoringLeader:
             return self._scorer.score_text(token_ids)
 
     def adopt(self, version: int, tensors: Mapping[str, Tensor]) -> float:
-        """Replace the weights; returns the seconds in which nothing could be scored.
+        """Replaces the weights; returns the seconds in which nothing could be scored.
 
         Raises:
-            ValueError: If they are not those of this model.
+            ValueError: If the weights are not those of this model.
             UnavailableError: If a rank is gone.
         """
         self._scorer.check(tensors)
@@ -102,38 +102,38 @@ class ScoringLeader:
             self._turn.release()
 
     def open(self) -> dict[str, Tensor]:
-        """Score nothing, and give the live weights to be written in place, until they are adopted."""
+        """Blocks scoring until :meth:`adopt` or :meth:`close`; returns the live weights for writing in place."""
         if not self._is_open:
             self._turn.acquire()
         self._is_open = True
         return self._scorer.live()
 
     def close(self) -> None:
-        """Go on with the live weights: nothing was written."""
+        """Resumes scoring with the live weights, if nothing was written into them."""
         if self._is_open:
             self._is_open = False
             self._turn.release()
 
     def refuse(self) -> None:
-        """The weights are wrong: score nothing until others are adopted."""
-        if self._is_open:  # it has the turn
+        """Marks the weights as wrong, so that nothing is scored until others are adopted."""
+        if self._is_open:  # the lock is held since open()
             self.version = -1
             return
         with self._turn:
             self.version = -1
 
     def stop(self) -> None:
-        """End the other ranks."""
+        """Stops the other ranks."""
         self.close()
         with self._turn:
             self._command_group.tell(Command(CommandKind.STOP))
 
 
 def follow(command_group: CommandGroup, scorer: Scorer, fields: FieldScoring) -> None:
-    """Take part in whatever rank 0 orders, until the end. Blocks; runs in a thread.
+    """Executes the commands of rank 0 until it sends STOP. Blocks; runs in a thread.
 
     Raises:
-        RankFailedError: If this rank or another one fails; the other ranks know it by then.
+        RankFailedError: If this rank or another one fails; the other ranks have been notified by then.
     """
     with command_group.guard(ends=True):
         while (order := command_group.receive()).kind is not CommandKind.STOP:
@@ -146,7 +146,7 @@ def follow(command_group: CommandGroup, scorer: Scorer, fields: FieldScoring) ->
                     scorer.adopt(None)
             except (ServiceError, ValueError) as error:
                 if isinstance(error, OomLimitError) or command_group.has_failed:
-                    raise  # others wait for this rank
-                # Rank 0 met the same and reports it; the next order may be a good one.
+                    raise  # other ranks wait for this one
+                # Rank 0 got the same error and reports it; the next command may succeed.
                 told = {"order": order.kind.name, "error": str(error)}
                 logger.warning("order failed", extra=told)

@@ -1,7 +1,7 @@
-"""The role ref_logp: adds reference logprobs to finished groups, beside generation and training.
+"""Role ref_logp: adds reference logprobs to finished groups, in parallel with generation and training.
 
-Samples are leased from the transferqueue, so work that dies with a worker comes back to the others, and the
-controller sees a group only once the field is there.
+Samples are leased from the transferqueue: if a worker dies, its leases go to the other workers. The
+controller sees a group only after the field is stored.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from services.transferqueue.types import AcquireRequest
 logger = logging.getLogger(__name__)
 
 _WAIT_S = 60.0
-# A transferqueue that restarts, or that does not hold the run yet, is asked again after this time.
+# Delay before a retry if the transferqueue restarts or does not hold the run yet.
 _RETRY_S = 0.5
-# What a dead worker held goes to another one after this time. A live one that takes longer may see its work
-# done twice, which changes nothing.
+# After this time, the samples of a dead worker go to another one. If a live worker takes longer, its work
+# may be done twice, which changes nothing.
 _LEASE_S = 15.0
 _CONSUMER = "ref_logp"
 
@@ -38,8 +38,8 @@ class ReferenceScoring:
 
     Args:
         spec: The run.
-        run_id: Its name, and that of its samples' partition.
-        leader: Holds the reference, with all ranks.
+        run_id: The run's id, which also names the partition of its samples.
+        leader: Scores with all ranks that hold the reference.
         queue: Leases samples.
     """
 
@@ -57,7 +57,7 @@ class ReferenceScoring:
         self._queue = queue
 
     async def run(self) -> None:
-        """Lease groups and score them, for ever."""
+        """Leases and scores groups forever."""
         while True:
             try:
                 leases = await self._lease()
@@ -67,7 +67,7 @@ class ReferenceScoring:
                 await asyncio.sleep(_RETRY_S)
 
     async def _lease(self) -> list[KVBatchMeta]:
-        """One group, and what else is there already, up to the tokens of one forward pass of all ranks."""
+        """Leases one group, and further available ones up to the tokens of one forward pass of all ranks."""
         most = self._spec.trainer.tokens_per_micro_batch * self._spec.topology.scoring_ranks
         waited_from = time.perf_counter()
         leases: list[KVBatchMeta] = []
@@ -103,7 +103,7 @@ class ReferenceScoring:
         try:
             await asyncio.to_thread(self._leader.add, whole)
         except NotFoundError as error:
-            # A group was given up meanwhile; the others are scored one by one.
+            # One group was released meanwhile; score the others one by one.
             logger.info("samples are gone", extra={"reason": str(error)})
             if len(leases) > 1:
                 for meta in leases:

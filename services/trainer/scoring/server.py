@@ -1,4 +1,4 @@
-"""The role logp: scores batches when the controller asks, under the weights that the trainer published."""
+"""Role logp: scores batches on request of the controller, under the weights that the trainer published."""
 
 import asyncio
 import time
@@ -22,11 +22,13 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ScoringServicer(scoring_pb2_grpc.ScoringServiceServicer):
-    """Answers the controller; also the end of the weight plane. Until :meth:`attach` it still loads.
+    """Implements the gRPC ``ScoringService`` and receives published weights.
+
+    Raises ``UnavailableError`` until :meth:`attach`.
 
     Args:
-        run_id: Labels the metrics.
-        on_refused: Hears why this worker scores nothing until it gets other weights.
+        run_id: Label of the metrics.
+        on_refused: Called with the reason if this worker stops scoring until it receives other weights.
     """
 
     def __init__(self, run_id: str, on_refused: Callable[[str], None]) -> None:
@@ -36,13 +38,13 @@ class ScoringServicer(scoring_pb2_grpc.ScoringServiceServicer):
         self._live: Mapping[str, Tensor] = {}
 
     def attach(self, leader: ScoringLeader) -> None:
-        """Begin to answer."""
+        """Starts to answer calls."""
         self._leader = leader
 
     async def ScoreBatch(
         self, request: pb.ScoreBatchRequest, context: _Context
     ) -> pb.ScoreBatchResponse:
-        """Add proximal logprobs to samples."""
+        """Adds proximal logprobs to samples."""
         leader = self._attached()
         meta = KVBatchMeta.from_proto(request.batch)
         start = time.perf_counter()
@@ -52,7 +54,7 @@ class ScoringServicer(scoring_pb2_grpc.ScoringServiceServicer):
         return pb.ScoreBatchResponse(duration_s=spent_s)
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
-        """Put a version into service; returns the seconds in which nothing was scored."""
+        """Adopts a version; returns the seconds in which nothing was scored."""
         leader = self._attached()
         try:
             return await asyncio.to_thread(leader.adopt, version, tensors)
@@ -60,28 +62,28 @@ class ScoringServicer(scoring_pb2_grpc.ScoringServiceServicer):
             raise InvalidArgumentError(str(error), version=version) from error
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
-        """Logprob of each token but the first under the live weights, at temperature 1."""
+        """Returns the logprob of each token except the first, under the live weights at temperature 1."""
         leader = self._attached()
         return await asyncio.to_thread(leader.score_text, token_ids)
 
     async def refuse_weights(self, reason: str) -> None:
-        """The live weights are not the trainer's: score nothing until others are adopted."""
+        """Stops scoring until other weights are adopted, because the live ones differ from the trainer's."""
         leader = self._attached()
         await asyncio.to_thread(leader.refuse)
         self._on_refused(reason)
 
     async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
-        """Score nothing, and let the live weights be written in place."""
+        """Blocks scoring, and returns a function that writes received tensors into the live weights."""
         leader = self._attached()
         self._live = await asyncio.to_thread(leader.open)
         return live_placer(plan, self._live)
 
     async def adopt_placed(self, version: int) -> float:
-        """Go on with what is in place."""
+        """Adopts the weights that were written in place."""
         return await self.adopt_weights(version, self._live)
 
     async def close_weights(self) -> None:
-        """Go on with the live weights: nothing was written."""
+        """Resumes scoring with the live weights, if nothing was written into them."""
         leader = self._attached()
         leader.close()
 

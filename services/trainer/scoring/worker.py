@@ -1,7 +1,7 @@
-"""Rank 0 of a worker of the role logp or ref_logp: load, register, score until the controller orders the end.
+"""Rank 0 of a worker of the role logp or ref_logp: loads, registers and scores until the controller stops it.
 
 ref_logp  holds the frozen base model and scores groups as they finish (scoring.reference)
-logp      holds the published weights and scores the batches that it is asked for (scoring.server)
+logp      holds the published weights and scores the batches that it receives (scoring.server)
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _REFERENCE_VERSION = 0
 
 
 async def serve_logp(settings: TrainerSettings) -> None:
-    """Serve one run in the role logp."""
+    """Serves one run in the role logp."""
     command_group = CommandGroup(settings.world_size)
     async with AsyncExitStack() as stack:
         stack.enter_context(command_group.listening())
@@ -41,7 +41,7 @@ async def serve_logp(settings: TrainerSettings) -> None:
         )
         member = WeightMember(
             sink=servicer,
-            # Of a model that is sharded no GPU has room for the whole, which the host's memory takes first.
+            # No GPU has room for a whole sharded model, so weights are received in host memory first.
             device=device_of(settings) if settings.world_size == 1 else torch.device("cpu"),
             host=settings.advertise_host,
             rendezvous=lambda scope: session.rendezvous(scope),
@@ -66,7 +66,7 @@ async def serve_logp(settings: TrainerSettings) -> None:
 
 
 async def serve_ref_logp(settings: TrainerSettings) -> None:
-    """Serve one run in the role ref_logp."""
+    """Serves one run in the role ref_logp."""
     command_group = CommandGroup(settings.world_size)
     async with AsyncExitStack() as stack:
         stack.enter_context(command_group.listening())

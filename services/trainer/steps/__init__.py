@@ -1,1 +1,1 @@
-"""What is done with a batch: steps of the policy and of the critic, their terms, and fields that join it."""
+"""Training steps of the policy and the critic, their gradients and metrics, and scoring of stored samples."""

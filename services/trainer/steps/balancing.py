@@ -1,4 +1,4 @@
-"""How evenly a mixture's experts are chosen: measured, and evened out by a loss or by biases."""
+"""Load balancing of a mixture's experts: measures the load, and evens it out by a loss or by biases."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from services.trainer.model.routing import imbalance
 
 
 class Balancer:
-    """Watches the routers of a policy over a step; does nothing for a dense one.
+    """Measures and balances the expert load of a policy's routers; does nothing for a dense model.
 
     Args:
         policy: The policy.
@@ -25,7 +25,7 @@ class Balancer:
     def __init__(self, policy: Policy, spec: RunSpec, ranks: Ranks) -> None:
         self._routing = policy.routing
         self._spec = spec.trainer.balancing
-        # Where ranks compute packs together each counts its own tokens.
+        # Ranks that compute packs together each count their own tokens.
         self._ranks = ranks.everyone or ranks
         self._compares = spec.rollout.routing_replay != "off"
         config: Mapping[str, Any] = policy.model.config.to_dict()
@@ -34,11 +34,11 @@ class Balancer:
         self._step: Tensor | None = None
 
     def begin_update(self) -> None:
-        """Before the first micro-batch of an update, or again before it if it begins anew."""
+        """Clears the counts before an update's first micro-batch, also if the update is repeated."""
         self._update = None
 
     def loss(self, part: Samples, num_trained: Tensor, tally: MetricTotals) -> Tensor | float:
-        """After the forward pass of a micro-batch: its share of the balancing loss.
+        """Returns a micro-batch's share of the balancing loss, after its forward pass.
 
         Args:
             part: The micro-batch.
@@ -62,10 +62,10 @@ class Balancer:
         return self._coefficient * loss * share.to(loss.device)
 
     def updated(self, *, moved: bool) -> None:
-        """After an update. Every rank calls it.
+        """Sums the counts of an update and moves the routers' biases. All ranks must call it.
 
         Args:
-            moved: Whether weights moved.
+            moved: True if the update changed weights.
         """
         if self._routing is None or self._update is None:
             return
@@ -75,7 +75,7 @@ class Balancer:
         self._step = counts if self._step is None else self._step + counts
 
     def metrics(self) -> dict[str, float]:
-        """Of the step that ends."""
+        """Returns the expert load of the step and clears it."""
         if self._step is None:
             return {}
         mean, worst = imbalance(self._step)

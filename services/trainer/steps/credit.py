@@ -1,4 +1,4 @@
-"""From rewards to token advantages: the estimator of the specification, over all ranks."""
+"""Turns rewards into token advantages with the specified estimator, over all ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,26 +19,26 @@ from services.trainer.collectives import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What each response token is to be reinforced by."""
+    """Advantages and returns of each response token."""
 
     advantages: Tensor
     """``[R]`` float32, 0 outside the response mask."""
     returns: Tensor | None
-    """``[R]`` float32 targets of the critic, if there is one."""
+    """``[R]`` float32 targets of the critic; None without a critic."""
     shaped_scores: Tensor
-    """``[n]`` float32, for each sequence its sample's reward, penalties included."""
+    """``[n]`` float32: for each sequence the reward of its sample, including penalties."""
 
 
 class CreditAssigner:
-    """Gives advantages to this rank's tokens; group statistics and whitening see the whole batch.
+    """Assigns advantages to this rank's tokens; group statistics and whitening cover the whole batch.
 
     Args:
         spec: The algorithm.
         ranks: All data-parallel ranks.
-        max_response_tokens: Length limit of a response.
+        max_response_tokens: Max tokens of a response.
 
     Raises:
-        ValueError: If the advantage is a function that does not load or does not take its arguments.
+        ValueError: If the advantage is a user's function that does not load or does not accept its arguments.
     """
 
     def __init__(self, spec: AlgorithmSpec, ranks: Ranks, *, max_response_tokens: int) -> None:
@@ -59,17 +59,17 @@ class CreditAssigner:
         self._try()
 
     def __call__(self, samples: Samples, cohort: BatchFacts, *, kl_coefficient: float) -> Credit:
-        """Advantages of this rank's tokens; each rank must call this.
+        """Computes the advantages of this rank's tokens. All ranks must call it.
 
         Args:
             samples: This rank's samples. Needs the columns ``proximal_logprobs`` and ``ref_logprobs``
                 with a KL penalty in the reward, and ``values`` with a critic.
             cohort: The whole batch.
-            kl_coefficient: Present weight of the KL penalty in the reward; 0 for none.
+            kl_coefficient: Current weight of the KL penalty in the reward; 0 for none.
 
         Raises:
             IncompleteBatchError: If ReMax finds a group without a greedy response.
-            ValueError: If a function of the user returns anything but one number per token.
+            ValueError: If a user's function does not return one number per token.
         """
         penalty = self._penalty(samples, kl_coefficient)
         batch, shaped = self._scored(samples, cohort, self._task_scores(samples), penalty)
@@ -88,10 +88,10 @@ class CreditAssigner:
         )
 
     def _try(self) -> None:
-        """See what the estimator says of a group of two, which the first rank has. Every rank calls it.
+        """Tests the estimator on a group of two samples, which rank 0 has. All ranks must call it.
 
         Raises:
-            ValueError: If these are no advantages.
+            ValueError: If an advantage is not finite.
         """
         both, no = idle_samples().select([0, 0]), torch.zeros(2, dtype=torch.bool)
         both = replace(both, rows=torch.arange(2), rewards=torch.tensor([0.0, 1.0]))
@@ -116,10 +116,10 @@ class CreditAssigner:
     def _scored(
         self, samples: Samples, cohort: BatchFacts, scores: Tensor, penalty: Tensor
     ) -> tuple[ScoredBatch, Tensor]:
-        """What the estimator sees, and the score of each of this rank's samples."""
+        """Builds the estimator's input, and returns it with the score of each of this rank's samples."""
         segments, mask = samples.segments, samples.tokens["response_mask"]
         by_sample = samples.by_sample
-        # A response without a token that the policy sampled counts in its group all the same.
+        # A response counts in its group even if the policy sampled none of its tokens.
         shaped = scores - by_sample.sum(segments.sum(penalty))
         whole = self._gathered(shaped, samples, cohort)
         lengths = self._gathered(by_sample.sum(segments.count(mask)), samples, cohort)
@@ -129,7 +129,7 @@ class CreditAssigner:
         num_prompts = int(cohort.groups.max()) + 1 if len(cohort.groups) else 0
         greedy_scores = whole.new_full((num_prompts,), torch.nan)
         greedy_scores[cohort.groups[cohort.is_greedy]] = whole[cohort.is_greedy]
-        # Their samples do not train.
+        # Samples of groups that lost their greedy baseline do not train.
         greedy_scores[cohort.groups[cohort.lost_baseline]] = 0.0
         values = samples.tokens.get("values")
         earned = samples.tokens.get(TOKEN_REWARDS, torch.zeros(len(mask))).to(torch.float64)
@@ -142,7 +142,7 @@ class CreditAssigner:
             prompts=cohort.groups[samples.rows],
             places=places[samples.rows],
             segments=segments,
-            # What no token earned sits on the last one that the policy sampled, in each sequence.
+            # In each sequence, the last sampled token receives the reward that no token earned.
             rewards=earned + torch.where(segments.last(mask), segments.spread(rest), 0.0) - penalty,
             mask=mask,
             trained=samples.tokens["loss_mask"],
@@ -152,7 +152,7 @@ class CreditAssigner:
         return batch, shaped
 
     def _task_scores(self, samples: Samples) -> Tensor:
-        """Float64 reward of each sample, with the penalty of a long response: of its longest one."""
+        """Returns the float64 reward of each sample, with the penalty for its longest response."""
         scores = samples.rewards[samples.is_first].to(torch.float64)
         overlong, lengths = self._spec.overlong, samples.responses.lengths
         if overlong.buffer_tokens > 0:
@@ -166,7 +166,7 @@ class CreditAssigner:
         return scores
 
     def _penalty(self, samples: Samples, kl_coefficient: float) -> Tensor:
-        """``[R]`` float64 taken from the rewards for leaving the reference policy."""
+        """Returns the ``[R]`` float64 KL penalty that is subtracted from the rewards."""
         mask = samples.tokens["response_mask"]
         if kl_coefficient == 0:
             return torch.zeros(mask.shape, dtype=torch.float64)
@@ -178,7 +178,7 @@ class CreditAssigner:
         return kl_coefficient * torch.where(mask, penalty, 0.0)
 
     def _gathered(self, values: Tensor, samples: Samples, cohort: BatchFacts) -> Tensor:
-        """``[N]`` values of the whole batch, from those of each rank's samples."""
+        """Combines values of each rank's samples into those of the whole batch, ``[N]``."""
         whole = torch.zeros(len(cohort.groups), dtype=torch.float64)
         whole[samples.rows[samples.is_first]] = values.to(torch.float64)
         return self._ranks.sum(whole)

@@ -1,4 +1,4 @@
-"""The critic of GAE: predicts returns, and learns from the same batches as the policy."""
+"""The critic of GAE: predicts returns and trains on the same batches as the policy."""
 
 from functools import partial
 
@@ -20,14 +20,14 @@ from services.trainer.steps.scorer import score_tokens
 
 
 class CriticRunner:
-    """Scores responses and trains the critic.
+    """Scores responses with the critic and trains it.
 
     Args:
-        critic: Wrapped for its parallelism.
+        critic: The critic, wrapped for its parallelism.
         spec: The run.
         ranks: Data-parallel ranks.
-        device: Of the critic.
-        oom_limits: What did not fit into memory before.
+        device: Device of the critic.
+        oom_limits: Micro-batch sizes that are known to exceed memory.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CriticRunner:
         self.num_updates = 0
 
     def values(self, samples: Samples, plan: StepPlan) -> Tensor:
-        """``[R]`` float32 values on the CPU, from the critic at the start of the step."""
+        """Returns ``[R]`` float32 values on the CPU, from the critic at the start of the step."""
         return score_tokens(
             self.critic,
             self.critic,
@@ -73,13 +73,13 @@ class CriticRunner:
         tally: MetricTotals,
         num_steps: int,
     ) -> bool:
-        """One optimizer update towards ``returns``; skipped, and False, if the gradient is not finite.
+        """Runs one optimizer update towards ``returns``; returns False if the gradient is not finite.
 
-        Without a token that trains it is skipped too.
+        The update is skipped if the gradient is not finite or if no token trains.
 
         Args:
             samples: This rank's samples, with ``values`` and ``returns``.
-            work: Positions of the samples of each micro-batch.
+            work: Positions of the sequences of each micro-batch.
             tally: Receives the reported terms.
             num_steps: Steps of the whole run.
         """
@@ -106,7 +106,7 @@ class CriticRunner:
         return is_finite
 
     def _add(self, samples: Samples, work: Micros) -> MetricTotals | None:
-        """Add up the gradients of micro-batches; returns what is reported, or None if nothing trains."""
+        """Accumulates the gradients of micro-batches; returns the metrics, or None if no token trains."""
         totals = num_counted(samples.tokens["loss_mask"], samples, work, self._ranks)
         if not totals[0]:
             return None

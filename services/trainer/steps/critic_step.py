@@ -1,4 +1,4 @@
-"""A training step of the critic where it has processes of its own: the same batch as the policy's."""
+"""Training step of a critic that has its own processes, on the same batch as the policy's step."""
 
 import time
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class CriticStepRunner:
     """Trains the critic on one batch after another, towards the returns that the policy is trained with.
 
     Args:
-        critic: Wrapped for its parallelism.
+        critic: Scores and trains the critic.
         spec: The run.
         ranks: The critic's data-parallel ranks.
     """
@@ -38,13 +38,13 @@ class CriticStepRunner:
     def run(
         self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
     ) -> StepResult:
-        """Train one batch.
+        """Trains one batch.
 
         Args:
-            weight_version: Number of the policy's weights that the step starts from.
-            samples: This rank's samples, with the ``values`` that the critic gave them before.
+            weight_version: Version of the policy's weights that the step starts from.
+            samples: This rank's samples, with the ``values`` that the critic computed before.
             cohort: The whole batch.
-            plan: What this rank does.
+            plan: This rank's work.
         """
         begin, tally = time.perf_counter(), MetricTotals()
         samples, plan = without_unscored(samples, plan)
@@ -63,13 +63,13 @@ class CriticStepRunner:
         return StepResult(metrics=metrics, skipped=not any(applied))
 
     def parts(self) -> dict[str, tuple[nn.Module, torch.optim.AdamW]]:
-        """What is trained, with its optimizer, by the prefix of its names."""
+        """Returns the critic with its optimizer, by the prefix of its parameter names."""
         return {"critic.": (self.critic.critic, self.critic.optimizer)}
 
     def facts(self) -> dict[str, float]:
-        """Numbers that a checkpoint keeps besides the tensors."""
+        """Returns the numbers that a checkpoint stores besides the tensors."""
         return {"critic.num_updates": self.critic.num_updates}
 
     def restore(self, facts: Mapping[str, float]) -> None:
-        """Continue from the numbers of a checkpoint."""
+        """Restores the numbers of a checkpoint."""
         self.critic.num_updates = int(facts["critic.num_updates"])

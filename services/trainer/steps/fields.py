@@ -1,4 +1,4 @@
-"""Adds a field to stored samples, with all ranks of a worker: fetch, score, put."""
+"""Adds a computed field to stored samples, with all ranks of a worker: fetch, score, store."""
 
 from collections.abc import Callable, Mapping
 
@@ -16,27 +16,27 @@ from services.trainer.steps.oom import OomLimits
 from services.trainer.transfers import Add, Fetch
 
 Score = Callable[[Samples, StepPlan], Tensor]
-"""``[R]`` float32 on the CPU: one number for each response token of a rank's samples."""
+"""Returns ``[R]`` float32 on the CPU: one number for each response token of a rank's samples."""
 
 VERSION_OF = {"proximal_logprobs": "proximal_version"}
-"""Field that says which weights another field belongs to."""
+"""Name of the field that stores the weight version of another field."""
 
 _INPUTS = ("prompt_ids", "response_ids")
 _OPTIONAL_INPUTS = ("version_runs", ROUTED_EXPERTS)
 
 
 class FieldScoring:
-    """One rank's part in adding a field to a batch. Every rank must be asked the same.
+    """One rank's part in adding a field to a batch. All ranks must make the same calls.
 
     Args:
         field: ``values``, ``ref_logprobs`` or ``proximal_logprobs``.
-        score: Computes it; every rank calls it, also one without samples.
-        fetch: Brings samples from the transferqueue.
-        add: Takes the field there.
+        score: Computes the field; all ranks call it, including those without samples.
+        fetch: Fetches samples from the transferqueue.
+        add: Adds the field to the stored samples.
         ranks: The worker's data-parallel ranks.
-        cost: Cost of a sequence by its length, for balancing.
-        oom_limits: Packed tokens of one forward pass, and what did not fit into memory before.
-        shares_prefixes: Whether tokens that samples have in common are computed once.
+        cost: Returns the relative cost of a sequence of a given length, to balance ranks.
+        oom_limits: Token budget of a forward pass, and sizes that are known to exceed memory.
+        shares_prefixes: True if tokens that samples have in common are computed once.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class FieldScoring:
         self._oom_limits = oom_limits
 
     def add(self, meta: KVBatchMeta, *, version: int = 0) -> None:
-        """Add the field to samples that do not have it. Blocks; runs in a thread.
+        """Adds the field to samples that do not have it. Blocks; runs in a thread.
 
         Args:
             meta: The samples; at least one.
-            version: Number of the weights that score, for a field that keeps it.
+            version: Version of the weights that score, for a field that stores it.
 
         Raises:
             NotFoundError: If samples were released meanwhile.
@@ -114,7 +114,7 @@ class FieldScoring:
 
 
 def lacking(meta: KVBatchMeta, field: str) -> KVBatchMeta:
-    """Those samples of a batch that do not have a field yet."""
+    """Returns those samples of a batch that do not have a field yet."""
     present = [column.blob_indexes for column in meta.fields if column.name == field]
     return meta.select(
         [i for i in range(meta.num_keys) if all(blobs[i] == MISSING for blobs in present)]

@@ -1,4 +1,4 @@
-"""Gradients of the policy's updates: forward pass, objective and backward pass of each micro-batch."""
+"""Gradients of the policy: forward pass, objective and backward pass of each micro-batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ Correction = Literal["bypass", "decoupled", "none"]
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """Logprobs and weights that the loss is built from, all ``[R]`` and without gradient."""
+    """Logprobs and weights that the loss is computed from, all ``[R]`` and without gradient."""
 
     old: Tensor
     proximal: Tensor
@@ -38,15 +38,15 @@ class _Comparison:
 
 
 class Objective:
-    """The loss of a micro-batch.
+    """Computes the loss of a micro-batch.
 
     Args:
         spec: The algorithm.
         correction: Off-policy correction, resolved.
-        horizon: Longest possible response.
+        horizon: Max tokens of a response.
 
     Raises:
-        ValueError: If the loss is a function that does not load or does not take its arguments.
+        ValueError: If the loss is a user's function that does not load or does not accept its arguments.
     """
 
     def __init__(self, spec: AlgorithmSpec, *, correction: Correction, horizon: int) -> None:
@@ -66,18 +66,20 @@ class Objective:
             self._try()
 
     def denominators(self, tokens: Tensor, sequences: Tensor) -> loss.Denominators:
-        """Denominators of an update from its counts over all ranks."""
+        """Returns the denominators of an update from its counts over all ranks."""
         return loss.Denominators(tokens=tokens, sequences=sequences, horizon=self._horizon)
 
     def look_ahead(self, samples: Samples, ranks: Ranks) -> Samples:
-        """Find what the losses of a batch's tokens have in common, if that is asked for. All ranks call it.
+        """Computes what the losses of a batch share, if the algorithm needs it. All ranks must call it.
+
+        This is the mean importance weight, and the mask of accepted tokens.
 
         Args:
-            samples: This rank's of the whole batch, with proximal logprobs and advantages.
-            ranks: Those that share the batch.
+            samples: This rank's part of the whole batch, with proximal logprobs and advantages.
+            ranks: Ranks that share the batch.
 
         Returns:
-            The samples, with another :attr:`~Samples.counted` if masks change it.
+            The samples, with another :attr:`~Samples.counted` if rejection masks change the denominator.
         """
         if not self._spec.looks_ahead:
             return samples
@@ -94,7 +96,10 @@ class Objective:
         return samples.with_tokens(counted=compared.accepted)
 
     def rescaling(self, unit: Tensor, counts: Tensor) -> Tensor:
-        """Scalar by which to multiply what was divided by some counts, ``[2]``, instead of by others."""
+        """Returns the factor that turns a loss divided by ``unit`` into one divided by ``counts``.
+
+        Both arguments are ``[2]``: tokens and sequences. The factor is a scalar.
+        """
         before, now = (
             loss.divisor(self._spec.aggregation, self.denominators(*each.unbind()))
             for each in (unit, counts)
@@ -111,21 +116,21 @@ class Objective:
         kl_coefficient: float,
         tally: MetricTotals,
     ) -> Tensor:
-        """This micro-batch's share of the update's loss.
+        """Returns this micro-batch's share of the update's loss.
 
         Args:
             logprobs: ``[R]`` float32, current policy.
             entropy: ``[R]`` float32.
             samples: The micro-batch, with ``advantages`` and ``loss_mask``, on the same device.
             denominators: Counts of the whole update.
-            kl_coefficient: Present weight of the KL penalty in the loss.
+            kl_coefficient: Current weight of the KL penalty in the loss.
             tally: Receives the reported terms.
 
         Returns:
             Scalar with gradient.
         """
         spec, mask = self._spec, samples.tokens["loss_mask"]
-        # Elsewhere anything may stand, and 0 times a gradient that is not finite is not finite either.
+        # Masked values may be infinite or NaN, and 0 times a gradient that is not finite is not finite either.
         logprobs, entropy = torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
         segments = samples.segments.to(mask.device)
         compared = self._compare(logprobs.detach(), samples, segments)
@@ -150,10 +155,10 @@ class Objective:
         )
 
     def _try(self) -> None:
-        """See what the loss says of one token, and of one that does not train, as ranks without work have.
+        """Tests the loss on one trained token and on one untrained token, which ranks without work compute.
 
         Raises:
-            ValueError: If that is no loss.
+            ValueError: If the result is not finite or has no gradient.
         """
         idle, one = idle_samples(), torch.ones(1)
         for mask in (torch.tensor([True]), torch.tensor([False])):
@@ -190,7 +195,7 @@ class Objective:
         weights = None
         if self._correction != "none":
             weights = correction.importance_weights(
-                # Under bypass there are two policies only: the current one and that of the rollouts.
+                # Under bypass there are only two policies: the current one and that of the rollouts.
                 current - rollout if self._correction == "bypass" else log_ratio,
                 mask,
                 segments,
@@ -242,7 +247,7 @@ class Objective:
         return result
 
     def _penalty(self, logprobs: Tensor, samples: Samples, compared: _Comparison) -> Tensor:
-        """KL to the reference, weighted towards the policy it is meant for (stale tokens)."""
+        """Returns the KL penalty to the reference, importance-weighted because tokens may be stale."""
         penalty = loss.kl_penalty(
             logprobs, samples.tokens["ref_logprobs"], estimator=self._spec.kl.estimator
         )
@@ -280,33 +285,33 @@ class Objective:
 
 
 OnTrained = Callable[[Samples, Tensor], None]
-"""Hears of each micro-batch with its logprobs ``[R]``, before they are updated."""
+"""Called with each trained micro-batch and its logprobs ``[R]``, computed before the update."""
 
 
 @dataclass(slots=True)
 class Added:
-    """What came with the gradients of an update."""
+    """Gradients added to an update: loss, counts and metrics."""
 
     loss: Tensor
     """This rank's share of the loss."""
     unit: Tensor
-    """``[2]`` tokens and sequences that it was divided by."""
+    """``[2]`` tokens and sequences that the loss was divided by."""
     counts: Tensor
-    """``[2]`` those that train in the update so far, over all ranks."""
+    """``[2]`` tokens and sequences that train in the update so far, over all ranks."""
     tally: MetricTotals = field(default_factory=MetricTotals)
     work: Work = field(default_factory=Work)
 
 
 class Gradients:
-    """Adds up the gradients of updates.
+    """Accumulates the gradients of updates.
 
     Args:
         policy: The policy, wrapped for its parallelism.
-        objective: Its loss.
-        balancer: Of its experts.
+        objective: Computes the loss.
+        balancer: Balances the policy's experts.
         spec: The run.
         ranks: Data-parallel ranks.
-        device: Of the policy.
+        device: Device of the policy.
     """
 
     def __init__(
@@ -336,14 +341,14 @@ class Gradients:
         unit: Tensor | None,
         kl_coefficient: float,
     ) -> Added:
-        """Add the gradients of micro-batches to those that are there.
+        """Adds the gradients of micro-batches to the accumulated ones.
 
         Args:
             samples: This rank's samples, with all columns that their loss needs.
-            work: The micro-batches. All ranks have as many.
-            before: ``[2]`` tokens and sequences of the update that were trained before.
-            unit: ``[2]`` what their gradients were divided by; None if there are none.
-            kl_coefficient: Weight of the penalty in the loss.
+            work: The micro-batches. All ranks have the same number.
+            before: ``[2]`` tokens and sequences of the update that were accumulated before.
+            unit: ``[2]`` counts that the accumulated gradients were divided by; None if there are none.
+            kl_coefficient: Weight of the KL penalty in the loss.
         """
         counts = before + num_counted(samples.counted, samples, work, self._ranks)
         found = Added(
@@ -371,7 +376,7 @@ class Gradients:
                     tally=found.tally,
                 )
                 loss += self._balancer.loss(part, found.unit[0], found.tally)
-                # Gradients are averaged over ranks, but the loss is a sum over them.
+                # Data parallelism averages gradients over ranks, but the loss is a sum over them.
                 (loss * self._ranks.size).backward()
             if micro and self.on_trained is not None:
                 self.on_trained(part, logprobs)
@@ -381,7 +386,7 @@ class Gradients:
 
 
 def num_counted(mask: Tensor, samples: Samples, work: Micros, ranks: Ranks) -> Tensor:
-    """``[2]`` tokens of a mask, and sequences that have some, in some micro-batches, over all ranks."""
+    """Counts masked tokens, and sequences that have any, in some micro-batches over all ranks: ``[2]``."""
     own = [position for micro in work for position in micro]
     counts = samples.segments.count(mask)[own]
     return ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
@@ -389,13 +394,14 @@ def num_counted(mask: Tensor, samples: Samples, work: Micros, ranks: Ranks) -> T
 
 @dataclass(slots=True)
 class Early:
-    """Of the groups so far: what is reported, and what their gradients were divided by."""
+    """Accumulated state of a step: metrics of its groups so far and denominators of their gradients."""
 
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     tally: MetricTotals = field(default_factory=MetricTotals)
     unit: Tensor | None = None
-    """``[2]`` tokens and sequences that the gradients were divided by; None before the first group. Those of
-    the whole update are known at its end only."""
+    """``[2]`` tokens and sequences that the gradients were divided by; None before the first group. The counts
+    of the whole update are known only at its end.
+    """
     counts: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
     """``[2]`` tokens and sequences that train, over all ranks."""
     loss: Tensor | float = 0.0
@@ -405,15 +411,15 @@ class Early:
     num_samples: int = 0
     """Samples of all ranks."""
     work: Work = field(default_factory=Work)
-    """What this rank's forward and backward passes took."""
+    """Work of this rank's forward and backward passes."""
     left_out: LeftOut = field(default_factory=LeftOut)
-    """What did not fit into memory, on all ranks."""
+    """Sequences that did not fit into memory, on all ranks."""
     seconds: float = 0.0
-    """Time that they took."""
+    """Seconds that the groups took."""
     compiled_before: int = field(default_factory=num_compiled)
 
     def add(self, samples: Samples, cohort: BatchFacts, *, seconds: float) -> None:
-        """Count samples of this rank, and of ``cohort`` over all ranks."""
+        """Counts this rank's samples, and those of ``cohort`` over all ranks."""
         prompts, responses = samples.prompts.values, samples.responses.values
         trained = int(samples.tokens["loss_mask"].sum())
         self.sizes += torch.tensor(

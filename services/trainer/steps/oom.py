@@ -1,8 +1,9 @@
-"""Sizes that are known not to fit into memory, over the restarts of a worker of several processes.
+"""Recovery from GPU memory exhaustion (OOM), within a process and across restarts of a worker.
 
-Where one of these runs out of memory the others wait for it in the middle of an exchange, which cannot begin
-anew. It notes the size and fails, and so all of them start again, as after any loss; then they divide what is
-as large, or leave it out, before they begin.
+A single process divides a micro-batch that exceeds memory, or leaves out a single sequence, and repeats the
+update. With several processes the other ranks wait in a collective that cannot be repeated. The rank then
+writes the size to a file and fails, and all ranks restart, as after any failure; from then on they divide or
+leave out whatever is as large before they compute it.
 """
 
 import gc
@@ -37,12 +38,12 @@ _REMEDY = (
 
 
 class OomLimitError(InternalError):
-    """A micro-batch does not fit into memory, and what it is a part of cannot begin anew.
+    """A micro-batch does not fit into memory, and the update or pass that it belongs to cannot be repeated.
 
     Args:
-        told: The micro-batch.
-        why: What the device says.
-        then: What follows.
+        told: Description of the micro-batch.
+        why: Message of the device.
+        then: Consequence, for the message.
     """
 
     reason = "OUT_OF_MEMORY"
@@ -56,14 +57,14 @@ class OomLimitError(InternalError):
 
 
 class OomLimits:
-    """What did not fit into memory so far.
+    """Micro-batch sizes that are known to exceed memory.
 
     Args:
-        bounds: The budget of a micro-batch, and what is known before.
-        is_alone: Whether no other process waits for this one in a pass.
-        note: File of this process for what it learns; None if nobody would read it.
-        memory: What a note holds for.
-        was_noted: Whether the bounds are of notes.
+        bounds: Token budget of a micro-batch, and limits known from earlier starts.
+        is_alone: True if no other process waits for this one in a forward or backward pass.
+        note: File in which this process records new limits; None if no other process would read it.
+        memory: Configuration that recorded limits are valid for.
+        was_noted: True if the bounds come from recorded limits.
     """
 
     def __init__(
@@ -83,28 +84,28 @@ class OomLimits:
 
     @property
     def has_learned(self) -> bool:
-        """Whether anything did not fit since this process began."""
+        """True if a micro-batch has exceeded memory since this process started."""
         return self.bounds != self._first
 
     def learn(self, bounds: Bounds) -> None:
-        """Keep what did not fit."""
+        """Lowers the limits to exclude a size that exceeded memory."""
         self.bounds = self.bounds.within(bounds)
 
     def give_up(self, bounds: Bounds, told: str, why: str) -> None:
-        """Note what did not fit, for the next start of all ranks; returns if there is nowhere to note it.
+        """Records a size that exceeded memory, for the next start of all ranks; returns if there is no file.
 
         Args:
-            bounds: Of what did not fit.
-            told: What that was.
-            why: What the device says.
+            bounds: Limits that exclude the micro-batch.
+            told: Description of the micro-batch.
+            why: Message of the device.
 
         Raises:
-            OutgrownError: Once it is noted.
+            OomLimitError: After the size is recorded.
         """
         if self._note is None:
             return
         if self._was_noted:
-            # Each start takes time, and a run may have few of them in a row.
+            # The limits were recorded before, so halve them: restarts take time, and a run allows few.
             bounds = Bounds(max(1, bounds.max_tokens // 2), bounds.too_long)
         self.learn(bounds)
         self._note.parent.mkdir(parents=True, exist_ok=True)
@@ -120,11 +121,11 @@ class OomLimits:
 
 
 def recall(settings: TrainerSettings, trainer: TrainerSpec, *, ranks: Ranks) -> OomLimits:
-    """What the processes of a worker noted before they started again. All of them call it.
+    """Reads the limits that a worker's processes recorded before they restarted. All ranks must call it.
 
     Args:
-        settings: Of this process; notes are in the run's folder.
-        trainer: Notes hold while this stays as it is.
+        settings: Settings of this process; the records are in the run's folder.
+        trainer: Recorded limits are valid only for the same trainer specification.
         ranks: Data-parallel ranks.
     """
     if trainer.world_size == 1:
@@ -135,7 +136,7 @@ def recall(settings: TrainerSettings, trainer: TrainerSpec, *, ranks: Ranks) -> 
         noted = json.loads(file.read_text(encoding="utf-8"))
         if noted["memory"] == memory:
             bounds = bounds.within(Bounds(noted["max_tokens"], noted["too_long"]))
-    # Files may come late to a host, and ranks that share samples must plan the same.
+    # Files may appear late on a host, but ranks that share samples must plan with the same limits.
     mine = torch.tensor([-bounds.max_tokens, -bounds.too_long])
     bounds = Bounds(*(-(ranks.everyone or ranks).max(mine)).tolist())
     was_noted = bounds != budget_of(trainer)
@@ -147,22 +148,22 @@ def recall(settings: TrainerSettings, trainer: TrainerSpec, *, ranks: Ranks) -> 
 
 
 def budget_of(trainer: TrainerSpec) -> Bounds:
-    """The sizes that a run asks for."""
+    """Returns the micro-batch limits that a run configures."""
     return Bounds(max_tokens=trainer.tokens_per_micro_batch * trainer.context_parallel)
 
 
 def oom_in(trainer: TrainerSpec) -> OomLimits:
-    """What did not fit, as long as this process lives."""
+    """Returns limits that last as long as this process and are not recorded."""
     return OomLimits(budget_of(trainer), is_alone=trainer.world_size == 1)
 
 
 Micros = tuple[tuple[int, ...], ...]
-"""Micro-batches of an update, each of positions in a rank's sequences."""
+"""Micro-batches of an update, each with positions in a rank's sequences."""
 _T = TypeVar("_T")
 
 
 class _TooLargeError(Exception):
-    """A micro-batch, by its number, does not fit."""
+    """A micro-batch, by its number in the update, does not fit into memory."""
 
     def __init__(self, number: int, why: str) -> None:
         super().__init__(why)
@@ -171,7 +172,7 @@ class _TooLargeError(Exception):
 
 @contextmanager
 def fitting(number: int) -> Iterator[None]:
-    """Around the passes of a micro-batch, by its number in the update."""
+    """Converts an out-of-memory error in the passes of a micro-batch, by its number in the update."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -180,24 +181,24 @@ def fitting(number: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """What a step left out."""
+    """Sequences that a step left out."""
 
     num_sequences: int = 0
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """By key of their sample."""
+    """Tokens left out, by sample key."""
 
     def __add__(self, other: "LeftOut") -> "LeftOut":
         return LeftOut(self.num_sequences + other.num_sequences, {**self.tokens, **other.tokens})
 
 
 class Fitting:
-    """Begins updates of a policy or critic anew until all of their micro-batches fit.
+    """Repeats updates of a policy or critic with smaller micro-batches until all of them fit into memory.
 
     Args:
-        module: Is trained.
+        module: The policy or critic in training.
         spec: The run.
-        device: Of its passes.
-        oom_limits: What did not fit before.
+        device: Device of the module.
+        oom_limits: Micro-batch sizes that are known to exceed memory.
     """
 
     def __init__(
@@ -219,15 +220,15 @@ class Fitting:
         self._num_divided = 0
 
     def begin(self, left_out: Collection[int] = ()) -> None:
-        """A step begins, or a part of it, for which its plan leaves some sequences out."""
+        """Starts a step, or a part of it, whose plan leaves out some sequences."""
         self.left_out, self._num_divided = set(left_out), 0
 
     def metrics(self) -> dict[str, float]:
-        """Of the step."""
+        """Returns metrics of the step."""
         return {"divided_micro_batches": float(self._num_divided)}
 
     def left_out_of(self, samples: Samples, cohort: BatchFacts, ranks: Ranks) -> LeftOut:
-        """What the step left out on all ranks, each of which calls it."""
+        """Returns the sequences that the step left out on all ranks. All ranks must call it."""
         counts = torch.zeros(len(cohort.keys), 2, dtype=torch.int64)
         for position in self.left_out:
             tokens = num_tokens(samples.select([position]))
@@ -239,7 +240,7 @@ class Fitting:
         )
 
     def kept(self, samples: Samples) -> Samples:
-        """Samples whose loss has no token that the step left out."""
+        """Masks the tokens of left-out sequences from the loss."""
         trains = torch.ones(len(samples.rows), dtype=torch.bool)
         trains[list(self.left_out)] = False
         mask = samples.tokens["loss_mask"] & samples.segments.spread(trains)
@@ -248,16 +249,16 @@ class Fitting:
     def fitted(
         self, attempt: Callable[[Micros], _T], samples: Samples, work: Micros, *, once: bool = False
     ) -> tuple[_T, Micros]:
-        """Add up an update's gradients; returns what ``attempt`` does, and the work that it did.
+        """Accumulates an update's gradients; returns ``attempt``'s result and the micro-batches that it used.
 
         Args:
-            attempt: Adds up the gradients of some micro-batches, each of them inside of :func:`fitting`.
-            samples: What positions are of.
-            work: The micro-batches, as planned.
-            once: Whether other gradients are there already, which would be lost.
+            attempt: Accumulates the gradients of micro-batches, each of them inside :func:`fitting`.
+            samples: Samples that the positions refer to.
+            work: The planned micro-batches.
+            once: True if other gradients are accumulated already, which a repetition would lose.
 
         Raises:
-            OutgrownError: If one does not fit, and neither the update nor the process can begin anew.
+            OomLimitError: If a micro-batch does not fit and the update cannot be repeated.
         """
         work = self._within_budget(samples, work)
         while True:
@@ -265,7 +266,7 @@ class Fitting:
                 return attempt(work), work
             except _TooLargeError as error:
                 number, why = error.number, str(error)
-            # The error is forgotten by now, and with it all that its frames held.
+            # Here the error is out of scope, and so are the tensors that its frames held.
             self._recover()
             told = _described(samples, work[number])
             if once or not self._can_begin_anew or not work[number]:
@@ -280,18 +281,18 @@ class Fitting:
         bounds = self._bounds(samples, micro)
         if bounds.max_tokens == Bounds().max_tokens:
             self.left_out.update(micro)
-            # A step without any work still has its one update.
+            # A step without any work still has one update.
             return (*work[:number], *work[number + 1 :]) or ((),)
         self._num_divided += 1
         self._oom_limits.learn(bounds)
-        # Others of its size would fail as well.
+        # Other micro-batches of this size would fail as well.
         return self._within_budget(samples, work)
 
     def _bounds(self, samples: Samples, micro: Sequence[int]) -> Bounds:
         return bounds_of(samples.select(micro), shares=self._spec.shares_prefixes)
 
     def _within_budget(self, samples: Samples, work: Micros) -> Micros:
-        """Micro-batches that are known to be too large are divided before they fail."""
+        """Divides micro-batches that are known to be too large before they fail."""
         if not self._oom_limits.has_learned:
             return work
         most, shares = self._oom_limits.bounds.max_tokens, self._spec.shares_prefixes
@@ -304,7 +305,7 @@ class Fitting:
         return tuple(parts) or ((),)
 
     def _recover(self) -> None:
-        """Forget the passes that broke, and all gradients of the update."""
+        """Releases the memory of the failed pass and drops all gradients of the update."""
         self._module.zero_grad(set_to_none=True)
         gc.collect()
         if self._device.type == "cuda":
@@ -312,7 +313,7 @@ class Fitting:
         if isinstance(self._module, FSDPModule) and self._can_begin_anew:
             root: Any = self._module
             root.reset_iter_state()
-            # It has gradients that wait for an update's last micro-batch: here it is, without a token.
+            # FSDP holds gradients until an update's last micro-batch; this idle one plays that part.
             begin_micro_batch(root, is_last=True, spec=self._spec.trainer)
             scores = root(pack_samples(idle_samples(), self._device, shares_prefixes=False))
             torch.stack([each.sum() for each in parts_of(scores)]).sum().backward()

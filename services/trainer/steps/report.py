@@ -1,4 +1,4 @@
-"""What is reported of a step."""
+"""Metrics of a step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from services.trainer.steps.gradients import Early
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer update."""
+    """Outcome of one optimizer update."""
 
     loss: float
     grad_norm: float
@@ -29,7 +29,7 @@ class Update:
 
 
 def describe_updates(updates: Sequence[Update]) -> dict[str, float]:
-    """Metrics of a step's updates."""
+    """Returns the metrics of a step's updates."""
     unapplied = sum(not update.applied for update in updates)
     nonfinite_losses = sum(not math.isfinite(update.loss) for update in updates)
     return {
@@ -52,16 +52,16 @@ def describe_batch(
     *,
     max_staleness: int,
 ) -> None:
-    """Count what a rank's samples are like, before they are trained.
+    """Adds statistics of a rank's samples to the metrics, before they are trained.
 
-    ``staleness_mean`` and ``staleness_max`` are of the oldest trained token of each sequence: what the bound
-    holds for. ``staleness_head`` and the other :func:`~diagnostics.staleness_terms` are of all sampled
-    tokens, and ``stale_token_fraction`` is the part of these that is masked for being over the bound.
+    ``staleness_mean`` and ``staleness_max`` are of the oldest trained token of each sequence, to which the
+    staleness bound applies. ``staleness_head`` and the other :func:`~diagnostics.staleness_terms` are of all
+    sampled tokens, and ``stale_token_fraction`` is the part of these that is masked for exceeding the bound.
 
     Args:
-        weight_version: Number of the weights that the step starts from.
+        weight_version: Version of the weights that the step starts from.
         samples: This rank's samples.
-        cohort: The whole batch. Failed samples and greedy baselines have no reward that counts.
+        cohort: The whole batch. Rewards of failed samples and greedy baselines do not count.
         tally: Receives the terms.
         max_staleness: ``algorithm.max_staleness``.
     """
@@ -98,10 +98,10 @@ def describe_batch(
 
 
 def derive(means: Mapping[str, float], spec: RunSpec) -> dict[str, float]:
-    """Add what is no mean itself: standard deviation and effective sample size.
+    """Derives metrics that are not means: standard deviation of rewards and effective sample size.
 
     Args:
-        means: Over all ranks.
+        means: Means over all ranks.
         spec: The run, which may have no rewards.
     """
     metrics = dict(means)
@@ -110,7 +110,7 @@ def derive(means: Mapping[str, float], spec: RunSpec) -> dict[str, float]:
         variance = square - metrics["reward_mean"] ** 2
         metrics["reward_std"] = math.sqrt(max(variance, 0.0))
     else:
-        # Samples that failed are not worth 0: nothing is known.
+        # Failed samples do not have reward 0: their reward is unknown.
         del metrics["reward_mean"], metrics["score_mean"]
     square = metrics.pop("is_weight_square")
     metrics["ess"] = metrics["is_weight_mean"] ** 2 / square if square > 0 else 1.0
@@ -127,15 +127,15 @@ def utilization(
     device: torch.device,
     num_gpus: int,
 ) -> dict[str, float]:
-    """What a step made of its tokens and, where that is known, of its devices. Every rank calls it.
+    """Returns shared prefixes, compilations and, on GPUs, peak memory and MFU. All ranks must call it.
 
     Args:
-        early: The whole step.
-        config: Of the model.
+        early: Accumulated state of the whole step.
+        config: Configuration of the model.
         active_weights: :func:`~services.trainer.model.flops.active_weights` of the model.
         ranks: Data-parallel ranks.
-        device: Of this rank.
-        num_gpus: Of all ranks.
+        device: Device of this rank.
+        num_gpus: GPUs of all ranks.
     """
     total = ranks.sum(torch.tensor(astuple(early.work), dtype=torch.float64)).tolist()
     sequence_tokens, tokens, squares, predictions = total

@@ -1,4 +1,4 @@
-"""One rank's part of a policy that scores, and whose weights may be replaced between two scores."""
+"""Forward passes without gradients: logprobs and values of samples, and weights that can be replaced."""
 
 import gc
 import logging
@@ -22,7 +22,7 @@ from services.trainer.steps.oom import OomLimitError, OomLimits
 logger = logging.getLogger(__name__)
 
 UNSCORED: Final = torch.finfo(torch.float32).max
-"""Stands for each token of a sequence that did not fit into memory."""
+"""Score of each token of a sequence that did not fit into memory."""
 _SCORED = ("proximal_logprobs", "ref_logprobs", "values")
 
 
@@ -37,21 +37,22 @@ def score_tokens(
     shares_prefixes: bool,
     oom_limits: OomLimits,
 ) -> Tensor:
-    """``[R]`` float32 on the CPU, :data:`UNSCORED` where a sequence does not fit into memory.
+    """Scores a rank's samples; returns ``[R]`` float32 on the CPU.
 
-    Every rank calls it, also one without samples.
+    Tokens of a sequence that does not fit into memory are :data:`UNSCORED`. All ranks must call it, including
+    those without samples.
 
     Args:
         module: A policy or critic, sharded or not.
-        forward: Its pass over a micro-batch, ``[R]``.
-        samples: This rank's.
-        plan: Their micro-batches.
-        device: Of the module.
-        shares_prefixes: Whether tokens that samples have in common are computed once.
-        oom_limits: What did not fit before.
+        forward: Forward pass of the module over a micro-batch; returns ``[R]``.
+        samples: This rank's samples.
+        plan: Micro-batches of the samples.
+        device: Device of the module.
+        shares_prefixes: True if tokens that samples have in common are computed once.
+        oom_limits: Micro-batch sizes that are known to exceed memory.
 
     Raises:
-        OutgrownError: If a micro-batch does not fit, and its ranks cannot begin anew.
+        OomLimitError: If a micro-batch does not fit and the ranks cannot repeat the pass.
     """
     result = torch.full((len(samples.responses.values),), UNSCORED)
     pending = [micro for work in plan.updates for micro in work]
@@ -65,7 +66,7 @@ def score_tokens(
             continue
         except torch.OutOfMemoryError as error:
             why = str(error).partition("\n")[0]
-        # The error is forgotten by now, and with it all that its frames held.
+        # Here the error is out of scope, and so are the tensors that its frames held.
         _forget_pass(module, device)
         told = f"{num_tokens(part):,} tokens in {len(micro)} sequence(s), which are scored,"
         bounds = bounds_of(part, shares=shares_prefixes)
@@ -82,7 +83,7 @@ def score_tokens(
 
 
 def without_unscored(samples: Samples, plan: StepPlan) -> tuple[Samples, StepPlan]:
-    """Leave out of a step what it does not train, and what anybody could not score."""
+    """Leaves out of a step the sequences that its plan excludes or that some model could not score."""
     columns = [samples.tokens[name] for name in _SCORED if name in samples.tokens]
     left_out = torch.zeros(len(samples.rows), dtype=torch.bool)
     left_out[list(plan.left_out)] = True
@@ -91,10 +92,10 @@ def without_unscored(samples: Samples, plan: StepPlan) -> tuple[Samples, StepPla
     if not left_out.any():
         return samples, plan
     if samples.groups is not None:
-        # Of members that are compared none is trained without the others.
+        # Members of a group that are compared with each other train all together or not at all.
         left_out = torch.isin(samples.groups, samples.groups[left_out])
     gone = samples.segments.spread(left_out)
-    # Numbers by which nobody differs from anybody: no penalty is taken, and their reward counts all the same.
+    # Equal logprobs and values mean no penalty; the reward still counts in its group.
     wiped = {
         name: torch.where(gone, 0.0, samples.tokens[name])
         for name in _SCORED
@@ -105,7 +106,7 @@ def without_unscored(samples: Samples, plan: StepPlan) -> tuple[Samples, StepPla
 
 
 def _forget_pass(module: nn.Module, device: torch.device) -> None:
-    """Free what a pass that broke has left."""
+    """Frees the memory of a failed forward pass."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -116,13 +117,13 @@ def _forget_pass(module: nn.Module, device: torch.device) -> None:
 
 
 class Scorer:
-    """Scores without gradients. Every rank must be asked the same, one thing at a time.
+    """Scores without gradients. All ranks must make the same calls in the same order, one at a time.
 
     Args:
-        policy: Frozen, on its device, sharded or not.
-        device: Of the policy.
-        shares_prefixes: Whether tokens that samples have in common are computed once.
-        oom_limits: What did not fit into memory before.
+        policy: Frozen policy on its device, sharded or not.
+        device: Device of the policy.
+        shares_prefixes: True if tokens that samples have in common are computed once.
+        oom_limits: Micro-batch sizes that are known to exceed memory.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Scorer:
         self._oom_limits = oom_limits
 
     def logprobs(self, samples: Samples, plan: StepPlan) -> Tensor:
-        """``[R]`` float32 logprobs of this rank's response tokens, on the CPU."""
+        """Returns ``[R]`` float32 logprobs of this rank's response tokens, on the CPU."""
         return score_tokens(
             self._policy,
             lambda packed: self._policy(packed)[0],
@@ -152,7 +153,7 @@ class Scorer:
 
     @torch.no_grad()
     def score_text(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprob of each token but the first, at temperature 1."""
+        """Returns the logprob of each token except the first, at temperature 1."""
         text = torch.tensor(token_ids, dtype=torch.int64)
         packed = pack(
             Jagged.from_list([text[:1]]), Jagged.from_list([text[1:]]), device=self._device
@@ -162,14 +163,14 @@ class Scorer:
         return [float(value) for value in logprobs]
 
     def live(self) -> dict[str, Tensor]:
-        """The weights by name, to be written in place; this rank's rows of them if they are sharded."""
+        """Returns the live weights by name for writing in place; this rank's rows if they are sharded."""
         return {name: value.detach() for name, value in stored_tensors(self._policy.model).items()}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """See that weights are those of this model.
+        """Checks that tensors have the names of this model's weights.
 
         Raises:
-            ValueError: If they are not.
+            ValueError: If names are missing or unknown.
         """
         names = self.live().keys()
         if names != tensors.keys():
@@ -180,10 +181,10 @@ class Scorer:
 
     @torch.no_grad()
     def adopt(self, tensors: Mapping[str, Tensor] | None) -> None:
-        """Replace the weights. Of sharded ones each rank gets its rows, one tensor after the other.
+        """Replaces the weights. If they are sharded, each rank receives its rows, one tensor after the other.
 
         Args:
-            tensors: Whole, on rank 0, where they were checked; None on the others.
+            tensors: Whole, checked tensors on rank 0; None on the other ranks.
         """
         for name, live in self.live().items():
             if isinstance(live, DTensor):

@@ -4,7 +4,8 @@
          -> for each update: [micro-batch: forward, objective, backward]* -> clip -> AdamW
          -> metrics over all ranks
 
-Gradients of early groups wait for the others. Every rank runs the same collectives, whatever its share.
+Groups that finish early are accumulated first; the weights change once the rest of the step is trained. All
+ranks run the same collectives, however many samples each one has.
 """
 
 import math
@@ -45,11 +46,11 @@ class StepResult:
     """Outcome of a step, the same on every rank."""
 
     metrics: dict[str, float]
-    """Reduced numbers by name."""
+    """Metrics, reduced over all ranks, by name."""
     skipped: bool
-    """Whether no update was applied, because a number was not finite."""
+    """True if no update was applied because a number was not finite."""
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of each sample of which a sequence did not fit into memory."""
+    """Tokens of sequences that did not fit into memory, by sample key."""
 
 
 class StepRunner:
@@ -58,11 +59,11 @@ class StepRunner:
     Args:
         policy: The policy, wrapped for its parallelism.
         reference: Frozen policy for a KL penalty, or None.
-        critic: For GAE, or None.
+        critic: Critic for GAE, or None.
         spec: The run.
         ranks: Data-parallel ranks.
-        device: Of the model.
-        oom_limits: What did not fit into memory before.
+        device: Device of the model.
+        oom_limits: Micro-batch sizes that are known to exceed memory.
     """
 
     def __init__(
@@ -112,22 +113,22 @@ class StepRunner:
         )
 
     def hear_of(self, on_trained: OnTrained) -> None:
-        """Tell of each micro-batch that is trained."""
+        """Sets a function that is called with each trained micro-batch."""
         self._gradients.on_trained = on_trained
 
     def accumulate(
         self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
     ) -> None:
-        """Add the gradients of some groups to those that the next :meth:`run` updates the weights with.
+        """Accumulates gradients of some groups; the next :meth:`run` updates the weights with them.
 
         Args:
-            weight_version: Number of the weights that the step starts from.
-            samples: This rank's samples, which the plan's positions are of.
-            cohort: These groups; no sample's advantage may depend on another group's.
-            plan: What this rank does, in one update.
+            weight_version: Version of the weights that the step starts from.
+            samples: This rank's samples; the plan refers to their positions.
+            cohort: These groups. No sample's advantage may depend on another group.
+            plan: This rank's work, in one update.
 
         Raises:
-            OutgrownError: If a micro-batch does not fit into memory; :meth:`forget` the others then.
+            OomLimitError: If a micro-batch does not fit into memory; the caller must then :meth:`forget`.
         """
         begin, early = time.perf_counter(), self._early
         samples, plan = self._prepared(weight_version, samples, cohort, plan)
@@ -139,23 +140,23 @@ class StepRunner:
         early.left_out += self._fitting.left_out_of(samples, cohort, self._ranks)
 
     def forget(self) -> None:
-        """Take back what was accumulated."""
+        """Drops all accumulated gradients."""
         self._early = Early()
         self.optimizer.zero_grad(set_to_none=True)
 
     def run(
         self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
     ) -> StepResult:
-        """Train one batch, or what is left of it.
+        """Trains one batch, or the part of it that is not accumulated yet.
 
         Args:
-            weight_version: Number of the weights that the step starts from.
-            samples: This rank's samples, which the plan's positions are of.
-            cohort: The whole batch, without the groups that were accumulated.
-            plan: What this rank does.
+            weight_version: Version of the weights that the step starts from.
+            samples: This rank's samples; the plan refers to their positions.
+            cohort: The whole batch, without the accumulated groups.
+            plan: This rank's work.
 
         Raises:
-            OutgrownError: If a micro-batch does not fit into memory, and its update cannot go on without it.
+            OomLimitError: If a micro-batch does not fit into memory and its update cannot be repeated.
         """
         begin, early = time.perf_counter(), self._early
         samples, plan = self._prepared(weight_version, samples, cohort, plan)
@@ -190,19 +191,19 @@ class StepRunner:
         )
 
     def parts(self) -> dict[str, tuple[nn.Module, torch.optim.AdamW]]:
-        """Everything that is trained, with its optimizer, by the prefix of its names."""
+        """Returns each trained module with its optimizer, by the prefix of its parameter names."""
         parts: dict[str, tuple[nn.Module, torch.optim.AdamW]] = {"": (self._policy, self.optimizer)}
         if self.critic is not None:
             parts["critic."] = (self.critic.critic, self.critic.optimizer)
         return parts
 
     def facts(self) -> dict[str, float]:
-        """Numbers that a checkpoint keeps besides the tensors."""
+        """Returns the numbers that a checkpoint stores besides the tensors."""
         critic = {} if self.critic is None else {"critic.num_updates": self.critic.num_updates}
         return {"num_updates": self.num_updates, "kl_coefficient": self.kl_coefficient, **critic}
 
     def restore(self, facts: Mapping[str, float]) -> None:
-        """Continue from the numbers of a checkpoint."""
+        """Restores the numbers of a checkpoint."""
         self.num_updates = int(facts["num_updates"])
         self.kl_coefficient = float(facts["kl_coefficient"])
         if self.critic is not None:
@@ -211,7 +212,7 @@ class StepRunner:
     def _prepared(
         self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
     ) -> tuple[Samples, StepPlan]:
-        """Samples with all columns that their loss needs, and the plan for those that fit into memory."""
+        """Adds all columns that the loss needs; drops from the plan what does not fit into memory."""
         timer, tally = self._early.timer, self._early.tally
         samples = self._with_frozen_logprobs(samples, plan, timer)
         samples, plan = without_unscored(samples, plan)
@@ -232,7 +233,7 @@ class StepRunner:
         return samples, plan
 
     def _with_frozen_logprobs(self, samples: Samples, plan: StepPlan, timer: PhaseTimer) -> Samples:
-        """Add what the step compares with and no update changes."""
+        """Adds the logprobs and values that no update of the step changes."""
         if self._needs_proximal and "proximal_logprobs" not in samples.tokens:
             with timer("old_logprob"):
                 scored = self._score(self._policy, samples, plan)
@@ -247,7 +248,7 @@ class StepRunner:
         return samples
 
     def _score(self, policy: Policy, samples: Samples, plan: StepPlan) -> Tensor:
-        """``[R]`` logprobs on the CPU, without gradients."""
+        """Returns ``[R]`` logprobs on the CPU, without gradients."""
         return score_tokens(
             policy,
             lambda packed: policy(packed)[0],
@@ -308,7 +309,7 @@ class StepRunner:
     def _add(
         self, samples: Samples, work: Micros, early: Early, *, once: bool
     ) -> tuple[Added, Micros]:
-        """Add the gradients of an update, or a part of it; returns them and the work that fitted."""
+        """Adds the gradients of an update or a part of it; returns them and the micro-batches that fitted."""
         add = partial(
             self._gradients.add,
             samples,
@@ -323,11 +324,11 @@ class StepRunner:
         return added, work
 
     def _apply(self, share: Tensor, *, moves: bool) -> Update:
-        """Clip the gradients and update the weights, unless a number is not finite.
+        """Clips the gradients and updates the weights, unless a number is not finite.
 
         Args:
             share: This rank's share of the loss.
-            moves: Whether weights may move: without a trained token momentum and decay would still move them.
+            moves: True if weights may change. Without trained tokens, momentum and decay alone would do it.
         """
         spec = self._spec.trainer
         norm = optim.gradient_norm(self._parameters)
