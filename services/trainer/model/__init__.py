@@ -1,1 +1,1 @@
-"""The trained model: policy, critic, adapters, optimizer, and how they are spread."""
+"""The trained model: policy, critic, adapters, optimizer, and their distribution over processes."""

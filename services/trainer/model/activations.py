@@ -1,11 +1,11 @@
-"""What layers keep of a forward pass for the backward pass: all, some and the rest again, or in host memory.
+"""Activation memory: what layers keep of a forward pass for the backward pass.
 
 kept         compiled layers keep what their compiler chose, others all that autograd saves
-recomputed   a layer keeps its input, or matrix products and attention as well, and computes the rest again
-offloaded    what is kept goes to host memory while the next layer computes, and comes back while the layer
-             behind it computes backwards; numbers are the same, bit for bit
+recomputed   a layer keeps its input, or matrix products and attention as well, and recomputes the rest
+offloaded    kept tensors are copied to host memory while the next layer computes, and back while the layer
+             after theirs runs its backward pass; results are the same, bit for bit
 
-A layer's ``forward`` is replaced and the layer not wrapped, so that parameters keep their names.
+A layer's ``forward`` is replaced instead of wrapping the layer, so that parameters keep their names.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -49,25 +49,26 @@ _COSTLY: Final = frozenset(
         flash.FORWARD,
     }
 )
-"""What ``selective`` never computes twice."""
+"""Operations that ``selective`` never recomputes."""
 _PIECE_BYTES: Final = 1 << 26
-"""Host memory is taken in such pieces: torch rounds pinned memory up to powers of two, and gives a piece that
-is free again to whatever needs one."""
+"""Host memory is allocated in pieces of this size: torch rounds pinned memory up to powers of two, and
+reuses a free piece for any allocation of its size.
+"""
 
 
 def arrange(
     layers: nn.ModuleList, spec: TrainerSpec, *, device: torch.device, is_seen: bool = False
 ) -> None:
-    """Let the layers of a decoder keep what a specification says, and compile them, in place.
+    """Sets up activation checkpointing, offloading and compilation of a decoder's layers, in place.
 
     Args:
-        layers: Before FSDP2, behind everything else that divides them.
+        layers: The layers, after all other parallelism and before FSDP2.
         spec: ``compile``, ``activation_checkpointing`` and ``activation_offloading``.
-        device: That they compute on.
-        is_seen: Whether the compiler sees all of a layer. Then it chooses what ``selective`` keeps; else that
-            is attention, between compiled parts.
+        device: Device that the layers compute on.
+        is_seen: True if the compiler traces whole layers. It then chooses what ``selective`` keeps; otherwise
+            attention is kept, between compiled parts.
     """
-    # What nobody chose for the size of a GPU keeps everything.
+    # If "auto" was not resolved for a GPU's size, keep everything.
     recomputed = spec.activation_checkpointing
     if recomputed == "auto":
         recomputed = False
@@ -100,10 +101,10 @@ def _policy(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPoli
 
 
 class _HostMemory:
-    """Where the layers of a decoder leave what they keep.
+    """Host memory for the activations of a decoder's layers.
 
     Args:
-        device: Of the layers. A CPU has no other memory, but the same copies are made.
+        device: Device of the layers. A CPU has no other memory, but the same copies are made.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,13 +113,13 @@ class _HostMemory:
         self._newest: ReferenceType[_Kept] | None = None
 
     def around(self, layer: nn.Module, forward: _Forward) -> _Forward:
-        """``forward`` of a layer, which leaves what it keeps here."""
+        """Wraps ``forward`` of a layer so that it offloads its activations."""
 
         def offloaded(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             before = None if self._newest is None else self._newest()
-            # As gathered for this pass.
+            # The addresses of the weights as FSDP has gathered them for this pass.
             weights = frozenset(_address(local_part(weight)) for weight in layer.parameters())
             kept = _Kept(self._device, self._stream, weights, before)
             self._newest = ref(kept)
@@ -132,10 +133,10 @@ class _HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A tensor in a storage that left."""
+    """A tensor in a storage that was offloaded."""
 
     storage: int
-    """Its number."""
+    """Index of the storage."""
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -143,16 +144,16 @@ class _View:
 
 
 class _Kept:
-    """What one layer keeps of one pass: whole storages, so that what shares memory still does.
+    """Activations of one layer in one pass, as whole storages, so that tensors that share memory still do.
 
-    Lives as long as autograd needs it. Memory is given and taken in the order of the computing stream alone,
-    which waits for copies, so that the allocator needs to know of no other stream.
+    Lives as long as autograd needs it. Memory is allocated and freed only in the order of the computing
+    stream, which waits for copies, so that the allocator does not have to track a second stream.
 
     Args:
-        device: Of the layer.
-        stream: Copies; None on a CPU.
-        weights: Addresses of the layer's weights, which stay where they are.
-        before: Of the layer in front of it, of the same pass.
+        device: Device of the layer.
+        stream: Stream for copies; None on a CPU.
+        weights: Addresses of the layer's weights, which are not offloaded.
+        before: Activations of the previous layer in the same pass.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class _Kept:
         self._copied: torch.cuda.Event | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        """Note a tensor that autograd saves; copies are made when the layer is done."""
+        """Registers a tensor that autograd saves; it is copied when the layer is done."""
         if not self._leaves(tensor):
             return tensor
         address = _address(tensor)
@@ -187,7 +188,7 @@ class _Kept:
         )
 
     def leave(self) -> None:
-        """Copy what was noted, and give up what the layer before left."""
+        """Copies the registered storages, and frees those of the previous layer on the device."""
         self._there = [
             [_host_bytes(len(piece), pinned=self._stream is not None) for piece in _pieces(each)]
             for each in self._here
@@ -198,7 +199,7 @@ class _Kept:
             self._before._give_up()  # noqa: SLF001
 
     def unpack(self, packed: Tensor | _View) -> Tensor:
-        """The tensor that autograd saved."""
+        """Returns the tensor that autograd saved."""
         if isinstance(packed, Tensor):
             return packed
         self._return()
@@ -256,7 +257,7 @@ def _host_bytes(size: int, *, pinned: bool) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """``[B]`` uint8: the whole storage of a tensor."""
+    """Returns the whole storage of a tensor as ``[B]`` uint8."""
     storage = tensor.untyped_storage()
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))

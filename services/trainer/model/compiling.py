@@ -1,8 +1,8 @@
-"""Compiled code is made before the first step, for every size that a micro-batch may have.
+"""Compiles the model before the first step, for every size that a micro-batch may have.
 
-Layers are compiled for any number of tokens, yet the compiler chooses other kernels for few tokens than for
-many, for example for the sums in a normalization's gradient, and guards its choice. A step that is the first
-of its kind would wait for a compilation. So each kind is met here, while the engines start.
+Layers are compiled for any number of tokens, but the compiler selects other kernels for few tokens than for
+many, for example for the sums in a normalization's gradient, and guards its choice. The first step of each
+kind would wait for a compilation. So each kind is run here, while the engines start.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ _LEAST_TOKENS = 16
 
 
 def compile_ahead(module: Policy | Critic, spec: TrainerSpec, *, device: torch.device) -> None:
-    """Run a policy or critic over packs of all sizes, without and with gradients. All ranks call it.
+    """Runs a policy or critic on packs of all sizes, without and with gradients. All ranks must call it.
 
     Args:
-        module: Sharded or not; its parameters stay as they are.
-        spec: What a micro-batch may hold.
-        device: Of the module.
+        module: Policy or critic, sharded or not; its parameters do not change.
+        spec: Limits of a micro-batch.
+        device: Device of the module.
     """
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
     for packed in _packs(spec, device):
@@ -35,25 +35,25 @@ def compile_ahead(module: Policy | Critic, spec: TrainerSpec, *, device: torch.d
         if is_trained:
             begin_micro_batch(module, is_last=True, spec=spec)
             scores = module(packed)
-            # Squares, whose gradients are laid out like those of a loss.
+            # The gradients of squares have the same layout as those of a loss.
             torch.stack([part.square().sum() for part in parts_of(scores)]).sum().backward()
             module.zero_grad(set_to_none=True)
 
 
 def num_compiled() -> int:
-    """Parts of the model that this process has compiled so far, each for one kind of sizes."""
+    """Returns the number of graphs that this process has compiled so far, each for one kind of sizes."""
     return int(counters["stats"]["unique_graphs"])
 
 
 def parts_of(scores: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """What a policy or a critic gives for a pack."""
+    """Returns the outputs of a policy or a critic as a tuple."""
     return scores if isinstance(scores, tuple) else (scores,)
 
 
 def _packs(spec: TrainerSpec, device: torch.device) -> Iterator[PackedTokens]:
-    """Packs of a micro-batch's tokens, of half as many, and so on; also of samples that share their prompt.
+    """Yields packs of a micro-batch's tokens, of half as many, and so on; also with shared prompts.
 
-    Sizes that are alike would be taken for one.
+    Their sizes differ, because the compiler would treat equal sizes as one.
     """
     tokens = spec.tokens_per_micro_batch * spec.context_parallel
     while tokens >= _LEAST_TOKENS:

@@ -1,11 +1,11 @@
-"""The experts of a layer: tokens sorted by expert, one matrix product for each, and back.
+"""Forward pass of a layer's experts: sorts tokens by expert, multiplies, and restores their order.
 
-Registered with transformers under :data:`EXPERTS`, so any model whose experts lie in fused tensors takes it.
-On a GPU in half precision torch's grouped kernel multiplies all at once; elsewhere a loop does. Every expert
-takes part, also without tokens: its gradient is then 0 and not missing, which other ranks would wait for.
+Registered with transformers under :data:`EXPERTS`, for any model whose experts are fused tensors. On a GPU
+in bfloat16, torch's grouped kernel computes all products at once; otherwise a loop does. Every expert takes
+part, even without tokens: its gradient is then 0 instead of missing, which other ranks would wait for.
 
     alone    tokens -> a copy for each chosen expert, sorted -> products -> weighted sum
-    shared   between sorting and products copies go to the ranks that hold their experts, and back
+    shared   between sorting and products, copies are sent to the ranks that hold their experts, and back
 """
 
 from dataclasses import dataclass
@@ -22,28 +22,28 @@ from services.trainer.model.local_parts import local_part
 EXPERTS = "slipstream_experts"
 _RANKS = "slipstream_expert_ranks"
 _ALIGNED = 8
-"""Torch's grouped kernel takes rows of a multiple of so many numbers in half precision."""
+"""Row alignment, in numbers, that torch's grouped kernel requires in half precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRanks:
-    """The ranks that share the experts of every layer, in the order of the experts."""
+    """Ranks that share the experts of every layer, in the order of the experts."""
 
     group: distributed.ProcessGroup
-    """Carries tensors of the model's device."""
+    """Process group for tensors of the model's device."""
     size: int
-    """Ranks."""
+    """Number of ranks."""
 
 
 def share_experts(module: nn.Module, ranks: ExpertRanks) -> None:
-    """Note which ranks hold the experts of a layer, of which this one has its part."""
+    """Records which ranks share the experts of a layer, of which this rank holds its part."""
     setattr(module, _RANKS, ranks)
 
 
-# The number of tokens of an expert is known to the host only on the way, and differs from pack to pack.
+# The number of tokens of an expert reaches the host only during the pass, and differs from pack to pack.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum of what the chosen experts make of each token.
+    """Computes the weighted sum of the chosen experts' outputs for each token.
 
     Args:
         module: Experts as transformers fuses them.
@@ -74,14 +74,14 @@ def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
 def _elsewhere(
     module: Any, rows: Tensor, shares: Tensor, counts: Tensor, ranks: ExpertRanks
 ) -> Tensor:
-    """Products of sorted rows, each made by the rank that holds its expert."""
+    """Computes products of sorted rows on the ranks that hold their experts."""
     arriving = torch.empty_like(counts)
     distributed.all_to_all_single(arriving, counts, group=ranks.group)
     by_rank = torch.stack([counts, arriving]).view(2, ranks.size, -1)
     sent, received = by_rank.sum(2).tolist()
     arrived = exchanged(rows, sent, received, group=ranks.group)
     shares = exchanged(shares, sent, received, group=ranks.group)
-    # They come by rank and then by expert, and are multiplied by expert.
+    # Rows arrive sorted by rank and then by expert, and are multiplied by expert.
     experts = torch.arange(by_rank.shape[2], device=rows.device).repeat(ranks.size)
     order = torch.argsort(experts.repeat_interleave(by_rank[1].flatten()), stable=True)
     outputs = _products(module, arrived[order], shares[order], by_rank[1].sum(0), ranks)
@@ -94,9 +94,10 @@ def _elsewhere(
 def _products(
     module: Any, rows: Tensor, shares: Tensor, counts: Tensor, ranks: ExpertRanks | None
 ) -> Tensor:
-    """Both layers of this rank's experts over rows that are sorted by expert, times their shares.
+    """Applies both layers of this rank's experts to rows sorted by expert, times their shares.
 
-    Between the layers rows are narrower than behind them, where each would be kept for the backward pass.
+    The shares multiply between the layers, where rows are narrower than after them, because the backward pass
+    keeps each of these rows.
     """
     gated = module._apply_gate(_product(module, "gate_up_proj", rows, counts, ranks))  # noqa: SLF001
     gated = (gated * shares).to(rows.dtype)
@@ -127,12 +128,12 @@ def _product(
 
 
 def expert_adapter(name: str) -> tuple[str, str]:
-    """Names of the two tensors of the adapter of a fused one."""
+    """Returns the names of the two adapter tensors of a fused tensor."""
     return f"lora_A_{name}", f"lora_B_{name}"
 
 
 def _by_expert(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Rows that are sorted by expert, each times the matrix of its expert.
+    """Multiplies each row, sorted by expert, by the matrix of its expert.
 
     Args:
         rows: ``[N, I]``.
@@ -152,7 +153,7 @@ def _by_expert(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def _weight(module: Any, name: str, ranks: ExpertRanks | None) -> Tensor:
-    """This rank's experts. Their gradient, of the tokens of all ranks, counts as a mean over ranks."""
+    """Returns this rank's experts. Their gradient covers all ranks' tokens, so it is scaled to a mean."""
     weight = local_part(getattr(module, name))
     if ranks is None:
         return weight
@@ -161,7 +162,7 @@ def _weight(module: Any, name: str, ranks: ExpertRanks | None) -> Tensor:
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """The same tensor, with a part of its gradient."""
+    """Returns the same tensor, and scales its gradient by a factor."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""How much arithmetic a step needs, and how much its device could do: their ratio is the MFU."""
+"""Floating-point operations of a step and of its device; their ratio is the MFU."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ _PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
 def active_weights(model: nn.Module, config: PretrainedConfig) -> float:
-    """Weights of the layers that a token passes: of the experts, those that it chooses.
+    """Returns the number of layer weights that a token passes: of the experts, only those that it chooses.
 
     Args:
-        model: On any device, sharded or not.
-        config: Its shape.
+        model: The model on any device, sharded or not.
+        config: Configuration of the model.
     """
     shape: Any = config
     counts = {True: 0, False: 0}
@@ -32,9 +32,9 @@ def active_weights(model: nn.Module, config: PretrainedConfig) -> float:
 
 
 def model_weights(config: PretrainedConfig) -> tuple[float, float]:
-    """Parameters of a model, and how many of them a token passes."""
+    """Returns the number of a model's parameters, and how many of them a token passes."""
     model = build_model(config, dtype=torch.float32, device="meta")
-    # Of the embeddings only the head computes.
+    # Of the embeddings, only the output head multiplies.
     head = config.get_text_config()
     return float(sum(p.numel() for p in model.parameters())), active_weights(model, config) + float(
         head.vocab_size * head.hidden_size
@@ -44,18 +44,18 @@ def model_weights(config: PretrainedConfig) -> tuple[float, float]:
 def training_flops(
     config: PretrainedConfig, weights: float, *, tokens: float, squares: float, predictions: float
 ) -> float:
-    """Operations of one forward and backward pass that are of use.
+    """Returns the useful operations of one forward and backward pass.
 
     Padding, recomputation and the optimizer do not count. Forward ``2 P`` per token in the layers' ``P``
     weights, ``2 n h L^2`` in causal attention over a sequence, ``2 V h`` per scored token in the logits; the
-    backward pass takes twice as much.
+    backward pass takes twice as many.
 
     Args:
-        config: Shape of the model.
-        weights: :func:`active_weights`.
+        config: Configuration of the model.
+        weights: Result of :func:`active_weights`.
         tokens: Tokens that the layers compute; those that sequences share count once.
-        squares: Squares of the sequences' lengths, less what they share.
-        predictions: Logprobs that are computed.
+        squares: Squares of the sequences' lengths, minus those of what they share.
+        predictions: Number of computed logprobs.
     """
     shape: Any = config
     hidden, layers, heads = (
@@ -74,7 +74,7 @@ def training_flops(
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bfloat16 operations per second that a device can do; None if that is not known."""
+    """Returns the dense bfloat16 operations per second of a device; None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,8 +1,8 @@
-"""The training state of a rank in host memory, while others have its GPU.
+"""Offloads a rank's training state to host memory during turns of other processes on its GPU.
 
-Where there is room for it beside them it stays, and at most what a step takes besides is given back.
-Tensors stay the objects that they are, DTensors and the flat buffers of FSDP2 among them: what moves are the
-bytes that lie under them.
+If there is room for both sides, the state stays on the GPU, and at most the additional memory of a step is
+released. Tensors keep their identity, including DTensors and the flat buffers of FSDP2: only the bytes of
+their storages move.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,10 @@ class OffloadedState:
     """Moves weights, buffers and optimizer state to host memory and back.
 
     Args:
-        modules: What is trained or compared with.
-        optimizers: Of what is trained.
-        device: What is moved lies there.
-        stays: What has room there beside what others have.
+        modules: Trained modules and frozen ones that they are compared with.
+        optimizers: Optimizers of the trained modules.
+        device: Device that the state is moved from.
+        stays: State that has room on the device during turns of other processes.
     """
 
     def __init__(
@@ -44,21 +44,21 @@ class OffloadedState:
 
     @property
     def is_away(self) -> bool:
-        """Whether others have the device."""
+        """True if other processes have the device."""
         return self._is_away
 
     def check_here(self) -> None:
-        """See that the device is this rank's.
+        """Checks that this rank has the device.
 
         Raises:
-            FailedPreconditionError: If others have it.
+            FailedPreconditionError: If other processes have it.
         """
         if self.is_away:
             raise FailedPreconditionError("the trainer sleeps; wake it first")
 
     @torch.no_grad()
     def put_away(self) -> None:
-        """Move everything to host memory unless it stays, and give the device's memory back."""
+        """Moves everything that does not stay to host memory, and releases the device's memory."""
         if self.is_away:
             return
         self._is_away = True
@@ -67,7 +67,7 @@ class OffloadedState:
             return
         for module in self._modules:
             free_gathered(module)
-        self._synchronize()  # with streams of their own, on which layers are gathered
+        self._synchronize()  # also with FSDP's streams, on which layers are gathered
         if self._stays == "nothing":
             self._move()
         if self._device.type == "cuda":
@@ -85,7 +85,7 @@ class OffloadedState:
 
     @torch.no_grad()
     def bring_back(self) -> None:
-        """Move everything back."""
+        """Moves everything back to the device."""
         for storage, buffer in self._moved.values():
             storage.resize_(buffer.nbytes)
             _bytes(storage).copy_(buffer, non_blocking=True)
@@ -94,7 +94,7 @@ class OffloadedState:
         self._is_away = False
 
     def read(self, tensor: Tensor) -> Tensor:
-        """What this rank holds of a tensor of the state, where its values are now."""
+        """Returns this rank's part of a tensor of the state, from wherever its values are now."""
         local = local_part(tensor)
         if _key(local) not in self._moved:
             return local
@@ -103,7 +103,7 @@ class OffloadedState:
         return values.as_strided(local.size(), local.stride(), local.storage_offset())
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Local tensors with memory of their own that can be taken and given."""
+        """Yields local tensors whose storage can be released and allocated again."""
         for module in self._modules:
             yield from self._movable([*module.parameters(), *module.buffers()])
         for optimizer in self._optimizers:
@@ -114,12 +114,12 @@ class OffloadedState:
         for tensor in tensors:
             local = local_part(tensor)
             storage = local.untyped_storage()
-            # Files that are mapped into memory keep it.
+            # Files that are mapped into memory cannot be released.
             if local.device.type == self._device.type and storage.nbytes() and storage.resizable():
                 yield local
 
     def _buffer(self, number: int, num_bytes: int) -> Tensor:
-        """Host memory, the same one each time."""
+        """Returns host memory for a storage, reused from one move to the next."""
         if number == len(self._buffers):
             self._buffers.append(torch.empty(0, dtype=torch.uint8))
         if self._buffers[number].nbytes != num_bytes:
@@ -133,7 +133,7 @@ class OffloadedState:
 
 
 def _key(tensor: Tensor) -> int:
-    """Names the memory under a tensor, also while it has none."""
+    """Identifies the storage of a tensor, also while the storage is empty."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 -- the address changes with the memory
 
 

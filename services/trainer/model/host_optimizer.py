@@ -1,7 +1,7 @@
-"""AdamW whose moments live in host memory and visit the GPU for an update, a part of them at a time.
+"""AdamW with moments in host memory, which are copied to the GPU part by part for an update.
 
-While one part is updated the next one arrives and the last one leaves, so an update takes as long as the link
-to host memory needs for both moments, one way. Weights change exactly as with moments that stay.
+While one part is updated, the next one is copied to the GPU and the last one back, so an update takes as long
+as the host link needs for both moments in one direction. The result equals that of moments on the GPU.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,17 +16,17 @@ from torch.optim.adamw import adamw
 from services.trainer.model.local_parts import local_part, spread_like
 
 _PART_BYTES: Final = 1 << 29
-"""Moments that visit together."""
+"""Max bytes of moments that are copied together."""
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW for parameters on a GPU, with less memory there.
+    """AdamW for parameters on a GPU, with its moments in host memory.
 
     Args:
-        groups: Of parameters, as other optimizers take them.
-        part_bytes: Moments that are on the device at a time; of two such parts.
-        **options: Those of ``torch.optim.AdamW``.
+        groups: Parameter groups, as in other optimizers.
+        part_bytes: Bytes of moments in one part; up to two parts are on the device at a time.
+        **options: Options of ``torch.optim.AdamW``.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient; returns when the moments are back."""
+        """Updates all parameters that have a gradient; returns when the moments are back in host memory."""
         parts = list(self._parts())
         arriving = self._fetched(parts[0]) if parts else None
         leaving: _Visit | None = None
@@ -54,7 +54,7 @@ class HostAdamW(torch.optim.AdamW):
             visit = arriving
             if leaving is not None:
                 leaving.await_end()
-                leaving = None  # its memory is for what arrives now
+                leaving = None  # frees its memory for the next part
             arriving = None if following is None else self._fetched(following)
             visit.await_end()
             self._update(visit)
@@ -119,7 +119,7 @@ class HostAdamW(torch.optim.AdamW):
         device: torch.device,
         leaving: bool,
     ) -> torch.cuda.Event | None:
-        """Copy behind all that is computed so far, beside what is computed from now on."""
+        """Copies after all computation queued so far and concurrently with what is queued later."""
         stream = None
         if device.type == "cuda":
             if self._streams is None:
@@ -142,16 +142,16 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """A part whose moments are on the device, or on their way."""
+    """A part whose moments are on the device, or are being copied."""
 
     part: _Part
     moments: list[Tensor]
-    """Of each parameter the first, then of each the second."""
+    """First moments of all parameters, then their second moments."""
     done: torch.cuda.Event | None
-    """When they have arrived, or left."""
+    """Recorded at the end of the copies; None on a CPU."""
 
     def await_end(self) -> None:
-        """Let what is computed from now on wait for the copies."""
+        """Makes later computation on the current stream wait for the copies."""
         if self.done is not None:
             torch.cuda.current_stream(self.moments[0].device).wait_event(self.done)
 

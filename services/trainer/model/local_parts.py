@@ -1,20 +1,22 @@
-"""What a rank holds of tensors that are spread over ranks."""
+"""Conversion between sharded tensors and the part that a rank holds."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; all of it if it is not spread."""
+    """Returns the part that this rank holds of a tensor; the whole tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def spread_like(local: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor of which this rank holds ``local``, spread as another one is; ``local`` if that is not.
+    """Wraps ``local`` as this rank's part of a tensor that is sharded like ``tensor``.
+
+    Returns ``local`` itself if ``tensor`` is not sharded.
 
     Args:
-        local: Of the shape of the other one's local part, on any device.
-        tensor: The other one.
+        local: Tensor of the shape of the other one's local part, on any device.
+        tensor: Tensor that defines shape and sharding.
     """
     if not isinstance(tensor, DTensor):
         return local

@@ -1,6 +1,6 @@
-"""Low-rank adapters: put into a model, and merged when the weights leave the trainer.
+"""LoRA adapters: added to a model, and merged when the weights leave the trainer.
 
-peft adapts linear modules. The experts of a layer are fused tensors: there an adapter is two tensors beside
+peft adapts linear modules. The experts of a layer are fused tensors: there an adapter is two more tensors for
 each, which :mod:`~services.trainer.model.experts` adds to its product.
 """
 
@@ -27,12 +27,12 @@ _ADAPTER = ".lora_"
 
 
 def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
-    """Give the target modules an adapter each, and freeze everything else, in place.
+    """Adds an adapter to each target module and freezes everything else, in place.
 
-    What the adapters begin with is for :func:`begin_adapters` to say.
+    :func:`begin_adapters` then sets the adapters' initial values.
 
     Raises:
-        ValueError: If the model has not all of the target modules, or peft adapts none of such kind.
+        ValueError: If the model lacks a target module, or peft cannot adapt one.
     """
     modules, fused = dict(model.named_modules()), _fused(model)
     if missing := [
@@ -57,12 +57,12 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_ADAPTER in name)
         if parameter.requires_grad:
-            # peft makes them in the dtype of the weight.
+            # peft creates adapters in the dtype of the weight.
             parameter.data = parameter.data.float()
 
 
 def _fused(model: nn.Module) -> dict[str, Tensor]:
-    """The fused matrices of experts, by name."""
+    """Returns the fused matrices of experts, by name."""
     named = model.named_parameters()
     return {name: each for name, each in named if OF_EXPERTS in name and each.ndim == 3}
 
@@ -72,7 +72,7 @@ def _named(target: str, known: Iterable[str]) -> list[str]:
 
 
 def _adapt_experts(experts: Any, leaf: str, spec: LoraSpec) -> None:
-    """Give one of the fused tensors of a layer's experts an adapter: ``[E, r, in]`` and ``[E, out, r]``."""
+    """Adds an adapter to a fused tensor of a layer's experts: ``[E, r, in]`` and ``[E, out, r]``."""
     weight = getattr(experts, leaf)
     num_experts, *sides = weight.shape
     num_in, num_out = sides if experts.is_transposed else reversed(sides)
@@ -84,7 +84,7 @@ def _adapt_experts(experts: Any, leaf: str, spec: LoraSpec) -> None:
 
 
 def _adapt_modules(model: PreTrainedModel, targets: list[str], spec: LoraSpec) -> None:
-    # Few runs have adapters, and this import is a tenth of a trainer's start.
+    # Few runs have adapters, and this import takes a tenth of a trainer's startup time.
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
@@ -104,9 +104,9 @@ def _adapt_modules(model: PreTrainedModel, targets: list[str], spec: LoraSpec) -
 
 @torch.no_grad()
 def begin_adapters(module: nn.Module, *, seed: int) -> None:
-    """Set adapters to what they begin with, in place: random rows below as in peft, 0 above.
+    """Initializes adapters in place: random down-projections as in peft, zero up-projections.
 
-    The same for the same seed, however the parameters are sharded.
+    The values depend only on the seed and the names, not on how the parameters are sharded.
     """
     for name, parameter in module.named_parameters():
         if not is_adapter(name):
@@ -120,7 +120,7 @@ def begin_adapters(module: nn.Module, *, seed: int) -> None:
 
 
 def _held(tensor: Tensor) -> tuple[slice, ...]:
-    """The part of a tensor that this rank has."""
+    """Returns the slices of a tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return (slice(None),)
     place = tensor.shape, tensor.device_mesh, tensor.placements
@@ -129,13 +129,13 @@ def _held(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def merged_parameters(model: nn.Module, *, merges: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters under their Hugging Face names, adapters merged into their weights.
+    """Yields whole parameters under their Hugging Face names, with adapters merged into their weights.
 
-    A model without adapters yields its parameters. Where they are sharded, every rank must iterate.
+    A model without adapters yields its parameters. All ranks must iterate if they are sharded.
 
     Args:
         model: The model.
-        merges: Whether adapters are merged, or left out.
+        merges: True if adapters are merged; otherwise they are left out.
     """
     for name, parameter in stored_tensors(model).items():
         if _ADAPTER in name:
@@ -150,7 +150,7 @@ def merged_parameters(model: nn.Module, *, merges: bool = True) -> Iterator[tupl
 
 
 def _merged_experts(model: nn.Module, name: str, value: Tensor) -> Tensor:
-    """A parameter of a layer's experts, with its adapter if it has one."""
+    """Returns a parameter of a layer's experts, with its adapter merged if it has one."""
     owner, _, leaf = name.rpartition(".")
     experts: Any = model.get_submodule(owner)
     down, up = (getattr(experts, part, None) for part in expert_adapter(leaf))
@@ -162,7 +162,7 @@ def _merged_experts(model: nn.Module, name: str, value: Tensor) -> Tensor:
 
 
 def merged_shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:
-    """Names and shapes of what :func:`merged_parameters` yields, in its order."""
+    """Returns names and shapes of what :func:`merged_parameters` yields, in its order."""
     return [
         (plain_name(name), parameter.shape)
         for name, parameter in stored_tensors(model).items()
@@ -171,9 +171,9 @@ def merged_shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Whole adapters, scaled so that the product of the two is what they add to their weight.
+    """Yields whole adapters, scaled so that their product is what they add to the weight.
 
-    Where they are sharded, every rank must iterate.
+    All ranks must iterate if they are sharded.
     """
     for owner, layer in _adapted(model):
         down, up = _scaled_adapter(layer)
@@ -182,14 +182,14 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _scaled_adapter(layer: Any) -> tuple[Tensor, Tensor]:
-    """``[r, in]`` and ``[out, r]`` float32, gathered: their product is what is added to the weight."""
+    """Gathers ``[r, in]`` and ``[out, r]`` float32, whose product is what is added to the weight."""
     (adapter,) = layer.active_adapters
     down, up = whole(layer.lora_A[adapter].weight), whole(layer.lora_B[adapter].weight)
     return down, layer.scaling[adapter] * up
 
 
 def adapter_shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:
-    """Names and shapes of what :func:`adapter_parameters` yields, in its order."""
+    """Returns names and shapes of what :func:`adapter_parameters` yields, in its order."""
     return [
         (owner + end, part[layer.active_adapters[0]].weight.shape)
         for owner, layer in _adapted(model)
@@ -202,16 +202,16 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is part of an adapter."""
+    """Returns True if a parameter is part of an adapter."""
     return _ADAPTER in name
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter in a model without adapters."""
+    """Returns the name of a parameter in a model without adapters."""
     return name.replace(_BASE, ".")
 
 
 def whole(value: Tensor) -> Tensor:
-    """A tensor gathered from its shards. Every rank must call it."""
+    """Gathers a tensor from its shards. All ranks must call it."""
     gathered = value.full_tensor() if isinstance(value, DTensor) else value
     return gathered.detach()

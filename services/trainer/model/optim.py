@@ -1,4 +1,4 @@
-"""AdamW, its learning-rate schedule, and the clipping of gradients."""
+"""AdamW, its learning-rate schedule, and gradient clipping."""
 
 import math
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ _FINAL_FRACTION = 0.1
 def build_optimizer(
     module: nn.Module, spec: OptimizerSpec, *, in_host: bool = False
 ) -> torch.optim.AdamW:
-    """AdamW in one fused kernel. Its learning rate is set before every update.
+    """Creates AdamW with one fused kernel. The caller sets its learning rate before every update.
 
     Args:
-        module: Its trainable parameters are updated; they are on their device.
+        module: Module whose trainable parameters are updated; it must be on its device already.
         spec: Peak learning rate, betas and decay.
-        in_host: Whether its moments live in host memory.
+        in_host: True if the moments are kept in host memory.
     """
-    # The kernel does not take parameters of several meshes at once.
+    # The fused kernel does not accept parameters of several meshes at once.
     by_group: dict[tuple[object, bool], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -45,16 +45,16 @@ def build_optimizer(
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies to a parameter: to matrices, embeddings included.
+    """Returns True if weight decay applies to a parameter: to matrices, including embeddings.
 
-    Norms, biases and other vectors keep their scale, as in Hugging Face's ``Trainer`` and Megatron-LM. The
-    biases of fused experts have two dimensions, and are known by their names.
+    Norms, biases and other vectors do not decay, as in Hugging Face's ``Trainer`` and Megatron-LM. The
+    biases of fused experts have two dimensions and are recognized by name.
     """
     return parameter.ndim > 1 and not name.endswith("bias")
 
 
 def learning_rate(spec: OptimizerSpec, *, update: int, num_updates: int) -> float:
-    """Learning rate of an update.
+    """Returns the learning rate of an update.
 
     Args:
         spec: Peak, warm-up and shape.
@@ -72,17 +72,17 @@ def learning_rate(spec: OptimizerSpec, *, update: int, num_updates: int) -> floa
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Use ``value`` from the next update on."""
+    """Sets the learning rate of the next update."""
     for group in optimizer.param_groups:
         group["lr"] = value
 
 
 @torch.no_grad()
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Global norm of the gradients, over all shards. Every rank must call it.
+    """Computes the global norm of the gradients over all shards. All ranks must call it.
 
-    Gradients are grouped by how they are sharded, so there is one small reduction for each way and
-    not one for each parameter.
+    Gradients are grouped by their sharding: one small reduction for each kind, instead of one for each
+    parameter.
 
     Returns:
         Float32 scalar, the same on every rank.
@@ -114,13 +114,13 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients down so that their global norm is at most ``max_norm``."""
+    """Scales all gradients down so that their global norm is at most ``max_norm``."""
     scale_gradients(parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
-    """Multiply all gradients by a scalar."""
+    """Multiplies all gradients by a scalar."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [local_part(each) for each in gradients]
     if shards:

@@ -1,12 +1,12 @@
-"""How the model is spread over processes: meshes, FSDP2, tensor parallelism.
+"""Distribution of the model over processes: device meshes, FSDP2, tensor and expert parallelism.
 
-mesh   dp x tp; FSDP2 shards over dp, tensor-parallel ranks share layers. Where experts are shared, dp is
-       copies x experts: each of the inner ranks holds a part of the experts of every layer. Where packs are,
-       dp is data x context: each of the inner ranks computes a part of the tokens of every pack. Where both
-       are, weights have the former and packs the latter
-frozen a rank that keeps gathered weights has frozen ones whole, in the dtype of the pass, outside of FSDP2:
-       nothing would be sharded, and each pass would copy them
-order  tensor and expert parallelism -> what layers keep (``activations.py``) -> FSDP2, from the inside out
+mesh   dp x tp; FSDP2 shards over dp, tensor-parallel ranks share layers. With expert parallelism, dp is
+       copies x experts: each of the inner ranks holds a part of the experts of every layer. With context
+       parallelism, dp is data x context: each of the inner ranks computes a part of every pack's tokens.
+       With both, weights use the former mesh and packs the latter
+frozen a rank that keeps gathered weights holds frozen ones whole, in the dtype of the forward pass and
+       outside of FSDP2: nothing would be sharded, and each pass would copy them
+order  tensor and expert parallelism -> activation memory (``activations.py``) -> FSDP2, innermost first
 """
 
 from collections.abc import Iterator
@@ -42,33 +42,33 @@ from services.trainer.model.experts import ExpertRanks, share_experts
 from services.trainer.model.policy import Critic, Policy
 
 _LONGEST_PAUSE = timedelta(hours=24)
-"""Longest time between two orders of rank 0, after which the other ranks give up."""
+"""Max time between two commands of rank 0, after which the other ranks give up."""
 _MOST_KINDS = 64
-"""Times that a layer is compiled: without and with gradients, for a few kinds of sizes."""
+"""Max compilations of a layer: without and with gradients, for a few kinds of sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTopology:
-    """This process among the trainer processes of the run."""
+    """Position of this process in the parallelism of the worker's processes."""
 
     device: torch.device
-    """Of the model."""
+    """Device of the model."""
     data: Ranks
-    """Data-parallel ranks, one for each pack that is trained at a time."""
+    """Data-parallel ranks, one for each pack that is computed at a time."""
     rank: int = 0
-    """This process among all."""
+    """Rank of this process among all."""
     world_size: int = 1
-    """All processes."""
+    """Number of processes."""
     mesh: DeviceMesh | None = None
-    """``dp`` x ``tp``; None for a single process that needs no sharding."""
+    """Mesh ``dp`` x ``tp``; None for a single process that needs no sharding."""
     experts: DeviceMesh | None = None
-    """``copies`` x ``experts``, which ``dp`` consists of; None if every rank computes all experts."""
+    """Mesh ``copies`` x ``experts``, which ``dp`` consists of; None if every rank computes all experts."""
     context: ContextRanks | None = None
     """Ranks that compute a pack together; None if each computes its own."""
 
     @property
     def sharding(self) -> Ranks:
-        """The ranks that FSDP2 shards over."""
+        """Returns the ranks that FSDP2 shards over."""
         if self.mesh is None:
             return self.data
         dp = self.mesh["dp"]
@@ -76,15 +76,15 @@ class RankTopology:
 
     @property
     def is_first_of_pack(self) -> bool:
-        """Whether this process is the first of those that have the same samples."""
+        """True if this process is the first of those that hold the same samples."""
         is_first = self.context is None or self.context.rank == 0
         return is_first and (self.mesh is None or self.mesh.get_local_rank("tp") == 0)
 
 
 def join_processes(*, device: torch.device, rank: int, world_size: int) -> None:
-    """Form torch's default group: Gloo for CPU tensors and, on GPUs, NCCL for theirs.
+    """Initializes torch's default process group: Gloo for CPU tensors and, on GPUs, NCCL for theirs.
 
-    Several processes find each other as ``torchrun`` says.
+    Several processes find each other through the environment of ``torchrun``.
     """
     distributed.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -96,9 +96,9 @@ def join_processes(*, device: torch.device, rank: int, world_size: int) -> None:
 
 
 def abort_processes() -> None:
-    """Abort all process groups of this process: what its other threads do in them over NCCL fails at once.
+    """Aborts all process groups of this process, so that NCCL operations in its other threads fail at once.
 
-    Gloo has no abort: its connections close, and fail on the other ranks, when this process ends. Safe to
+    Gloo has no abort: when this process ends, its connections close and fail on the other ranks. Safe to
     repeat.
     """
     if distributed.is_initialized():
@@ -108,13 +108,13 @@ def abort_processes() -> None:
 def build_topology(
     spec: TrainerSpec, *, device: torch.device, rank: int, world_size: int
 ) -> RankTopology:
-    """Lay the processes out as data-parallel ranks and those that share samples with one of them.
+    """Arranges the processes as data-parallel ranks and the ranks that share samples with them.
 
-    One process in float32 needs no mesh. Sharding over one rank still gives mixed precision and
-    offloading, so there is one way to have them.
+    One process in float32 needs no mesh. With mixed precision or offloading, one process is sharded over
+    itself, so that FSDP2 provides both in the same way as for several.
 
     Raises:
-        ValueError: If the number of processes is not the one of the specification, or kernels cannot be made.
+        ValueError: If the number of processes differs from the specification, or kernels cannot be compiled.
     """
     if device.type == "cuda" and (problem := missing_compiler()):
         raise ValueError(problem)
@@ -148,18 +148,18 @@ def build_topology(
 
 
 def _use_few_threads(spec: TrainerSpec, device: torch.device) -> None:
-    """Leave the host's processors to others, before anything is compiled.
+    """Leaves the host's processors to others; must run before any compilation.
 
-    Beside a GPU only batches are laid out here, in operations of microseconds. Spread over threads, each
-    waits for its last thread, and where an engine has the processors that is a scheduler's turn away.
-    Compiled code is for one number of threads: with another one all of it would be made anew.
+    With a GPU, the CPU only lays out batches, in operations of microseconds. Spread over threads, each
+    operation waits for its last thread, and if an engine occupies the processors that takes a time slice.
+    Compiled code depends on the number of threads: with another number all of it would be compiled again.
     """
     if device.type == "cuda" and not spec.offloads_weights:
         torch.set_num_threads(1)
 
 
 def _meshes(spec: TrainerSpec, device: torch.device) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh of weights, and that of packs where ranks compute these together."""
+    """Returns the mesh of weights, and the mesh of packs if context parallelism is used."""
     tensor = spec.tensor_parallel
     found = []
     for names, inner in (
@@ -186,15 +186,15 @@ def _context(packs: DeviceMesh) -> ContextRanks:
 
 
 def distribute(module: Policy | Critic, spec: TrainerSpec, topology: RankTopology) -> None:
-    """Spread a policy or critic in place; its parameters become sharded where there is a mesh.
+    """Distributes a policy or critic in place; its parameters become sharded if there is a mesh.
 
     Args:
-        module: On the CPU or its device.
+        module: Policy or critic on the CPU or its device.
         spec: Precision and parallelism.
-        topology: The processes.
+        topology: Position of this process.
 
     Raises:
-        ValueError: If heads or experts cannot be divided by the ranks that share them.
+        ValueError: If heads or experts cannot be divided evenly among ranks.
     """
     decoder: Any = module.get_submodule("model").get_decoder()  # type: ignore[operator]
     if topology.context is not None:
@@ -208,7 +208,7 @@ def distribute(module: Policy | Critic, spec: TrainerSpec, topology: RankTopolog
     _divide(module, layers, spec, topology)
     arrange(layers, spec, device=topology.device, is_seen=_is_seen(module, topology))
     if spec.compile:
-        # Beyond its limit torch would go on uncompiled, slower and in more memory than was planned.
+        # Beyond its limit torch would run uncompiled, slower and in more memory than planned.
         torch._dynamo.config.recompile_limit = _MOST_KINDS  # noqa: SLF001
         decoder.norm.forward = torch.compile(decoder.norm.forward, dynamic=True)
     if topology.mesh is None:
@@ -218,7 +218,7 @@ def distribute(module: Policy | Critic, spec: TrainerSpec, topology: RankTopolog
 
 
 def _is_seen(module: nn.Module, topology: RankTopology) -> bool:
-    """Whether nothing in a layer is hidden from the compiler: what ranks exchange, experts, other kernels."""
+    """Returns True if the compiler can trace a whole layer: no collectives, experts or other kernels."""
     config: Any = module.get_submodule("model").config
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
     is_plain = not is_capped and not is_mixture(config.to_dict())
@@ -228,7 +228,7 @@ def _is_seen(module: nn.Module, topology: RankTopology) -> bool:
 def _divide(
     module: nn.Module, layers: nn.ModuleList, spec: TrainerSpec, topology: RankTopology
 ) -> None:
-    """Give this rank its part of what ranks share: heads and columns, and experts."""
+    """Keeps this rank's part of heads and columns (tensor parallelism) and of experts."""
     if topology.mesh is not None and spec.tensor_parallel > 1:
         _check_heads(module, spec.tensor_parallel)
         for layer in layers:
@@ -243,7 +243,7 @@ def _divide(
 def _shard(
     module: nn.Module, layers: nn.ModuleList, spec: TrainerSpec, topology: RankTopology
 ) -> None:
-    """Spread parameters, gradients and optimizer over the ranks that hold the same of a layer."""
+    """Shards parameters, gradients and optimizer states over the ranks that hold the same part of a layer."""
     assert topology.mesh is not None
     options: dict[str, Any] = {
         "mesh": topology.mesh["dp"],
@@ -266,25 +266,26 @@ def _shard(
 
 
 def begin_micro_batch(module: nn.Module, *, is_last: bool, spec: TrainerSpec) -> None:
-    """Prepare for the forward and backward pass of one of an update's micro-batches."""
+    """Prepares FSDP2 for the forward and backward pass of one of an update's micro-batches."""
     if isinstance(module, FSDPModule) and _keeps_gathered(spec) and not spec.offloads_weights:
         module.set_requires_gradient_sync(is_last)
         module.set_reshard_after_backward(is_last)
 
 
 def _keeps_gathered(spec: TrainerSpec) -> bool:
-    """Whether gathered parameters and whole gradients stay until an update's last micro-batch.
+    """Returns True if gathered parameters and whole gradients are kept until an update's last micro-batch.
 
-    Alone, a rank has nobody to exchange with, and they take the memory of one model either way.
+    A rank that shards over itself alone has no other rank to exchange with, and the memory is that of one
+    model either way.
     """
     return spec.world_size == spec.tensor_parallel or spec.zero_stage == 1
 
 
 def free_gathered(module: nn.Module) -> None:
-    """Drop gathered parameters after a forward pass without a backward pass.
+    """Frees gathered parameters after a forward pass without a backward pass.
 
-    FSDP keeps those of the root, and alone those of all layers, for a backward pass; kept over an update they
-    would be stale.
+    FSDP keeps the parameters of the root, and on a single rank those of all layers, for a backward pass; kept
+    over an update they would be stale.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -295,7 +296,7 @@ _TENSOR_PLAN: dict[str, Any] = {
     "self_attn.q_proj": ColwiseParallel(),
     "self_attn.k_proj": ColwiseParallel(),
     "self_attn.v_proj": ColwiseParallel(),
-    # Where heads are normalized; the "sequence" of [1, T, heads, D] that is divided is that of heads.
+    # For normalized heads: the sharded "sequence" dimension of [1, T, heads, D] is that of heads.
     "self_attn.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
     "self_attn.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
     "self_attn.o_proj": RowwiseParallel(),
@@ -303,7 +304,7 @@ _TENSOR_PLAN: dict[str, Any] = {
     "mlp.up_proj": ColwiseParallel(),
     "mlp.down_proj": RowwiseParallel(),
 }
-"""Attention by heads, the feed-forward part by columns; norms and embeddings are repeated."""
+"""Attention is divided by heads, the feed-forward part by columns; norms and embeddings are replicated."""
 
 
 def _has(layer: nn.Module, name: str) -> bool:
@@ -311,12 +312,12 @@ def _has(layer: nn.Module, name: str) -> bool:
 
 
 def _experts(layers: nn.ModuleList) -> Iterator[nn.Module]:
-    """The fused experts of the layers that have some."""
+    """Yields the fused experts of the layers that have some."""
     return (module for name, module in layers.named_modules() if name.endswith(".experts"))
 
 
 def _share(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's part of a layer's experts, in place."""
+    """Keeps this rank's part of a layer's experts, in place."""
     for name, parameter in list(experts.named_parameters()):
         own = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
         part = DTensor.from_local(own, mesh, (Shard(0),), run_check=False)

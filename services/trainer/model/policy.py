@@ -1,4 +1,4 @@
-"""The policy: a causal language model that scores packed responses."""
+"""The policy and the critic: causal language models that score packed responses."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -24,11 +24,11 @@ class Policy(nn.Module):
     Args:
         model: A Hugging Face causal language model; its attention is switched to the packed one.
         temperature: Divides the logits, as in sampling.
-        routing_replay: What is done with the engine's choice of experts, where a pack has it: value of
+        routing_replay: Use of the engine's choice of experts, if a pack has it: value of
             ``rollout.routing_replay``.
 
     Raises:
-        ValueError: If the architecture is not computed exactly.
+        ValueError: If the trainer does not compute the architecture exactly.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class Policy(nn.Module):
         self._routing_replay = routing_replay
         self._temperature = temperature
         self.context: ContextRanks | None = None
-        """Ranks that compute each pack together."""
+        """Ranks that compute each pack together; None without context parallelism."""
 
     def forward(
         self, packed: PackedTokens, *, temperature: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Score the response tokens of a micro-batch.
+        """Scores the response tokens of a micro-batch.
 
         Args:
             packed: The micro-batch.
-            temperature: Divides the logits; None is that of sampling.
+            temperature: Divides the logits; None uses the sampling temperature.
 
         Returns:
             ``[R]`` float32 logprobs and ``[R]`` float32 entropies, both with gradients.
@@ -85,21 +85,21 @@ class Critic(nn.Module):
         config: Any = model.config
         self.model = model
         self.head = nn.Linear(config.hidden_size, 1, bias=False, device=model.device)
-        # From 0 on, so that an untrained critic does not disturb the first advantages.
+        # Zeros, so that an untrained critic does not disturb the first advantages.
         nn.init.zeros_(self.head.weight)
         self.context: ContextRanks | None = None
-        """As a policy's."""
+        """Ranks that compute each pack together, as in :class:`Policy`."""
 
     def forward(self, packed: PackedTokens) -> Tensor:
-        """``[R]`` float32 value of the state in which each response token is chosen."""
+        """Returns the ``[R]`` float32 value of the state in which each response token is chosen."""
         packed = packed if self.context is None else packed.shared_with(self.context)
         hidden = decoder_states(self.model, packed)[packed.predictors]
         return packed.of_responses(self.head(hidden).squeeze(-1).float())
 
 
 def output_head(model: PreTrainedModel) -> OutputHead:
-    """The head of a causal language model, its numbers read from the configuration."""
-    # What a family does not declare, it does not compute either.
+    """Returns the output head of a causal language model, with scale and cap from its configuration."""
+    # Read declared fields only: a family does not compute what its configuration does not declare.
     declared = type(model.config).__dataclass_fields__
     config = {key: value for key, value in vars(model.config).items() if key in declared}
     multiplier, divisor = config.get("logit_scale"), config.get("logits_scaling")
@@ -111,7 +111,7 @@ def output_head(model: PreTrainedModel) -> OutputHead:
 
 
 def decoder_states(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
-    """``[T, H]`` final hidden states of a pack, or of this rank's tokens of it."""
+    """Returns the ``[T, H]`` final hidden states of a pack, or of this rank's part of it."""
     output = _untyped(model).get_decoder()(
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
@@ -124,28 +124,28 @@ def decoder_states(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
 
 
 def _use_packs(model: PreTrainedModel) -> None:
-    """Let a model compute with our attention and, if it has any, our experts."""
+    """Switches a model to our attention and, if it has experts, to our experts."""
     model.set_attn_implementation(PACKED)
     if is_mixture(model.config.to_dict()):
         model.set_experts_implementation(EXPERTS)
 
 
 def _untyped(model: PreTrainedModel) -> Any:
-    """The model without its partly missing annotations."""
+    """Returns the model as ``Any``, because some of its annotations are missing."""
     return model
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that the optimizer changes."""
+    """Returns the parameters that the optimizer updates."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def freeze(module: _Module) -> _Module:
-    """Make a module a constant, for example the reference policy."""
+    """Freezes a module in evaluation mode, for example the reference policy."""
     return module.requires_grad_(False).eval()
 
 
 @torch.no_grad()
 def score(policy: Policy, packs: Iterable[PackedTokens]) -> list[Tensor]:
-    """``[R]`` logprobs of each pack, without gradients."""
+    """Returns the ``[R]`` logprobs of each pack, without gradients."""
     return [policy(packed)[0] for packed in packs]

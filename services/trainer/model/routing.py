@@ -1,8 +1,8 @@
-"""What the routers of a trained mixture of experts choose: counted, balanced, and replayed.
+"""Routing of a trained mixture of experts: counts, balances and replays the routers' choices.
 
-Engine and trainer choose other experts for a few per cent of tokens, and then their probabilities are far
-apart. Replayed choices (R3, arXiv:2510.11370) are those of the engine, with weights gathered from the
-trainer's own logits, so that gradients reach the router as ever.
+Engine and trainer choose different experts for a few per cent of tokens, whose probabilities then differ
+widely. Replayed choices (R3, arXiv:2510.11370) are those of the engine, with weights gathered from the
+trainer's own logits, so that gradients still reach the router.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ _LEAST_SUM = 1e-20
 
 
 class Routing:
-    """The routers of a policy. What it knows is of the newest forward pass since :meth:`begin`.
+    """Observes and controls the routers of a policy in the newest forward pass since :meth:`begin`.
 
     Args:
-        model: Its routers are watched, and told what to choose.
-        config: Of the model, as a dictionary.
+        model: Model whose routers are hooked.
+        config: Configuration of the model, as a dictionary.
     """
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
@@ -46,11 +46,11 @@ class Routing:
             router.register_forward_hook(partial(self._route, place))
 
     def begin(self, packed: PackedTokens, replay: str) -> None:
-        """Before a forward pass; holds until its backward pass is done, which may compute it again.
+        """Prepares a forward pass; stays valid until its backward pass, which may recompute it, has ended.
 
         Args:
-            packed: The tokens, or those of this rank where ranks compute them together.
-            replay: What is done with the engine's choices: value of ``rollout.routing_replay``.
+            packed: The tokens, or this rank's tokens if ranks compute them together.
+            replay: Use of the engine's choices: value of ``rollout.routing_replay``.
         """
         self._replayed = None if replay == "off" else packed.experts
         self._is_replaying = replay == "replay"
@@ -59,9 +59,9 @@ class Routing:
         self._logits, self._chosen, self._differs = {}, {}, {}
 
     def counts(self) -> Tensor:
-        """``[layers, E]`` int64: how often each expert was chosen, for tokens of this rank.
+        """Returns ``[layers, E]`` int64: how often each expert was chosen for tokens of this rank.
 
-        A token that sequences share counts as often as they would have it without sharing.
+        A token that sequences share counts as often as it would without sharing.
         """
         own = self._num_own
         chosen = torch.stack([self._chosen[place][:own] for place in sorted(self._chosen)])
@@ -72,7 +72,10 @@ class Routing:
         return counts.scatter_add_(1, chosen.flatten(1), times.flatten(1))
 
     def differences(self) -> tuple[Tensor, Tensor] | None:
-        """``[T]`` bool: whether a layer chose otherwise than the engine, and whether that is known."""
+        """Returns the tokens for which a layer chose other experts than the engine, and those with known experts.
+
+        Both are ``[T]`` bool.
+        """
         if self._replayed is None:
             return None
         known = (self._replayed >= 0).flatten(1).any(1)
@@ -86,7 +89,7 @@ class Routing:
         """Auxiliary loss of the Switch Transformer (arXiv:2101.03961, equations 4 to 6) over all layers.
 
         Scaled as ``router_aux_loss_coef`` of a ``config.json`` expects it: the number of chosen experts if
-        all are chosen equally often. Where each expert has a score of its own, probabilities are shares of
+        all are chosen equally often. If each expert has its own sigmoid score, probabilities are shares of
         their sum (arXiv:2412.19437, equation 18).
         """
         own = self._num_own
@@ -104,18 +107,18 @@ class Routing:
 
     @property
     def _num_own(self) -> int:
-        """Tokens of this rank, without those that fill its chunk up."""
+        """Number of this rank's tokens without the padding of its chunk."""
         if self._context is None:
             return self._num_tokens
         return self._context.num_own(self._num_tokens)
 
     @torch.no_grad()
     def move_biases(self, counts: Tensor, rate: float) -> None:
-        """Make experts likelier that were chosen less often than the mean, others less (arXiv:2408.15664).
+        """Raises the biases of experts chosen less often than the mean, lowers the others (arXiv:2408.15664).
 
         Args:
             counts: ``[layers, E]``, over all ranks.
-            rate: By how much.
+            rate: Size of the change.
         """
         for router, chosen in zip(self._routers, counts.double(), strict=True):
             bias: Tensor = router.get_buffer(_BIAS)
@@ -140,7 +143,7 @@ class Routing:
         return logits, weights, chosen
 
     def _weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-        """``[T, K]`` weights that the router gives to chosen experts."""
+        """Returns the ``[T, K]`` weights that the router gives to chosen experts."""
         if self._kind == "softmax_of_chosen":
             return logits.gather(1, chosen).softmax(1)
         if self._kind == "sigmoid":
@@ -153,7 +156,7 @@ class Routing:
 
 
 def imbalance(counts: Tensor) -> tuple[float, float]:
-    """Of the most chosen expert of each layer, how often over the mean: the mean over layers, and the worst.
+    """Returns mean and max over layers of the most chosen expert's load, relative to the layer's mean load.
 
     Args:
         counts: ``[layers, E]``.

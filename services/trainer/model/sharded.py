@@ -1,4 +1,4 @@
-"""Weights for a model that is spread over ranks before it has any: each rank reads its own rows alone.
+"""Loads weights into a model that is already sharded: each rank reads only its own rows.
 
 meta device -> adapters -> distribute -> memory for this rank's shards -> their rows from the safetensors
 """
@@ -15,12 +15,12 @@ from services.trainer.model.lora import is_adapter, plain_name
 
 
 def fill(module: nn.Module, folder: Path, *, device: torch.device) -> None:
-    """Give a distributed policy or critic without memory its weights, in place.
+    """Allocates and loads the weights of a distributed policy or critic on the meta device, in place.
 
     Args:
-        module: Holds a Hugging Face model as ``model``; what else it holds starts at 0, but for adapters.
-        folder: Of the model, with safetensors.
-        device: Where the shards live.
+        module: Holds a Hugging Face model as ``model``; its other parameters become 0; adapters stay unset.
+        folder: Folder of the model, with safetensors.
+        device: Device of the shards.
 
     Raises:
         ValueError: If the folder does not hold the weights of the model.
@@ -35,11 +35,11 @@ def fill(module: nn.Module, folder: Path, *, device: torch.device) -> None:
 
 
 def materialize(module: nn.Module, *, device: torch.device) -> None:
-    """Give a distributed policy or critic memory for its weights, in place.
+    """Allocates memory for the weights of a distributed policy or critic, in place.
 
     Args:
         module: Holds a Hugging Face model as ``model``, on the meta device.
-        device: Where the shards live.
+        device: Device of the shards.
     """
     module.to_empty(device=device)
     model: Any = module.get_submodule("model")

@@ -1,7 +1,7 @@
-"""Supervised training that turns a random preset into a base model, made once and kept.
+"""Warm start: supervised training of a random preset into a base model, done once and cached.
 
-The result lies in a cache folder named by the digest of everything that shapes it: preset, tokenizer,
-examples (their source included), recipe and seed.
+The cache folder is named by the digest of everything that shapes the result: preset, tokenizer, examples
+(including their source), recipe and seed.
 """
 
 import fcntl
@@ -37,14 +37,14 @@ from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
 
 Progress = Callable[[int, int], None]
-"""Called with the steps done and the steps in all."""
+"""Called with the number of finished steps and of all steps."""
 
 _BETAS = (0.9, 0.95)
 _WARMUP_STEPS = 30
 _FINAL_FRACTION = 0.1
 _MAX_GRAD_NORM = 1.0
 _EXAMPLES_PER_DRAW = 64
-"""Steps whose examples are drawn by one call of the user's function."""
+"""Steps whose examples one call of the user's function draws."""
 
 
 def load_base_model(
@@ -56,18 +56,18 @@ def load_base_model(
     cache: Path,
     progress: Progress,
 ) -> PreTrainedModel:
-    """The model that training starts from, in float32.
+    """Loads the model that training starts from, in float32.
 
     Args:
-        model: Which one; a preset with a warm start is trained here unless the cache has it.
-        tokenizer: Its tokenizer.
-        seed: Of random weights and of the examples.
-        device: Where it is loaded, and trained.
-        cache: Folder that keeps models made here.
+        model: The model; a preset with a warm start is trained here unless the cache has it.
+        tokenizer: Tokenizer of the model.
+        seed: Seed of random weights and of the examples.
+        device: Device that it is loaded to and trained on.
+        cache: Folder of warm-started models.
         progress: Called after each step of a warm start.
 
     Raises:
-        ValueError: If the model does not load, or the examples are not as promised.
+        ValueError: If the model does not load, or the examples are invalid.
     """
     if model.warm_start is None:
         return load_model(model, tokenizer, dtype=torch.float32, device=device, seed=seed)
@@ -85,7 +85,7 @@ def base_folder(
     cache: Path,
     progress: Progress,
 ) -> Path | None:
-    """The folder of the model that training starts from; None for a preset's random weights.
+    """Returns the folder of the model that training starts from; None for a preset's random weights.
 
     Arguments and errors are those of :func:`load_base_model`.
     """
@@ -111,7 +111,7 @@ def train(
     seed: int,
     progress: Progress,
 ) -> None:
-    """Train on examples; the loss is on the response and the end token.
+    """Trains on examples; the loss covers the response and the end token.
 
     Recipe: AdamW with betas 0.9 and 0.95, 30 steps of warm-up, cosine to 10 %, gradient norm 1.
 
@@ -188,7 +188,7 @@ def _digest(model: ModelSpec, tokenizer: Tokenizer, seed: int) -> str:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one process of this host at a time make a folder; the others find it made."""
+    """Lets one process of this host at a time create a folder; the others then find it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -196,9 +196,9 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _keep(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the folder at once: a reader sees all of it or nothing.
+    """Publishes the folder atomically: a reader sees all of it or nothing.
 
-    ``save_pretrained`` of transformers writes nothing on ranks over 0, which may be the only ones of a host.
+    ``save_pretrained`` of transformers writes nothing on ranks above 0, which may be the only ones of a host.
     """
     held = {name: value.detach() for name, value in stored_tensors(model).items()}
     stored = as_stored(held, model.config.to_dict())

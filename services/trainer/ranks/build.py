@@ -359,7 +359,7 @@ class Loader:
         return dtype
 
     def _cast_frozen(self, module: nn.Module) -> None:
-        """Casts frozen parameters to the dtype of the forward pass. Buffers (rotary frequencies) stay float32."""
+        """Casts frozen parameters to the forward dtype, but no buffers: rotary frequencies are float32."""
         for parameter in module.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(self._computes_in)

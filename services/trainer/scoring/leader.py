@@ -102,7 +102,7 @@ class ScoringLeader:
             self._turn.release()
 
     def open(self) -> dict[str, Tensor]:
-        """Blocks scoring until :meth:`adopt` or :meth:`close`; returns the live weights for writing in place."""
+        """Blocks scoring until :meth:`adopt` or :meth:`close`; returns the weights for in-place writes."""
         if not self._is_open:
             self._turn.acquire()
         self._is_open = True

@@ -46,7 +46,7 @@ class Objective:
         horizon: Max tokens of a response.
 
     Raises:
-        ValueError: If the loss is a user's function that does not load or does not accept its arguments.
+        ValueError: If the loss is a user's function that does not load or rejects its arguments.
     """
 
     def __init__(self, spec: AlgorithmSpec, *, correction: Correction, horizon: int) -> None:
@@ -155,7 +155,7 @@ class Objective:
         )
 
     def _try(self) -> None:
-        """Tests the loss on one trained token and on one untrained token, which ranks without work compute.
+        """Tests the loss on one trained token, and on one untrained token as on ranks without work.
 
         Raises:
             ValueError: If the result is not finite or has no gradient.
@@ -399,8 +399,9 @@ class Early:
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     tally: MetricTotals = field(default_factory=MetricTotals)
     unit: Tensor | None = None
-    """``[2]`` tokens and sequences that the gradients were divided by; None before the first group. The counts
-    of the whole update are known only at its end.
+    """``[2]`` tokens and sequences that the gradients were divided by; None before the first group.
+
+    The counts of the whole update are known only at its end.
     """
     counts: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
     """``[2]`` tokens and sequences that train, over all ranks."""
