@@ -1,1 +1,1 @@
-"""The mathematics of a step: advantages, losses, corrections; pure functions of tensors."""
+"""Mathematics of a training step as pure functions of tensors: advantages, losses, corrections."""

@@ -1,8 +1,8 @@
 """Advantage estimators: pure functions on flat tokens and per-sequence scores.
 
 A *score* is the sum of a sequence's token rewards. Group estimators turn ``[N]`` scores into ``[N]``
-advantages, which every token of the sequence shares; token estimators work on ``[T]`` rewards.
-Nothing here leaves a stale member out of its group's statistics: staleness acts on tokens, later.
+advantages, which all tokens of a sequence share; token estimators work on ``[T]`` rewards. Stale members
+count in their group's statistics: staleness masks tokens later.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _WHITEN_EPSILON = 1e-8
 
 
 def _group_mean(values: Tensor, groups: Tensor) -> Tensor:
-    """``[N]`` mean of the own group, per member. ``groups`` is ``[N]`` int64 from 0."""
+    """Returns the ``[N]`` mean of each member's group. ``groups`` is ``[N]`` int64 from 0."""
     count = _group_size(values, groups)
     return _group_sum(values, groups) / count
 
@@ -32,16 +32,16 @@ def _group_size(values: Tensor, groups: Tensor) -> Tensor:
 
 
 def _centred(values: Tensor, groups: Tensor) -> Tensor:
-    """``[N]`` values minus the mean of the own group; exactly 0 where all of a group are equal."""
+    """Subtracts the group's mean from ``[N]`` values; exactly 0 if all of a group are equal."""
     num_groups = int(groups.max()) + 1 if len(groups) else 0
     lowest = values.new_full((num_groups,), torch.inf)
-    # Sums of equal numbers may be rounded, but those of zeros are not.
+    # Subtract the minimum first: sums of equal numbers may be rounded, but sums of zeros are exact.
     above = values - lowest.scatter_reduce(0, groups, values, reduce="amin")[groups]
     return above - _group_mean(above, groups)
 
 
 def _group_std(values: Tensor, groups: Tensor) -> Tensor:
-    """``[N]`` standard deviation of the own group with ``n - 1``, 0 for a singleton."""
+    """Returns the ``[N]`` standard deviation of each member's group with ``n - 1``, 0 for a singleton."""
     degrees = (_group_size(values, groups) - 1).clamp(min=1)
     return torch.sqrt(_group_sum(_centred(values, groups).square(), groups) / degrees)
 
@@ -49,12 +49,12 @@ def _group_std(values: Tensor, groups: Tensor) -> Tensor:
 def grpo(scores: Tensor, groups: Tensor, *, divide_by_std: bool = True) -> Tensor:
     """Group-relative advantages (arXiv:2402.03300); without the division Dr.GRPO (arXiv:2503.20783).
 
-    A singleton has no baseline, so it gets 0, and so does every member of a group of equal scores.
+    A singleton has no baseline and gets 0, and so does every member of a group of equal scores.
 
     Args:
         scores: ``[N]`` float.
         groups: ``[N]`` int64, index of each sequence's group.
-        divide_by_std: Whether to divide by the group's standard deviation.
+        divide_by_std: True to divide by the group's standard deviation.
 
     Returns:
         ``[N]`` advantages.
@@ -87,7 +87,7 @@ def opo(scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     Args:
         scores: ``[N]`` float.
         groups: ``[N]`` int64.
-        lengths: ``[N]`` trained tokens of each sequence.
+        lengths: ``[N]`` sampled tokens of each sequence.
 
     Returns:
         ``[N]`` advantages.
@@ -99,7 +99,7 @@ def opo(scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
 
 
 def pass_at_k(scores: Tensor, groups: Tensor) -> Tensor:
-    """Only the best member of a group counts: best minus second best, over the deviation.
+    """Pass@k advantages: best score minus second best over the deviation, for the best member only.
 
     Source: arXiv:2503.19595. Of equal best members the first one counts, with advantage 0.
 
@@ -108,7 +108,7 @@ def pass_at_k(scores: Tensor, groups: Tensor) -> Tensor:
         groups: ``[N]`` int64.
 
     Returns:
-        ``[N]`` advantages, not zero for at most one member of a group.
+        ``[N]`` advantages, nonzero for at most one member of a group.
     """
     result = torch.zeros_like(scores)
     std = _group_std(scores, groups)
@@ -123,9 +123,9 @@ def pass_at_k(scores: Tensor, groups: Tensor) -> Tensor:
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor, segments: Segments, *, gamma: float) -> Tensor:
-    """Discounted sum of the rewards from each token on.
+    """Computes the discounted sum of the rewards from each token on.
 
-    Tokens outside ``mask`` (tool output) are no time steps: the return passes them unchanged.
+    Tokens outside ``mask`` (tool output) are not time steps: the return passes them unchanged.
 
     Args:
         rewards: ``[T]`` float token rewards.
@@ -134,7 +134,7 @@ def returns_to_go(rewards: Tensor, mask: Tensor, segments: Segments, *, gamma: f
         gamma: Discount per token.
 
     Returns:
-        ``[T]`` returns; at tokens outside ``mask`` the return of the next token in it.
+        ``[T]`` returns; at tokens outside ``mask`` the return of the next token inside it.
     """
     returns = torch.zeros_like(rewards)
 
@@ -152,7 +152,7 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (arXiv:1506.02438), not yet whitened.
 
-    Values and rewards outside ``mask`` have no influence at all.
+    Values and rewards outside ``mask`` have no influence.
 
     Args:
         rewards: ``[T]`` float token rewards.
@@ -183,7 +183,7 @@ def gae(
 def whiten(
     values: Tensor, mask: Tensor, *, add_up: Callable[[Tensor], Tensor] = lambda part: part
 ) -> Tensor:
-    """Zero mean and unit variance over all tokens of the batch, 0 outside ``mask``.
+    """Normalizes to zero mean and unit variance over all tokens of the batch, 0 outside ``mask``.
 
     Args:
         values: ``[T]`` float, this part of the batch.
@@ -195,7 +195,7 @@ def whiten(
     """
     kept = torch.where(mask, values, 0.0).to(torch.float64)
     count, total = add_up(torch.stack([mask.sum().to(kept.dtype), kept.sum()])).unbind()
-    # The variance is taken around the mean: a difference of two large sums would be nothing but rounding.
+    # Center first: as a difference of two large sums, the variance could be mere rounding error.
     centred = torch.where(mask, kept - total / count.clamp(min=1), 0.0)
     variance = add_up(centred.square().sum()) / (count - 1).clamp(min=1)
     return (centred * torch.rsqrt(variance + _WHITEN_EPSILON)).to(values.dtype)
@@ -204,14 +204,14 @@ def whiten(
 def group_baseline(scores: Tensor, groups: Tensor) -> Tensor:
     """Score minus the group's mean; a singleton keeps its score (REINFORCE++ baseline).
 
-    Source: arXiv:2501.03262. The result is spread over the tokens and whitened.
+    Source: arXiv:2501.03262. The caller assigns the result to tokens and whitens it.
 
     Args:
         scores: ``[N]`` float.
         groups: ``[N]`` int64.
 
     Returns:
-        ``[N]`` centred scores.
+        ``[N]`` centered scores.
     """
     several = _group_size(scores, groups) > 1
     return torch.where(several, _centred(scores, groups), scores)
@@ -220,13 +220,13 @@ def group_baseline(scores: Tensor, groups: Tensor) -> Tensor:
 def overlong_penalty(
     lengths: Tensor, *, max_tokens: int, buffer_tokens: int, factor: float
 ) -> Tensor:
-    """DAPO's soft punishment of long responses (arXiv:2503.14476), added to the score.
+    """DAPO's soft penalty for long responses (arXiv:2503.14476), added to the score.
 
     Args:
         lengths: ``[N]`` response tokens.
-        max_tokens: Length limit.
+        max_tokens: Max tokens of a response.
         buffer_tokens: Tokens before the limit over which the penalty grows linearly; above 0.
-        factor: Largest penalty.
+        factor: Max penalty.
 
     Returns:
         ``[N]`` float in ``[-factor, 0]``, of the default dtype.

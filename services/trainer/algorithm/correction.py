@@ -1,8 +1,8 @@
 """Importance weights and rejection masks for tokens that another policy sampled.
 
-Everything starts from the log-ratio ``proximal_logprobs - rollout_logprobs``. Its parts differ by
-reason: older weights (staleness) and another implementation (engine against trainer); the correction
-does not need to tell them apart.
+Everything starts from the log-ratio ``proximal_logprobs - rollout_logprobs``. It has two causes, older
+weights (staleness) and another implementation (engine versus trainer); the correction does not need to
+distinguish them.
 """
 
 import torch
@@ -22,7 +22,7 @@ def importance_weights(
     floor: float = 0.0,
     cap_mode: str = "truncate",
 ) -> Tensor:
-    """Weight of each token for the gap between the sampling and the proximal policy.
+    """Returns the weight of each token for the gap between the sampling and the proximal policy.
 
     Sources: decoupled PPO (arXiv:2110.00641) as in AReaL (arXiv:2505.24298); truncation is TIS, the
     mask IcePop. ``sequence`` is unbiased with a high variance; ``geometric`` is for filtering.
@@ -31,10 +31,10 @@ def importance_weights(
         log_ratio: ``[T]`` proximal minus rollout logprobs.
         mask: ``[T]`` bool, trained tokens.
         segments: Sequences of the tokens.
-        level: ``token``, ``sequence`` (product over the sequence) or ``geometric`` (its mean).
-        cap: Largest weight; None is no bound.
-        floor: Least weight.
-        cap_mode: ``truncate`` cuts weights down to the bounds, ``mask`` sets those beyond to 0.
+        level: ``token``, ``sequence`` (product over the sequence) or ``geometric`` (its geometric mean).
+        cap: Max weight; None for no bound.
+        floor: Min weight.
+        cap_mode: ``truncate`` clamps weights to the bounds, ``mask`` sets weights outside them to 0.
 
     Returns:
         ``[T]`` weights without gradient, 0 outside ``mask``.
@@ -49,17 +49,17 @@ def importance_weights(
 
 
 def mean_terms(weights: Tensor, mask: Tensor, segments: Segments, *, level: str) -> Tensor:
-    """``[2]`` sum and number of the weights, of tokens or else of sequences: those of ranks add up."""
+    """Returns the ``[2]`` sum and number of the weights, by token or by sequence; ranks may add them up."""
     if level == "token":
         return torch.stack([weights.sum(), mask.sum()])
     return torch.stack([segments.mean(weights, mask).sum(), (segments.count(mask) > 0).sum()])
 
 
 def interpolated_proximal(logprobs: Tensor, rollout_logprobs: Tensor, age: Tensor) -> Tensor:
-    """Approximate proximal logprobs, without the forward pass that they cost (A-3PO, arXiv:2512.06547).
+    """Approximates proximal logprobs without a forward pass (A-3PO, arXiv:2512.06547).
 
-    On the straight line from the sampling policy, ``age`` versions before the start of the step, to the
-    current one, which becomes the version after it. A token of the step's own version keeps its rollout
+    Interpolates linearly from the sampling policy, ``age`` versions before the start of the step, to the
+    current policy, which becomes the version after it. A token of the step's own version keeps its rollout
     logprob.
 
     Args:
@@ -75,7 +75,7 @@ def interpolated_proximal(logprobs: Tensor, rollout_logprobs: Tensor, age: Tenso
 
 
 def raw_weights(log_ratio: Tensor, mask: Tensor, segments: Segments, *, level: str) -> Tensor:
-    """``[T]`` ratio of each token, or of its sequence, before any bound; 0 outside ``mask``."""
+    """Returns the ``[T]`` ratio of each token, or of its sequence, before any bound; 0 outside ``mask``."""
     log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
     if level == "sequence":
         log_ratio = segments.spread(segments.sum(log_ratio))
@@ -97,10 +97,10 @@ def rejection_mask(
     lower: float | None = None,
     upper: float | None = None,
 ) -> Tensor:
-    """Tokens whose policies agree well enough to train on.
+    """Returns the tokens whose policies agree well enough to train on.
 
-    Bounds of ``k1`` are on the ratio itself (0.5 to 2 accepts ratios from 0.5 to 2); those of ``k2``
-    and ``k3`` on the divergence.
+    Bounds of ``k1`` apply to the ratio itself (0.5 to 2 accepts ratios from 0.5 to 2); those of ``k2``
+    and ``k3`` to the divergence.
 
     Args:
         log_ratio: ``[T]`` proximal minus rollout logprobs.
@@ -108,8 +108,8 @@ def rejection_mask(
         segments: Sequences of the tokens.
         level: ``token``, or ``seq_sum``, ``seq_mean``, ``seq_max`` over the sequence.
         statistic: ``k1``, ``k2`` or ``k3``.
-        lower: Least accepted value; None is no bound.
-        upper: Largest accepted value; None is no bound.
+        lower: Min accepted value; None for no bound.
+        upper: Max accepted value; None for no bound.
 
     Returns:
         ``[T]`` bool, a subset of ``mask``.
@@ -128,7 +128,7 @@ def rejection_mask(
 def rejection_statistic(
     log_ratio: Tensor, mask: Tensor, segments: Segments, *, level: str, statistic: str
 ) -> Tensor:
-    """``[T]`` statistic of each token or of its sequence, 0 outside ``mask``."""
+    """Returns the ``[T]`` statistic of each token or of its sequence, 0 outside ``mask``."""
     log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     match statistic:

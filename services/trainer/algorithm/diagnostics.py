@@ -1,7 +1,7 @@
-"""How far the policies are apart and how stale the tokens are: terms whose means are reported.
+"""Metrics of policy divergence and staleness, as terms whose means are reported.
 
 Each function returns named terms, per token or per sequence, so that a mean over micro-batches and
-ranks is exact; what is no mean (a ratio of means, a maximum) is derived from reduced values.
+ranks is exact; other metrics (a ratio of means, a maximum) are derived from reduced values.
 """
 
 import torch
@@ -12,7 +12,7 @@ from services.trainer.batch.segments import Segments
 
 
 def token_terms(proximal_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """Terms per token of the divergence of the rollout policy from the proximal one.
+    """Returns terms per token of the divergence of the rollout policy from the proximal one.
 
     Args:
         proximal_logprobs: ``[T]``, policy at the start of the step.
@@ -37,7 +37,7 @@ def token_terms(proximal_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str
 def sequence_terms(
     proximal_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, segments: Segments
 ) -> dict[str, Tensor]:
-    """Terms per sequence of the divergence of the rollout policy from the proximal one.
+    """Returns terms per sequence of the divergence of the rollout policy from the proximal one.
 
     Args:
         proximal_logprobs: ``[T]``, policy at the start of the step.
@@ -66,7 +66,7 @@ def sequence_terms(
 def staleness_terms(
     token_versions: Tensor, mask: Tensor, segments: Segments, *, weight_version: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Staleness of tokens and of sequences, in weight versions.
+    """Returns the staleness of tokens and of sequences, in weight versions.
 
     Args:
         token_versions: ``[T]`` int64, version that sampled each token, -1 for tool tokens.
@@ -77,7 +77,7 @@ def staleness_terms(
     Returns:
         Terms ``[T]``: ``staleness_token``, ``off_policy_token_fraction``. Terms ``[N]``:
         ``staleness_head`` (oldest token), ``staleness_tail`` (newest), ``span``, ``partial_ratio``
-        (1 where a response has several versions).
+        (1 if a response has several versions).
     """
     age = (weight_version - token_versions).to(torch.float64)
     per_token = {"staleness_token": age, "off_policy_token_fraction": (age > 0).to(age.dtype)}

@@ -13,83 +13,84 @@ from services.trainer.batch.segments import Segments
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ScoredBatch:
-    """What an estimator sees: ``M`` samples of the whole batch, ``T`` tokens of this rank's ``n`` sequences.
+    """Input of an estimator: ``M`` samples of the whole batch, ``T`` tokens of this rank's ``n`` sequences.
 
-    Most samples are one sequence. One whose episode had several conversations is several, and all of them get
-    what it deserves. A score is a sample's reward, penalties included. Greedy and failed samples are not
-    among the ``M``.
+    Most samples are one sequence. A sample whose episode had several conversations has several sequences,
+    which all get the sample's advantage. A score is a sample's reward, including penalties. Greedy and
+    failed samples are not among the ``M``.
     """
 
     scores: Tensor
     """``[M]`` float64."""
     groups: Tensor
-    """``[M]`` int64 from 0, the group of each sample: those of one prompt."""
+    """``[M]`` int64 from 0, group of each sample: samples of one prompt."""
     lengths: Tensor
     """``[M]`` float64, tokens that the policy sampled."""
     greedy_scores: Tensor
-    """``[G]`` float64 by prompt: the score of its greedy response, NaN where there is none."""
+    """``[G]`` float64 by prompt: score of its greedy response, NaN if there is none."""
     prompts: Tensor
-    """``[n]`` int64, which of the ``G`` prompts each sequence of this rank answers."""
+    """``[n]`` int64, index of each sequence's prompt among the ``G``."""
     places: Tensor
-    """``[n]`` int64, where the sample of each sequence of this rank is among the ``M``; -1 if it is not."""
+    """``[n]`` int64, index of each sequence's sample among the ``M``; -1 if it is not among them."""
     segments: Segments
-    """Which sequence each token belongs to."""
+    """Sequences of this rank's tokens."""
     rewards: Tensor
-    """``[T]`` float64: what each token earned; the rest of the score sits on the last token that the policy
-    sampled, in each sequence."""
+    """``[T]`` float64, reward of each token. In each sequence, the last token that the policy sampled has the
+    rest of the score.
+    """
     mask: Tensor
     """``[T]`` bool, tokens that the policy sampled."""
     trained: Tensor
-    """``[T]`` bool, those of them that train."""
+    """``[T]`` bool, sampled tokens that train."""
     values: Tensor | None
-    """``[T]`` float64 of the critic, if there is one."""
+    """``[T]`` float64 values of the critic; None without a critic."""
     add_up: Callable[[Tensor], Tensor]
     """Sums a small tensor over all ranks, each of which must call it."""
 
     def spread(self, per_sample: Tensor) -> Tensor:
-        """``[M]`` to ``[T]``: each token gets its sample's value, those of others 0."""
+        """Expands ``[M]`` to ``[T]``: each token gets its sample's value, 0 if that is not listed."""
         kept = self.places >= 0
         own = per_sample.new_zeros(len(self.places))
         own[kept] = per_sample[self.places[kept]]
         return self.segments.spread(own)
 
     def whiten(self, values: Tensor) -> Tensor:
-        """``[T]`` to ``[T]``: zero mean and unit variance over all trained tokens of the whole batch."""
+        """Normalizes ``[T]`` to zero mean and unit variance over all trained tokens of the whole batch."""
         return advantages.whiten(values, self.trained, add_up=self.add_up)
 
 
 def grpo(batch: ScoredBatch) -> Tensor:
-    """See :func:`advantages.grpo`."""
+    """Group-relative advantages; see :func:`advantages.grpo`."""
     return batch.spread(advantages.grpo(batch.scores, batch.groups))
 
 
 def dr_grpo(batch: ScoredBatch) -> Tensor:
-    """:func:`grpo` without the division (arXiv:2503.20783)."""
+    """Like :func:`grpo` without division by the standard deviation (arXiv:2503.20783)."""
     return batch.spread(advantages.grpo(batch.scores, batch.groups, divide_by_std=False))
 
 
 def rloo(batch: ScoredBatch) -> Tensor:
-    """See :func:`advantages.rloo`."""
+    """Leave-one-out advantages; see :func:`advantages.rloo`."""
     return batch.spread(advantages.rloo(batch.scores, batch.groups))
 
 
 def opo(batch: ScoredBatch) -> Tensor:
-    """See :func:`advantages.opo`."""
+    """Advantages with the length-weighted baseline; see :func:`advantages.opo`."""
     return batch.spread(advantages.opo(batch.scores, batch.groups, batch.lengths))
 
 
 def pass_at_k(batch: ScoredBatch) -> Tensor:
-    """See :func:`advantages.pass_at_k`."""
+    """Pass@k advantages; see :func:`advantages.pass_at_k`."""
     return batch.spread(advantages.pass_at_k(batch.scores, batch.groups))
 
 
 def none(batch: ScoredBatch) -> Tensor:
-    """0 for every token: a penalty alone trains, and rewards are only measured."""
+    """Zero for every token: only a penalty trains, and rewards are merely measured."""
     return torch.zeros_like(batch.rewards)
 
 
 def uniform(batch: ScoredBatch) -> Tensor:
-    """1 for every token, whatever its score: demonstrations are worth the same."""
+    """One for every token, regardless of its score: all demonstrations have the same weight."""
     return torch.ones_like(batch.rewards)
 
 

@@ -1,9 +1,9 @@
 """Logprobs and entropy of chosen tokens, without ever holding all logits.
 
-Logits exist only for one chunk of tokens at a time: they are computed in the forward pass, reduced
-to three numbers per token, dropped, and computed again in the backward pass. So memory does not grow
-with tokens x vocabulary. On a GPU the two reductions are compiled into one kernel each, because they
-would otherwise read and write the chunk a dozen times.
+Logits exist only for one chunk of tokens at a time: the forward pass computes them, reduces them to three
+numbers per token and drops them, and the backward pass computes them again. So memory does not grow with
+tokens x vocabulary. On a GPU the two reductions are compiled into one kernel each, because they would
+otherwise read and write the chunk a dozen times.
 """
 
 from dataclasses import dataclass
@@ -16,32 +16,32 @@ from torch import Tensor
 from services.common.models.head import float32_products
 
 _CHUNK_BYTES = 24 * (1 << 30) // 10
-"""Most logits at once."""
+"""Max bytes of logits at once."""
 _TILE = 128
-"""Rows that a matrix kernel works on at a time: chunks are multiples of it."""
+"""Rows that a matrix kernel processes at a time: chunks are multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
-    """What turns final hidden states into logits: ``cap * tanh(scale * (hidden @ weight.T) / cap)``."""
+    """Maps final hidden states to logits: ``cap * tanh(scale * (hidden @ weight.T) / cap)``."""
 
     weight: Tensor
     """``[V, H]`` output embedding."""
     scale: float = 1.0
     """Factor of the logits: Granite divides them, Cohere multiplies."""
     cap: float | None = None
-    """Bound of the logits (Gemma 2); None is none."""
+    """Bound of the logits (Gemma 2); None for no bound."""
 
 
 def token_logprobs(
     hidden: Tensor, head: OutputHead, targets: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each target and entropy of its distribution, both differentiable.
+    """Computes the logprob of each target and the entropy of its distribution, both differentiable.
 
     Args:
         hidden: ``[T, H]`` final hidden states, of the model's dtype.
         head: The output head.
-        targets: ``[T]`` int64 tokens whose logprobs are wanted.
+        targets: ``[T]`` int64 tokens to score.
         temperature: Divides the logits, as the engine did when it sampled.
 
     Returns:
@@ -56,7 +56,7 @@ def token_logprobs(
 def _bounded(
     products: Tensor, scale: float, cap: float | None, temperature: float
 ) -> tuple[Tensor, Tensor | float]:
-    """``[C, V]`` float32 logits over the temperature, and their derivative by the products."""
+    """Returns ``[C, V]`` float32 logits over the temperature, and their derivative by the products."""
     logits = products.float() * scale
     if cap is None:
         return logits / temperature, scale / temperature
@@ -67,7 +67,7 @@ def _bounded(
 def _reduce(
     products: Tensor, targets: Tensor, scale: float, cap: float | None, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprob of the target, log-normalizer and entropy, each ``[C]``."""
+    """Returns logprob of the target, log-normalizer and entropy, each ``[C]``."""
     scaled, _ = _bounded(products, scale, cap, temperature)
     normalizer = torch.logsumexp(scaled, -1)
     logprobs = scaled.gather(1, targets[:, None]).squeeze(1) - normalizer
@@ -85,7 +85,7 @@ def _gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of ``[C, V]`` products, of a dtype.
+    """Returns the gradient of ``[C, V]`` products in ``dtype``.
 
     ``d logprob = onehot - p`` and ``d entropy = -p (log p + entropy)``.
     """
@@ -109,13 +109,13 @@ def _compiled(function: Any) -> Any:
 def _fused(function: Any, logits: Tensor) -> Any:
     if not logits.is_cuda:
         return function
-    # A kernel for any vocabulary divides by its size for every logit.
+    # The vocabulary size is static: a kernel for any size would divide by it for every logit.
     torch._dynamo.mark_static(logits, 1)  # noqa: SLF001
     return _compiled(function)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward in chunks; backward recomputes each chunk's logits."""
+    """Computes logprobs in chunks; the backward pass recomputes each chunk's logits."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        # Summed over chunks, so it is kept in float32 whatever the model's dtype is. A frozen head has none.
+        # Summed over chunks, so it is float32 regardless of the model's dtype. A frozen head has no gradient.
         grad_weight = (
             torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         )

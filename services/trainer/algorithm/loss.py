@@ -1,6 +1,6 @@
-"""Policy losses, penalties and their aggregation: pure functions on flat tokens.
+"""Policy losses, penalties and their aggregation, as pure functions on flat tokens.
 
-A policy loss maps the tokens of a micro-batch to a loss for each of them; ``spec/formulas.py`` names them.
+A policy loss maps the tokens of a micro-batch to one loss per token; ``spec/formulas.py`` names the losses.
 """
 
 import math
@@ -18,19 +18,19 @@ _LEAST_FACTOR = 0.5
 
 
 def adapted_kl(coefficient: float, kl: KlSpec, *, divergence: float, num_samples: int) -> float:
-    """The coefficient, moved towards its target (Ziegler et al., arXiv:1909.08593).
+    """Returns the KL coefficient, adapted towards the target divergence (Ziegler et al., arXiv:1909.08593).
 
     Args:
-        coefficient: As it was.
+        coefficient: Current coefficient.
         kl: The penalty.
-        divergence: From the reference in a step; no number leaves the coefficient as it is.
+        divergence: Divergence from the reference in a step; NaN leaves the coefficient unchanged.
         num_samples: Samples of the step.
     """
-    # After a skipped step the divergence may be no number, and then the coefficient never was one again.
+    # After a skipped step the divergence may be NaN, and then the coefficient would stay NaN forever.
     if kl.target is None or not math.isfinite(divergence):
         return coefficient
     error = min(max(divergence / kl.target - 1.0, -_MOST_ERROR), _MOST_ERROR)
-    # Over a horizon of few samples the formula would turn the sign, and reward leaving the reference.
+    # Over a horizon of few samples the formula would change the sign and reward leaving the reference.
     return coefficient * max(1.0 + error * num_samples / kl.horizon, _LEAST_FACTOR)
 
 
@@ -41,12 +41,12 @@ _K3_MAX = 10.0
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LossTokens:
-    """The ``T`` tokens of a micro-batch, of whole sequences; only ``logprobs`` has a gradient."""
+    """The ``T`` tokens of a micro-batch, from whole sequences; only ``logprobs`` has a gradient."""
 
     logprobs: Tensor
-    """``[T]`` float32, current policy; 0 where ``mask`` is not set."""
+    """``[T]`` float32, current policy; 0 outside ``mask``."""
     old_logprobs: Tensor
-    """``[T]`` float32, what the loss compares with: the sampling policy (``bypass``) or the proximal one."""
+    """``[T]`` float32, policy that the ratio refers to: the sampling one (``bypass``) or the proximal one."""
     rollout_logprobs: Tensor
     """``[T]`` float32, policy that sampled the tokens."""
     advantages: Tensor
@@ -54,11 +54,11 @@ class LossTokens:
     mask: Tensor
     """``[T]`` bool, tokens that train."""
     segments: Segments
-    """Sequences of the tokens, ``N``."""
+    """The ``N`` sequences of the tokens."""
     ref_logprobs: Tensor | None = None
-    """``[T]`` float32, reference policy, where the run has one."""
+    """``[T]`` float32, reference policy; None if the run has none."""
     groups: Tensor | None = None
-    """``[N]`` int64, which group each sequence is of, where a built-in loss compares its members."""
+    """``[N]`` int64, group of each sequence; None unless a built-in loss compares the members of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +68,18 @@ class TokenLoss:
     values: Tensor
     """``[T]`` loss of each token."""
     indicators: dict[str, Tensor] = field(default_factory=dict)
-    """``[T]`` facts about each token, by metric name; their mean over trained tokens is reported."""
+    """``[T]`` indicators by metric name; their means over trained tokens are reported."""
     of_sequences: dict[str, Tensor] = field(default_factory=dict)
-    """``[N]`` facts about each sequence; their mean over those with trained tokens is reported."""
+    """``[N]`` facts by metric name; their means over sequences with trained tokens are reported."""
 
 
 def log_ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """``logprobs - old_logprobs`` kept within +-20. Shape as the inputs."""
+    """Returns ``logprobs - old_logprobs`` clamped to +-20, in the shape of the inputs."""
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """``exp(log_ratio_of(logprobs, old_logprobs))``."""
+    """Returns ``exp(log_ratio_of(logprobs, old_logprobs))``."""
     return torch.exp(log_ratio_of(logprobs, old_logprobs))
 
 
@@ -89,14 +89,14 @@ def ppo(
     """Clipped surrogate (arXiv:1707.06347), with clip-higher (DAPO) and dual clip (arXiv:1912.09729).
 
     Args:
-        tokens: What is trained.
+        tokens: The micro-batch.
         clip_low: The ratio is clipped at ``1 - clip_low``.
         clip_high: The ratio is clipped at ``1 + clip_high``.
-        dual_clip: Bound on the loss of tokens with a negative advantage, in advantages; None is no
-            bound.
+        dual_clip: Bound on the loss of tokens with a negative advantage, in multiples of the advantage; None
+            for no bound.
 
     Returns:
-        Token loss with ``clip_fraction`` and ``clip_fraction_lower``.
+        Token loss with ``clip_fraction`` and, with a dual clip, ``clip_fraction_lower``.
     """
     ratio, advantages = ratio_of(tokens.logprobs, tokens.old_logprobs), tokens.advantages
     clipped = _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
@@ -123,7 +123,7 @@ def gspo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     The ratio is taken over trained tokens; the gradient flows as if each token had the sequence's ratio.
 
     Args:
-        tokens: What is trained.
+        tokens: The micro-batch.
         clip_low: Lower clip distance, for example 3e-4.
         clip_high: Upper clip distance, for example 4e-4.
 
@@ -141,7 +141,7 @@ def cispo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> TokenLoss
     """REINFORCE with a clipped weight, so that every token keeps a gradient (arXiv:2506.13585).
 
     Args:
-        tokens: What is trained.
+        tokens: The micro-batch.
         clip_low: The weight is at least ``1 - clip_low``.
         clip_high: The weight is at most ``1 + clip_high``.
 
@@ -155,11 +155,11 @@ def cispo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> TokenLoss
 
 
 def aipo(tokens: LossTokens, *, ratio_max: float) -> TokenLoss:
-    """REINFORCE weighted by the ratio to the sampling policy, cut from above (arXiv:2505.24034).
+    """REINFORCE weighted by the ratio to the sampling policy, clipped from above (arXiv:2505.24034).
 
     Args:
-        tokens: What is trained.
-        ratio_max: Largest weight, for example 2 to 10.
+        tokens: The micro-batch.
+        ratio_max: Max weight, for example 2 to 10.
 
     Returns:
         Token loss with ``clip_fraction``.
@@ -175,9 +175,9 @@ def sapo(
     """Surrogate with a smooth sigmoid gate in place of the clip (arXiv:2511.20347).
 
     Args:
-        tokens: What is trained.
+        tokens: The micro-batch.
         sapo_temperature_positive: Steepness of the gate for positive advantages.
-        sapo_temperature_negative: Steepness of the gate for the others.
+        sapo_temperature_negative: Steepness of the gate for all other advantages.
 
     Returns:
         Token loss.
@@ -190,24 +190,25 @@ def sapo(
 
 
 def reinforce(tokens: LossTokens) -> TokenLoss:
-    """The policy gradient itself: ``-advantage * logprob``."""
+    """Plain policy gradient: ``-advantage * logprob``."""
     return TokenLoss(-tokens.advantages * tokens.logprobs)
 
 
 def dpo(tokens: LossTokens, *, dpo_beta: float) -> TokenLoss:
-    """Preference of one answer over another, as the policy's own classifier of pairs (arXiv:2305.18290).
+    """Direct preference optimization on pairs of answers (arXiv:2305.18290).
 
-    The loss of a pair is ``-log sigmoid(dpo_beta * margin)``, and the margin the log-ratio to the reference
-    of the answer with a positive advantage, 1, minus that of the other, -1. Each of the two carries it, on
-    its last token, so that the mean over sequences (``seq-mean-token-sum``) is the mean over pairs.
+    The loss of a pair is ``-log sigmoid(dpo_beta * margin)``. The margin is the log-ratio to the reference
+    of the answer with advantage 1 minus that of the answer with advantage -1. Each of the two answers
+    carries the loss on its last token, so that the mean over sequences (``seq-mean-token-sum``) is the mean
+    over pairs.
 
     Args:
-        tokens: What is trained, with reference and groups: a group is a pair.
-        dpo_beta: What log-ratios are multiplied by.
+        tokens: The micro-batch, with reference and groups: a group is a pair.
+        dpo_beta: Factor of the log-ratios.
 
     Returns:
         Token loss with ``preference_accuracy`` (pairs with a margin above 0), ``preference_margin``, and the
-        rewards that the policy implies, ``chosen_reward`` and ``rejected_reward``: margins and rewards are
+        rewards that the policy implies, ``chosen_reward`` and ``rejected_reward``. Margins and rewards are
         multiplied by ``dpo_beta``.
     """
     assert tokens.ref_logprobs is not None
@@ -233,10 +234,10 @@ def dpo(tokens: LossTokens, *, dpo_beta: float) -> TokenLoss:
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str) -> Tensor:
-    """Estimate of the divergence from the reference policy (Schulman 2020).
+    """Estimates the divergence from the reference policy (Schulman 2020).
 
     ``k1+`` and ``k3+`` have the value of ``k1`` and ``k3`` but the gradient of ``k2``, which is the
-    right one in expectation for samples of the current policy.
+    correct one in expectation for samples of the current policy.
 
     Args:
         logprobs: ``[T]``, current policy.
@@ -245,7 +246,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str) -> Ten
 
     Returns:
         ``[T]`` penalty. ``k3`` and ``k3+`` are at most 10, which they reach 2.6 nats below the reference;
-        below that ``k3`` has no gradient, and that of ``k3+`` is the distance in nats.
+        further below, ``k3`` has no gradient, and the gradient of ``k3+`` is the distance in nats.
     """
     difference = logprobs - ref_logprobs
     k2 = 0.5 * difference.square()
@@ -262,13 +263,13 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str) -> Ten
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> TokenLoss:
-    """Squared error of the critic, with its move away from the old values clipped.
+    """Squared error of the critic, with its change from the old values clipped.
 
     Args:
         values: ``[T]``, current critic.
         old_values: ``[T]``, critic at the start of the step.
         returns: ``[T]`` targets.
-        clip: Largest move that lowers the loss.
+        clip: Max change that lowers the loss.
 
     Returns:
         Token loss with ``value_clip_fraction``.
@@ -281,20 +282,20 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What token losses are divided by: counts over all ranks and micro-batches of one update."""
+    """Denominators of token losses: counts over all ranks and micro-batches of one update."""
 
     tokens: Tensor
     """Scalar, trained tokens."""
     sequences: Tensor
     """Scalar, sequences with at least one trained token."""
     horizon: int
-    """Longest possible response (``seq-mean-token-sum-norm``)."""
+    """Max tokens of a response (``seq-mean-token-sum-norm``)."""
 
 
 def aggregate(
     token_loss: Tensor, mask: Tensor, segments: Segments, *, mode: str, denominators: Denominators
 ) -> Tensor:
-    """This part's share of the loss; the shares of all parts of an update add up to it.
+    """Returns this part's share of the loss; the shares of all parts of an update sum to the loss.
 
     Args:
         token_loss: ``[T]``.
@@ -313,7 +314,7 @@ def aggregate(
 
 
 def divisor(mode: str, denominators: Denominators) -> Tensor:
-    """Scalar that an aggregation divides an update's sum by; 1 at least."""
+    """Returns the scalar, at least 1, that an aggregation divides an update's sum by."""
     tokens, sequences = denominators.tokens.clamp(min=1), denominators.sequences.clamp(min=1)
     match mode:
         case "token-sum":

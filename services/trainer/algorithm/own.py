@@ -1,4 +1,4 @@
-"""Losses and advantages of the user's own: their errors name them, and they wait for no other rank."""
+"""User-defined losses and advantages: errors name the function, and no rank waits forever for another."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -16,22 +16,22 @@ _COLLECTIVES: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
 
 class OwnFunctionError(ValueError):
-    """A function of the user's failed, or does on one rank what it does not do on another."""
+    """Failure of a user's function, or a function that acts differently on different ranks."""
 
 
 class OwnFunction(TorchDispatchMode):
-    """A function of one argument that a run names; it may run no collective but those that it is given.
+    """A user's function of one argument, which may run no collectives except those that it is given.
 
-    Each rank calls it for its own micro-batches and samples, of which it may have none: where others do not
-    call it, a collective would wait for ever.
+    Each rank calls it for its own micro-batches and samples, of which it may have none: if other ranks do
+    not call it, a collective would wait forever.
 
     Args:
         reference: ``module:function`` or ``file.py:function``.
-        arguments: Its keyword arguments.
-        key: Key of the specification.
+        arguments: Keyword arguments of the function.
+        key: Key of the specification that names the function.
 
     Raises:
-        ValueError: If it does not load or does not take its arguments.
+        ValueError: If the function does not load or does not accept its arguments.
     """
 
     def __init__(self, reference: str, arguments: Mapping[str, Any], *, key: str) -> None:
@@ -44,18 +44,19 @@ class OwnFunction(TorchDispatchMode):
         self._parted: OwnFunctionError | None = None
 
     def __call__(self, given: Any) -> Any:
-        """Call it.
+        """Calls the function.
 
         Raises:
-            OwnFunctionError: If it fails, or adds up on other ranks only; the message names it.
+            OwnFunctionError: If it fails on this rank or another, or if ranks sum differently; the message
+                names it.
         """
         failure: Exception | None = None
         try:
             with self:
                 found = self._function(given)
-        except Exception as error:  # noqa: BLE001 -- of the user's; the other ranks hear of it first
+        except Exception as error:  # noqa: BLE001 -- a user's code; other ranks are notified first
             failure = error
-        if self._parted is not None:  # whatever the function made of it
+        if self._parted is not None:  # even if the function caught the error
             raise self._parted
         self._agree(has_failed=failure is not None)
         if isinstance(failure, torch.OutOfMemoryError):
@@ -69,7 +70,7 @@ class OwnFunction(TorchDispatchMode):
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run one of its operations, unless that waits for other ranks."""
+        """Executes an operation of the function, unless it is a collective."""
         if operation.namespace in _COLLECTIVES and not self._may_wait:
             raise RuntimeError(
                 f"it calls the collective {operation}, but other ranks may have nothing to call it for, and "
@@ -80,13 +81,14 @@ class OwnFunction(TorchDispatchMode):
     def adding_up(
         self, add_up: Callable[[Tensor], Tensor], *, num_ranks: int
     ) -> Callable[[Tensor], Tensor]:
-        """The same sum over all ranks, as the function may call it: the ranks agree before each that all do.
+        """Returns a sum over all ranks that the function may call.
 
-        Every rank must call the function then.
+        The ranks first agree that all of them call it with as many numbers. All ranks must then call the
+        function.
 
         Args:
             add_up: Sums a small tensor over the ranks.
-            num_ranks: How many there are.
+            num_ranks: Number of ranks.
         """
         self._add_up, self._num_ranks = add_up, num_ranks
 
@@ -101,14 +103,14 @@ class OwnFunction(TorchDispatchMode):
         return added_up
 
     def _agree(self, *, numbers: int | None = None, has_failed: bool = False) -> None:
-        """Hear what the function does on all ranks, and go on only if it is the same.
+        """Exchanges what the function does on all ranks, and returns only if it is the same.
 
         Args:
-            numbers: How many it adds up on this rank; None if it has ended.
-            has_failed: Whether it has failed.
+            numbers: Count of numbers that it sums on this rank; None if it has ended.
+            has_failed: True if it has failed.
 
         Raises:
-            OwnFunctionError: If it does something else on another rank: all hear of it, and none waits.
+            OwnFunctionError: If it does something else on another rank. All ranks raise, and none waits.
         """
         if self._add_up is None:
             return

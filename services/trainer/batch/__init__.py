@@ -1,1 +1,1 @@
-"""From a batch in the transferqueue to packed micro-batches, and the attention over them."""
+"""Batches from the transferqueue as packed micro-batches, and the attention over them."""

@@ -1,11 +1,11 @@
-"""Attention over packed sequences, each of which sees itself: what it shares with others, and its own branch.
+"""Attention over packed sequences: each sequence sees its shared prefix and its own branch.
 
-Registered with transformers under :data:`PACKED`, so any model with that implementation takes the
+Registered with transformers under :data:`PACKED`, so any model with that implementation accepts the
 layout of the pack as the keyword ``layout`` of its forward pass. On a GPU in half precision a
-variable-length kernel (torch's, or FlashAttention 4 where it is installed) takes the boundaries of branches
-and of their keys, copied to each branch; a flex kernel takes over where scores are capped, heads have sinks,
-or copies would be too many. Elsewhere branches of similar length run as one batch, whose padding is not
-attended to.
+variable-length kernel (torch's, or FlashAttention 4 if it is installed) takes the boundaries of branches
+and of their keys, copied to each branch. A flex kernel is used instead if scores are capped, heads have
+sinks, or copies would be too many. Otherwise branches of similar length run as one batch, whose padding is
+masked.
 """
 
 import inspect
@@ -27,28 +27,28 @@ from services.trainer.batch.layout import AttentionBatch, AttentionLayout
 
 PACKED = "slipstream_packed"
 _HEAD_MULTIPLE = 8
-"""Of which the variable-length kernel takes heads."""
-# Before torch 2.12 the kernel took fewer key-value heads without being told.
+"""Multiple of head sizes that the variable-length kernel supports."""
+# Before torch 2.12 the kernel supported fewer key-value heads without this argument.
 _takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _varlen_kernel: Any = partial(varlen_attn, enable_gqa=True) if _takes_gqa else varlen_attn
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a layer turns queries and keys into attention weights."""
+    """Parameters by which a layer turns queries and keys into attention weights."""
 
     scaling: float
     """Factor of the products."""
     window: int | None = None
-    """Tokens that are attended to, itself included; None is all earlier ones."""
+    """Number of tokens that are attended to, including the query's own; None for all earlier ones."""
     cap: float | None = None
     """Scores are ``cap * tanh(score / cap)`` (Gemma 2)."""
     sinks: Tensor | None = None
-    """``[heads]``: a score of each head that takes weight and gives nothing (gpt-oss)."""
+    """``[heads]``: score of each head that takes weight and contributes nothing (gpt-oss)."""
 
     @property
     def are_plain(self) -> bool:
-        """Whether torch's fused kernels compute them."""
+        """True if torch's fused kernels can compute them."""
         return self.cap is None and self.sinks is None
 
 
@@ -67,7 +67,7 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
     context: ContextRanks | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of a pack, along its own path.
+    """Computes causal attention inside each sequence of a pack, along its own path.
 
     Args:
         module: The attention layer.
@@ -76,19 +76,19 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
         value: ``[1, kv_heads, T, D]``.
         attention_mask: Always None.
         scaling: Factor of the scores; default ``D ** -0.5``.
-        sliding_window: As :attr:`Scores.window`.
-        softcap: As :attr:`Scores.cap`.
-        s_aux: As :attr:`Scores.sinks`.
-        layout: The sequences.
-        context: Ranks that compute the pack together; ``T`` is then the tokens of this one.
+        sliding_window: See :attr:`Scores.window`.
+        softcap: See :attr:`Scores.cap`.
+        s_aux: See :attr:`Scores.sinks`.
+        layout: Attention layout of the pack.
+        context: Ranks that compute the pack together; ``T`` is then the number of this rank's tokens.
 
     Returns:
         ``[1, T, heads, D]``, and no attention weights.
     """
     assert attention_mask is None, f"{type(module).__name__} built a mask for a packed batch"
     if torch.compiler.is_compiling():
-        # Only the number of tokens may vary in what is compiled: a kernel for any head size divides by it for
-        # every element, and takes several times as long as the copy that it is.
+        # Only the number of tokens is dynamic in compiled code: a kernel for any head size divides by it
+        # for every element, and takes several times as long as the copy that it is.
         for size in ("head_dim", "qk_head_dim", "v_head_dim"):
             if hasattr(module, size):
                 comptime.force_static(getattr(module, size))
@@ -109,7 +109,7 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, *, scores: Scores, layout: AttentionLayout
 ) -> Tensor:
-    """``[1, T, heads, D]`` by the kernel that suits."""
+    """Computes ``[1, T, heads, D]`` with the suitable kernel."""
     copies_too_much = layout.paths is not None and layout.paths.are_many
     if query.is_cuda and (copies_too_much or not scores.are_plain):
         flexed: Tensor = _flex(query, key, value, scores=scores, layout=layout)
@@ -121,7 +121,7 @@ def _packed(
     return output[None]
 
 
-# The number of batches differs from pack to pack, and each would be another graph.
+# The number of batches differs from pack to pack, and each number would be another graph.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _batched(
     query: Tensor, key: Tensor, value: Tensor, *, scores: Scores, layout: AttentionLayout
@@ -141,7 +141,7 @@ def _batched(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scores: Scores, batch: AttentionBatch
 ) -> Tensor:
-    """``[B, heads, L, D]`` of a batch; keys and values may have fewer heads."""
+    """Computes ``[B, heads, L, D]`` of a batch; keys and values may have fewer heads."""
     has_window = scores.window is not None and scores.window < key.shape[2]
     window = scores.window if has_window else None
     if scores.are_plain:
@@ -169,7 +169,7 @@ def _attend(
 
 
 def _visible(batch: AttentionBatch, window: int | None) -> Tensor:
-    """``[B, 1, L, K]`` bool: which keys each query sees."""
+    """Returns ``[B, 1, L, K]`` bool: the keys that each query sees."""
     if window not in batch.visible:
         keys = batch.queries if batch.keys is None else batch.keys
         distance = batch.depths[:, :, None] - torch.arange(keys.shape[1], device=keys.device)
@@ -180,7 +180,7 @@ def _visible(batch: AttentionBatch, window: int | None) -> Tensor:
 
 
 class _Copied(torch.autograd.Function):
-    """Rows of a tensor, some of them several times."""
+    """Selects rows of a tensor, some of them several times; sums gradients in float32."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, places: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class _Copied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (places,) = ctx.saved_tensors
-        # Of a prompt as many gradients are added as its group has members.
+        # A prompt receives as many gradients as its group has members.
         total = grad.new_zeros((ctx.num_rows, *grad.shape[1:]), dtype=torch.float32)
         return total.index_add_(0, places, grad.float()).to(grad.dtype), None
 
@@ -204,9 +204,9 @@ def _varlen(
         cu_lengths, max_length = layout.paths.cu_lengths, layout.paths.max_length
         copied: Any = _Copied.apply
         key, value = copied(key, layout.paths.places), copied(value, layout.paths.places)
-    # The last query of a branch stands at its last key: the kernel aligns them at their ends.
+    # The last query of a branch is at its last key: the kernel aligns both at their ends.
     width = value.shape[-1]
-    # The kernel takes values as wide as keys, of a multiple of its own; those of latent attention are not.
+    # The kernel needs values as wide as keys, in a multiple of its head size; latent attention has others.
     size = -(-key.shape[-1] // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
     query, key, value = (
         functional.pad(states, (0, size - states.shape[-1])).contiguous()
@@ -242,7 +242,7 @@ def _varlen(
 def _flex(
     query: Tensor, key: Tensor, value: Tensor, *, scores: Scores, layout: AttentionLayout
 ) -> Tensor:
-    """``[1, T, heads, D]`` by a kernel that is compiled for the layout, capped scores and sinks."""
+    """Computes ``[1, T, heads, D]`` with a kernel compiled for the layout, capped scores and sinks."""
     if scores.window not in layout.block_masks:
         layout.block_masks[scores.window] = _block_mask(layout, scores.window)
 
@@ -261,7 +261,7 @@ def _flex(
         return_lse=True,
     )
     if scores.sinks is not None:
-        # A sink is one more term of the sum that divides.
+        # A sink is one more term in the softmax's denominator.
         share = torch.sigmoid(normalizer - scores.sinks.float()[None, :, None])
         output = output * share[..., None].to(output.dtype)
     result: Tensor = output.transpose(1, 2)

@@ -1,10 +1,10 @@
-"""A pack that several ranks compute together: each has a part of the tokens, in attention of the heads.
+"""Context parallelism: several ranks compute a pack together, split by tokens and, in attention, by heads.
 
-tokens      chunks of like size, the last ones filled up; embeddings, norms, projections, feed-forward parts
-            and predictions are of a rank's own chunk
-attention   chunks of all heads -> all tokens of some heads -> chunks of all heads (arXiv:2309.14509), so that
-            it is what it is on one rank, whatever its layout
-results     of all predictions, gathered, so that every rank has the loss of the whole pack
+tokens      chunks of equal size, the last ones padded; embeddings, norms, projections, feed-forward parts
+            and predictions are computed for a rank's own chunk
+attention   chunks of all heads -> all tokens of some heads -> chunks of all heads (arXiv:2309.14509), so
+            that it equals that of one rank, for any layout
+results     all predictions are gathered, so that every rank has the loss of the whole pack
 """
 
 from collections.abc import Sequence
@@ -19,40 +19,40 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class ContextRanks:
-    """The ranks that compute each pack together, in the order of their tokens."""
+    """Ranks that compute each pack together, in the order of their tokens."""
 
     group: distributed.ProcessGroup
-    """Carries tensors of the model's device."""
+    """Process group for tensors of the model's device."""
     rank: int
-    """This one."""
+    """This process's rank."""
     size: int
-    """All of them."""
+    """Number of ranks."""
 
     def chunk(self, num_tokens: int) -> int:
-        """Tokens of each rank, those that fill up among them."""
+        """Returns the number of tokens of each rank, including padding."""
         return -(-num_tokens // self.size)
 
     def num_own(self, num_tokens: int) -> int:
-        """This rank's tokens without those that fill up."""
+        """Returns the number of this rank's tokens without padding."""
         size = self.chunk(num_tokens)
         return min(size, max(0, num_tokens - self.rank * size))
 
     def own(self, tokens: Tensor, *, filler: int = 0) -> Tensor:
-        """``[T, ...]`` to ``[C, ...]``: this rank's tokens, filled up."""
+        """Returns this rank's tokens, padded: ``[T, ...]`` to ``[C, ...]``."""
         size = self.chunk(len(tokens))
         part = tokens[self.rank * size :][:size]
         return torch.cat([part, part.new_full((size - len(part), *part.shape[1:]), filler)])
 
     def own_heads(self, of_heads: Tensor) -> Tensor:
-        """``[heads]`` to those of this rank."""
+        """Returns this rank's heads of ``[heads]``."""
         return of_heads.chunk(self.size)[self.rank]
 
-    # The compiler does not see through what ranks do together.
+    # The compiler cannot trace collectives.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_heads(self, states: Tensor, num_tokens: int) -> Tensor:
-        """``[1, heads, C, D]`` of this rank's tokens to ``[1, heads / size, T, D]`` of all tokens.
+        """Exchanges ``[1, heads, C, D]`` of this rank's tokens for ``[1, heads / size, T, D]`` of all tokens.
 
-        Heads of keys and values, which may be fewer, are repeated until each rank has the same number.
+        Key and value heads, of which there may be fewer, are repeated until each rank has the same number.
         """
         heads, size, width = states.shape[1:]
         repeats = self.size // gcd(heads, self.size)
@@ -65,7 +65,7 @@ class ContextRanks:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_tokens(self, outputs: Tensor) -> Tensor:
-        """``[1, T, heads / size, D]`` of all tokens to ``[1, C, heads, D]`` of this rank's."""
+        """Exchanges ``[1, T, heads / size, D]`` of all tokens for this rank's ``[1, C, heads, D]``."""
         num_tokens, share, width = outputs.shape[1:]
         size = self.chunk(num_tokens)
         filled = functional.pad(outputs[0], (0, 0, 0, 0, 0, self.size * size - num_tokens))
@@ -74,22 +74,22 @@ class ContextRanks:
         return by_token.reshape(1, size, self.size * share, width)
 
     def gathered(self, values: Tensor, counts: Sequence[int]) -> Tensor:
-        """Values of all ranks, one behind the other. Each rank then computes the same loss of them.
+        """Concatenates the values of all ranks, from which each rank then computes the same loss.
 
         Args:
             values: ``[counts[rank]]``.
-            counts: Values of each rank.
+            counts: Number of values of each rank.
         """
         result: Tensor = _Gathered.apply(values, counts, self)  # type: ignore[no-untyped-call]
         return result
 
     def summed(self, values: Tensor) -> Tensor:
-        """The sum over ranks of what each has of its own tokens. Each then computes the same loss of it."""
+        """Sums values over ranks, from which each rank then computes the same loss."""
         result: Tensor = _Summed.apply(values, self)  # type: ignore[no-untyped-call]
         return result
 
     def whole(self, flags: Tensor, num_tokens: int) -> Tensor:
-        """``[C]`` bool of this rank's tokens to ``[T]`` of all."""
+        """Gathers ``[C]`` bool of this rank's tokens to ``[T]`` of all."""
         mine = flags.to(torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         distributed.all_gather(parts, mine, group=self.group)
@@ -103,13 +103,13 @@ def exchanged(
     *,
     group: distributed.ProcessGroup,
 ) -> Tensor:
-    """Send rows to ranks, and return what came from them; gradients go the same way back.
+    """Sends rows to ranks and returns the rows received; gradients take the reverse path.
 
     Args:
-        rows: ``[N, ...]``, by the rank that they go to.
-        sent: Rows for each rank.
-        received: Rows from each rank; None if they are as many.
-        group: The ranks. Every one of them calls it.
+        rows: ``[N, ...]``, sorted by destination rank.
+        sent: Number of rows for each rank.
+        received: Number of rows from each rank; None if the same as ``sent``.
+        group: The ranks, all of which must call it.
     """
     result: Tensor = _Exchange.apply(rows, sent, received or sent, group)  # type: ignore[no-untyped-call]
     return result
@@ -153,8 +153,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         counts, ranks = ctx.plan
-        # Every rank has the gradient of the same loss. FSDP takes the mean of what they make of it, each of
-        # its own tokens, and wanted is the sum.
+        # Every rank has the gradient of the same loss for its own tokens. FSDP averages these gradients,
+        # but their sum is needed.
         return gradients[0].split(counts)[ranks.rank] * ranks.size, None, None
 
 
@@ -168,5 +168,5 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        # As of what is gathered.
+        # As in _Gathered.
         return gradients[0] * ctx.size, None

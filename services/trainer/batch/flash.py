@@ -1,8 +1,8 @@
-"""FlashAttention 4 over the sequences of a pack, as operators that torch can compile and need not recompute.
+"""FlashAttention 4 over the sequences of a pack, as torch operators that compile and need no recomputation.
 
-The package (extra ``flash-attention``; Dao et al., https://github.com/Dao-AILab/flash-attention) makes its
-kernels for the card when they are first asked for, and keeps them on disk. It is a beta whose autograd
-function torch's compiler cannot look into, so its two passes are operators of our own here.
+The package (extra ``flash-attention``; Dao et al., https://github.com/Dao-AILab/flash-attention) compiles
+its kernels for the GPU on first use and caches them on disk. It is a beta whose autograd function torch's
+compiler cannot trace, so its two passes are custom operators here.
 """
 
 from functools import cache
@@ -15,13 +15,13 @@ from torch import Tensor
 
 _HOPPER = 9
 HEAD_SIZES = (64, 128)
-"""For which its gradients are right; at 80 they were not."""
+"""Head sizes with correct gradients; at 80 they were wrong."""
 _NO_WINDOW = -1
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_here() -> bool:
-    """Whether the kernels are installed and know this card."""
+    """Returns True if the kernels are installed and support this GPU."""
     return _is_here()
 
 
@@ -49,18 +49,18 @@ def flash_attention(  # noqa: PLR0913 -- as the kernels
     scaling: float,
     window: int | None,
 ) -> Tensor:
-    """Causal attention inside each sequence, whose last query stands at its last key.
+    """Computes causal attention inside each sequence, whose last query is at its last key.
 
     Args:
         query: ``[T, heads, D]`` in bfloat16 or float16, D one of :data:`HEAD_SIZES`.
         key: ``[K, kv_heads, D]``.
         value: ``[K, kv_heads, D]``.
         cu_queries: ``[N + 1]`` int32 offsets of the sequences' queries, and the total.
-        cu_keys: ``[N + 1]`` int32, of their keys.
-        max_queries: Of a sequence.
-        max_keys: Of a sequence.
+        cu_keys: ``[N + 1]`` int32 offsets of the sequences' keys, and the total.
+        max_queries: Max queries of a sequence.
+        max_keys: Max keys of a sequence.
         scaling: Factor of the products.
-        window: Tokens that are attended to, itself included; None is all earlier ones.
+        window: Number of tokens that are attended to, including the query's own; None for all earlier ones.
 
     Returns:
         ``[T, heads, D]``.
@@ -84,7 +84,7 @@ def _forward(  # noqa: PLR0913, PLR0917 -- an operator takes tensors and numbers
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """``[T, heads, D]`` and the logarithm of each softmax's divisor, ``[heads, T]`` float32."""
+    """Returns ``[T, heads, D]`` and the logarithm of each softmax's denominator, ``[heads, T]`` float32."""
     output, normalizer, *_ = _kernels()._flash_attn_fwd(  # noqa: SLF001 -- it has no other name
         query,
         key,
@@ -124,7 +124,7 @@ def _backward(  # noqa: PLR0913, PLR0917
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values."""
+    """Returns the gradients of queries, keys and values."""
     grads = _empty(query, key, value)
     _kernels()._flash_attn_bwd(  # noqa: SLF001
         query,
@@ -155,7 +155,7 @@ def _(
 
 
 def _empty(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for their gradients, which is contiguous whatever they are."""
+    """Allocates their gradients, contiguous even if the tensors are not."""
     query, key, value = (
         torch.empty(states.shape, dtype=states.dtype, device=states.device)
         for states in (query, key, value)
@@ -181,4 +181,4 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
 FORWARD = _forward._opoverload  # noqa: SLF001 -- torch has no other name for it
-"""What recomputation compares with."""
+"""Operator that selective recomputation recognizes."""

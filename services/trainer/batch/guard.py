@@ -1,4 +1,4 @@
-"""Numbers that are not finite: found before they spoil the weights, counted, and bounded."""
+"""Detection of numbers that are not finite, before they spoil the weights, and a limit on skipped steps."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,18 @@ _CHECKED_COLUMNS = ("rollout_logprobs", "ref_logprobs", "proximal_logprobs", "va
 
 
 class NotFiniteError(InternalError):
-    """Too many steps in a row had a number that is not finite."""
+    """Too many consecutive steps had a number that is not finite."""
 
     reason = "NOT_FINITE"
 
 
 @dataclass(slots=True)
 class NonFiniteGuard:
-    """Stops a run from going on without training.
+    """Limits the number of consecutive skipped steps.
 
     Args:
-        max_in_a_row: Steps that may be skipped one after the other.
-        suspects: What else than the learning rate and rewards to look at.
+        max_in_a_row: Max consecutive steps that may be skipped.
+        suspects: Likely causes besides the learning rate and rewards, for the message.
     """
 
     max_in_a_row: int
@@ -31,7 +31,7 @@ class NonFiniteGuard:
     has_rewound: bool = False
 
     def must_rewind(self, step: int, *, skipped: bool) -> bool:
-        """Count a step; says whether it was one too many that was skipped.
+        """Counts a step; returns True if too many were skipped, so that a checkpoint must be restored.
 
         Raises:
             NotFiniteError: If going back to the newest checkpoint did not help before.
@@ -54,12 +54,12 @@ class NonFiniteGuard:
 
 
 def nonfinite_inputs(samples: Samples, cohort: BatchFacts) -> tuple[str, ...]:
-    """Names of the inputs that are not finite where they count: ``rewards`` and columns."""
+    """Returns the names of inputs that are not finite where they count: ``rewards`` and columns."""
     member = cohort.is_member[samples.rows]
-    # A greedy response is no member, but the baseline of those that are.
+    # A greedy response is not a member of its group, but the baseline of the members.
     rewarded = member | cohort.is_greedy[samples.rows]
     found = [] if bool(torch.isfinite(samples.rewards[rewarded]).all()) else ["rewards"]
-    # Those that do not train may count too, in the rewards by which others do.
+    # Untrained tokens may count too, in the rewards that others train with.
     mask = samples.tokens["response_mask"] & samples.segments.spread(member)
     found += [
         name

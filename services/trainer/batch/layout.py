@@ -1,4 +1,4 @@
-"""What the tokens of a pack attend to, in the forms that the attention kernels take."""
+"""Attention layout of a pack, in the forms that the attention kernels need."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,9 +12,9 @@ from services.trainer.batch.prefixes import Branch
 from services.trainer.batch.segments import on_device
 
 _MAX_PADDING = 1.25
-"""A batch may hold this many times the tokens of its sequences."""
+"""Max ratio of a batch's padded size to the tokens of its sequences."""
 _MAX_COPIES = 8
-"""Keys of a pack may be copied this many times to the sequences that share them."""
+"""Max ratio of copied keys to the keys of a pack, for sequences that share them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,55 +24,55 @@ class AttentionBatch:
     queries: Tensor
     """``[B, L]`` int64 places of each branch's tokens."""
     keys: Tensor | None
-    """``[B, K]`` int64 places of what its last token attends to; None if that is the branch itself."""
+    """``[B, K]`` int64 places of the keys of its last token; None if they are the branch itself."""
     depths: Tensor
-    """``[B, L]`` int64: number of each query in its sequence, not beyond its last."""
+    """``[B, L]`` int64: position of each query in its sequence, at most its last."""
     visible: dict[int | None, Tensor] = field(default_factory=dict)
-    """``[B, 1, L, K]`` bool by window: which keys each query sees; made when a layer first asks."""
+    """``[B, 1, L, K]`` bool by window: keys that each query sees; computed on first use by a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Keys of a pack whose sequences share tokens: those of each sequence, laid end to end."""
+    """Keys of a pack whose sequences share tokens: the keys of each sequence, laid end to end."""
 
     places: Tensor
     """``[K]`` int64 place of each key in the pack."""
     cu_lengths: Tensor
     """``[N + 1]`` int32 offsets of the sequences, and the total."""
     max_length: int
-    """Longest sequence."""
+    """Tokens of the longest sequence."""
     are_many: bool
-    """Whether they are too many to be copied."""
+    """True if there are too many to copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """The branches of a pack, and what they attend to: what their sequences share, and themselves."""
+    """Branches of a pack and their keys: shared prefixes of their sequences and the branches themselves."""
 
     cu_lengths: Tensor
     """``[N + 1]`` int32 offsets of the branches, and the total."""
     max_length: int
-    """Longest branch."""
+    """Tokens of the longest branch."""
     paths: Paths | None
-    """Keys of each branch; None if nothing is shared, so that they are its own tokens."""
+    """Keys of each branch; None if nothing is shared, so that its keys are its own tokens."""
     ends: Tensor
-    """``[T]`` int64: place behind the last token that attends to each one. All between do."""
+    """``[T]`` int64: place after the last token that attends to each one. All tokens between attend to it."""
     depths: Tensor
-    """``[T]`` int64: number of each token in its sequence."""
+    """``[T]`` int64: position of each token in its sequence."""
     batches: tuple[AttentionBatch, ...]
     """All branches."""
     gather: Tensor
-    """``[T]`` int64: where each token lies in the batches, laid end to end."""
+    """``[T]`` int64: place of each token in the batches, laid end to end."""
     block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
-    """Of the flex kernel, by window; made when a layer first asks."""
+    """Block masks of the flex kernel, by window; computed on first use by a layer."""
 
 
 def build_layout(branches: Sequence[Branch], device: torch.device) -> AttentionLayout:
-    """Plan the attention of a pack.
+    """Builds the attention layout of a pack.
 
     Args:
-        branches: In the order of the pack, depth first.
-        device: Of the model.
+        branches: Branches in the order of the pack, depth first.
+        device: Device of the model.
     """
     branches = [branch for branch in branches if branch.length]
     lengths = [branch.length for branch in branches]
@@ -105,10 +105,10 @@ def _paths(branches: Sequence[Branch], device: torch.device) -> Paths:
 
 
 def _reach(branches: Sequence[Branch]) -> tuple[Tensor, Tensor]:
-    """``ends`` and ``depths`` of a layout."""
+    """Returns ``ends`` and ``depths`` of a layout."""
     total = sum(branch.length for branch in branches)
     ends, depths = np.empty(total, np.int64), np.empty(total, np.int64)
-    # By depth: where the first later branch begins that has a token of its own there.
+    # By depth: start of the first later branch that has its own token there.
     next_ends = np.full(max(len(branch.path) for branch in branches), total)
     for branch in reversed(branches):
         own = branch.path[branch.depth :]
@@ -121,7 +121,7 @@ def _reach(branches: Sequence[Branch]) -> tuple[Tensor, Tensor]:
 def _batches(
     branches: Sequence[Branch], device: torch.device
 ) -> tuple[tuple[AttentionBatch, ...], Tensor]:
-    """``batches`` and ``gather`` of a layout."""
+    """Returns ``batches`` and ``gather`` of a layout."""
     gather = np.empty(sum(branch.length for branch in branches), np.int64)
     batches, filled = [], 0
     for rows in _similar(branches):
@@ -149,7 +149,7 @@ def _batches(
 
 
 def _similar(branches: Sequence[Branch]) -> list[list[int]]:
-    """Indexes, longest first, cut where a batch would hold too much padding of queries or of keys."""
+    """Groups branches, longest first, so that no batch has too much padding of queries or of keys."""
     order = sorted(
         range(len(branches)),
         key=lambda index: (

@@ -1,4 +1,4 @@
-"""How a micro-batch is laid out: without padding, and what its sequences share only once."""
+"""Layout of a micro-batch: no padding, and prefixes that its sequences share only once."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,17 +24,18 @@ from services.trainer.batch.segments import on_device
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a pack costs."""
+    """Cost of a pack."""
 
     sequence_tokens: int = 0
     """Tokens of its sequences."""
     tokens: int = 0
-    """Tokens that the model computes: those, without what is shared."""
+    """Tokens that the model computes: shared ones count once."""
     squares: float = 0.0
-    """Twice the pairs of a token and one that it attends to: the square of each sequence's length, less
-    that of what it shares."""
+    """Twice the number of pairs of a token and one that it attends to: the square of each sequence's length,
+    minus that of its shared prefix.
+    """
     predictions: int = 0
-    """Predictions, each of which costs a row of logits."""
+    """Number of predictions, each of which costs a row of logits."""
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
@@ -57,30 +58,33 @@ class PackedTokens:
     position_ids: Tensor
     """``[T]`` int64, from 0 in each sequence."""
     predictors: Tensor
-    """``[P]`` int64, ascending: position from which each target is predicted. The last token of a shared
-    prompt has as many targets as its responses have first tokens."""
+    """``[P]`` int64, ascending: position from which each target is predicted.
+
+    The last token of a shared prompt has as many targets as its responses have different first tokens.
+    """
     targets: Tensor
     """``[P]`` int64 tokens."""
     predictions: Tensor | None
-    """``[R]`` int64: which of the ``P`` predictions each response token has; None if they are the same."""
+    """``[R]`` int64: index among the ``P`` predictions of each response token; None if they are the same."""
     layout: AttentionLayout
-    """What the tokens attend to."""
+    """Attention layout of the tokens."""
     work: Work
-    """What it costs."""
+    """Cost of the pack."""
     places: NDArray[np.int64]
     """``predictors`` in host memory."""
     uses: Tensor | None = None
-    """``[T]`` int64: how many sequences each token is of; None if nothing is shared."""
+    """``[T]`` int64: number of sequences that contain each token; None if nothing is shared."""
     experts: Tensor | None = None
-    """``[T, layers, K]`` int64 experts that the engine chose, -1 where they are not known."""
+    """``[T, layers, K]`` int64 experts that the engine chose, -1 if unknown."""
     context: ContextRanks | None = None
-    """Ranks that compute the pack together; then tokens and predictions are those of this rank, and layout,
-    work and ``predictions`` those of all."""
+    """Ranks that compute the pack together. Tokens and predictions are then those of this rank; layout, work
+    and ``places`` are those of all.
+    """
     counts: tuple[int, ...] = ()
-    """Predictions of each of these ranks."""
+    """Number of predictions of each of these ranks."""
 
     def shared_with(self, ranks: ContextRanks) -> "PackedTokens":
-        """This rank's part of a whole pack."""
+        """Returns this rank's part of a whole pack."""
         size = ranks.chunk(len(self.input_ids))
         bounds = np.searchsorted(self.places, np.arange(ranks.size + 1) * size).tolist()
         own = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
@@ -97,9 +101,9 @@ class PackedTokens:
         )
 
     def of_responses(self, values: Tensor) -> Tensor:
-        """``[P]`` to ``[R]``: what was computed for each prediction, for each response token.
+        """Expands ``[P]`` values of predictions to ``[R]`` values of response tokens.
 
-        Where ranks compute the pack together every one of them calls it, and gets those of all.
+        If ranks compute the pack together, all of them must call it, and each gets the values of all.
         """
         if self.context is not None:
             values = self.context.gathered(values, self.counts)
@@ -114,15 +118,15 @@ def pack(
     shares_prefixes: bool = False,
     experts: Jagged | None = None,
 ) -> PackedTokens:
-    """Lay out prompts and their responses.
+    """Packs prompts and their responses.
 
     Args:
         prompts: ``N`` rows of token ids, each with at least one token.
         responses: ``N`` rows of token ids.
-        device: Of the model.
-        shares_prefixes: Whether tokens that sequences have in common, from their beginnings on, are laid out
-            once. Where that would save little they are not.
-        experts: ``N`` rows, one entry for each token but the last.
+        device: Device of the model.
+        shares_prefixes: True to lay out common prefixes of sequences only once, unless that would save
+            little.
+        experts: ``N`` rows, one entry for each token except the last.
 
     Raises:
         ValueError: If a prompt is empty, so that its first response token has no predictor.
@@ -131,7 +135,7 @@ def pack(
         raise ValueError("a prompt has no token; a response needs at least one to follow")
     answered = torch.nonzero(responses.lengths).flatten()
     if not len(answered):
-        # Nothing is predicted, but a model cannot run on nothing, and other ranks may wait for it.
+        # Nothing is predicted, but a model needs input, and other ranks may wait for it.
         return _idle_tokens(device)
     prompt_lengths = prompts.lengths[answered].tolist()
     rows = None if experts is None else experts.select(answered).unbind()
@@ -177,8 +181,8 @@ def pack(
 def _distinct(
     predictors: NDArray[np.int64], targets: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Predictions without repetition, and which one each of the given ones is."""
-    # Sorting rows of two numbers would take ten times as long.
+    """Returns the distinct predictions, and the index among them of each given one."""
+    # One combined integer: sorting rows of two numbers would take ten times as long.
     distinct, places = np.unique(predictors << 32 | targets, return_inverse=True)
     return distinct >> 32, distinct & 0xFFFFFFFF, places
 
@@ -193,12 +197,12 @@ def _work(found: list[Branch], num_predictions: int) -> Work:
 
 
 def _known(experts: Tensor) -> Tensor:
-    """Numbers of experts; the highest value of their type says that one is not known."""
+    """Returns expert ids as int64, with -1 for the highest value of their dtype, which means unknown."""
     return experts.long().masked_fill(experts == torch.iinfo(experts.dtype).max, -1)
 
 
 def _idle_tokens(device: torch.device) -> PackedTokens:
-    """A pack from which nothing is predicted; of two tokens, because compiled code is made anew for one."""
+    """Returns a pack without predictions, of two tokens: one token would need another compilation."""
     zeros = torch.zeros(2, dtype=torch.int64, device=device)
     return PackedTokens(
         input_ids=zeros,

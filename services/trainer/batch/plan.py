@@ -1,7 +1,7 @@
-"""The work of one step: mini-batches, ranks and micro-batches.
+"""Work plan of a step: division of a batch into updates, ranks and micro-batches.
 
-What each rank gets follows from the lengths of all samples, which every rank knows; how it divides that into
-micro-batches follows from their tokens, which it alone has.
+The division among ranks follows from the lengths of all samples, which every rank knows. A rank divides its
+samples into micro-batches by their tokens, which only that rank has.
 """
 
 import sys
@@ -31,23 +31,24 @@ class RankShard:
     """A rank's samples of a step."""
 
     rows: tuple[int, ...]
-    """The rank's samples, by index in the whole batch."""
+    """Indexes of the rank's samples in the whole batch."""
     updates: tuple[tuple[int, ...], ...]
-    """For each optimizer update its samples, by position in ``rows``."""
+    """Samples of each optimizer update, by position in ``rows``."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one rank does in a step."""
+    """Work of one rank in a step."""
 
     updates: tuple[tuple[tuple[int, ...], ...], ...]
-    """For each optimizer update its micro-batches, each a tuple of positions in the rank's sequences. All
-    ranks have the same number of micro-batches; one without work has an empty one."""
+    """Micro-batches of each optimizer update, each a tuple of positions in the rank's sequences. All ranks
+    have the same number of micro-batches; a rank without work has empty ones.
+    """
     left_out: tuple[int, ...] = ()
     """Positions of the sequences that do not fit into memory."""
 
     def without(self, positions: Collection[int]) -> "StepPlan":
-        """The same micro-batches without some sequences."""
+        """Returns the same micro-batches without some sequences."""
         dropped = set(positions)
         updates = tuple(
             tuple(tuple(i for i in micro if i not in dropped) for micro in micros)
@@ -58,15 +59,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How large what is computed at once may be."""
+    """Limits on the tokens that are computed at once."""
 
     max_tokens: int = sys.maxsize
-    """Most tokens of a micro-batch of several sequences, without what they share."""
+    """Max tokens of a micro-batch of several sequences, counting shared tokens once."""
     too_long: int = sys.maxsize
-    """Least tokens of a sequence, or of a group that stays together, which did not fit alone."""
+    """Min tokens of a sequence, or of a group that stays together, that does not fit even alone."""
 
     def within(self, other: "Bounds") -> "Bounds":
-        """Both."""
+        """Returns the stricter of both limits."""
         return Bounds(min(self.max_tokens, other.max_tokens), min(self.too_long, other.too_long))
 
 
@@ -80,19 +81,19 @@ def shard_of(
     shares_prefixes: bool,
     keeps_groups: bool = False,
 ) -> RankShard:
-    """Split a batch into updates by whole groups, then over ranks by cost.
+    """Splits a batch into updates by whole groups, then over ranks by cost; returns one rank's shard.
 
-    A batch of fewer groups than updates gives one update for each group.
+    A batch of fewer groups than updates has one update for each group.
 
     Args:
         cohort: The whole batch.
         num_updates: Optimizer updates.
-        rank: Data-parallel rank whose share is wanted.
+        rank: Data-parallel rank of the shard.
         num_ranks: Data-parallel ranks.
-        cost: Cost of a sequence by its length.
-        shares_prefixes: Whether a prompt is computed once for those members of its group that are on one
-            rank; then they stay together, as far as that balances the ranks.
-        keeps_groups: Whether they stay together whatever that costs.
+        cost: Returns the relative cost of a sequence of a given length.
+        shares_prefixes: True if a prompt is computed once for those members of its group that are on one
+            rank; members then stay together, as far as that balances the ranks.
+        keeps_groups: True if members stay together at any cost.
     """
     num_groups = int(cohort.groups.max()) + 1
     num_updates = min(num_updates, num_groups)
@@ -122,14 +123,15 @@ def plan_step(
     ranks: Ranks,
     shares_prefixes: bool,
 ) -> StepPlan:
-    """Divide a rank's samples into micro-batches. Every rank calls it.
+    """Divides a rank's samples into micro-batches. All ranks must call it.
 
     Args:
-        share: Of this rank.
-        samples: This rank's, in the order of ``share.rows``; those that are several sequences are divided.
-        bounds: Token budget of a micro-batch, and what did not fit into memory before.
+        share: This rank's shard.
+        samples: This rank's samples, in the order of ``share.rows``; the sequences of one sample may be
+            divided.
+        bounds: Token budget of a micro-batch, and sizes that are known to exceed memory.
         ranks: Data-parallel ranks.
-        shares_prefixes: Whether what samples of a micro-batch have in common counts once.
+        shares_prefixes: True if tokens that samples of a micro-batch have in common count once.
     """
     lengths = (samples.prompts.lengths + samples.responses.lengths).tolist()
     sizes, owners = _undivided(samples), samples.by_sample.ids.tolist()
@@ -141,9 +143,10 @@ def plan_step(
             if owner in members and sizes[place] < bounds.too_long
         ]
         micros = cut(samples, own, max_tokens=bounds.max_tokens, shares=shares_prefixes)
-        # Ranks have like sizes at a time; and if one does not fit into memory, it is the least that does not.
+        # Ascending sizes: ranks then compute similar sizes at a time, and the first size that exceeds
+        # memory is the smallest one.
         divided.append(sorted(micros, key=lambda micro: sum(lengths[i] for i in micro)))
-    # An update without work is one all the same.
+    # An update without work still has one micro-batch.
     most = ranks.max(torch.tensor([max(1, len(micros)) for micros in divided])).tolist()
     updates = zip(divided, most, strict=True)
     return StepPlan(
@@ -155,10 +158,10 @@ def plan_step(
 def cut(
     samples: Samples, positions: Sequence[int], *, max_tokens: int, shares: bool
 ) -> list[tuple[int, ...]]:
-    """Divide some of the sequences into micro-batches of positions, as :func:`micro_batches` does."""
+    """Divides some of the sequences into micro-batches of positions; see :func:`micro_batches`."""
     chosen = torch.as_tensor(positions, dtype=torch.int64)
     groups = None if samples.groups is None else samples.groups[chosen].tolist()
-    # Experts are many times larger than tokens: these are views.
+    # Unbinding gives views: experts are many times larger than tokens.
     told = samples.experts.unbind() if shares and samples.experts is not None else None
     sequences = joined(
         samples.prompts.select(chosen).unbind(),
@@ -170,12 +173,12 @@ def cut(
 
 
 def num_tokens(part: Samples) -> int:
-    """Tokens of all sequences, shared or not."""
+    """Counts the tokens of all sequences, including shared ones."""
     return int(part.prompts.lengths.sum() + part.responses.lengths.sum())
 
 
 def bounds_of(part: Samples, *, shares: bool) -> Bounds:
-    """What is too large where a micro-batch is."""
+    """Returns limits that exclude a micro-batch of this size."""
     tokens, everything = num_tokens(part), range(len(part.rows))
     if len(cut(part, everything, max_tokens=1, shares=shares)) == 1:
         return Bounds(too_long=tokens)
@@ -186,7 +189,7 @@ def bounds_of(part: Samples, *, shares: bool) -> Bounds:
 
 
 def _undivided(samples: Samples) -> list[int]:
-    """For each sequence the tokens of what cannot be divided: it, or its group where that stays together."""
+    """Returns for each sequence the tokens that stay together: its own, or those of its group."""
     lengths = samples.prompts.lengths + samples.responses.lengths
     if samples.groups is not None:
         _, groups = torch.unique(samples.groups, return_inverse=True)
@@ -202,17 +205,17 @@ def micro_batches(
     shares: bool,
     groups: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Pack sequences into micro-batches: as few as first fit, longest first, needs; then of like size.
+    """Packs sequences into micro-batches: as few as first-fit-decreasing needs, then of similar size.
 
-    Those that share tokens stay together, as far as the budget allows. A remainder much smaller than the
-    others would leave the device idle, and compiled code may differ for it. A sequence longer than
-    ``max_tokens`` is a micro-batch of its own.
+    Sequences that share tokens stay together, as far as the budget allows. A remainder much smaller than the
+    other micro-batches would leave the device idle, and might need other compiled code. A sequence longer
+    than ``max_tokens`` gets its own micro-batch.
 
     Args:
-        sequences: Tokens of each.
+        sequences: Tokens of each sequence.
         max_tokens: Token budget of a micro-batch.
-        shares: Whether tokens that sequences have in common, from their beginnings on, count once.
-        groups: The group of each, if groups stay together even where one is larger than ``max_tokens``.
+        shares: True if common prefixes of sequences count once.
+        groups: Group of each sequence, if groups stay together even when larger than ``max_tokens``.
 
     Returns:
         Indexes of the sequences of each micro-batch.
@@ -263,7 +266,7 @@ def _deal(
     *,
     divides: bool,
 ) -> list[list[int]]:
-    """Ascending samples of each rank: whole groups, or the largest parts of them that give the least load."""
+    """Assigns samples to ranks: whole groups, or the largest parts of groups with the least max load."""
 
     def work(unit: Sequence[int]) -> float:
         common = cost(min(cohort.prompt_lengths[index] for index in unit)) if len(unit) > 1 else 0.0
@@ -289,7 +292,7 @@ def _parts(members: list[int], count: int) -> list[list[int]]:
 
 
 def _balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Deal so that the summed costs are close: largest first, to the least loaded."""
+    """Distributes items so that summed costs are close: most expensive first, to the least loaded part."""
     shares: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [(0.0, 0, number) for number in range(num_parts)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -304,7 +307,7 @@ def _num_tokens(prefixes: Prefixes, lengths: Sequence[int]) -> int:
 
 
 def _evenly_cut(family: Prefixes, lengths: Sequence[int], max_tokens: int) -> list[Prefixes]:
-    """As few parts of sequences as fit the budget, and of like size."""
+    """Cuts a family into as few parts as fit the budget, of similar size."""
     count = len(_cut(family, lengths, max_tokens))
     if count == 1:
         return [family]
@@ -314,7 +317,7 @@ def _evenly_cut(family: Prefixes, lengths: Sequence[int], max_tokens: int) -> li
 
 
 def _cut(family: Prefixes, lengths: Sequence[int], max_tokens: int) -> list[Prefixes]:
-    """Parts of sequences that fit a budget, cut where they share least in the second half of each."""
+    """Cuts a family into parts within a budget, at the least sharing in the second half of each."""
     parts, start, end = [], 0, len(family.order)
     while start < end:
         stop, tokens = start + 1, lengths[family.order[start]]

@@ -1,7 +1,8 @@
-"""Tokens that sequences have in common, from their beginnings on: a pack holds them once.
+"""Common prefixes of sequences, which a pack holds only once.
 
-Sorted by their tokens, each sequence shares with all before it what it shares with its neighbour. What it has
-beyond that is its branch; the branches of all, in that order, are the trie of the sequences, depth first.
+Sorted by their tokens, each sequence shares with all earlier ones what it shares with its predecessor. Its
+tokens after that prefix are its branch; the branches of all, in that order, are the trie of the sequences,
+depth first.
 """
 
 from collections.abc import Sequence
@@ -14,31 +15,31 @@ from torch import Tensor
 
 _ID_BITS = 32
 _LEAST_SHARE = 1 / 50
-"""Sharing less of a sequence, or of a pack, costs attention more than it saves elsewhere."""
+"""Sharing less than this part of a sequence, or of a pack, costs attention more than it saves elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """What sequences share."""
+    """Common prefixes of some sequences."""
 
     order: tuple[int, ...]
-    """The sequences, sorted by their tokens."""
+    """Indexes of the sequences, sorted by their tokens."""
     shared: tuple[int, ...]
-    """First tokens that each one, in that order, has in common with the one before it."""
+    """Length of the prefix that each one, in that order, has in common with its predecessor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Where a sequence lies in a pack."""
+    """Position of a sequence in a pack."""
 
     path: NDArray[np.int64]
-    """``[L]`` place of each of its tokens."""
+    """``[L]`` place of each of its tokens in the pack."""
     length: int
-    """Last ones of these that no earlier sequence has; they follow one another in the pack."""
+    """Number of its last tokens that no earlier sequence has; they are contiguous in the pack."""
 
     @property
     def depth(self) -> int:
-        """Tokens that it shares with earlier ones."""
+        """Number of tokens that it shares with earlier sequences."""
         return len(self.path) - self.length
 
 
@@ -47,13 +48,15 @@ def joined(
     responses: Sequence[Tensor],
     experts: Sequence[Tensor] | None = None,
 ) -> list[NDArray[np.int64]]:
-    """What tells tokens of prompts and their responses apart: their ids, which :func:`token_ids` gives.
+    """Concatenates prompts and responses to int64 keys, which are equal only for tokens that can be shared.
+
+    :func:`token_ids` extracts the token ids.
 
     Args:
         prompts: ``[P]`` token ids each.
         responses: ``[R]`` token ids each.
-        experts: ``[P + R - 1, layers, K]`` each, if they are told: a token that goes through other experts
-            has other states, and is another one. A digest of them is in the upper bits.
+        experts: ``[P + R - 1, layers, K]`` each, if known: a token that passes other experts has other
+            hidden states and cannot be shared. The upper bits of a key are a digest of them.
     """
     sequences = [
         np.concatenate([prompt.numpy(), response.numpy()]).astype(np.int64)
@@ -66,12 +69,15 @@ def joined(
 
 
 def token_ids(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The ids of tokens that :func:`joined` tells apart."""
+    """Extracts the token ids from the keys of :func:`joined`."""
     return tokens & ((1 << _ID_BITS) - 1)
 
 
 def _digests(experts: Tensor) -> NDArray[np.int64]:
-    """``[n]`` 31 bits of each row: a sum of its words times odd numbers, whose upper bits are mixed best."""
+    """Returns ``[n]`` 31-bit hashes of rows.
+
+    A hash is the upper, best mixed bits of a sum of the row's words times odd numbers.
+    """
     rows = np.ascontiguousarray(experts.numpy()).reshape(len(experts), -1).view(np.uint8)
     words = -(-rows.shape[1] // 8)
     padded = np.zeros((len(rows), 8 * words), np.uint8)
@@ -82,8 +88,8 @@ def _digests(experts: Tensor) -> NDArray[np.int64]:
 
 
 def find_prefixes(sequences: Sequence[NDArray[np.int64]]) -> Prefixes:
-    """Sort sequences so that those that share tokens lie together."""
-    # The order of big-endian bytes is that of the numbers.
+    """Sorts sequences so that those that share tokens are adjacent."""
+    # Big-endian bytes sort like the numbers.
     keys = [sequence.astype(">u8").tobytes() for sequence in sequences]
     order = sorted(range(len(sequences)), key=keys.__getitem__)
     neighbours = pairwise(sequences[index] for index in order)
@@ -92,22 +98,22 @@ def find_prefixes(sequences: Sequence[NDArray[np.int64]]) -> Prefixes:
 
 
 def unshared(num_sequences: int) -> Prefixes:
-    """Sequences in the order in which they are, as if they had nothing in common."""
+    """Returns sequences in their given order, as if they had nothing in common."""
     return Prefixes(tuple(range(num_sequences)), (0,) * num_sequences)
 
 
 def worthwhile(sequences: Sequence[NDArray[np.int64]]) -> Prefixes:
-    """What sequences of one pack share, or nothing where that is little."""
+    """Returns the common prefixes of a pack's sequences, or none if sharing saves little."""
     prefixes = find_prefixes(sequences)
     total = sum(map(len, sequences))
     return prefixes if sum(prefixes.shared) > _LEAST_SHARE * total else unshared(len(sequences))
 
 
 def families(prefixes: Prefixes, lengths: Sequence[int]) -> list[Prefixes]:
-    """Cut sequences into those that share a good part with the next, in their order.
+    """Cuts sorted sequences into families whose neighbours share a substantial prefix.
 
     Args:
-        prefixes: What they share.
+        prefixes: Common prefixes of the sequences.
         lengths: Tokens of each sequence, by its index.
     """
     starts = [0]
@@ -120,15 +126,15 @@ def families(prefixes: Prefixes, lengths: Sequence[int]) -> list[Prefixes]:
 
 
 def part(prefixes: Prefixes, start: int, end: int) -> Prefixes:
-    """Some of the sorted sequences, the first of which shares nothing."""
+    """Returns a range of the sorted sequences, of which the first shares nothing."""
     return Prefixes(prefixes.order[start:end], (0, *prefixes.shared[start + 1 : end]))
 
 
 def branches(prefixes: Prefixes, lengths: Sequence[int]) -> list[Branch]:
-    """Lay the sequences out in a pack, in their order.
+    """Lays the sequences out in a pack, in their order.
 
     Args:
-        prefixes: What they share; at least one sequence.
+        prefixes: Common prefixes of the sequences; at least one sequence.
         lengths: Tokens of each sequence, by its index.
     """
     found, path, end = [], np.zeros(0, np.int64), 0
@@ -140,7 +146,7 @@ def branches(prefixes: Prefixes, lengths: Sequence[int]) -> list[Branch]:
 
 
 def _common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
-    """First tokens that two sequences have in common."""
+    """Returns the length of the common prefix of two sequences."""
     length = min(len(one), len(other))
     differences = np.flatnonzero(one[:length] != other[:length])
     return int(differences[0]) if len(differences) else length

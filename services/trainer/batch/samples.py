@@ -1,4 +1,4 @@
-"""A rank's samples: prompts, responses, and columns with one number per response token."""
+"""Samples of a rank: prompts, responses, and columns with one number per response token."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ _TOKEN_FIELDS = ("rollout_logprobs", TOKEN_REWARDS, *_SCORED_FIELDS)
 
 
 class IncompleteBatchError(InvalidArgumentError):
-    """A batch lacks what the algorithm needs."""
+    """A batch lacks fields that the algorithm needs."""
 
     reason = "INCOMPLETE_BATCH"
 
@@ -33,9 +33,9 @@ class Samples:
     """The ``n`` token sequences of one rank's samples, or of a micro-batch; most samples are one sequence."""
 
     rows: Tensor
-    """``[n]`` int64: index in the whole batch of the sample that each sequence is of."""
+    """``[n]`` int64: index of each sequence's sample in the whole batch."""
     numbers: Tensor
-    """``[n]`` int64: which of its sample's sequences each is, from 0."""
+    """``[n]`` int64: number of each sequence among those of its sample, from 0."""
     prompts: Jagged
     """``n`` rows of token ids."""
     responses: Jagged
@@ -47,16 +47,16 @@ class Samples:
     experts: Jagged | None = None
     """``n`` rows ``[P + R - 1, layers, K]``: experts that the engine chose, as in the data dictionary."""
     groups: Tensor | None = None
-    """``[n]`` int64, the group of each, where the loss compares a group's members with one another."""
+    """``[n]`` int64, group of each sequence, if the loss compares the members of a group."""
 
     @property
     def segments(self) -> Segments:
-        """Which sequence each response token belongs to."""
+        """Sequences of the response tokens."""
         return Segments.from_lengths(self.responses.lengths)
 
     @property
     def counted(self) -> Tensor:
-        """``[R]`` bool: the trained tokens that losses are divided by the number of."""
+        """``[R]`` bool: the trained tokens whose number losses are divided by."""
         return self.tokens.get("counted", self.tokens["loss_mask"])
 
     @property
@@ -66,25 +66,28 @@ class Samples:
 
     @property
     def by_sample(self) -> Segments:
-        """Which sample each sequence is of. Not of a micro-batch, which may have some of them only."""
+        """Samples as segments of the sequences.
+
+        Invalid for a micro-batch, which may lack some of a sample's sequences.
+        """
         ids = torch.cumsum(self.is_first, 0) - 1
         return Segments(lengths=torch.bincount(ids), ids=ids)
 
     def with_tokens(self, **columns: Tensor) -> "Samples":
-        """The same samples with more columns."""
+        """Returns the samples with further columns."""
         return replace(self, tokens={**self.tokens, **columns})
 
     def without_tokens(self, name: str) -> "Samples":
-        """The same samples without a column."""
+        """Returns the samples without a column."""
         return replace(self, tokens={key: v for key, v in self.tokens.items() if key != name})
 
     def places(self, positions: Sequence[int]) -> Tensor:
-        """Indexes of the response tokens of some sequences, in the columns."""
+        """Returns the indexes of the response tokens of some sequences in the columns."""
         everything = torch.arange(len(self.responses.values))
         return Jagged(everything, self.responses.lengths).select(positions).values
 
     def select(self, positions: Sequence[int]) -> "Samples":
-        """Some of the sequences, by position, with their columns."""
+        """Returns some of the sequences, by position, with their columns."""
         chosen = torch.as_tensor(positions, dtype=torch.int64)
         kept = self.places(positions)
         return Samples(
@@ -99,13 +102,13 @@ class Samples:
         )
 
     def to(self, device: torch.device) -> "Samples":
-        """The same samples with their columns on ``device``; token ids stay where they are."""
+        """Returns the samples with their columns on ``device``; token ids are not moved."""
         columns = {name: on_device(column, device) for name, column in self.tokens.items()}
         return self.with_tokens(**columns)
 
 
 def pack_samples(samples: Samples, device: torch.device, *, shares_prefixes: bool) -> PackedTokens:
-    """Lay out samples as a micro-batch, with the experts that are known."""
+    """Packs samples into a micro-batch, with the experts that are known."""
     return pack(
         samples.prompts,
         samples.responses,
@@ -116,10 +119,10 @@ def pack_samples(samples: Samples, device: torch.device, *, shares_prefixes: boo
 
 
 def empty_samples(fields: Sequence[str]) -> Samples:
-    """The share of a rank that has no sample in a step.
+    """Returns the samples of a rank that has none in a step.
 
     Args:
-        fields: What the other ranks fetch; this one must have the same columns.
+        fields: Fields that the other ranks fetch; this one must have the same columns.
     """
     no_rows = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
     nothing, no = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
@@ -137,7 +140,7 @@ def empty_samples(fields: Sequence[str]) -> Samples:
 
 
 def idle_samples() -> Samples:
-    """One untrained token, with which a rank without work joins the others' collectives."""
+    """Returns one untrained token, with which a rank without work joins the collectives of the others."""
     one_row = Jagged(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
     zero, no = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
     names = (
@@ -158,35 +161,35 @@ def idle_samples() -> Samples:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchFacts:
-    """What every rank knows about the whole batch, from its tags alone."""
+    """Facts about the whole batch that every rank knows, from its metadata alone."""
 
     groups: Tensor
     """``[N]`` int64 index of each sample's group, in order of appearance."""
     lengths: tuple[int, ...]
     """Tokens of each sample, prompt and response."""
     prompt_lengths: tuple[int, ...]
-    """Those of its prompt."""
+    """Tokens of each sample's prompt."""
     is_truncated: Tensor
-    """``[N]`` bool: the response ran into its limit."""
+    """``[N]`` bool: the response reached its limit."""
     is_member: Tensor
-    """``[N]`` bool: the sample counts in its group. A greedy baseline and a failed one do not."""
+    """``[N]`` bool: the sample counts in its group; greedy baselines and failed samples do not."""
     is_greedy: Tensor
     """``[N]`` bool: the response was decoded greedily, as a baseline."""
     is_failed: Tensor
     """``[N]`` bool: the sample has no reward."""
     keys: tuple[str, ...] = ()
-    """Names of the samples."""
+    """Keys of the samples."""
 
     @property
     def lost_baseline(self) -> Tensor:
-        """``[N]`` bool: the greedy response of the sample's group failed, so nothing is known to subtract."""
+        """``[N]`` bool: the greedy response of the sample's group failed, so its baseline is unknown."""
         lost = torch.zeros(int(self.groups.max()) + 1, dtype=torch.bool)
         lost[self.groups[self.is_greedy & self.is_failed]] = True
         return lost[self.groups]
 
     @classmethod
     def from_meta(cls, meta: KVBatchMeta) -> "BatchFacts":
-        """Read the tags of a batch."""
+        """Reads the tags and lengths of a batch."""
         names = list(dict.fromkeys(meta.tag("group_id")))
         numbers = {name: index for index, name in enumerate(names)}
         prompts, responses = meta.column("prompt_ids"), meta.column("response_ids")
@@ -206,7 +209,7 @@ class BatchFacts:
 
 
 def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
-    """Fields to fetch for a step.
+    """Returns the fields to fetch for a step.
 
     Raises:
         IncompleteBatchError: If the batch lacks a field that the algorithm needs.
@@ -246,21 +249,21 @@ def build_samples(
     spec: AlgorithmSpec,
     weight_version: int,
 ) -> Samples:
-    """Sequences from fetched fields, with the mask of the tokens that train.
+    """Builds sequences from fetched fields, with the mask of the tokens that train.
 
     A token trains if the policy sampled it, unless it is staler than allowed, older than its response's
     newest tokens under ``mask_older_tokens``, its response was truncated under ``overlong.mask_truncated``,
-    its sample is no member of the group, or ReMax has no score of the group's greedy response.
+    its sample is not a member of the group, or ReMax has no score of the group's greedy response.
 
     Args:
         fields: Fetched fields of this rank's samples.
-        rows: Their indexes in the whole batch.
+        rows: Indexes of the samples in the whole batch.
         cohort: The whole batch.
         spec: The algorithm.
         weight_version: Version of the trainer at the start of the step.
 
     Raises:
-        IncompleteBatchError: If the lengths of the fields do not fit together.
+        IncompleteBatchError: If the lengths of the fields do not match.
     """
     _check_lengths(fields)
     found = sequences_of(fields)
@@ -299,7 +302,7 @@ def build_samples(
 
 
 def _check_lengths(fields: Mapping[str, Jagged]) -> None:
-    """See that every row of a field fits its response: nobody would notice a shift between two rows."""
+    """Checks that every row of a field matches its response; a shift between rows would go unnoticed."""
     expected = fields["response_ids"].lengths
     found = {name: fields[name].lengths for name in _TOKEN_FIELDS if name in fields}
     found["response_mask"] = fields["response_mask"].lengths
@@ -308,7 +311,7 @@ def _check_lengths(fields: Mapping[str, Jagged]) -> None:
         counts = runs.values.reshape(-1, 2)[:, 1].to(torch.int64)
         found["version_runs"] = Segments.from_lengths(runs.lengths).sum(counts)
     if ROUTED_EXPERTS in fields:
-        # Every token but the last is passed on to the experts, those of the prompt as well.
+        # The engine has experts for every token except the last, including those of the prompt.
         found[ROUTED_EXPERTS] = fields[ROUTED_EXPERTS].lengths - fields["prompt_ids"].lengths + 1
     for name, lengths in found.items():
         for row in torch.nonzero(lengths != expected).flatten().tolist():

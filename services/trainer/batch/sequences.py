@@ -1,4 +1,4 @@
-"""Samples to token sequences: an episode of several conversations is one sample, stored as one response.
+"""Conversion of samples to token sequences: an episode of several conversations is one stored response.
 
 ::
 
@@ -22,9 +22,9 @@ class Sequences:
     """The ``n`` token sequences of ``N`` samples, one sample after the other."""
 
     samples: Tensor
-    """``[n]`` int64: position of the sample that each sequence is of."""
+    """``[n]`` int64: position of each sequence's sample."""
     numbers: Tensor
-    """``[n]`` int64: which of its sample's sequences each is, from 0."""
+    """``[n]`` int64: number of each sequence among those of its sample, from 0."""
     prompts: Jagged
     """``n`` rows of token ids."""
     responses: Jagged
@@ -32,21 +32,21 @@ class Sequences:
     is_response: Tensor
     """``[R]`` bool: tokens after the samples' prompts that are not the prompt of a further sequence."""
     experts: Jagged | None = None
-    """``n`` rows ``[P + R - 1, layers, K]``, if they are known."""
+    """``n`` rows ``[P + R - 1, layers, K]``; None if unknown."""
 
     def joined(self, columns: Tensor) -> Tensor:
-        """A number for each response token of the sequences to one for each of the samples, else 0."""
+        """Maps values of the sequences' response tokens to those of the samples, 0 at further prompts."""
         whole = columns.new_zeros(len(self.is_response))
         whole[self.is_response] = columns
         return whole
 
 
 def sequences_of(fields: Mapping[str, Jagged]) -> Sequences:
-    """Tell the sequences of samples apart.
+    """Splits samples into their sequences.
 
     Args:
-        fields: ``prompt_ids``, ``response_ids`` and, where they are, ``version_runs`` and
-            ``routed_experts``, which fit together. Without versions every sample is one sequence.
+        fields: ``prompt_ids``, ``response_ids`` and optionally ``version_runs`` and ``routed_experts``, of
+            matching lengths. Without versions every sample is one sequence.
     """
     prompts, responses = fields["prompt_ids"], fields["response_ids"]
     experts = fields.get(ROUTED_EXPERTS)
@@ -83,7 +83,7 @@ def sequences_of(fields: Mapping[str, Jagged]) -> Sequences:
 
 
 def _with_experts(found: Sequences, experts: Jagged) -> Sequences:
-    """Experts of each sequence from those of its sample, which skip the sample's last token only."""
+    """Splits the experts of samples by sequence; a sample has experts for all tokens but its last."""
     lengths = found.prompts.lengths + found.responses.lengths
     kept, rows, place = [], experts.unbind(), 0
     for sample, number, length in zip(

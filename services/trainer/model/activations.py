@@ -65,8 +65,8 @@ def arrange(
         layers: The layers, after all other parallelism and before FSDP2.
         spec: ``compile``, ``activation_checkpointing`` and ``activation_offloading``.
         device: Device that the layers compute on.
-        is_seen: True if the compiler traces whole layers. It then chooses what ``selective`` keeps; otherwise
-            attention is kept, between compiled parts.
+        is_seen: True if the compiler traces whole layers. It then chooses what ``selective`` keeps;
+            otherwise attention is kept, between compiled parts.
     """
     # If "auto" was not resolved for a GPU's size, keep everything.
     recomputed = spec.activation_checkpointing

@@ -96,8 +96,8 @@ def _products(
 ) -> Tensor:
     """Applies both layers of this rank's experts to rows sorted by expert, times their shares.
 
-    The shares multiply between the layers, where rows are narrower than after them, because the backward pass
-    keeps each of these rows.
+    The shares multiply between the layers, where rows are narrower than after them, because the backward
+    pass keeps each of these rows.
     """
     gated = module._apply_gate(_product(module, "gate_up_proj", rows, counts, ranks))  # noqa: SLF001
     gated = (gated * shares).to(rows.dtype)

@@ -1,7 +1,7 @@
 """AdamW with moments in host memory, which are copied to the GPU part by part for an update.
 
-While one part is updated, the next one is copied to the GPU and the last one back, so an update takes as long
-as the host link needs for both moments in one direction. The result equals that of moments on the GPU.
+While one part is updated, the next one is copied to the GPU and the last one back, so an update takes as
+long as the host link needs for both moments in one direction. The result equals that of moments on the GPU.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """LoRA adapters: added to a model, and merged when the weights leave the trainer.
 
-peft adapts linear modules. The experts of a layer are fused tensors: there an adapter is two more tensors for
-each, which :mod:`~services.trainer.model.experts` adds to its product.
+peft adapts linear modules. The experts of a layer are fused tensors: there an adapter is two more tensors
+for each, which :mod:`~services.trainer.model.experts` adds to its product.
 """
 
 import math

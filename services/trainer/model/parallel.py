@@ -284,8 +284,8 @@ def _keeps_gathered(spec: TrainerSpec) -> bool:
 def free_gathered(module: nn.Module) -> None:
     """Frees gathered parameters after a forward pass without a backward pass.
 
-    FSDP keeps the parameters of the root, and on a single rank those of all layers, for a backward pass; kept
-    over an update they would be stale.
+    FSDP keeps the parameters of the root, and on a single rank those of all layers, for a backward pass;
+    kept over an update they would be stale.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):

@@ -72,7 +72,7 @@ class Routing:
         return counts.scatter_add_(1, chosen.flatten(1), times.flatten(1))
 
     def differences(self) -> tuple[Tensor, Tensor] | None:
-        """Returns the tokens for which a layer chose other experts than the engine, and those with known experts.
+        """Returns the tokens for which a layer and the engine differ, and those with known experts.
 
         Both are ``[T]`` bool.
         """

@@ -198,7 +198,8 @@ def _alone(folder: Path) -> Iterator[None]:
 def _keep(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Publishes the folder atomically: a reader sees all of it or nothing.
 
-    ``save_pretrained`` of transformers writes nothing on ranks above 0, which may be the only ones of a host.
+    ``save_pretrained`` of transformers writes nothing on ranks above 0, which may be the only ones of a
+    host.
     """
     held = {name: value.detach() for name, value in stored_tensors(model).items()}
     stored = as_stored(held, model.config.to_dict())

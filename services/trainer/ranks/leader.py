@@ -105,8 +105,8 @@ class Leader:
     ) -> StepResult:
         """Trains a step, or returns the stored result if it is the newest one.
 
-        A running step is finished and counted even if the caller is gone: a restarted controller requests the
-        same step and receives its result.
+        A running step is finished and counted even if the caller is gone: a restarted controller requests
+        the same step and receives its result.
 
         Raises:
             FailedPreconditionError: If ``step`` does not follow the newest one.

@@ -215,7 +215,8 @@ class Rank:
 
         Raises:
             IncompleteBatchError: If the batch lacks what the algorithm needs.
-            NotFiniteError: If too many consecutive steps were skipped, even after going back to a checkpoint.
+            NotFiniteError: If too many consecutive steps were skipped, even after going back to a
+                checkpoint.
             NotFoundError: If too many were skipped and there is no checkpoint to go back to.
         """
         version = step - 1 if weight_version is None else weight_version

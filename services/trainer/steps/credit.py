@@ -38,7 +38,8 @@ class CreditAssigner:
         max_response_tokens: Max tokens of a response.
 
     Raises:
-        ValueError: If the advantage is a user's function that does not load or does not accept its arguments.
+        ValueError: If the advantage is a user's function that does not load or does not accept its
+            arguments.
     """
 
     def __init__(self, spec: AlgorithmSpec, ranks: Ranks, *, max_response_tokens: int) -> None:

@@ -130,7 +130,7 @@ class Objective:
             Scalar with gradient.
         """
         spec, mask = self._spec, samples.tokens["loss_mask"]
-        # Masked values may be infinite or NaN, and 0 times a gradient that is not finite is not finite either.
+        # Masked values may be infinite or NaN, and 0 times a gradient that is not finite is NaN.
         logprobs, entropy = torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
         segments = samples.segments.to(mask.device)
         compared = self._compare(logprobs.detach(), samples, segments)

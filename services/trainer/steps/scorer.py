@@ -39,8 +39,8 @@ def score_tokens(
 ) -> Tensor:
     """Scores a rank's samples; returns ``[R]`` float32 on the CPU.
 
-    Tokens of a sequence that does not fit into memory are :data:`UNSCORED`. All ranks must call it, including
-    those without samples.
+    Tokens of a sequence that does not fit into memory are :data:`UNSCORED`. All ranks must call it,
+    including those without samples.
 
     Args:
         module: A policy or critic, sharded or not.
