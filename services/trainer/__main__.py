@@ -3,7 +3,7 @@
 rank 0    register -> load -> serve steps and weights until the controller stops the worker
 others    receive the run from rank 0 -> load -> execute commands until rank 0 stops them
 
-The same entry point starts the roles critic, logp and ref_logp (see :mod:`services.trainer.scoring.worker`).
+The same entry point starts the roles critic (``critic.py``), logp and ref_logp (``scoring/worker.py``).
 """
 
 import asyncio

@@ -45,7 +45,7 @@ class Segments:
         return self.sum(torch.where(mask, values, 0.0)) / self.sum(weights).clamp(min=1.0)
 
     def max(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Takes the maximum of ``[T]`` values in ``mask`` over each sequence to ``[N]``, -inf if it has none."""
+        """Takes the maximum of ``[T]`` values in ``mask`` over each sequence to ``[N]``, -inf for none."""
         lowest = values.new_full((len(self),), -torch.inf)
         masked = torch.where(mask, values, -torch.inf)
         return lowest.scatter_reduce(0, self.ids, masked, reduce="amax")

@@ -53,7 +53,7 @@ def parts_of(scores: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Ten
 def _packs(spec: TrainerSpec, device: torch.device) -> Iterator[PackedTokens]:
     """Yields packs of a micro-batch's tokens, of half as many, and so on; also with shared prompts.
 
-    Their sizes differ, because the compiler would treat equal sizes as one.
+    Sizes within a pack differ, because the compiler would use one symbol for equal sizes.
     """
     tokens = spec.tokens_per_micro_batch * spec.context_parallel
     while tokens >= _LEAST_TOKENS:

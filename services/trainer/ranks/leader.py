@@ -222,7 +222,7 @@ class Leader:
             return await asyncio.to_thread(_saved, folder, timer.seconds)
 
     def save_progress(self) -> tuple[int, int]:
-        """Returns written and total bytes of the newest checkpoint; zeros before the first."""
+        """Returns written and total bytes of the checkpoint that is being written; zeros if there is none."""
         return self._attached().checkpointer.progress()
 
     def _write(self, rank: Rank, snapshot: Snapshot, keep_steps: Collection[int]) -> Path:

@@ -125,7 +125,7 @@ def recall(settings: TrainerSettings, trainer: TrainerSpec, *, ranks: Ranks) -> 
 
     Args:
         settings: Settings of this process; the records are in the run's folder.
-        trainer: Recorded limits are valid only for the same trainer specification.
+        trainer: Recorded limits are valid only for the same specification, except for its ``steps``.
         ranks: Data-parallel ranks.
     """
     if trainer.world_size == 1:
