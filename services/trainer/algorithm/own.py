@@ -83,7 +83,7 @@ class OwnFunction(TorchDispatchMode):
     ) -> Callable[[Tensor], Tensor]:
         """Returns a sum over all ranks that the function may call.
 
-        The ranks first agree that all of them call it with as many numbers. All ranks must then call the
+        The ranks first agree that all of them sum the same count of numbers. All ranks must then call the
         function.
 
         Args:

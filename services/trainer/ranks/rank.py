@@ -114,7 +114,7 @@ class Rank:
         cost: Returns the relative cost of a sequence of a given length, to balance ranks.
         checkpointer: Saves and loads the trained modules.
         profiler: Writes profiles of chosen steps.
-        recorder: Records how samples were trained, for people to read; None on ranks that record nothing.
+        recorder: Records how samples were trained, for people to read; None on other ranks.
     """
 
     def __init__(
