@@ -139,7 +139,7 @@ class _PlainLines:
     def __init__(self, total_steps: int, console: Console) -> None:
         self._console = console
         self._pace = _Pace(total_steps)
-        self._doing = ""
+        self._doing: str | None = None
         self._told_at = 0.0
 
     def __enter__(self) -> Self:

@@ -21,7 +21,7 @@ from services.common.telemetry.logging import RareLog
 
 logger = logging.getLogger(__name__)
 
-MAX_UNKNOWN_BYTES = 8 << 20
+MAX_UNKNOWN_BYTES = 24 << 20
 """What all unknown peers of a port may have sent over the connections that are open."""
 MAX_UNKNOWN_CONNECTIONS = 1024
 _LOOKS_EVERY_S = 0.005

@@ -121,7 +121,7 @@ def test_a_model_folder_tells_all_that_would_end_its_workers_at_once(tmp_path):
     weights, tokenizer, shape = caught.value.problems
     assert "model.safetensors is no safetensors file" in weights
     assert "has no tokenizer that loads" in tokenizer
-    assert "even rotary dimension" in shape
+    assert "even rotary dimension" in shape, shape
 
 
 def test_tokens_and_chats_are_tried_before_workers_start(tmp_path):

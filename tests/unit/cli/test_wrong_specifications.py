@@ -33,7 +33,7 @@ WRONG = [
     ({"rollout.max_new_tokens": 8}, ["rollout.max_new_tokens", "rollout.max_response_tokens"]),
     (
         {"trainer.activation_checkpointing": "selectiv"},
-        ["trainer.activation_checkpointing: ", "true or false or 'selective' or a whole number",
+        ["trainer.activation_checkpointing: ", "true or false or 'auto' or 'selective' or a whole number",
          "got 'selectiv'; did you mean 'selective'?"],
     ),
     (

@@ -47,7 +47,7 @@ async def test_a_rollout_stops_serving_before_what_it_serves_is_closed(monkeypat
     monkeypatch.setattr(program, "WorkerSession", lambda *a, **k: until("session", Session()))
     monkeypatch.setattr(program, "_load", load)
     monkeypatch.setattr(program, "monitor", nothing)
-    monkeypatch.setattr(program, "spare_what_stays", lambda: None)
+    monkeypatch.setattr(program, "freeze_startup_objects", lambda: None)
     monkeypatch.setattr(program, "_serve_until_stopped", nothing)
     await program.run(
         SimpleNamespace(

@@ -32,7 +32,7 @@ class Unlimited:
 async def test_unknown_tokens_are_looked_for_at_a_rate_and_known_ones_always():
     users = Users()
     api = RunApi(None, None, None, users, Unlimited())
-    assert await api.authenticate("Bearer right", "10.0.0.1") is ANN
+    assert await api.authenticate("Bearer right", "10.0.0.1") == ANN
     api._known["Bearer right"] = (ANN, 0.0)  # as it is a second later
     refused = {UnauthenticatedError: 0, RateLimitedError: 0}
     for number in range(500):
@@ -41,7 +41,7 @@ async def test_unknown_tokens_are_looked_for_at_a_rate_and_known_ones_always():
         refused[error.type] += 1
     assert refused[UnauthenticatedError] == users.num_asked - 1
     assert refused[RateLimitedError] > 300
-    assert await api.authenticate("Bearer right", "10.0.0.1") is ANN
+    assert await api.authenticate("Bearer right", "10.0.0.1") == ANN
     with pytest.raises(UnauthenticatedError):
         await api.authenticate("Bearer guess", "10.0.0.2")
 
