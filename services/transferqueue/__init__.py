@@ -1,1 +1,1 @@
-"""The data plane: holds samples between rollouts and trainer."""
+"""Transferqueue: stores samples between rollouts and trainer."""

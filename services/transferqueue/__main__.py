@@ -1,4 +1,4 @@
-"""Run a transferqueue: ``python -m services.transferqueue``."""
+"""Runs a transferqueue process: ``python -m services.transferqueue``."""
 
 import asyncio
 import gc
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def transferqueue(settings: TransferQueueSettings) -> AsyncIterator[str]:
-    """Serve an index with one shard, or one more shard of another process's index.
+    """Serves the index with a local shard, or a shard of another process's index.
 
     Yields:
         ``host:port`` of the metadata service.
@@ -107,9 +107,10 @@ async def _main(settings: TransferQueueSettings) -> None:
 
 
 def main() -> None:
-    """Run until SIGTERM."""
+    """Runs the process until SIGTERM."""
     keep_freed_memory()
-    # Samples make many objects and no cycles; the default would look for cycles every 700 of them.
+    # Samples consist of many objects without cycles; by default the collector would search for
+    # cycles every 700 allocations.
     gc.set_threshold(50_000, 20, 20)
     settings = TransferQueueSettings()
     configure(level=settings.log_level, log_format=settings.log_format, service="transferqueue")

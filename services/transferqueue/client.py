@@ -1,4 +1,4 @@
-"""Typed client of the metadata service; knows no tensors."""
+"""Typed client of the metadata service; it does not handle tensors."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -25,7 +25,7 @@ from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
 _TIMEOUT_S = 30.0
 _SNAPSHOT_TIMEOUT_S = 600.0
-# Of a whole export.
+# Covers a whole export.
 _READ_TIMEOUT_S = 3600.0
 
 
@@ -33,7 +33,7 @@ class TransferQueueClient:
     """Calls a transferqueue's metadata service.
 
     Args:
-        channel: Channel to it; see ``connect``.
+        channel: gRPC channel to the service; see ``connect``.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -43,7 +43,7 @@ class TransferQueueClient:
     @classmethod
     @asynccontextmanager
     async def connect(cls, address: str) -> AsyncIterator["TransferQueueClient"]:
-        """A client of the service at ``host:port``, closed when the block ends."""
+        """Connects to the service at ``host:port``; the connection closes when the block ends."""
         async with open_channel(address, "transferqueue") as channel:
             yield cls(channel)
 
@@ -54,13 +54,14 @@ class TransferQueueClient:
         required_fields: Sequence[str],
         quota_bytes: int = 0,
     ) -> None:
-        """Create a partition; repeating it changes nothing.
+        """Creates a partition; a repeated call changes nothing.
 
         Args:
-            partition_id: One run and one purpose, for example ``run_1/train``.
+            partition_id: Run and purpose, for example ``run_1/train``.
             required_fields: Fields that a sample needs before watchers see it.
-            quota_bytes: Bytes that the run's samples may take; 0 states no quota. The partitions of
-                a run share the largest quota that one of them states.
+            quota_bytes: Max. bytes of the run's samples; 0 sets no quota. The partitions of a run
+                share
+                the largest quota that one of them sets.
 
         Raises:
             FailedPreconditionError: If it exists with other required fields.
@@ -73,7 +74,7 @@ class TransferQueueClient:
         await call(self._stub.CreatePartition, request, timeout_s=_TIMEOUT_S, idempotent=True)
 
     async def drop_partition(self, partition_id: str) -> int:
-        """Drop a partition and its samples; returns how many there were."""
+        """Drops a partition and its samples; returns the number of samples."""
         request = pb.DropPartitionRequest(partition_id=partition_id)
         response = await call(
             self._stub.DropPartition, request, timeout_s=_TIMEOUT_S, idempotent=True
@@ -81,24 +82,25 @@ class TransferQueueClient:
         return response.key_count
 
     async def get_batch(self, partition_id: str, keys: Sequence[str] = ()) -> KVBatchMeta:
-        """Describe samples by key, in that order; without keys all, oldest first.
+        """Describes samples by key, in the order of the keys; without keys all samples, oldest first.
 
         Raises:
-            NotFoundError: If the partition or a key does not exist; ``metadata["keys"]`` names
-                those that do not.
+            NotFoundError: If the partition or a key does not exist; ``metadata["keys"]`` lists the
+                missing keys.
         """
         request = pb.GetBatchRequest(partition_id=partition_id, keys=keys)
         response = await call(self._stub.GetBatch, request, timeout_s=_TIMEOUT_S, idempotent=True)
         return KVBatchMeta.from_proto(response.batch)
 
     async def watch(self, partition_id: str, revision: int = 0) -> AsyncIterator[KVBatchMeta]:
-        """Samples whose required fields are present, as they become so or change.
+        """Streams samples that have all required fields, when they become complete or change.
 
-        Begins with those that changed after ``revision``. Each meta's own revision is what to resume
-        from when the stream broke.
+        The stream begins with the samples that changed after ``revision``. After a broken
+        connection,
+        resume from the revision of the last meta.
 
         Raises:
-            NotFoundError: If the partition does not exist, or when it is dropped.
+            NotFoundError: If the partition does not exist or is dropped.
             UnavailableError: If the connection breaks.
         """
         request = pb.WatchBatchesRequest(partition_id=partition_id, revision=revision)
@@ -109,12 +111,12 @@ class TransferQueueClient:
             raise from_rpc_error(error, "WatchBatches") from error
 
     async def watch_losses(self, partition_id: str) -> AsyncIterator[LostSamples]:
-        """Samples that die with a shard before they are acknowledged, as it happens.
+        """Streams samples that are lost with a shard before they were acknowledged.
 
-        Begins with the losses that the partition has had.
+        The stream begins with all earlier losses of the partition.
 
         Raises:
-            NotFoundError: If the partition does not exist, or when it is dropped.
+            NotFoundError: If the partition does not exist or is dropped.
             UnavailableError: If the connection breaks.
         """
         request = pb.WatchLossesRequest(partition_id=partition_id)
@@ -125,10 +127,10 @@ class TransferQueueClient:
             raise from_rpc_error(error, "WatchLosses") from error
 
     async def acquire(self, request: AcquireRequest) -> KVBatchMeta:
-        """Lease samples, waiting until there are enough.
+        """Leases samples; waits until there are enough.
 
         Returns:
-            The samples with their lease, and the keys passed over as too old.
+            The samples with their lease.
 
         Raises:
             DeadlineExceededError: If there were not enough in time; nothing is leased.
@@ -140,16 +142,16 @@ class TransferQueueClient:
         return KVBatchMeta.from_proto(response.batch)
 
     async def ack(self, meta: KVBatchMeta) -> None:
-        """Say that the samples of an acquired batch were used.
+        """Acknowledges that the samples of an acquired batch were used.
 
         Raises:
-            FailedPreconditionError: If the lease expired and the samples were handed out again.
+            FailedPreconditionError: If the lease expired and the samples were delivered again.
         """
         request = pb.AckLeaseRequest(partition_id=meta.partition_id, lease_id=meta.lease_id)
         await call(self._stub.AckLease, request, timeout_s=_TIMEOUT_S, idempotent=True)
 
     async def release(self, partition_id: str, keys: Sequence[str]) -> int:
-        """Delete samples; returns how many of the keys existed."""
+        """Deletes samples; returns how many of the keys existed."""
         request = pb.ReleaseKeysRequest(partition_id=partition_id, keys=keys)
         response = await call(
             self._stub.ReleaseKeys, request, timeout_s=_TIMEOUT_S, idempotent=True
@@ -157,7 +159,7 @@ class TransferQueueClient:
         return response.key_count
 
     async def stats(self) -> Stats:
-        """Fill of partitions and shards."""
+        """Returns the fill of partitions and shards."""
         response = await call(
             self._stub.GetStats, pb.GetStatsRequest(), timeout_s=_TIMEOUT_S, idempotent=True
         )
@@ -167,13 +169,13 @@ class TransferQueueClient:
         )
 
     async def connect_client(self, public_key: str = "") -> AsyncIterator[tuple[Shard, ...]]:
-        """Be admitted to the data sockets for as long as this runs.
+        """Admits the caller to the data sockets for as long as the stream is open.
 
         Args:
-            public_key: CURVE public key of the caller; empty where sockets are not encrypted.
+            public_key: CURVE public key of the caller; empty if the sockets are not encrypted.
 
         Yields:
-            The shards, at once and whenever they change.
+            The shards, at once and after each change.
 
         Raises:
             UnavailableError: If the connection breaks.
@@ -186,7 +188,7 @@ class TransferQueueClient:
             raise from_rpc_error(error, "ConnectClient") from error
 
     async def save_snapshot(self, run_id: str, snapshot_id: str) -> int:
-        """Save the samples of a run in the service's snapshot folder; returns how many.
+        """Saves the samples of a run in the service's snapshot folder; returns their number.
 
         Args:
             run_id: The run.
@@ -199,9 +201,9 @@ class TransferQueueClient:
         return response.key_count
 
     async def restore_snapshot(self, run_id: str, snapshot_id: str) -> int:
-        """Restore the samples of a run, which must have none; returns how many.
+        """Restores the samples of a run, which must have none; returns their number.
 
-        Revisions begin anew, so watchers follow from revision 0.
+        Revisions start again, so watchers must follow from revision 0.
 
         Raises:
             NotFoundError: If there is no such snapshot.
@@ -213,21 +215,21 @@ class TransferQueueClient:
         return response.key_count
 
     async def keep_samples(self, run_id: str, *, max_bytes: int, max_steps: int) -> None:
-        """Begin to keep what is put into the partition ``kept`` of a run; repeating it changes the bounds.
+        """Starts to record samples put into a run's partition ``kept``; a repeated call sets new limits.
 
         Args:
             run_id: The run.
-            max_bytes: Bytes that its kept samples may take; the oldest go first.
-            max_steps: Newest steps whose samples stay; 0 for all.
+            max_bytes: Max. bytes of the run's sample records; the oldest are deleted first.
+            max_steps: Number of newest steps whose samples stay; 0 for all.
         """
         request = pb.KeepSamplesRequest(run_id=run_id, max_bytes=max_bytes, max_steps=max_steps)
         await call(self._kept.KeepSamples, request, timeout_s=_TIMEOUT_S, idempotent=True)
 
     async def read_samples(self, run_id: str, query: KeptSampleQuery) -> AsyncIterator[bytes]:
-        """Kept samples as JSON lines, in stretches that may end within a line.
+        """Streams sample records as JSON lines, in chunks that may end within a line.
 
         Raises:
-            NotFoundError: If the sample that the reading begins behind is not kept any more.
+            NotFoundError: If the record of the sample ``query.after`` no longer exists.
             UnavailableError: If the connection breaks.
         """
         fields = {name: value for name, value in asdict(query).items() if value is not None}
@@ -239,6 +241,6 @@ class TransferQueueClient:
             raise from_rpc_error(error, "ReadSamples") from error
 
     async def forget_samples(self, run_id: str) -> None:
-        """Delete what is kept of a run."""
+        """Deletes the sample records of a run."""
         request = pb.ForgetSamplesRequest(run_id=run_id)
         await call(self._kept.ForgetSamples, request, timeout_s=_TIMEOUT_S, idempotent=True)

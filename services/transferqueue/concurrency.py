@@ -1,4 +1,4 @@
-"""Running several pieces of work at once."""
+"""Helpers for concurrent work: named waits and work in threads."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -10,19 +10,19 @@ from services.common.task_group import TaskGroup, unwrapped
 
 
 class Waiters:
-    """Parked waits, by what they wait for."""
+    """Condition variables by name: tasks wait for a name until another one wakes it."""
 
     def __init__(self) -> None:
         self._parked: dict[str, set[asyncio.Future[None]]] = {}
 
     def wake(self, name: str) -> None:
-        """End the waits for ``name``."""
+        """Ends all waits for ``name``."""
         for waiter in self._parked.pop(name, ()):
             if not waiter.done():
                 waiter.set_result(None)
 
     async def wait(self, name: str, *, timeout_s: float | None) -> None:
-        """Wait for ``wake(name)``; returns when the time is over, too."""
+        """Waits for ``wake(name)`` or until the time-out; returns in both cases."""
         waiter = asyncio.get_running_loop().create_future()
         self._parked.setdefault(name, set()).add(waiter)
         try:
@@ -38,18 +38,18 @@ class Waiters:
 
 
 NUM_THREADS = min(4, usable_processors())
-"""A few threads use up the memory's bandwidth."""
+"""A few threads saturate the memory bandwidth."""
 _HELPERS = ThreadPoolExecutor(max(NUM_THREADS - 1, 1), "helper")
 _TURN_ITEMS = 64
-"""Items of 1 MiB are copied in a few milliseconds."""
+"""Copying this many items of 1 MiB takes a few milliseconds."""
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Run in a thread; ends when the work does, also when it is cancelled.
+    """Runs ``work`` in a thread; returns only after the work has ended, also on cancellation.
 
-    The thread still uses the memory, which must not go to anyone else before it is done.
+    Until then the thread uses its memory, which nothing else may reuse.
     """
     working = asyncio.get_running_loop().run_in_executor(None, work)
     try:
@@ -60,10 +60,10 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 
 async def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Apply ``function`` to each item, here and in a few threads; the first error ends it.
+    """Applies ``function`` to each item in the calling thread and a few helpers; the first error ends it.
 
-    The event loop takes part in the work, which is done before waking it up for the results would be. In
-    between others get their turn.
+    The event loop takes part: small work is done before the loop could be woken for its results.
+    Between batches of items other tasks run.
     """
     results: list[R] = []
     for begin in range(0, len(items), _TURN_ITEMS):
@@ -81,14 +81,14 @@ def _map(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
             for number, item in left:
                 results[number] = function(item)
         finally:
-            for _ in left:  # after an error nobody goes on
+            for _ in left:  # after an error the other threads find nothing to do
                 pass
 
     helping = [_HELPERS.submit(work) for _ in range(NUM_THREADS - 1)]
     try:
         work()
     finally:
-        # A helper that did not begin, as others have the processors, is not waited for.
+        # Do not wait for helpers that have not started because other work has the processors.
         helping = [helper for helper in helping if not helper.cancel()]
         wait(helping)
     for helper in helping:
@@ -97,7 +97,7 @@ def _map(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
 
 async def meanwhile(work: Coroutine[Any, Any, T], other: Callable[[], R]) -> tuple[T, R]:
-    """Begin ``work``, and do ``other`` as soon as it waits for something."""
+    """Starts ``work`` and calls ``other`` as soon as ``work`` waits for something."""
     with unwrapped():
         async with TaskGroup() as tasks:
             working = tasks.create_task(work)

@@ -1,7 +1,8 @@
-"""Puts and gets tensors: the client of rollouts and trainer.
+"""Client that writes and reads the tensors of samples; used by rollouts and trainer.
 
-put   reserve room (waits while the queue is full) -> bytes -> commit: visible
-get   one read per shard; needs nothing but the ``KVBatchMeta``
+- put: reserve space (waits while the queue is full), send the bytes, commit; then samples are
+  visible
+- get: one read per shard; needs only the ``KVBatchMeta``
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -45,12 +46,12 @@ Tags = Mapping[str, Sequence[int] | Sequence[float] | Sequence[str]]
 
 
 class DataClient:
-    """Moves tensors to and from a transferqueue; see ``connect``.
+    """Writes tensors to a transferqueue and reads them back; see ``connect``.
 
     Args:
-        links: Ways to the shards.
-        pool: Memory for what is read.
-        put_timeout_s: Longest wait of a put for room.
+        links: Connections to the shards.
+        pool: Buffers for reads.
+        put_timeout_s: Max. seconds that a put waits for space.
     """
 
     def __init__(self, links: Links, pool: BufferPool, put_timeout_s: float) -> None:
@@ -63,13 +64,14 @@ class DataClient:
     async def connect(
         cls, address: str, *, put_timeout_s: float = 300.0, use_shared_memory: bool = True
     ) -> AsyncIterator["DataClient"]:
-        """A client of the transferqueue whose metadata service is at ``host:port``.
+        """Connects to the transferqueue whose metadata service is at ``host:port``.
 
         Args:
             address: The metadata service.
-            put_timeout_s: Longest wait of a put for room.
-            use_shared_memory: Whether to use the memory of shards on this host; False measures the
-                network path.
+            put_timeout_s: Max. seconds that a put waits for space.
+            use_shared_memory: Use the memory of shards on this host directly; False forces the
+                network
+                path, for measurements.
         """
         links = Links(use_shared_memory=use_shared_memory)
         async with TransferQueueClient.connect(address) as metadata, links.opened(metadata):
@@ -89,13 +91,13 @@ class DataClient:
         tags: Tags | None = None,
         shared: Mapping[str, Tensor] | None = None,
     ) -> KVBatchMeta:
-        """Store samples; returns when they are visible.
+        """Stores samples; returns when they are visible.
 
         Args:
             partition_id: An existing partition.
-            keys: New keys, or known ones that lack these fields.
+            keys: New keys, or existing ones that lack these fields.
             fields: Values of each field, one row per key.
-            tags: Small facts, one per key; all new samples of a partition have the same ones.
+            tags: Small facts, one per key; all new samples of a partition have the same tags.
             shared: Values that all these keys share, such as the prompt of a group: one row of each
                 field, stored once.
 
@@ -103,9 +105,9 @@ class DataClient:
             Description of the samples.
 
         Raises:
-            ResourceExhaustedError: If there was no room in time; says which limit is reached.
-            AlreadyExistsError: If a key has one of the fields.
-            InvalidArgumentError: If types or numbers of rows do not fit.
+            ResourceExhaustedError: If there was no space in time; the message names the limit.
+            AlreadyExistsError: If a key already has one of the fields.
+            InvalidArgumentError: If types or numbers of rows do not match.
         """
         tags = tags or {}
         groups = tags.get("group_id") or [group_of(key) for key in keys]
@@ -128,7 +130,7 @@ class DataClient:
         return KVBatchMeta.concat(await together(puts)).select(keys)
 
     async def add_fields(self, meta: KVBatchMeta, fields: Mapping[str, Values]) -> KVBatchMeta:
-        """Add fields to stored samples; returns ``meta`` with them.
+        """Adds fields to stored samples; returns ``meta`` with them.
 
         Raises:
             ServiceError: As ``put``.
@@ -143,14 +145,14 @@ class DataClient:
         )
 
     async def get(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
-        """Fetch tensors, in the order of the keys.
+        """Fetches tensors, in the order of the keys.
 
         Args:
             meta: The samples.
             fields: Fields to fetch.
 
         Returns:
-            Each field's rows. Their memory is the caller's.
+            Rows of each field. The caller owns their memory.
 
         Raises:
             NotFoundError: If a sample was released or lacks a field.

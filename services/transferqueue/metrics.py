@@ -1,4 +1,4 @@
-"""Metrics of the transferqueue."""
+"""Prometheus metrics of the transferqueue."""
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -23,5 +23,5 @@ REJECTED = Counter(
     "slipstream_rejected_messages", "Messages that were refused.", ["channel", "reason"]
 )
 for _reason in ("malformed", "foreign", "unauthenticated", "peer_gone"):
-    # Alerts do not see a counter grow that begins at 1.
+    # Prometheus rules do not see the increase of a counter that first appears with 1.
     REJECTED.labels("data", _reason)

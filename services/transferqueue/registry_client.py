@@ -1,4 +1,4 @@
-"""Typed client of the shard registry: what a shard in another process asks of the index."""
+"""Typed client of the shard registry, used by shards that run outside the index process."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,11 @@ from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
 
 def place(group: str, shards: Sequence[Shard]) -> str:
-    """The shard of a group, by rendezvous hashing.
+    """Chooses the shard of a group by rendezvous hashing.
 
-    Each client comes to the same answer without asking, and a shard that comes or goes moves only its
-    own share of the groups.
+    All clients choose the same shard without communication, and adding or removing a shard moves
+    only
+    that shard's fraction of the groups.
 
     Raises:
         ValueError: If there is no shard.
@@ -37,9 +38,10 @@ class ShardRegistryClient:
     """Calls the index on behalf of a shard in another process.
 
     Args:
-        channel: Channel to the index.
+        channel: gRPC channel to the index.
         shard_id: Name of the shard.
-        instance_id: This life of its process: the index takes nothing from one that it gave up.
+        instance_id: Identifies one lifetime of the shard's process; the index rejects requests of a
+            lifetime that it has given up.
     """
 
     def __init__(self, channel: grpc.aio.Channel, shard_id: str, instance_id: str) -> None:
@@ -47,17 +49,17 @@ class ShardRegistryClient:
         self._stub = pb_grpc.ShardRegistryServiceStub(channel)
 
     async def register(self, shard: Shard, *, capacity_bytes: int) -> None:
-        """Add the shard."""
+        """Registers the shard with the index."""
         request = pb.RegisterShardRequest(
             shard=shard_to_proto(shard), capacity_bytes=capacity_bytes
         )
         await call(self._stub.RegisterShard, request, timeout_s=_TIMEOUT_S, idempotent=True)
 
     async def heartbeat(self, *, stored_bytes: int, num_deleted: int) -> tuple[int, ...]:
-        """Keep the shard alive; returns the blobs to delete after the first ``num_deleted``.
+        """Keeps the shard registered; returns the blobs to delete after the first ``num_deleted``.
 
         Raises:
-            NotFoundError: If the shard was given up.
+            NotFoundError: If the index gave the shard up.
         """
         request = pb.HeartbeatShardRequest(
             **self._life, stored_bytes=stored_bytes, deleted_count=num_deleted
@@ -68,27 +70,27 @@ class ShardRegistryClient:
         return tuple(response.blob_ids)
 
     async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
-        """Charge the quota of a run, waiting for room."""
+        """Charges the quota of a run; waits until there is space."""
         request = pb.ReserveBytesRequest(
             **self._life, partition_id=partition_id, size_bytes=size_bytes, wait_s=wait_s
         )
         await call(self._stub.ReserveBytes, request, timeout_s=wait_s + _TIMEOUT_S)
 
     async def cancel(self, partition_id: str, size_bytes: int) -> None:
-        """Take a charge back."""
+        """Reverts a charge of ``reserve``."""
         request = pb.CancelBytesRequest(
             **self._life, partition_id=partition_id, size_bytes=size_bytes
         )
         await call(self._stub.CancelBytes, request, timeout_s=_TIMEOUT_S)
 
     async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
-        """Make a put visible; returns the partition's revision."""
+        """Makes a put visible; returns the partition's revision."""
         request = pb.CommitPutRequest(**self._life, put_id=put_id, batch=meta.to_proto())
         response = await call(self._stub.CommitPut, request, timeout_s=_TIMEOUT_S, idempotent=True)
         return response.revision
 
     async def admitted_as(self, public_key: str) -> str | None:
-        """Run of a client that may use the data sockets; None if it may not."""
+        """Returns the run of a client that may use the data sockets; None if it may not."""
         request = pb.CheckClientRequest(public_key=public_key)
         response = await call(
             self._stub.CheckClient, request, timeout_s=_TIMEOUT_S, idempotent=True
@@ -97,14 +99,14 @@ class ShardRegistryClient:
 
 
 def shard_to_proto(shard: Shard) -> pb.Shard:
-    """The wire form."""
+    """Converts a shard to its wire form."""
     store = shard.object_store
     address = None if store is None else to_message(store, pb.ObjectStoreAddress)
     return to_message(shard, pb.Shard, object_store=address)
 
 
 def shard_from_proto(proto: pb.Shard) -> Shard:
-    """Read the wire form."""
+    """Converts a shard from its wire form."""
     store = proto.object_store
     address = from_message(store, ObjectStoreAddress) if store.master else None
     return from_message(proto, Shard, object_store=address)

@@ -1,4 +1,4 @@
-"""gRPC face of the index: translates wire types, delegates, lets errors travel."""
+"""gRPC servicers of the index and of the sample records."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,13 +23,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
-    """Serves the metadata.
+    """Serves the metadata of samples: converts wire types and delegates to the index.
 
     Args:
-        index: What is known about the samples.
-        shards: Where their bytes are.
+        index: Metadata of all samples.
+        shards: Storage shards that hold the bytes.
         snapshots: Saves and restores runs.
-        keeper: Keeps what is put to be read.
+        keeper: Stores the sample records.
     """
 
     def __init__(self, index: Index, shards: Shards, snapshots: Snapshots, keeper: Keeper) -> None:
@@ -41,7 +41,7 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
     async def CreatePartition(
         self, request: pb.CreatePartitionRequest, context: Context
     ) -> pb.CreatePartitionResponse:
-        """Create a partition."""
+        """Creates a partition."""
         self._index.create_partition(
             request.partition_id,
             required_fields=tuple(request.required_fields),
@@ -52,51 +52,51 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
     async def DropPartition(
         self, request: pb.DropPartitionRequest, context: Context
     ) -> pb.DropPartitionResponse:
-        """Drop a partition."""
+        """Drops a partition and, if it holds sample records, first stores the pending ones."""
         if request.partition_id == partition_id(run_of(request.partition_id), "kept"):
             await self._keeper.end(run_of(request.partition_id))
         return pb.DropPartitionResponse(key_count=self._index.drop_partition(request.partition_id))
 
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
-        """Describe samples."""
+        """Describes samples."""
         meta = self._index.get(request.partition_id, tuple(request.keys))
         return pb.GetBatchResponse(batch=meta.to_proto())
 
     async def WatchBatches(
         self, request: pb.WatchBatchesRequest, context: Context
     ) -> AsyncIterator[pb.WatchBatchesResponse]:
-        """Push samples."""
+        """Streams new and changed samples."""
         async for meta in self._index.watch(request.partition_id, request.revision):
             yield pb.WatchBatchesResponse(batch=meta.to_proto())
 
     async def WatchLosses(
         self, request: pb.WatchLossesRequest, context: Context
     ) -> AsyncIterator[pb.WatchLossesResponse]:
-        """Push lost keys."""
+        """Streams the keys of lost samples."""
         async for loss in self._index.watch_losses(request.partition_id):
             yield pb.WatchLossesResponse(keys=loss.keys, shard_id=loss.shard_id)
 
     async def AcquireBatch(
         self, request: pb.AcquireBatchRequest, context: Context
     ) -> pb.AcquireBatchResponse:
-        """Lease samples."""
+        """Leases samples."""
         meta = await self._index.leasing.acquire(from_message(request, AcquireRequest))
         return pb.AcquireBatchResponse(batch=meta.to_proto())
 
     async def AckLease(self, request: pb.AckLeaseRequest, context: Context) -> pb.AckLeaseResponse:
-        """Acknowledge a lease."""
+        """Acknowledges a lease."""
         self._index.leasing.ack(request.partition_id, request.lease_id)
         return pb.AckLeaseResponse()
 
     async def ReleaseKeys(
         self, request: pb.ReleaseKeysRequest, context: Context
     ) -> pb.ReleaseKeysResponse:
-        """Delete samples."""
+        """Deletes samples."""
         num_keys = self._index.release(request.partition_id, tuple(request.keys))
         return pb.ReleaseKeysResponse(key_count=num_keys)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
-        """Return the fill."""
+        """Returns the fill of partitions and shards."""
         return pb.GetStatsResponse(
             partitions=[to_message(each, pb.PartitionStats) for each in self._index.stats()],
             shards=[to_message(each, pb.ShardStats) for each in self._shards.stats()],
@@ -105,7 +105,7 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
     async def ConnectClient(
         self, request: pb.ConnectClientRequest, context: Context
     ) -> AsyncIterator[pb.ConnectClientResponse]:
-        """Admit a client and push the shards."""
+        """Admits a client to the data sockets and streams the list of shards."""
         run_id = caller_run()
         if run_id is not None and not self._index.has_run(run_id):
             raise FailedPreconditionError(
@@ -118,24 +118,20 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
     async def SaveSnapshot(
         self, request: pb.SaveSnapshotRequest, context: Context
     ) -> pb.SaveSnapshotResponse:
-        """Save a run."""
+        """Saves the samples of a run."""
         num_keys, size = await self._snapshots.save(request.run_id, request.snapshot_id)
         return pb.SaveSnapshotResponse(key_count=num_keys, size_bytes=size)
 
     async def RestoreSnapshot(
         self, request: pb.RestoreSnapshotRequest, context: Context
     ) -> pb.RestoreSnapshotResponse:
-        """Restore a run."""
+        """Restores the samples of a run."""
         num_keys = await self._snapshots.restore(request.run_id, request.snapshot_id)
         return pb.RestoreSnapshotResponse(key_count=num_keys)
 
 
 class KeptSampleServicer(pb_grpc.KeptSampleServiceServicer):
-    """Serves the samples that are kept to be read.
-
-    Args:
-        keeper: Has them.
-    """
+    """Serves the sample records."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
@@ -143,7 +139,7 @@ class KeptSampleServicer(pb_grpc.KeptSampleServiceServicer):
     async def KeepSamples(
         self, request: pb.KeepSamplesRequest, context: Context
     ) -> pb.KeepSamplesResponse:
-        """Keep what a run puts."""
+        """Starts to record the samples of a run."""
         await self._keeper.keep(
             request.run_id, max_bytes=request.max_bytes, max_steps=request.max_steps
         )
@@ -152,7 +148,7 @@ class KeptSampleServicer(pb_grpc.KeptSampleServiceServicer):
     async def ReadSamples(
         self, request: pb.ReadSamplesRequest, context: Context
     ) -> AsyncIterator[pb.ReadSamplesResponse]:
-        """Stream them."""
+        """Streams sample records."""
         given = {field.name: value for field, value in request.ListFields()}
         async for lines in self._keeper.read(given.pop("run_id", ""), KeptSampleQuery(**given)):
             yield pb.ReadSamplesResponse(lines=lines)
@@ -160,6 +156,6 @@ class KeptSampleServicer(pb_grpc.KeptSampleServiceServicer):
     async def ForgetSamples(
         self, request: pb.ForgetSamplesRequest, context: Context
     ) -> pb.ForgetSamplesResponse:
-        """Delete them."""
+        """Deletes the sample records of a run."""
         await self._keeper.forget(request.run_id)
         return pb.ForgetSamplesResponse()

@@ -1,4 +1,4 @@
-"""What callers of the metadata service say and hear, in plain Python."""
+"""Requests and results of the metadata service as plain Python types."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,26 +9,26 @@ from services.common.batch import KVBatchMeta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcquireRequest:
-    """What a consumer asks for."""
+    """Request of a consumer to lease samples."""
 
     partition_id: str
     consumer: str
-    """Kind of use; each consumer sees each sample once."""
+    """Name of the use; each consumer receives each sample once."""
     fields: tuple[str, ...]
-    """Fields that a sample needs; the same in each request of a consumer."""
+    """Fields that a sample needs; the same in every request of a consumer."""
     num_keys: int
-    """Samples wanted; all or none are leased."""
+    """Number of samples; the index leases all of them or none."""
     group_size: int = 0
     """Samples per group if only whole groups count; 0 ignores groups."""
     lease_s: float = 600.0
-    """Seconds until the samples are handed out again unless they are acknowledged."""
+    """Seconds until the index delivers unacknowledged samples again."""
     wait_s: float = 0.0
-    """Longest wait for enough samples."""
+    """Max. seconds to wait for enough samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionStats:
-    """Fill of a partition."""
+    """Number and size of the samples in a partition."""
 
     partition_id: str
     num_keys: int
@@ -36,52 +36,52 @@ class PartitionStats:
     num_leased: int
     stored_bytes: int
     quota_bytes: int
-    """Bytes that all partitions of the run may take; 0 without a quota."""
+    """Max. bytes of all partitions of the run; 0 without a quota."""
     revision: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectStoreAddress:
-    """How to reach Mooncake Store."""
+    """Address of a Mooncake Store."""
 
     master: str
-    """``host:port`` of its master."""
+    """``host:port`` of the store's master."""
     protocol: str = "tcp"
     """``tcp`` or ``rdma``."""
     num_replicas: int = 1
-    """Copies of each object."""
+    """Number of copies of each object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """How to reach a storage shard."""
+    """Address of a storage shard."""
 
     shard_id: str
     endpoint: str
     """ZeroMQ endpoint."""
     public_key: str = ""
-    """CURVE public key in Z85; empty where the socket is not encrypted."""
+    """CURVE public key in Z85; empty if the socket is not encrypted."""
     arena_socket: str = ""
-    """Unix socket that hands out the memory; empty if there is none."""
+    """Unix socket that passes on the shard's shared memory; empty if there is none."""
     instance_id: str = ""
-    """This life of the shard's process."""
+    """Identifies one lifetime of the shard's process."""
     object_store: ObjectStoreAddress | None = None
-    """Where its bytes are, when they are in Mooncake Store."""
+    """Store that holds the bytes; None if the shard holds them itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardStats:
-    """Fill of a shard."""
+    """Used and total bytes of a shard."""
 
     shard_id: str
     stored_bytes: int
-    """Bytes in use, reservations included."""
+    """Bytes in use, including reservations."""
     capacity_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Fill of a transferqueue."""
+    """Fill of all partitions and shards."""
 
     partitions: tuple[PartitionStats, ...]
     shards: tuple[ShardStats, ...]
@@ -89,52 +89,52 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostSamples:
-    """Samples that died with a shard."""
+    """Samples that disappeared with a shard."""
 
     keys: tuple[str, ...]
-    """Samples that exist no more and that nobody had acknowledged."""
+    """Lost samples that no consumer had acknowledged."""
     shard_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionImage:
-    """All that is known about a partition, for a snapshot."""
+    """Full metadata of a partition, for a snapshot."""
 
     partition_id: str
     required_fields: tuple[str, ...]
     quota_bytes: int
     puts: tuple[KVBatchMeta, ...]
-    """The samples; in each of these metas a field lies in one blob."""
+    """Descriptions of the samples; within one of them, each field lies in one blob."""
     acked: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
-    """By consumer: the fields that it asks for and the keys that it acknowledged."""
+    """Fields and acknowledged keys of each consumer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSampleQuery:
-    """Which kept samples of a run are read, and what of them."""
+    """Selects the sample records of a run and the parts of them to read."""
 
     split: str = ""
     """``train`` or ``heldout``; empty for both."""
     step: int | None = None
-    """Step that trained them, or the weight version that was evaluated."""
+    """Step that trained the samples, or the weight version that was evaluated."""
     weight_version: int | None = None
-    """Version that sampled one of their tokens."""
+    """Version that sampled at least one of a sample's tokens."""
     group_id: str = ""
     row: int | None = None
-    """Row of their prompt in the data."""
+    """Row of the prompt in the data."""
     min_reward: float | None = None
     max_reward: float | None = None
     finish_reason: str = ""
     text: str = ""
-    """Part of prompt or response."""
+    """Substring of the prompt or response."""
     order_by: Literal["newest", "best", "worst"] = "newest"
     sample_id: str = ""
-    """One sample; empty for all."""
+    """Id of a single sample; empty for all."""
     after: str = ""
-    """Sample behind which the reading begins."""
+    """Id of the sample after which the result begins."""
     limit: int = 0
-    """Most samples; 0 for all."""
+    """Max. number of samples; 0 for all."""
     excerpt: int | None = None
-    """Most characters of prompt and response; None for all of them."""
+    """Max. characters of prompt and response; None for their full text."""
     with_turns: bool = False
     with_tokens: bool = False

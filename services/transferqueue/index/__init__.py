@@ -1,1 +1,1 @@
-"""The index: which samples exist, where they are, and who uses them."""
+"""Index of the transferqueue: metadata of samples, their locations, and leases of consumers."""

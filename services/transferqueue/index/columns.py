@@ -1,4 +1,4 @@
-"""What puts brought: columns over the samples, and the blobs that hold their values."""
+"""Column storage of sample metadata: one entry per row for the fields and tags of puts."""
 
 from array import array
 from collections import Counter
@@ -10,19 +10,20 @@ from typing import ClassVar, TypeAlias, cast
 from services.common.batch import BlobRef, KVBatchMeta, TagValues
 
 Layout = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
-"""Fields, the shards of their blobs, tags."""
+"""Field names, shard ids of the fields' blobs, tag names."""
 Values: TypeAlias = "array[int] | array[float] | list[str]"
 _FULL_ROWS = 256
 
 
 class ColumnRange:
-    """What some puts brought, with one entry per row in each column.
+    """Metadata of several puts, with one entry per row in each column.
 
-    Puts that bring the same fields and tags share a part until it is full: an object for each would take
-    more memory than what it says. The blobs of a put go when the last of its rows goes.
+    Puts with the same fields and tags share a range until it is full: an object per put would take
+    more
+    memory than its content. The blobs of a put are released with its last row.
 
     Args:
-        layout: What all its puts bring.
+        layout: Fields, shards and tags that all its puts have.
     """
 
     __slots__ = (
@@ -35,10 +36,10 @@ class ColumnRange:
         self.lengths = [array("b") for _ in self.fields]
         """Lengths of the rows, by field."""
         self.offsets = [array("b") for _ in self.fields]
-        """Offsets of the rows, by field; all values that a put brings for a field lie in one blob."""
+        """Byte offsets of the rows, by field; all values of a field in one put lie in one blob."""
         self.tag_values: list[Values] = []
         self.puts = array("h")
-        """Number of the put that brought each row."""
+        """Number of the put that added each row."""
         self._blob_ids = array("Q")
         self._sizes = array("i")
         self._checksums = array("Q")
@@ -46,11 +47,11 @@ class ColumnRange:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further put belongs here."""
+        """True if the range takes no further put."""
         return len(self.puts) >= _FULL_ROWS
 
     def append(self, meta: KVBatchMeta) -> int:
-        """Add a put of this layout; returns the place of its first row."""
+        """Adds a put of this layout; returns the index of its first row."""
         first, put = len(self.puts), len(self._num_rows)
         for number, column in enumerate(meta.fields):
             self.lengths[number] = _grown(self.lengths[number], column.lengths)
@@ -69,7 +70,7 @@ class ColumnRange:
         return first
 
     def blob(self, put: int, number: int) -> BlobRef:
-        """Blob of a put's field, by the number of the field."""
+        """Returns the blob of a put's field; ``number`` is the index of the field."""
         at = put * len(self.fields) + number
         return BlobRef(
             shard_id=self.shard_ids[number],
@@ -79,11 +80,11 @@ class ColumnRange:
         )
 
     def tag(self, name: str) -> "Values | None":
-        """Values of a tag, if the puts brought it."""
+        """Returns the values of a tag; None if the puts do not have it."""
         return self.tag_values[self.tags.index(name)] if name in self.tags else None
 
     def remove(self, places: Iterable[int]) -> list[BlobRef]:
-        """Forget rows; returns the blobs that no row needs any more."""
+        """Removes rows by index; returns the blobs that no row uses any more."""
         unused: list[BlobRef] = []
         for put, count in Counter(map(self.puts.__getitem__, places)).items():
             self._num_rows[put] -= count
@@ -93,7 +94,7 @@ class ColumnRange:
 
 
 def layout_of(meta: KVBatchMeta) -> Layout:
-    """What a put brings."""
+    """Returns the layout of a put."""
     blobs = [meta.blobs[column.blob_indexes[0]] for column in meta.fields]
     return meta.field_names, tuple([blob.shard_id for blob in blobs]), tuple(meta.tags)
 
@@ -105,7 +106,7 @@ def _column_of(values: TagValues) -> Values:
 
 
 def _with(column: Values, values: TagValues) -> Values:
-    """A column with further values; the schema sees to it that all have one type."""
+    """Appends values to a column; the schema guarantees that all have one type."""
     if isinstance(column, list):
         column += map(_once, cast("Sequence[str]", values))
     elif column.typecode == "d":
@@ -116,7 +117,7 @@ def _with(column: Values, values: TagValues) -> Values:
 
 
 def _grown(column: "array[int]", values: Sequence[int]) -> "array[int]":
-    """A column with further values, as wide as they need."""
+    """Appends values to a column; widens its item type if they do not fit."""
     while True:
         try:
             column.extend(array(column.typecode, values))
@@ -128,18 +129,18 @@ def _grown(column: "array[int]", values: Sequence[int]) -> "array[int]":
 
 @lru_cache(maxsize=256)
 def _once(text: str) -> str:
-    """The same object for equal texts, as many tags have one of a few, and those of a group are equal."""
+    """Interns equal texts: many tags have few distinct values, and those of a group are equal."""
     return text
 
 
 @lru_cache(maxsize=4096)
 def first_place(place: int) -> tuple[int, ...]:
-    """The places of a row in one put; kept once, as most rows have one of a few."""
+    """Returns the places of a row with one put; cached, as most rows share a few tuples."""
     return (place,)
 
 
 class Row:
-    """One sample: the parts that describe it, and its place in each."""
+    """One sample: the column ranges that describe it, and its index in each."""
 
     __slots__ = ("key", "parts", "places", "revision")
 
@@ -150,14 +151,15 @@ class Row:
         self.parts = parts
         self.places = places
         self.revision = 0
-        """Newest change once complete; 0 before; ``DELETED`` after."""
+        """Revision of the newest change since the row became complete; 0 before, ``DELETED`` after deletion.
+        """
 
     def field_names(self) -> frozenset[str]:
-        """Fields that are there."""
+        """Returns the names of the stored fields."""
         return frozenset(name for part in self.parts for name in part.fields)
 
     def tag(self, name: str) -> int | float | str | None:
-        """Value of a tag; the newest put that brought it counts."""
+        """Returns the value of a tag from the newest put that has it."""
         for part, place in zip(reversed(self.parts), reversed(self.places), strict=True):
             if (values := part.tag(name)) is not None:
                 return values[place]
@@ -166,7 +168,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """Rows that a put extended; they had the same fields before."""
+    """Rows to which a put added fields; all had the same fields before."""
 
     rows: list[Row]
     before: frozenset[str]

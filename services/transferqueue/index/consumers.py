@@ -1,4 +1,4 @@
-"""Who got which samples: queues of ready samples, leases, acknowledgements, redelivery."""
+"""Consumers of a partition: queues of ready samples, leases, acknowledgements, redelivery."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,7 @@ Sampler = Callable[[Iterable[str]], list[int] | None]
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Samples in use until a deadline."""
+    """Samples that a consumer uses until a deadline."""
 
     lease_id: str
     rows: tuple[Row, ...]
@@ -23,15 +23,16 @@ class Lease:
 
 
 class Consumer:
-    """One kind of use of a partition's samples; it gets each sample once.
+    """One use of a partition's samples; receives each sample once.
 
-    Each ready row is in exactly one place: in the queue, under a lease, or acknowledged. A lease that
-    expires returns its rows to the head of the queue.
+    Each ready row is in exactly one state: queued, leased, or acknowledged. A lease that expires
+    returns
+    its rows to the head of the queue.
 
     Args:
-        fields: Fields that a row needs.
-        rows: The rows that exist, oldest first.
-        acked: Those of them that were acknowledged before.
+        fields: Fields that a row needs to be ready.
+        rows: The existing rows, oldest first.
+        acked: Rows that were acknowledged before.
     """
 
     def __init__(
@@ -45,30 +46,30 @@ class Consumer:
 
     @property
     def num_leased(self) -> int:
-        """Rows in use."""
+        """Number of leased rows."""
         return sum(len(lease.rows) for lease in self.leases.values())
 
     def offer(self, extensions: Iterable[Extension]) -> None:
-        """Queue the rows that a put made ready."""
+        """Queues the rows that a put made ready."""
         for extension in extensions:
             if not self.fields <= extension.before and self.fields <= extension.after:
                 self._queue += extension.rows
 
     def forget(self, rows: Iterable[Row]) -> None:
-        """Drop rows that were deleted."""
+        """Drops deleted rows from the acknowledged ones."""
         self.acked.difference_update(rows)
 
     def next_expiry(self) -> float | None:
-        """When the first lease ends."""
+        """Returns the earliest deadline of a lease; None without leases."""
         return min((lease.deadline for lease in self.leases.values()), default=None)
 
     def expire(self, now: float) -> None:
-        """Return the rows of leases whose deadline has passed."""
+        """Returns the rows of expired leases to the queue."""
         for lease in [lease for lease in self.leases.values() if lease.deadline <= now]:
             self._give_back(lease)
 
     def take(self, sampler: Sampler, *, num_rows: int) -> tuple[Row, ...]:
-        """Take ``num_rows`` rows out of the queue; none if the sampler is not satisfied."""
+        """Removes ``num_rows`` rows from the queue; returns none if the sampler cannot choose enough."""
         if len(self._queue) < num_rows:
             return ()
         scanned: list[Row] = []
@@ -80,11 +81,11 @@ class Consumer:
         return tuple([scanned[index] for index in chosen])
 
     def lease(self, lease: Lease) -> None:
-        """Record who uses rows that were taken."""
+        """Records a lease of rows that ``take`` returned."""
         self.leases[lease.lease_id] = lease
 
     def ack(self, lease_id: str, now: float) -> bool:
-        """Count the rows of a lease as used; returns whether this consumer has or had it."""
+        """Marks the rows of a lease as used; returns whether this consumer has or had the lease."""
         if lease_id in self._ended:
             return True
         self.expire(now)
@@ -109,7 +110,7 @@ class Consumer:
 
 
 def lease_not_found(lease_id: str) -> FailedPreconditionError:
-    """The error for a lease that is unknown or expired."""
+    """Returns the error for a lease that is unknown or expired."""
     return FailedPreconditionError(
         f"lease {lease_id} is not held: it expired and its samples were handed out again; "
         "ask for a longer lease_s if the work takes longer",
@@ -118,10 +119,10 @@ def lease_not_found(lease_id: str) -> FailedPreconditionError:
 
 
 def sampler_of(request: AcquireRequest) -> Sampler:
-    """The sampler that a request asks for.
+    """Returns the sampler for a request.
 
     Raises:
-        InvalidArgumentError: If its numbers do not fit together.
+        InvalidArgumentError: If ``num_keys`` is below 1 or not a multiple of ``group_size``.
     """
     if request.num_keys < 1:
         raise InvalidArgumentError(f"{request.num_keys} samples were asked for; ask for at least 1")

@@ -8,7 +8,7 @@ from services.transferqueue.index.schema import Schema
 
 
 class MetaBuilder:
-    """Gathers columns over runs of rows that have the same parts."""
+    """Collects columns over runs of rows that have the same column ranges."""
 
     def __init__(self, schema: Schema) -> None:
         self._kinds = schema.kinds
@@ -18,7 +18,7 @@ class MetaBuilder:
         self.blob_numbers: dict[BlobRef, int] = {}
 
     def add_run(self, parts: tuple[ColumnRange, ...], rows: Sequence[Row]) -> None:
-        """Append rows that share their parts."""
+        """Appends rows that share their column ranges."""
         tags: dict[str, tuple[Values, list[int]]] = {}
         for number, part in enumerate(parts):
             places = [row.places[number] for row in rows]
@@ -53,7 +53,7 @@ class MetaBuilder:
         return lists
 
     def fields(self) -> tuple[FieldColumn, ...]:
-        """The columns of the fields."""
+        """Returns the columns of the fields."""
         built = []
         for name, (lengths, blob_indexes, offsets) in self._columns.items():
             dtype, row_rank, tail_shape = self._kinds[name]
@@ -71,7 +71,7 @@ class MetaBuilder:
         return tuple(built)
 
     def tags(self) -> dict[str, TagValues]:
-        """The columns of the tags."""
+        """Returns the columns of the tags."""
         return {name: tuple(values) for name, values in self._tags.items()}  # type: ignore[misc]
 
 

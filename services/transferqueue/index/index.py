@@ -1,8 +1,10 @@
-"""The metadata of all partitions: what is visible, who waits for it, how many bytes runs may take.
+"""Metadata of all partitions: visible samples, watchers, leases, and byte quotas of runs.
 
-Everything here runs on one event loop and changes only between awaits, so there are no locks. Bytes
-are elsewhere: a put is added here after its bytes are in, and blobs that nobody needs any more are
-handed to ``free``.
+All code here runs on one event loop and changes state only between awaits, so there are no locks.
+The
+bytes are stored elsewhere: a put is added after its bytes have arrived, and blobs that no row uses
+any
+more are passed to ``free``.
 """
 
 from collections import OrderedDict
@@ -22,16 +24,16 @@ from services.transferqueue.index.quotas import Quotas
 from services.transferqueue.types import LostSamples, PartitionImage, PartitionStats
 
 MAX_PUSH_KEYS = 4096
-"""Most samples of one push to a watcher."""
+"""Max. samples in one message to a watcher."""
 _REMEMBERED_PUTS = 4096
 
 
 class Index:
-    """All partitions of a transferqueue.
+    """Metadata of all partitions of a transferqueue.
 
     Args:
-        free: Takes the blobs that nobody needs any more.
-        clock: Times leases.
+        free: Deletes blobs that no row uses any more.
+        clock: Clock for leases and waits.
     """
 
     def __init__(self, free: Callable[[Sequence[BlobRef]], None], clock: Clock) -> None:
@@ -51,7 +53,7 @@ class Index:
         required_fields: Sequence[str],
         quota_bytes: int,
     ) -> None:
-        """Create a partition; repeating it with the same fields changes nothing.
+        """Creates a partition; a repeated call with the same fields changes nothing.
 
         Raises:
             FailedPreconditionError: If it exists with other required fields.
@@ -70,7 +72,7 @@ class Index:
             self._losses[partition_id] = []
 
     def drop_partition(self, partition_id: str) -> int:
-        """Delete a partition; returns how many samples it had."""
+        """Deletes a partition; returns how many samples it had."""
         partition = self._partitions.get(partition_id)
         if partition is None:
             return 0
@@ -85,22 +87,22 @@ class Index:
         return num_keys
 
     async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
-        """Count bytes that are about to come against the run's quota, waiting for room.
+        """Charges the run's quota for bytes that will arrive; waits until there is space.
 
         Raises:
             NotFoundError: If there is no such partition.
-            ResourceExhaustedError: If the quota had no room in time.
+            ResourceExhaustedError: If the quota had no space in time.
             InvalidArgumentError: If the bytes alone exceed the quota.
         """
         find(self._partitions, partition_id)
         await self._quotas.take(run_of(partition_id), size_bytes, wait_s=wait_s)
 
     def cancel(self, partition_id: str, size_bytes: int) -> None:
-        """Take back what ``reserve`` counted."""
+        """Reverts a charge of ``reserve``."""
         self._quotas.give_back(run_of(partition_id), size_bytes)
 
     async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
-        """Make a put visible; its bytes are in and reserved. Repeating it changes nothing.
+        """Makes a put visible, whose bytes are stored and charged; a repeated call changes nothing.
 
         Returns:
             The partition's revision.
@@ -120,11 +122,11 @@ class Index:
         return partition.revision
 
     def has_run(self, run_id: str) -> bool:
-        """Whether a run has a partition, which it has from its beginning to its end."""
+        """Returns whether a run has a partition, as every run has from its start to its end."""
         return any(run_of(partition_id) == run_id for partition_id in self._partitions)
 
     def get(self, partition_id: str, keys: Sequence[str]) -> KVBatchMeta:
-        """Describe samples by key, or all.
+        """Describes samples by key, or all of them if ``keys`` is empty.
 
         Raises:
             NotFoundError: If the partition or a key does not exist.
@@ -133,17 +135,17 @@ class Index:
         return partition.describe(partition.get(keys or list(partition.rows)))
 
     def release(self, partition_id: str, keys: Sequence[str]) -> int:
-        """Delete samples; returns how many of the keys existed."""
+        """Deletes samples; returns how many of the keys existed."""
         partition = find(self._partitions, partition_id)
         rows = [partition.rows[key] for key in dict.fromkeys(keys) if key in partition.rows]
         self._remove(partition, rows)
         return len(rows)
 
     async def watch(self, partition_id: str, revision: int) -> AsyncIterator[KVBatchMeta]:
-        """New and changed complete samples after ``revision``, as they come.
+        """Streams complete samples that are new or changed after ``revision``.
 
         Raises:
-            NotFoundError: If the partition does not exist, or when it is dropped.
+            NotFoundError: If the partition does not exist or is dropped.
         """
         while True:
             partition = find(self._partitions, partition_id)
@@ -154,7 +156,7 @@ class Index:
                 await self._waiters.wait(partition_id, timeout_s=None)
 
     def lose_shard(self, shard_id: str) -> None:
-        """Delete the samples that had a value on a dead shard, and report the unacknowledged ones."""
+        """Deletes the samples that had a value on a dead shard; records the unacknowledged ones as lost."""
         for name, partition in self._partitions.items():
             rows = partition.rows_on(shard_id)
             acked = self.leasing.acked(name)
@@ -165,11 +167,11 @@ class Index:
                 self._waiters.wake(name)
 
     def losses(self, partition_id: str) -> list[LostSamples]:
-        """Losses of a partition from its beginning."""
+        """Returns all losses of a partition."""
         return self._losses[partition_id]
 
     async def watch_losses(self, partition_id: str) -> AsyncIterator[LostSamples]:
-        """Losses of a partition from its beginning, as they come."""
+        """Streams all losses of a partition, the earlier ones first."""
         num_seen = 0
         while True:
             find(self._partitions, partition_id)
@@ -181,7 +183,7 @@ class Index:
                 await self._waiters.wait(partition_id, timeout_s=None)
 
     def export(self, run_id: str) -> list[PartitionImage]:
-        """All that is known about the partitions of a run."""
+        """Returns the full metadata of a run's partitions, for a snapshot."""
         return [
             PartitionImage(
                 partition_id=name,
@@ -195,7 +197,7 @@ class Index:
         ]
 
     def stats(self) -> list[PartitionStats]:
-        """Fill of each partition."""
+        """Returns the fill of each partition."""
         return [
             PartitionStats(
                 partition_id=name,
@@ -210,7 +212,7 @@ class Index:
         ]
 
     def num_samples(self) -> int:
-        """Samples in all partitions; any thread may ask."""
+        """Returns the number of samples in all partitions; safe to call from any thread."""
         return sum(len(partition.rows) for partition in list(self._partitions.values()))
 
     def _remove(self, partition: Partition, rows: Sequence[Row]) -> None:

@@ -1,4 +1,4 @@
-"""Hands ready samples to consumers and takes their acknowledgements."""
+"""Leases ready samples to consumers and handles their acknowledgements."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,16 +13,16 @@ from services.transferqueue.index.partition import Partition, find
 from services.transferqueue.types import AcquireRequest
 
 AckedKeys = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
-"""By consumer: the fields that it asks for and the keys that it acknowledged."""
+"""Fields and acknowledged keys of each consumer."""
 
 
 class Leasing:
-    """Consumers of all partitions.
+    """Consumers and leases of all partitions.
 
     Args:
         partitions: The partitions, by id.
-        waiters: Are woken when a partition changes.
-        clock: Times leases.
+        waiters: Wake a partition's waiting requests when it changes.
+        clock: Clock for leases and waits.
     """
 
     def __init__(
@@ -37,40 +37,40 @@ class Leasing:
         self._consumers: dict[str, dict[str, Consumer]] = {}
 
     def open(self, partition_id: str) -> None:
-        """Begin with a new partition."""
+        """Adds a new partition."""
         self._consumers[partition_id] = {}
 
     def close(self, partition_id: str) -> None:
-        """Forget a partition."""
+        """Removes a partition."""
         del self._consumers[partition_id]
 
     def offer(self, partition_id: str, extensions: Iterable[Extension]) -> None:
-        """Queue what a put made ready."""
+        """Queues the rows that a put made ready for the consumers."""
         for consumer in self._consumers[partition_id].values():
             consumer.offer(extensions)
 
     def forget(self, partition_id: str, rows: Sequence[Row]) -> None:
-        """Drop rows that were deleted."""
+        """Drops deleted rows."""
         for consumer in self._consumers[partition_id].values():
             consumer.forget(rows)
 
     def acked(self, partition_id: str) -> set[Row]:
-        """Rows that some consumer acknowledged."""
+        """Returns the rows that at least one consumer acknowledged."""
         return {row for c in self._consumers[partition_id].values() for row in c.acked}
 
     def num_leased(self, partition_id: str) -> int:
-        """Rows in use."""
+        """Returns the number of leased rows."""
         return sum(consumer.num_leased for consumer in self._consumers[partition_id].values())
 
     def export(self, partition_id: str) -> AckedKeys:
-        """What the consumers acknowledged, for a snapshot."""
+        """Returns the acknowledged keys of all consumers, for a snapshot."""
         return {
             name: (tuple(sorted(consumer.fields)), tuple(row.key for row in consumer.acked))
             for name, consumer in self._consumers[partition_id].items()
         }
 
     def restore(self, partition_id: str, acked_keys: AckedKeys) -> None:
-        """Take over what consumers had acknowledged; the samples are there already."""
+        """Restores the acknowledgements of a snapshot; the samples must already be restored."""
         partition = find(self._partitions, partition_id)
         for name, (fields, keys) in acked_keys.items():
             acked = frozenset(partition.get(keys))
@@ -78,7 +78,7 @@ class Leasing:
             self._consumers[partition_id][name] = Consumer(frozenset(fields), rows, acked)
 
     async def acquire(self, request: AcquireRequest) -> KVBatchMeta:
-        """Lease samples, waiting until there are enough.
+        """Leases samples; waits until there are enough.
 
         Returns:
             The samples with their lease.
@@ -86,7 +86,7 @@ class Leasing:
         Raises:
             DeadlineExceededError: If there are not enough in time; nothing is leased.
             FailedPreconditionError: If the consumer asked for other fields before.
-            InvalidArgumentError: If the numbers do not fit together.
+            InvalidArgumentError: If the numbers of the request do not match.
         """
         sampler = sampler_of(request)
         deadline = self._clock.monotonic() + request.wait_s
@@ -109,10 +109,10 @@ class Leasing:
             await self._waiters.wait(request.partition_id, timeout_s=max(wake_at - now, 0.001))
 
     def ack(self, partition_id: str, lease_id: str) -> None:
-        """Count a lease's samples as used.
+        """Marks the samples of a lease as used.
 
         Raises:
-            FailedPreconditionError: If the lease expired or never was.
+            FailedPreconditionError: If the lease expired or never existed.
         """
         find(self._partitions, partition_id)
         now = self._clock.monotonic()

@@ -1,4 +1,4 @@
-"""The samples of one partition: which exist, which fields they have, what changed since when."""
+"""Samples of one partition: rows, their fields, and a log of changes by revision."""
 
 from array import array
 from bisect import bisect_right
@@ -25,11 +25,12 @@ _MIN_LOG_ENTRIES = 1024
 class Partition:
     """Samples of one run and one purpose.
 
-    A sample's row is complete once all required fields are there; then it enters the log, and again
-    on each later change. The log is what watchers follow.
+    A sample's row is complete when all required fields are stored; then it enters the log, and
+    again on
+    each later change. Watchers follow the log.
 
     Args:
-        partition_id: Its name.
+        partition_id: Run and purpose.
         required_fields: Fields that a complete sample has.
     """
 
@@ -46,14 +47,14 @@ class Partition:
         self._log_revisions = array("q")
 
     def add(self, meta: KVBatchMeta) -> list[Extension]:
-        """Add the keys and fields of a put.
+        """Adds the keys and fields of a put.
 
         Returns:
-            The rows, by the fields that they had before.
+            The rows, grouped by the fields that they had before.
 
         Raises:
-            AlreadyExistsError: If a key has one of the fields.
-            InvalidArgumentError: If the put is inconsistent with itself or with the partition.
+            AlreadyExistsError: If a key already has one of the fields.
+            InvalidArgumentError: If the put contradicts itself or the partition.
         """
         found = list(map(self.rows.get, meta.keys))
         known = [(row, place) for place, row in enumerate(found) if row is not None]
@@ -80,10 +81,10 @@ class Partition:
         return extensions
 
     def get(self, keys: Sequence[str]) -> list[Row]:
-        """Rows by key.
+        """Returns rows by key.
 
         Raises:
-            NotFoundError: If a key does not exist; names those that do not.
+            NotFoundError: If a key does not exist; ``metadata["keys"]`` lists the missing ones.
         """
         absent = [key for key in keys if key not in self.rows]
         if absent:
@@ -96,10 +97,10 @@ class Partition:
         return [self.rows[key] for key in keys]
 
     def remove(self, rows: Sequence[Row]) -> list[BlobRef]:
-        """Delete rows.
+        """Deletes rows.
 
         Returns:
-            The blobs that no row needs any more.
+            The blobs that no row uses any more.
         """
         for row in rows:
             del self.rows[row.key]
@@ -110,16 +111,17 @@ class Partition:
         return unused
 
     def rows_on(self, shard_id: str) -> list[Row]:
-        """Rows with a value on a shard."""
+        """Returns the rows that have a value on a shard."""
         parts = {id(part): part for row in self.rows.values() for part in row.parts}
         hit = {number for number, part in parts.items() if shard_id in part.shard_ids}
         return [row for row in self.rows.values() if any(id(part) in hit for part in row.parts)]
 
     def changes_since(self, revision: int, *, limit: int) -> tuple[KVBatchMeta | None, int]:
-        """Complete samples that are new or changed after ``revision``.
+        """Describes complete samples that are new or changed after ``revision``.
 
         Returns:
-            At most ``limit`` of them, or None, and the revision to go on from.
+            Description of at most ``limit`` samples, or None without changes, and the revision to
+            continue from.
         """
         start = bisect_right(self._log_revisions, revision)
         entries = zip(self._log_revisions[start:], self._log_rows[start:], strict=True)
@@ -137,7 +139,7 @@ class Partition:
     def describe(
         self, rows: Sequence[Row], *, revision: int | None = None, lease_id: str = ""
     ) -> KVBatchMeta:
-        """The ``KVBatchMeta`` of rows."""
+        """Builds the ``KVBatchMeta`` of rows."""
         builder = MetaBuilder(self._schema)
         for parts, run in groupby(rows, key=attrgetter("parts")):
             builder.add_run(parts, list(run))
@@ -152,7 +154,7 @@ class Partition:
         )
 
     def describe_puts(self) -> tuple[KVBatchMeta, ...]:
-        """All samples; in each meta, all keys came with the same puts."""
+        """Describes all samples; in each meta, all keys came with the same puts."""
         by_puts: dict[tuple[tuple[ColumnRange, int], ...], list[Row]] = {}
         for row in self.rows.values():
             found = zip(row.parts, row.places, strict=True)
@@ -161,7 +163,7 @@ class Partition:
         return tuple(self.describe(rows) for rows in by_puts.values())
 
     def _open_part(self, layout: Layout) -> tuple[ColumnRange]:
-        """The part that takes the next put; rows that lie in it alone share the tuple."""
+        """Returns the range for the next put of a layout, in a tuple that its rows share."""
         found = self._open.get(layout)
         if found is None or found[0].is_full:
             found = self._open[layout] = (ColumnRange(layout),)
@@ -187,7 +189,7 @@ class Partition:
 
 
 def find(partitions: Mapping[str, Partition], partition_id: str) -> Partition:
-    """A partition by its id.
+    """Returns a partition by its id.
 
     Raises:
         NotFoundError: If there is none.
@@ -202,7 +204,7 @@ def find(partitions: Mapping[str, Partition], partition_id: str) -> Partition:
 
 
 def _by_part(rows: Sequence[Row]) -> Iterator[tuple[ColumnRange, list[int]]]:
-    """Places of rows in their parts, for as many rows at once as have the same parts."""
+    """Yields column ranges and the rows' indexes in them, per run of rows with the same ranges."""
     for parts, run in groupby(rows, key=attrgetter("parts")):
         places = [row.places for row in run]
         for number, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""How many bytes the runs may take, and how many they take."""
+"""Byte quotas of runs and their use."""
 
 from collections import Counter
 
@@ -8,10 +8,10 @@ from services.transferqueue.concurrency import Waiters
 
 
 class Quotas:
-    """Byte accounts of the runs; a run without a quota is limited by the shards only.
+    """Byte accounts of runs; only the shards limit a run without a quota.
 
     Args:
-        clock: Times waits.
+        clock: Clock for waits.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -21,24 +21,24 @@ class Quotas:
         self._used: Counter[str] = Counter()
 
     def raise_to(self, run: str, quota_bytes: int) -> None:
-        """Let a run take at least this much; 0 states no quota."""
+        """Raises the quota of a run to at least ``quota_bytes``; 0 sets no quota."""
         self._limits[run] = max(self._limits[run], quota_bytes)
         self._waiters.wake(run)
 
     def forget(self, run: str) -> None:
-        """Drop the quota of a run that has ended."""
+        """Drops the quota of an ended run."""
         del self._limits[run]
 
     def limit(self, run: str) -> int:
-        """Bytes that a run may take; 0 without a quota."""
+        """Returns the quota of a run in bytes; 0 without a quota."""
         return self._limits[run]
 
     async def take(self, run: str, size_bytes: int, *, wait_s: float) -> None:
-        """Charge a run, waiting for room.
+        """Charges a run; waits until there is space.
 
         Raises:
-            ResourceExhaustedError: If there was no room in time.
-            InvalidArgumentError: If there can never be room.
+            ResourceExhaustedError: If there was no space in time.
+            InvalidArgumentError: If the size alone exceeds the quota.
         """
         deadline = self._clock.monotonic() + wait_s
         while True:
@@ -64,6 +64,6 @@ class Quotas:
             await self._waiters.wait(run, timeout_s=rest_s)
 
     def give_back(self, run: str, size_bytes: int) -> None:
-        """Credit a run."""
+        """Credits a run and wakes its waiting puts."""
         self._used[run] -= size_bytes
         self._waiters.wake(run)

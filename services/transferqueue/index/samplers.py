@@ -1,17 +1,17 @@
-"""Which ready samples a consumer gets. Pure functions over their groups, in the order of arrival."""
+"""Choice of ready samples for a consumer: pure functions over their group ids in order of arrival."""
 
 from collections.abc import Iterable
 from itertools import islice
 
 
 def fifo(groups: Iterable[str], count: int) -> list[int] | None:
-    """Places of the ``count`` oldest samples; None if there are fewer."""
+    """Returns the places of the ``count`` oldest samples; None if there are fewer."""
     num_ready = sum(1 for _ in islice(groups, count))
     return list(range(count)) if num_ready == count else None
 
 
 def whole_groups(groups: Iterable[str], count: int, *, group_size: int) -> list[int] | None:
-    """Places of the ``count`` samples whose groups were complete first; None if there are fewer.
+    """Returns the places of the ``count`` samples whose groups were complete first; None if there are fewer.
 
     Members are found by group id, never by adjacency, so a late member cannot mix two prompts.
 

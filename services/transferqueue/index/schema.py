@@ -1,4 +1,4 @@
-"""The types that the puts of a partition have in common, and the rules that each put keeps."""
+"""Schema of a partition: types of fields and tags, and the rules that each put must follow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ Kind = tuple[str, int, tuple[int, ...]]
 
 @dataclass(slots=True)
 class Schema:
-    """Types that the first puts of a partition set and later ones keep."""
+    """Types of fields and tags, which the first puts of a partition set and later ones must match."""
 
     kinds: dict[str, Kind] = field(default_factory=dict)
     tag_types: dict[str, type] = field(default_factory=dict)
 
     def check(self, meta: KVBatchMeta, known: Sequence[Row]) -> None:
-        """Check a put before anything of it is stored; ``known`` are its rows that exist.
+        """Checks a put before anything of it is stored; ``known`` are its rows that already exist.
 
         Raises:
-            AlreadyExistsError: If a key has one of the fields.
+            AlreadyExistsError: If a key already has one of the fields.
             InvalidArgumentError: If the put breaks a rule.
         """
         if not meta.keys or len(set(meta.keys)) != len(meta.keys):
@@ -47,7 +47,7 @@ class Schema:
         self._check_tags(meta, has_new_keys=len(known) < len(meta.keys))
 
     def learn(self, meta: KVBatchMeta) -> None:
-        """Take over the types of a checked put."""
+        """Adds the types of a checked put."""
         for column in meta.fields:
             self.kinds[column.name] = _kind(column)
         for name, values in meta.tags.items():

@@ -1,1 +1,1 @@
-"""The bytes of one shard and its data socket."""
+"""Storage shard of the transferqueue: its blobs and its data socket."""

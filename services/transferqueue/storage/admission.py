@@ -1,4 +1,4 @@
-"""Who may use an encrypted data socket: ZeroMQ asks here, over ZAP (RFC 27)."""
+"""Access control of an encrypted data socket, through ZeroMQ's authentication protocol ZAP (RFC 27)."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -13,19 +13,19 @@ logger = logging.getLogger(__name__)
 
 ENDPOINT = "inproc://zeromq.zap.01"
 ALL_RUNS = "*"
-"""What a client is known as that belongs to no run: a service, or anybody where nobody is asked."""
+"""Identity of a client without a run: a service, or any client if authentication is off."""
 _KEY_BYTES = 32
 
 
 async def answer(
     frames: list[bytes], admitted_as: Callable[[str], Awaitable[str | None]]
 ) -> list[bytes]:
-    """Answer one request.
+    """Answers one ZAP request.
 
     Args:
         frames: Request as a ROUTER receives it: route, empty, version, request id, domain, address,
             identity, mechanism, credentials.
-        admitted_as: Tells the run of a public key in Z85.
+        admitted_as: Returns the run of a public key in Z85; None if it is not admitted.
 
     Returns:
         The frames to send back.
@@ -44,13 +44,13 @@ async def answer(
 
 
 def run_of_peer(frame: zmq.Frame) -> str | None:
-    """Run of the client that sent a frame to an encrypted socket; None if it may use all."""
+    """Returns the run of the client that sent a frame to an encrypted socket; None if it may use all."""
     run_id = str(frame.get("User-Id"))
     return None if run_id == ALL_RUNS else run_id
 
 
 def encrypt(socket: zmq.Socket[bytes], secret_key: bytes) -> None:
-    """Let a bound socket talk CURVE only, to clients that ZAP admits."""
+    """Restricts a socket to CURVE connections of clients that ZAP admits; call it before ``bind``."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
     socket.setsockopt(zmq.ZAP_DOMAIN, b"slipstream")

@@ -1,7 +1,7 @@
-"""One pre-faulted block of shared memory, and which parts of it are free.
+"""Allocator over one pre-faulted block of shared memory.
 
-A fresh page costs about four copies of itself, so the arena is faulted in once at start and its
-ranges are used again and again. Other processes of the host map the same memory through ``fd``.
+A page fault costs about four copies of the page, so the arena is faulted in once at start and its
+ranges are reused. Other processes of the host map the same memory through ``fd``.
 """
 
 import mmap
@@ -13,12 +13,12 @@ from services.transferqueue.encoding.codec import aligned
 
 
 class Arena:
-    """Room of a storage shard, in memory or on disk.
+    """Memory or disk space of a storage shard, allocated in aligned ranges.
 
     Args:
         capacity_bytes: Size; rounded up to whole pages.
-        path: File that holds it, for room that the kernel may move out of memory; deleted at once, so
-            that it goes with the process. None keeps it in memory.
+        path: File that backs the arena, for space that the kernel may move out of memory; it is
+            unlinked at once so that it disappears with the process. None keeps the arena in memory.
     """
 
     def __init__(self, capacity_bytes: int, path: Path | None = None) -> None:
@@ -39,13 +39,13 @@ class Arena:
         self._sizes = [self.capacity_bytes]
 
     def close(self) -> None:
-        """Give the memory back to the host; nothing may be in use."""
+        """Releases the memory; no range may be in use."""
         self.memory.release()
         self._map.close()
         os.close(self.fd)
 
     def allocate(self, size_bytes: int) -> int | None:
-        """Take a range.
+        """Allocates a range.
 
         Returns:
             Its position, a multiple of ``ALIGNMENT``; None if no free range is large enough.
@@ -64,7 +64,7 @@ class Arena:
         return None
 
     def free(self, start: int, size_bytes: int) -> None:
-        """Give back a range that ``allocate`` returned for this size."""
+        """Frees a range that ``allocate`` returned for this size."""
         size = aligned(size_bytes)
         self.used_bytes -= size
         index = bisect_left(self._starts, start)

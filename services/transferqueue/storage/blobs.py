@@ -1,4 +1,4 @@
-"""The blobs of one shard: room is reserved, written, sealed, read, and given back."""
+"""Blobs of one shard: space is reserved, written, sealed, read, and freed."""
 
 import secrets
 from collections.abc import Iterable, Sequence
@@ -30,63 +30,63 @@ class _Blob:
     num_pins: int = 0
     is_doomed: bool = False
     digests: list[int] = field(default_factory=list)
-    """Checksums of the parts that came in frames."""
+    """Checksums of the parts that arrived in frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Room for the blobs of one put."""
+    """Space that is reserved for the blobs of one put."""
 
     blob_ids: tuple[int, ...]
     positions: tuple[int, ...]
 
 
 class BlobStore(Protocol):
-    """The blobs of a shard, wherever their bytes are."""
+    """Interface of a shard's blob storage."""
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use, reservations included."""
+        """Bytes in use, including reservations."""
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that fit."""
+        """Total bytes."""
 
     def reserve(self, sizes: Sequence[int]) -> Grant | None:
-        """Take room for the blobs of a put; None if there is none now."""
+        """Reserves space for the blobs of a put; returns None if there is none now."""
 
     async def make_room(self, size_bytes: int) -> bool:
-        """Move blobs out of the memory; returns whether any could be moved."""
+        """Moves blobs out of memory; returns whether any could be moved."""
 
     def write(self, blob_id: int, offset: int, data: memoryview) -> None:
-        """Fill a part of a reserved blob."""
+        """Writes a part of a reserved blob."""
 
     async def seal(self, sealed: Sequence[BlobRef]) -> None:
-        """End the writing of a put's blobs."""
+        """Completes the blobs of a put; afterwards they can be read."""
 
     def free(self, blob_ids: Iterable[int]) -> None:
-        """Delete blobs."""
+        """Deletes blobs."""
 
     async def views(self, ranges: Sequence[tuple[int, int, int]]) -> list[memoryview]:
-        """Bytes of sealed blobs, ``(blob_id, offset, size)`` each."""
+        """Returns bytes of sealed blobs, ``(blob_id, offset, size)`` each."""
 
     def positions(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[int, ...] | None:
-        """Where ranges lie in the arena; None if they are not there."""
+        """Returns the positions of ranges in the arena; None if they are not all there."""
 
     def pin(self, ranges: Sequence[tuple[int, int, int]]) -> int:
-        """Hold ranges in place for a reader; returns the pin, 0 if none is needed."""
+        """Pins ranges in place for a reader; returns the pin, 0 if none is needed."""
 
     def unpin(self, pin_id: int) -> None:
-        """End a hold."""
+        """Releases a pin."""
 
 
 class Storage:
-    """Byte store of a shard.
+    """Stores the blobs of a shard in memory and, if that is full, on disk.
 
     Args:
         arena: The memory.
-        first_blob_id: Higher than any id that a former life of the shard gave out.
-        spill: Room on disk, where the oldest blobs go when the memory is full.
+        first_blob_id: Greater than any id that a former lifetime of the shard issued.
+        spill: Disk space to which the oldest blobs move when the memory is full.
     """
 
     def __init__(self, arena: Arena, *, first_blob_id: int, spill: Arena | None = None) -> None:
@@ -98,22 +98,22 @@ class Storage:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use in memory and on disk, reservations included."""
+        """Bytes in use in memory and on disk, including reservations."""
         return self._arena.used_bytes + (self._spill.used_bytes if self._spill else 0)
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that fit in memory and on disk."""
+        """Total bytes in memory and on disk."""
         return self._arena.capacity_bytes + (self._spill.capacity_bytes if self._spill else 0)
 
     def reserve(self, sizes: Sequence[int]) -> Grant | None:
-        """Take room for the blobs of a put.
+        """Reserves space for the blobs of a put.
 
         Returns:
-            The grant; None if there is no room now.
+            The grant; None if there is no space now.
 
         Raises:
-            InvalidArgumentError: If the blobs could never fit.
+            InvalidArgumentError: If the blobs can never fit.
         """
         total = sum(aligned(size) for size in sizes)
         if total > self._arena.capacity_bytes:
@@ -138,7 +138,7 @@ class Storage:
         return Grant(blob_ids, tuple(starts))
 
     async def make_room(self, size_bytes: int) -> bool:
-        """Move the oldest blobs that nobody reads to disk, until about so many bytes are free.
+        """Moves the oldest blobs without readers to disk until about ``size_bytes`` are free.
 
         Returns:
             Whether any could be moved.
@@ -152,7 +152,7 @@ class Storage:
         return moved > 0
 
     def write(self, blob_id: int, offset: int, data: memoryview) -> None:
-        """Fill a part of a reserved blob; frames of a blob come in order.
+        """Writes a part of a reserved blob; the frames of a blob arrive in order.
 
         Raises:
             InvalidArgumentError: If the bytes do not continue a blob that is being written.
@@ -172,13 +172,14 @@ class Storage:
         blob.digests.append(checksum(data))
 
     async def seal(self, sealed: Sequence[BlobRef]) -> None:
-        """End the writing of a put's blobs, which its sender describes.
+        """Completes the blobs of a put, which the sender describes.
 
-        A blob that came through ``write`` is checked here. One that was written straight into the
-        arena is checked by its readers.
+        Blobs that arrived through ``write`` are verified here. Blobs that the client wrote directly
+        into
+        the arena are verified by their readers.
 
         Raises:
-            DataLossError: If what arrived is not what was sent.
+            DataLossError: If the received bytes differ from the sent ones.
         """
         for ref in sealed:
             _check_frames(self._blobs[ref.blob_id], ref)
@@ -186,7 +187,7 @@ class Storage:
             self._blobs[ref.blob_id].checksum = ref.checksum
 
     def free(self, blob_ids: Iterable[int]) -> None:
-        """Delete blobs; one that is being read goes when its readers are done."""
+        """Deletes blobs; a pinned blob is deleted after its readers have finished."""
         for blob_id in blob_ids:
             blob = self._blobs.get(blob_id)
             if blob is None:
@@ -195,20 +196,20 @@ class Storage:
             self._collect(blob_id, blob)
 
     async def views(self, ranges: Sequence[tuple[int, int, int]]) -> list[memoryview]:
-        """Bytes of sealed blobs, ``(blob_id, offset, size)`` each.
+        """Returns bytes of sealed blobs, ``(blob_id, offset, size)`` each.
 
         Raises:
             NotFoundError: If there is no such blob.
-            InvalidArgumentError: If the range is not inside it.
+            InvalidArgumentError: If a range is not inside its blob.
         """
         return [self._view(*extent) for extent in ranges]
 
     def positions(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[int, ...] | None:
-        """Where ranges ``(blob_id, offset, size)`` lie in the arena; None if some are on disk.
+        """Returns the arena positions of ranges ``(blob_id, offset, size)``; None if some are on disk.
 
         Raises:
             NotFoundError: If there is no such blob.
-            InvalidArgumentError: If a range is not inside it.
+            InvalidArgumentError: If a range is not inside its blob.
         """
         blobs = [self._find(*extent) for extent in ranges]
         if not all(blob.arena.is_memory for blob in blobs):
@@ -218,12 +219,13 @@ class Storage:
         )
 
     def pin(self, ranges: Sequence[tuple[int, int, int]]) -> int:
-        """Hold blobs in place for a reader of ranges ``(blob_id, offset, size)``.
+        """Pins the blobs of ranges ``(blob_id, offset, size)`` in place for a reader.
 
         Raises:
             NotFoundError: If there is no such blob.
         """
-        # Whoever knows the number may end the hold, so it is nothing that another run could guess.
+        # Anyone who knows the number can release the pin, so another run must not be able to guess
+        # it.
         pin_id = 1 + secrets.randbits(_PIN_BITS)
         blob_ids = tuple({blob_id for blob_id, _, _ in ranges})
         for blob_id in blob_ids:
@@ -234,7 +236,7 @@ class Storage:
         return pin_id
 
     def unpin(self, pin_id: int) -> None:
-        """End a hold; one that expired is gone already."""
+        """Releases a pin; has no effect on one that expired."""
         for blob_id in self._pins.pop(pin_id, ()):
             blob = self._blobs[blob_id]
             blob.num_pins -= 1
@@ -285,12 +287,13 @@ def _check_frames(blob: _Blob, ref: BlobRef) -> None:
 
 
 def check_arrived(ref: BlobRef, size_bytes: int, digest: int | None) -> None:
-    """Compare a blob with what its sender says of it.
+    """Compares a received blob with its sender's description.
 
     Args:
-        ref: What the sender says.
+        ref: The sender's description.
         size_bytes: The size that was reserved.
-        digest: Checksum of what came in frames; None if the sender wrote it elsewhere.
+        digest: Checksum of the bytes that arrived in frames; None if the client wrote them
+            elsewhere.
 
     Raises:
         InvalidArgumentError: If the size differs.

@@ -1,7 +1,8 @@
-"""The data socket of a shard: decodes messages, runs them, answers, counts what it refuses.
+"""Data socket of a shard: decodes messages, executes them, answers, and counts rejected ones.
 
-Writes are handled in the order of arrival, before the commit that follows them. Reservations and
-commits may wait, so each runs as a task of its own.
+Writes are handled in order of arrival, before the commit that follows them. Reservations and
+commits
+may wait, so each runs as its own task.
 """
 
 import asyncio
@@ -47,16 +48,16 @@ _ROOM = "room"
 
 
 class Metadata(Protocol):
-    """The index as a shard sees it, in this process or in another."""
+    """Interface of the index for a shard, in this process or in another."""
 
     async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
-        """Charge the run's quota."""
+        """Charges the run's quota."""
 
     def cancel(self, partition_id: str, size_bytes: int) -> None:
-        """Take the charge back, at once or soon."""
+        """Reverts the charge, at once or soon."""
 
     async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
-        """Make a put visible; repeating it changes nothing."""
+        """Makes a put visible; a repeated call changes nothing."""
 
 
 @dataclass(slots=True)
@@ -69,11 +70,11 @@ class _OpenPut:
 
 
 class Writer:
-    """Puts of one shard.
+    """Executes the puts of one shard: reservation, description, commit or abort.
 
     Args:
         shard_id: Name of the shard.
-        storage: Its blobs.
+        storage: Blobs of the shard.
         metadata: The index.
     """
 
@@ -89,10 +90,10 @@ class Writer:
         metrics.CAPACITY_BYTES.set(storage.capacity_bytes)
 
     def demand_own(self, run_id: str, request: codec.Request) -> None:
-        """See that a request of a worker is about data of its run.
+        """Checks that a worker's request concerns data of its run.
 
         Raises:
-            PermissionDeniedError: If it is not.
+            PermissionDeniedError: If it does not.
         """
         match request:
             case codec.Reserve() | codec.Store():
@@ -106,11 +107,11 @@ class Writer:
                 self._owners.demand(run_id, request.ranges[::3])
 
     async def reserve(self, request: codec.Reserve) -> codec.Granted:
-        """Find room, waiting for it.
+        """Reserves space for a put; waits until there is enough.
 
         Raises:
-            ResourceExhaustedError: If there was no room in time; says what is full.
-            InvalidArgumentError: If there can never be room.
+            ResourceExhaustedError: If there was no space in time; the message names the limit.
+            InvalidArgumentError: If the put can never fit.
         """
         started = time.monotonic()
         size = sum(request.sizes)
@@ -134,14 +135,14 @@ class Writer:
         return codec.Granted(grant.blob_ids, grant.positions)
 
     def describe(self, request: codec.Describe) -> None:
-        """Take the description of a put that has its room.
+        """Records the description of a put that has its space.
 
         Raises:
-            InvalidArgumentError: If it is malformed or about another partition.
+            InvalidArgumentError: If it is malformed or concerns another partition.
         """
         put = self._open.get(request.put_id)
         if put is None:
-            # It was aborted or took too long; its commit says so.
+            # The put was aborted or timed out; its commit reports that.
             return
         meta = KVBatchMeta.from_bytes(request.meta)
         if meta.partition_id != put.partition_id or len(meta.blobs) != len(put.grant.blob_ids):
@@ -152,7 +153,7 @@ class Writer:
         put.meta = meta
 
     async def commit(self, request: codec.Commit) -> codec.Committed:
-        """End a put.
+        """Completes a put and makes it visible.
 
         Raises:
             ServiceError: If bytes are damaged or the put breaks a rule; nothing of it stays.
@@ -160,7 +161,7 @@ class Writer:
         return codec.Committed(await self._finish(request.put_id, request.checksums))
 
     async def store(self, request: codec.Store, data: memoryview) -> codec.Stored:
-        """A small put in one message.
+        """Executes a small put that arrives in one message.
 
         Raises:
             ServiceError: As ``reserve`` and ``commit``.
@@ -185,7 +186,7 @@ class Writer:
         return codec.Stored(granted.blob_ids, revision)
 
     async def abort(self, request: codec.Abort) -> codec.Committed:
-        """Give up a put that waits for room or has it; any other is left as it is."""
+        """Aborts a put that waits for space or holds it; has no effect on any other put."""
         if request.put_id in self._reserving:
             self._given_up.add(request.put_id)
             self._waiters.wake(_ROOM)
@@ -193,7 +194,7 @@ class Writer:
         return codec.Committed(0)
 
     def free(self, blob_ids: Sequence[int]) -> None:
-        """Delete blobs and let waiting puts in."""
+        """Deletes blobs and wakes puts that wait for space."""
         self._storage.free(blob_ids)
         self._owners.forget(blob_ids)
         metrics.STORED_BYTES.set(self._storage.used_bytes)
@@ -213,8 +214,8 @@ class Writer:
             await self._storage.seal(meta.blobs)
             return await self._metadata.commit(meta, put_id=put_id)
         except (DeadlineExceededError, UnavailableError):
-            # The put may be visible, so its bytes stay. The index is out of reach: it will give this
-            # shard up, or know the put.
+            # The put may be visible, so its bytes stay. The index is unreachable: later it either
+            # gives this shard up or knows the put.
             raise
         except BaseException:
             self._undo(put)
@@ -280,26 +281,26 @@ _PACK_BELOW_BYTES = 64 << 10
 
 
 class Reply(Protocol):
-    """Sends the frames of an answer to the peer that asked."""
+    """Sends the frames of an answer to the peer that sent the request."""
 
     def __call__(self, frames: Sequence[bytes | memoryview], *, copy: bool = True) -> None:
-        """Send; without a copy the frames stay as they are until the peer has answered."""
+        """Sends frames; without ``copy`` they must not change until the peer has answered."""
 
 
 class Admission(Protocol):
-    """Knows the clients."""
+    """Interface that identifies clients by their CURVE keys."""
 
     async def admitted_as(self, public_key: str) -> str | None:
-        """Run of the client with this CURVE key, or ``admission.ALL_RUNS``; None if it may not connect."""
+        """Returns the run of the client with this key or ``admission.ALL_RUNS``; None to refuse it."""
 
 
 class DataPlane:
-    """Serves the blobs of one shard.
+    """Serves the blobs of one shard over ZeroMQ and local sockets.
 
     Args:
         storage: The blobs.
-        puts: The way that puts go.
-        clients: Says who may connect when the socket is encrypted.
+        puts: Executes puts.
+        clients: Decides who may connect if the socket is encrypted.
     """
 
     def __init__(self, storage: BlobStore, puts: Writer, clients: Admission) -> None:
@@ -313,14 +314,14 @@ class DataPlane:
 
     @asynccontextmanager
     async def serve(self, bind: str, *, secret_key: bytes | None) -> AsyncIterator[int]:
-        """Serve until the block ends.
+        """Serves until the block ends.
 
         Args:
-            bind: ``host:port``; port 0 takes a free one.
+            bind: ``host:port``; port 0 chooses a free one.
             secret_key: CURVE key; None serves without encryption.
 
         Yields:
-            The port that is served.
+            The port.
         """
         context = zmq.Context()
         try:
@@ -347,7 +348,7 @@ class DataPlane:
 
     @contextmanager
     def serve_local(self, path: Path, *, instance_id: str, fd: int) -> Iterator[None]:
-        """Serve processes of this host until the block ends; see ``serve_arena``."""
+        """Serves processes of this host until the block ends; see ``serve_arena``."""
 
         def welcome(peer: socket.socket) -> None:
             self._spawn(self._open_local(peer))
@@ -383,7 +384,7 @@ class DataPlane:
 
     def _on_network(self, frames: list[zmq.Frame]) -> None:
         peer, *message = frames
-        # Whoever sends a whole message has been admitted.
+        # Only an admitted peer can have sent a whole message.
         self._peers.know_fd(int(peer.get(zmq.SRCFD)))
         run_id = admission.run_of_peer(message[0]) if message and self._knows_peers else None
         reply = partial(self._send, peer.bytes)
@@ -480,7 +481,7 @@ class DataPlane:
             raise InvalidArgumentError(
                 f"a read of {size} bytes is above the limit of {codec.MAX_READ_BYTES}; split it"
             )
-        # Small ranges are copied into the answer, so nothing of them has to stay.
+        # Small ranges are copied into the answer, so the blobs need no pin.
         pin_id = self._pin(ranges) if size >= _PACK_BELOW_BYTES else 0
         payload += _frames(await self._storage.views(ranges))
         checksum = codec.checksum_of(payload) if message.with_checksum else 0
@@ -497,7 +498,7 @@ class DataPlane:
         try:
             self._socket.send([peer, *frames], copy=copy)
         except zmq.ZMQError as error:
-            # The peer left or does not read; its own deadline tells it.
+            # The peer left or does not read; it notices by its own deadline.
             logger.warning("answer not sent", extra={"error": str(error)})
             metrics.REJECTED.labels("data", "peer_gone").inc()
 
@@ -514,7 +515,7 @@ def _failed(error: ServiceError) -> codec.Failed:
 
 
 def _frames(views: Sequence[memoryview]) -> list[bytes | memoryview]:
-    """Cut large ranges into frames and pack small ones together."""
+    """Splits large ranges into frames and joins small ones."""
     frames: list[bytes | memoryview] = []
     small: list[memoryview] = []
     num_small = 0

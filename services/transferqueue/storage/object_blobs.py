@@ -1,7 +1,8 @@
-"""The blobs of a shard whose bytes are in Mooncake Store.
+"""Blobs of a shard whose bytes are in Mooncake Store.
 
-Clients move the bytes themselves; the shard gives out ids, counts bytes, and deletes. The blobs of a put
-are one object, as small objects are slow; the id of a blob says which object it is in, and where.
+Clients transfer the bytes themselves; the shard issues ids, counts bytes, and deletes. The blobs of
+a
+put form one object, as small objects are slow; a blob's id encodes its object and position.
 """
 
 import asyncio
@@ -22,16 +23,16 @@ from services.transferqueue.encoding.codec import ALIGNMENT, aligned, blob_check
 from services.transferqueue.storage.blobs import Grant, check_arrived
 
 _USABLE_SHARE = 0.9
-"""Share of the memory that is given out: the store's allocator refuses before all of it is used."""
+"""Usable fraction of the memory: the store's allocator refuses requests before it is full."""
 
 
 class ObjectStorage:
-    """Blobs in an object store.
+    """Stores the blobs of a shard in Mooncake Store.
 
     Args:
         store: The store.
-        instance_id: This life of the shard; part of the objects' keys.
-        capacity_bytes: Memory that the shard lends to the store.
+        instance_id: Identifies this lifetime of the shard; part of the objects' keys.
+        capacity_bytes: Memory that the shard contributes to the store.
     """
 
     def __init__(self, store: ObjectStore, *, instance_id: str, capacity_bytes: int) -> None:
@@ -47,15 +48,15 @@ class ObjectStorage:
         self._thread = ThreadPoolExecutor(max_workers=1)
 
     def close(self) -> None:
-        """Finish deletions and leave the store."""
+        """Finishes deletions and disconnects from the store."""
         self._thread.shutdown()
         self._store.close()
 
     def reserve(self, sizes: Sequence[int]) -> Grant | None:
-        """Count room for the blobs of a put; None if there is none now.
+        """Reserves space for the blobs of a put; returns None if there is none now.
 
         Raises:
-            InvalidArgumentError: If the blobs could never fit.
+            InvalidArgumentError: If the blobs can never fit.
         """
         total = sum(map(aligned, sizes))
         if total > self.capacity_bytes:
@@ -74,7 +75,7 @@ class ObjectStorage:
         return Grant(blob_ids, (0,) * len(sizes))
 
     def write(self, blob_id: int, offset: int, data: memoryview) -> None:
-        """Take a frame of a blob from a client that does not use the store itself.
+        """Receives a frame of a blob from a client that does not use the store itself.
 
         Raises:
             InvalidArgumentError: If the bytes do not continue a blob that is being written.
@@ -86,10 +87,10 @@ class ObjectStorage:
         received += data
 
     async def seal(self, sealed: Sequence[BlobRef]) -> None:
-        """End the writing of a put's blobs.
+        """Completes the blobs of a put.
 
         Raises:
-            DataLossError: If what arrived here is not what was sent.
+            DataLossError: If the received bytes differ from the sent ones.
         """
         received = [(ref, self._received.pop(ref.blob_id, None)) for ref in sealed]
         for ref, data in received:
@@ -101,7 +102,7 @@ class ObjectStorage:
         self._sealed.update(ref.blob_id for ref in sealed)
 
     def free(self, blob_ids: Iterable[int]) -> None:
-        """Delete blobs."""
+        """Deletes blobs."""
         known = [blob_id for blob_id in blob_ids if blob_id in self._sizes]
         for blob_id in known:
             self.used_bytes -= aligned(self._sizes.pop(blob_id))
@@ -114,7 +115,7 @@ class ObjectStorage:
             self._thread.submit(self._store.remove, [f"{self._instance_id}/{number}"])
 
     async def views(self, ranges: Sequence[tuple[int, int, int]]) -> list[memoryview]:
-        """Bytes of sealed blobs, ``(blob_id, offset, size)`` each.
+        """Returns bytes of sealed blobs, ``(blob_id, offset, size)`` each.
 
         Raises:
             NotFoundError: If there is no such blob.
@@ -131,18 +132,18 @@ class ObjectStorage:
         return [data]
 
     async def make_room(self, size_bytes: int) -> bool:
-        """The store has no other place for blobs."""
+        """Returns False: the store cannot spill blobs."""
         return False
 
     def positions(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Nothing of these blobs is in memory that could be mapped."""
+        """Returns None: these blobs are not in mappable memory."""
 
     def pin(self, ranges: Sequence[tuple[int, int, int]]) -> int:
-        """What ``views`` returns belongs to the reader."""
+        """Returns 0: ``views`` returns copies, so no pin is needed."""
         return 0
 
     def unpin(self, pin_id: int) -> None:
-        """There are no pins."""
+        """Does nothing, as there are no pins."""
 
     async def _run(self, work: Callable[..., None], *arguments: object) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)

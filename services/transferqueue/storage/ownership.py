@@ -1,4 +1,4 @@
-"""Which run a blob belongs to, so that a worker reads and writes the blobs of its own run only."""
+"""Owners of blobs: restricts each worker to the blobs of its own run."""
 
 from collections.abc import Iterable
 
@@ -6,22 +6,22 @@ from services.common.errors import PermissionDeniedError
 
 
 class Ownership:
-    """Runs of the blobs of one shard."""
+    """Maps the blobs of one shard to the runs that own them."""
 
     def __init__(self) -> None:
         self._runs: dict[int, str] = {}
 
     def give(self, blob_ids: Iterable[int], run_id: str) -> None:
-        """Blobs were made for a run."""
+        """Records the run that owns new blobs."""
         self._runs.update(dict.fromkeys(blob_ids, run_id))
 
     def forget(self, blob_ids: Iterable[int]) -> None:
-        """Blobs are gone."""
+        """Drops deleted blobs."""
         for blob_id in blob_ids:
             self._runs.pop(blob_id, None)
 
     def demand(self, run_id: str, blob_ids: Iterable[int]) -> None:
-        """See that blobs belong to a run; those that are gone belong to nobody.
+        """Checks that blobs belong to a run; deleted blobs have no owner and pass.
 
         Raises:
             PermissionDeniedError: If one belongs to another run.
@@ -31,7 +31,7 @@ class Ownership:
 
 
 def demand_run(run_id: str, owner: str) -> None:
-    """See that what a worker asks for belongs to its run.
+    """Checks that the data a worker requests belongs to its run.
 
     Raises:
         PermissionDeniedError: If it does not.

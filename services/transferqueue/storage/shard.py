@@ -1,4 +1,4 @@
-"""Puts a storage shard together: its blobs, its data socket, the ways for clients to its bytes."""
+"""Assembles a storage shard: its blobs, its data socket, and its shared memory."""
 
 import time
 from collections.abc import AsyncIterator
@@ -18,16 +18,16 @@ from services.transferqueue.types import ObjectStoreAddress, Shard
 async def storage_shard(
     settings: TransferQueueSettings, index: Metadata, clients: Admission, *, instance_id: str
 ) -> AsyncIterator[tuple[Shard, BlobStore, Writer]]:
-    """Serve the bytes of one shard until the block ends.
+    """Serves the bytes of one shard until the block ends.
 
     Args:
-        settings: Where and how much.
+        settings: Addresses and capacities.
         index: Makes puts visible.
-        clients: Says who may connect.
-        instance_id: Names this life of the process.
+        clients: Decides who may connect.
+        instance_id: Identifies this lifetime of the process.
 
     Yields:
-        How to reach the shard, its blobs, and the way of puts.
+        The shard's address, its blobs, and the writer of its puts.
     """
     public_key, secret_key = zmq.curve_keypair() if settings.use_curve else (b"", None)
     shard = Shard(
@@ -60,7 +60,7 @@ def _memory(settings: TransferQueueSettings, shard: Shard, arena: Arena) -> Blob
     spill = None
     if settings.spill_bytes:
         spill = Arena(settings.spill_bytes, settings.spill_folder / f"{shard.instance_id}.spill")
-    # Later than any id of a former life of this shard, as long as it put less than 16 M blobs/s.
+    # Greater than any id of a former lifetime of this shard, if that put fewer than 16 M blobs/s.
     first_blob_id = int(time.time()) << 24
     return Storage(arena, first_blob_id=first_blob_id, spill=spill)
 
@@ -68,7 +68,7 @@ def _memory(settings: TransferQueueSettings, shard: Shard, arena: Arena) -> Blob
 def _mooncake(
     settings: TransferQueueSettings, shard: Shard, stack: AsyncExitStack
 ) -> tuple[Shard, BlobStore]:
-    # Imported only where it is used: the package is an optional extra.
+    # Imported only if used: the package is an optional extra.
     from services.transferqueue.channels.object_store import ObjectStore
     from services.transferqueue.storage.object_blobs import ObjectStorage
 
