@@ -1,1 +1,1 @@
-"""Ways between processes: ZeroMQ and unix sockets, shared memory, the object store; either end."""
+"""Channels between processes for both ends: ZeroMQ, Unix sockets, shared memory, the object store."""

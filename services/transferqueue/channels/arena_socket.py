@@ -1,6 +1,6 @@
-"""Lets processes of the same host in: a unix socket that hands out the arena and takes messages.
+"""Unix socket through which processes of the same host receive the arena and exchange messages.
 
-Who may connect is decided by the file's mode, 0600.
+The file's mode, 0600, decides who may connect.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from services.common.host import short_path
 
 _TIMEOUT_S = 2.0
 _MAX_NAME_BYTES = 256
-# Between a socket's making and its listening, nobody listens either.
+# A socket that is just being created does not listen yet either.
 _NEW_S = 60.0
 
 
@@ -25,14 +25,14 @@ _NEW_S = 60.0
 def serve_arena(
     path: Path, *, instance_id: str, fd: int, welcome: Callable[[socket.socket], None]
 ) -> Iterator[None]:
-    """Give ``fd`` to each process that connects, until the block ends.
+    """Sends ``fd`` to each process that connects, until the block ends.
 
     Args:
-        path: Where the socket is; those that processes of this user left in its folder, which were killed,
-            are removed.
-        instance_id: Sent along, so that a client notices a socket of another shard.
+        path: Path of the socket. Sockets that killed processes of this user left in its folder are
+            removed.
+        instance_id: Sent with ``fd``, so that a client detects a socket of another shard.
         fd: Descriptor of the arena.
-        welcome: Takes the connection over.
+        welcome: Takes over the connection.
     """
     path.unlink(missing_ok=True)
     for other in path.parent.glob(f"slipstream-*{path.suffix}"):
@@ -73,11 +73,10 @@ def serve_arena(
 
 
 def open_arena(path: str, *, instance_id: str) -> tuple[mmap.mmap, socket.socket] | None:
-    """Connect to a shard of this host.
+    """Connects to a shard of this host.
 
     Returns:
-        Its memory and the connection; None if the shard is on another host or does not let this user
-        in.
+        Its memory and the connection; None if the shard is on another host or refuses this user.
     """
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     fds: list[int] = []
@@ -91,7 +90,7 @@ def open_arena(path: str, *, instance_id: str) -> tuple[mmap.mmap, socket.socket
             peer.setblocking(False)
             return memory, peer
     except OSError:
-        # Whatever is in the way, the network is there as well.
+        # Whatever the error, the network remains.
         pass
     finally:
         for fd in fds:
@@ -101,7 +100,7 @@ def open_arena(path: str, *, instance_id: str) -> tuple[mmap.mmap, socket.socket
 
 
 def _is_left_behind(path: Path) -> bool:
-    """Whether it is a socket of this user at which nobody listens, and not one that is just being made."""
+    """Returns whether this user owns the socket, nothing listens there, and it is not just being created."""
     try:
         found = path.lstat()
         is_own = stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()

@@ -1,7 +1,8 @@
-"""Messages between processes of one host, over a unix socket.
+"""Messages between processes of one host, over a Unix socket.
 
-A round trip takes a fifth of the time that it takes through ZeroMQ, whose threads wake each other at both
-ends. Each message is a prefix with two lengths, the header, and the payload if there is one.
+A round trip takes a fifth of its time through ZeroMQ, whose threads wake each other at both ends.
+Each
+message is a prefix with two lengths, the header, and the payload if there is one.
 """
 
 import asyncio
@@ -15,15 +16,18 @@ from services.transferqueue.encoding.codec import MAX_HEADER_BYTES, MAX_READ_BYT
 _PREFIX = struct.Struct("<Iq")
 _NO_PAYLOAD = -1
 _MAX_QUEUED_BYTES = 64 << 20
-"""A peer that lets more than this pile up does not read what it asks for."""
+"""Max. bytes in the send queue; a peer with more does not read its answers."""
 
 
 class LocalChannel(asyncio.Protocol):
     """One end of a connection.
 
     Args:
-        on_message: Gets the frames of each message in order: the header and at most one payload.
-        on_end: Called once when the connection has ended; says whether the peer broke the limits.
+        on_message: Receives the frames of each message in order: the header and at most one
+            payload.
+        on_end: Called once after the connection has ended; its argument is True if the peer
+            exceeded
+            the limits.
     """
 
     def __init__(
@@ -35,25 +39,25 @@ class LocalChannel(asyncio.Protocol):
         self._is_refused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is there."""
+        """Stores the transport of the new connection."""
         self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
+        """Reports the end of the connection."""
         self._on_end(self._is_refused)
 
     def data_received(self, data: bytes) -> None:
-        """Hand on the messages that are whole."""
+        """Passes on complete messages."""
         self._received += data
         while not self._is_refused and (frames := self._next()):
             self._on_message(frames)
 
     def send(self, frames: Sequence[Frame], *, copy: bool = True) -> None:
-        """Send a message: the header, then its payload in any number of pieces.
+        """Sends a message: the header, then its payload in any number of pieces.
 
         Args:
             frames: Header and payload.
-            copy: Frames are always copied here.
+            copy: Ignored; frames are always copied.
         """
         header, *payload = frames
         size = sum(map(len, payload)) if payload else _NO_PAYLOAD
@@ -63,7 +67,7 @@ class LocalChannel(asyncio.Protocol):
             self._transport.abort()
 
     def close(self) -> None:
-        """End the connection, dropping what was not sent."""
+        """Ends the connection and drops unsent messages."""
         self._transport.abort()
 
     def _next(self) -> list[memoryview]:

@@ -1,7 +1,7 @@
-"""Mooncake Store as the place of the bytes: one client of it, with one registered buffer.
+"""Client of Mooncake Store with one registered buffer.
 
-Registering memory costs more than moving it, so all bytes pass through a buffer that is registered once.
-The methods block; call them in a thread.
+Registering memory costs more than copying it, so all bytes pass through a buffer that is registered
+once. The methods block; call them in a thread.
 """
 
 import ctypes
@@ -25,11 +25,11 @@ Range = tuple[str, int, int]
 """Key of an object, offset, size."""
 
 PLACE_BITS = 34
-"""Bits of a blob's id that give its place in the object, in units of ALIGNMENT: up to 1 TiB."""
+"""Bits of a blob's id for its position in the object, in units of ALIGNMENT: up to 1 TiB."""
 _FULL = -200
 _TRANSFER_FAILED = -800
 _FAILOVER_S = 20.0
-"""The master needs about 10 s to see that a process is gone, and then names the other copies only."""
+"""The master needs about 10 s to detect a dead process, and afterwards lists only the other copies."""
 _RETRY_S = 0.25
 _CONNECT_S = 20.0
 """Deadline for the first contact with the master, which takes about a second."""
@@ -46,12 +46,12 @@ _LOCAL_BYTES = 16 << 20
 
 
 class ObjectStore:
-    """A client of Mooncake Store.
+    """Client of Mooncake Store.
 
     Args:
-        address: The master and how to talk to it.
+        address: The master, its protocol, and the number of copies.
         host: Name under which other clients reach this process.
-        segment_bytes: Memory that this process lends to the store; 0 for users of it.
+        segment_bytes: Memory that this process contributes to the store; 0 for mere clients.
 
     Raises:
         InternalError: If the store cannot be reached.
@@ -79,19 +79,19 @@ class ObjectStore:
         self._staging = self._register(_STAGING_BYTES)
 
     def close(self) -> None:
-        """Leave the store; what this process lent is gone."""
+        """Disconnects from the store; the memory that this process contributed is lost."""
         self._store.close()
 
     def write(self, key: str, sizes: Sequence[int], fill: Callable[[Sequence[memoryview]], T]) -> T:
-        """Store an object of several aligned parts.
+        """Stores an object of several aligned parts.
 
         Args:
-            key: Its key.
+            key: Key of the object.
             sizes: Sizes of the parts.
-            fill: Gets memory for each part and fills it.
+            fill: Receives memory for each part and fills it.
 
         Returns:
-            What ``fill`` returns.
+            The result of ``fill``.
 
         Raises:
             ResourceExhaustedError: If the store is full.
@@ -111,7 +111,7 @@ class ObjectStore:
         return result
 
     def read(self, ranges: Sequence[Range], target: memoryview) -> None:
-        """Fetch ranges of objects, laid end to end into ``target``.
+        """Fetches ranges of objects, concatenated into ``target``.
 
         Raises:
             NotFoundError: If an object is gone.
@@ -126,7 +126,7 @@ class ObjectStore:
                 done += total
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Delete objects; those that do not exist are passed over."""
+        """Deletes objects; ignores missing ones."""
         self._store.batch_remove(list(keys), True)
 
     def _read_batch(self, batch: Sequence[Range], sizes: Sequence[int]) -> None:
@@ -145,7 +145,7 @@ class ObjectStore:
                 )
 
     def _codes_of_read(self, batch: Sequence[Range], sizes: Sequence[int]) -> list[int]:
-        """What was read of each range, or an error code."""
+        """Returns the number of bytes read for each range, or an error code."""
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
         ((answers),) = self._store.get_into_ranges(
             [self._base],
@@ -173,12 +173,12 @@ class ObjectStore:
 
 
 def _demand_master(address: ObjectStoreAddress, host: str) -> None:
-    """See that a master answers, in a process that can be ended.
+    """Checks that a master answers, in a subprocess that can be killed.
 
-    Against anything else the library tries for minutes, and holds Python's lock meanwhile.
+    If there is no master, the library tries for minutes and holds the GIL meanwhile.
 
     Raises:
-        InternalError: If none does.
+        InternalError: If no master answers.
     """
     command = [
         sys.executable, "-c", _CONNECT, host, str(_LOCAL_BYTES), address.protocol, address.master,
@@ -203,7 +203,7 @@ def _out_of_reach(address: ObjectStoreAddress, reason: str) -> InternalError:
 
 
 def _batches(ranges: Sequence[Range]) -> list[list[Range]]:
-    """Cut ranges into batches that fit the buffer."""
+    """Splits ranges into batches that fit the buffer."""
     batches: list[list[Range]] = [[]]
     room = _STAGING_BYTES
     for key, offset, size in ranges:
@@ -220,12 +220,12 @@ def _batches(ranges: Sequence[Range]) -> list[list[Range]]:
 
 
 def object_place(instance_id: str, blob_id: int) -> tuple[str, int]:
-    """Key of the object that a blob is in, and the blob's first byte there."""
+    """Returns the key of the object that holds a blob, and the blob's byte offset in it."""
     number, place = divmod(blob_id, 1 << PLACE_BITS)
     return f"{instance_id}/{number}", place * ALIGNMENT
 
 
 def object_range(instance_id: str, blob_id: int, offset: int, size: int) -> Range:
-    """A range of a blob as a range of its object."""
+    """Converts a range of a blob to a range of its object."""
     key, begin = object_place(instance_id, blob_id)
     return key, begin + offset, size

@@ -1,4 +1,4 @@
-"""A ZeroMQ socket on an event loop, without a task or thread per message."""
+"""ZeroMQ socket on an event loop, without a task or thread per message."""
 
 import asyncio
 import ctypes
@@ -17,7 +17,7 @@ _LARGEST_POOLED_BYTES = 32 << 20
 
 
 def keep_freed_memory() -> None:
-    """Keep up to 256 MiB of freed memory in this process; does nothing where there is no glibc."""
+    """Keeps up to 256 MiB of freed memory in this process; does nothing without glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_POOLED_BYTES)
@@ -26,23 +26,23 @@ def keep_freed_memory() -> None:
 
 
 _SEND_BUFFER_BYTES = 128 << 10
-"""The kernel would let its queue outgrow the cache, in which the receiver should still find the bytes."""
+"""By default the kernel's queue outgrows the cache, in which the receiver should still find the bytes."""
 _READABLE = int(zmq.POLLIN)
 _LAST_FRAME = int(zmq.NOBLOCK)
 _FRAME = int(zmq.NOBLOCK | zmq.SNDMORE)
 _BURST = 32
-"""Messages that are handled before other work of the loop gets its turn."""
+"""Max. messages that are handled before other work of the loop runs."""
 
 Frame = bytes | memoryview | zmq.Frame
-"""What messages are sent of."""
+"""Type of a message's frame."""
 
 
 class MessageSocket:
     """Sends and receives multipart messages.
 
     Args:
-        socket: Connected or bound; closed by ``close``.
-        on_message: Gets the frames of each message, in order.
+        socket: A connected or bound socket; ``close`` closes it.
+        on_message: Receives the frames of each message, in order.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class MessageSocket:
         self._receive_soon()
 
     def send(self, frames: Sequence[Frame], *, copy: bool = True) -> None:
-        """Queue a message.
+        """Queues a message.
 
         Args:
-            frames: Its frames; those of ZeroMQ are never copied.
-            copy: Whether the frames may change after this call. Without a copy they must stay as
-                they are until the peer has answered.
+            frames: Its frames; a ``zmq.Frame`` is never copied.
+            copy: True if the frames may change after this call. Without a copy they must not change
+                until the peer has answered.
 
         Raises:
             zmq.ZMQError: If the peer is gone or its queue is full.
@@ -74,7 +74,7 @@ class MessageSocket:
         self._receive_soon()
 
     def close(self) -> None:
-        """Stop, dropping what was not sent."""
+        """Closes the socket and drops unsent messages."""
         self._loop.remove_reader(self._fd)
         self._socket.close(linger=0)
 
@@ -98,7 +98,7 @@ class MessageSocket:
 
 
 def set_limits(socket: zmq.Socket[bytes], *, receive_queue: int) -> None:
-    """Bound what a socket takes from its peers before anything is allocated for it."""
+    """Sets the limits and time-outs of a socket, which apply before memory is allocated for a message."""
     socket.setsockopt(zmq.MAXMSGSIZE, max(2 * FRAME_BYTES, MAX_HEADER_BYTES))
     socket.setsockopt(zmq.RCVHWM, receive_queue)
     socket.setsockopt(zmq.LINGER, 0)

@@ -1,1 +1,1 @@
-"""Values as columns of bytes, their checksums, and the messages of the data plane."""
+"""Encodings of the data plane: tensors as byte columns, checksums, and messages."""

@@ -3,14 +3,14 @@
 A message is a header frame, then payload frames. The header is one byte of protocol version and a
 msgpack array ``[op, request_id, *fields]``. Nothing else is ever decoded, and nothing is pickled::
 
-    Reserve  -> Granted       room for some blobs; waits while there is none
-    Describe -> nothing       what the put holds; it is read while the bytes are on their way
+    Reserve  -> Granted       space for blobs; waits while there is none
+    Describe -> nothing       content of the put; parsed while the bytes are still arriving
     Write    -> nothing       one payload frame: a part of a reserved blob
-    Commit   -> Committed     the blobs are whole; the samples become visible
-    Abort    -> Committed     gives reserved room back
-    Store    -> Stored        a small put in one message: room, one payload frame, commit
-    Read     -> Data..., Located  bytes of blobs, one payload frame each, or where they lie in the arena
-    Unpin    -> nothing       the reader has copied what Located told it
+    Commit   -> Committed     the blobs are complete; the samples become visible
+    Abort    -> Committed     frees reserved space
+    Store    -> Stored        a small put in one message: space, one payload frame, commit
+    Read     -> Data..., Located  bytes of blobs, one payload frame each, or their arena positions
+    Unpin    -> nothing       the reader has copied the ranges of Located
 """
 
 import struct
@@ -23,42 +23,43 @@ import xxhash
 
 
 def parts_of(size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Begin and size of each part of a blob."""
+    """Yields the begin and size of each part of a blob."""
     for begin in range(0, size_bytes, FRAME_BYTES):
         yield begin, min(FRAME_BYTES, size_bytes - begin)
 
 
 def combine(parts: Sequence[int]) -> int:
-    """Checksum of a blob whose parts have these checksums."""
+    """Returns the checksum of a blob whose parts have these checksums."""
     return parts[0] if len(parts) == 1 else checksum(struct.pack(f"<{len(parts)}Q", *parts))
 
 
 def blob_checksum(data: bytes | bytearray | memoryview) -> int:
-    """Checksum of a blob: 64-bit XXH3 of its only part, or of the checksums of its parts."""
+    """Returns the checksum of a blob: 64-bit XXH3 of its only part, or of the checksums of its parts."""
     view = memoryview(data)
     return combine([checksum(view[begin : begin + size]) for begin, size in parts_of(len(view))])
 
 
 VERSION: Final = 4
 FRAME_BYTES: Final = 1 << 20
-"""Size of a part of a blob, which is what one frame holds; only the last part of a blob is smaller. More
-frames cost calls, larger ones fresh pages."""
+"""Size of a blob's part, which is the content of one frame; only the last part of a blob may be smaller.
+More frames cost more calls, larger ones page faults.
+"""
 MAX_HEADER_BYTES: Final = 16 << 20
 """The description of 100,000 samples takes about 10 MiB."""
 MAX_READ_BYTES: Final = 8 << 20
-"""Most bytes of one Read."""
+"""Max. bytes of one Read."""
 STORE_BYTES: Final = 256 << 10
-"""Largest put that goes in one message."""
+"""Max. size of a put in one message."""
 MAX_BLOBS: Final = 256
-"""Most blobs of one put."""
+"""Max. blobs of one put."""
 MAX_RANGES: Final = 65_536
-"""Most ranges of one read."""
+"""Max. ranges of one read."""
 GRANT_S: Final = 120.0
-"""Room that is neither committed nor aborted for this long is taken back."""
+"""Seconds after which space that was neither committed nor aborted is freed."""
 PIN_S: Final = 60.0
-"""A reader of the arena holds its ranges at most this long."""
+"""Max. seconds that a reader of the arena may pin its ranges."""
 ALIGNMENT: Final = 64
-"""Blobs begin at multiples of this, so that any dtype can be viewed in place."""
+"""Blobs begin at multiples of this so that any dtype can be viewed in place."""
 
 ITEM_BYTES: Final = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -115,7 +116,7 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, tuple) and all(map(_is_text, value)) and len(value) % 2 == 0
 
 
-# What the fields of messages are, and what is checked when they are read.
+# Types of message fields, each with the check that decoding applies.
 Count = Annotated[int, _is_count]
 Counts = Annotated[tuple[int, ...], _is_counts]
 Hash = Annotated[int, _is_hash]
@@ -131,7 +132,7 @@ Wait = Annotated[float, _is_wait]
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Asks for room."""
+    """Requests space for the blobs of a put."""
 
     put_id: Text
     partition_id: Text
@@ -141,7 +142,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Brings one frame of a reserved blob."""
+    """Carries one frame of a reserved blob."""
 
     blob_id: Count
     offset: Count
@@ -149,7 +150,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Says what a put holds. ``meta`` is a serialized ``KVBatchMeta`` that numbers its blobs from 0."""
+    """Describes a put: ``meta`` is a serialized ``KVBatchMeta`` that numbers its blobs from 0."""
 
     put_id: Text
     meta: Bytes
@@ -157,7 +158,7 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Ends a put: its blobs are whole and have these checksums."""
+    """Completes a put: its blobs are fully written and have these checksums."""
 
     put_id: Text
     checksums: Hashes
@@ -165,14 +166,14 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Gives up a put."""
+    """Aborts a put."""
 
     put_id: Text
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A put of at most STORE_BYTES, all blobs end to end in one payload frame."""
+    """Puts at most STORE_BYTES in one message, with all blobs concatenated in one payload frame."""
 
     put_id: Text
     partition_id: Text
@@ -184,24 +185,24 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Asks for bytes of blobs: ``(blob_id, offset, size)``, three numbers after each other."""
+    """Requests bytes of blobs; ``ranges`` is ``blob_id, offset, size, blob_id, offset, size...``."""
 
     ranges: Ranges
     in_arena: Flag
     with_checksum: Flag = True
-    """Whether Data gets a checksum. A reader of whole blobs knows those of the blobs."""
+    """Requests a checksum in Data. Readers of whole blobs already know the blobs' checksums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unpin:
-    """Ends the reader's hold on what ``Located`` told it."""
+    """Releases the pin of a ``Located`` or ``Data``."""
 
     pin_id: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Answers Reserve: the new blobs and where they lie in the arena."""
+    """Answers Reserve: ids of the new blobs and their positions in the arena."""
 
     blob_ids: Counts
     positions: Counts
@@ -224,7 +225,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Answers Read in the arena: the position of each range, held until Unpin.
+    """Answers Read in the arena: the position of each range, pinned until Unpin.
 
     Without positions, some of the ranges are not in the arena; read them as frames.
     """
@@ -235,21 +236,22 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Answers Read, once for each payload frame: the ranges, one after the other.
+    """Answers Read, once per payload frame: the ranges, one after the other.
 
-    The frames are sent from where the blobs lie, which stay until Unpin; without a pin there is nothing to
-    let go.
+    The frames are sent directly from the blobs' memory, which stays pinned until Unpin; ``pin_id``
+    0
+    needs no Unpin.
     """
 
     pin_id: Count
     is_last: Flag
     checksum: Hash
-    """Of all the frames, with the last one; 0 if none was asked for."""
+    """Checksum of all frames, set on the last one; 0 if none was requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Answers any request that failed; ``details`` is name, value, name, value..."""
+    """Answers any failed request; ``details`` is ``name, value, name, value...``."""
 
     reason: Text
     message: Text
@@ -269,11 +271,11 @@ _FIELDS: Final = {
     )
     for cls in _TYPES
 }
-"""Of each message: its fields in their order, and what checks each."""
+"""Fields of each message in order, with the check of each."""
 
 
 def encode(message: Message, request_id: int) -> bytes:
-    """The header frame of a message."""
+    """Encodes a message as its header frame."""
     cls = type(message)
     fields = [_OPS[cls], request_id, *(getattr(message, name) for name, _ in _FIELDS[cls])]
     packed: bytes = msgpack.packb(fields)
@@ -281,7 +283,7 @@ def encode(message: Message, request_id: int) -> bytes:
 
 
 def decode(header: bytes | memoryview) -> tuple[Message, int]:
-    """Read a header frame.
+    """Decodes a header frame.
 
     Returns:
         The message and its request id.
@@ -306,18 +308,18 @@ def decode(header: bytes | memoryview) -> tuple[Message, int]:
 
 
 def aligned(size_bytes: int) -> int:
-    """``size_bytes`` rounded up to the alignment; at least one unit."""
+    """Returns ``size_bytes`` rounded up to the alignment; at least one unit."""
     return max(-(-size_bytes // ALIGNMENT), 1) * ALIGNMENT
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
-    """64-bit XXH3."""
+    """Returns the 64-bit XXH3 of ``data``."""
     digest: int = xxhash.xxh3_64_intdigest(data)
     return digest
 
 
 def checksum_of(frames: Iterable[bytes | memoryview]) -> int:
-    """64-bit XXH3 of frames laid end to end."""
+    """Returns the 64-bit XXH3 of concatenated frames."""
     state = xxhash.xxh3_64()
     for frame in frames:
         state.update(frame)

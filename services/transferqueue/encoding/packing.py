@@ -1,4 +1,4 @@
-"""Tensors to columns of bytes and back."""
+"""Converts tensors to byte columns and back."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -17,22 +17,23 @@ from services.transferqueue.encoding.codec import ITEM_BYTES, checksum, combine,
 
 Values = Jagged | Tensor | Sequence[Tensor]
 """Values of one field: rows as ``Jagged``, a tensor whose first dimension counts the samples, or a list
-of tensors."""
+of tensors.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnPart:
-    """A part of a column: what one frame holds."""
+    """Part of a column that fits in one frame."""
 
     begin: int
-    """Its first byte in the column."""
+    """Offset of its first byte in the column."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     pieces: Sequence[Tensor]
-    """The bytes in order: tensors of one dimension and one dtype on the CPU."""
+    """The bytes in order, as one-dimensional CPU tensors of one dtype."""
 
     def lay_into(self, target: Tensor) -> memoryview:
-        """Copy into ``target``, uint8 of ``size``; returns its bytes."""
+        """Copies the part into ``target``, uint8 of ``size``; returns its bytes."""
         values = target.view(self.pieces[0].dtype)
         with torch.no_grad():
             if len(self.pieces) == 1:
@@ -42,7 +43,7 @@ class ColumnPart:
         return target.numpy().data
 
     def in_place(self) -> memoryview | None:
-        """The bytes where they are; None if they are in several places."""
+        """Returns the bytes without a copy if possible; None if they are in several tensors."""
         if len(self.pieces) > 1:
             return None
         return self.pieces[0].detach().contiguous().view(torch.uint8).numpy().data
@@ -50,7 +51,7 @@ class ColumnPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedColumn:
-    """Values of one field, ready to be sent."""
+    """Values of one field, ready to send."""
 
     name: str
     dtype: str
@@ -61,17 +62,17 @@ class PackedColumn:
     offsets: tuple[int, ...]
     """Byte offset of each sample."""
     pieces: tuple[Tensor, ...]
-    """The bytes in order: tensors of one dimension and one dtype on the CPU."""
+    """The bytes in order, as one-dimensional CPU tensors of one dtype."""
     bounds: tuple[int, ...]
-    """First byte of each piece, and the end of the last one."""
+    """First byte of each piece, then the end of the last one."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all pieces."""
+        """Total size of all pieces."""
         return self.bounds[-1]
 
     def parts(self) -> list[ColumnPart]:
-        """The column cut into parts; pieces that lie in two of them are cut as well."""
+        """Splits the column into parts; also splits pieces that cross the end of a part."""
         item = self.pieces[0].element_size()
         parts = []
         for begin, size in parts_of(self.size_bytes):
@@ -84,7 +85,7 @@ class PackedColumn:
         return parts
 
     def lay_into(self, target: Tensor) -> int:
-        """Copy into ``target``, uint8 of ``size_bytes``; returns the checksum."""
+        """Copies the column into ``target``, uint8 of ``size_bytes``; returns the checksum."""
         return combine(
             [
                 checksum(part.lay_into(target[part.begin : part.begin + part.size]))
@@ -93,7 +94,7 @@ class PackedColumn:
         )
 
     def to_field(self, blob_index: int) -> FieldColumn:
-        """The column's description once it is a blob."""
+        """Returns the column's description as the blob ``blob_index``."""
         return FieldColumn(
             name=self.name,
             dtype=self.dtype,
@@ -106,10 +107,10 @@ class PackedColumn:
 
 
 def pack(name: str, values: Values) -> PackedColumn:
-    """Pack the values of one field, one row per key.
+    """Packs the values of one field, one row per key.
 
     Raises:
-        InvalidArgumentError: If the dtype is not supported or the rows do not agree.
+        InvalidArgumentError: If the dtype is not supported or the rows' types or shapes differ.
     """
     if isinstance(values, Tensor):
         return _pack_dense(name, values)
@@ -127,13 +128,13 @@ def pack(name: str, values: Values) -> PackedColumn:
 
 
 def share(name: str, row: Tensor, num_keys: int) -> PackedColumn:
-    """Pack one row that all keys share."""
+    """Packs one row that all keys share."""
     column = _pack_rows(name, [row])
     return replace(column, lengths=column.lengths * num_keys, offsets=column.offsets * num_keys)
 
 
 def select_rows(values: Values, indexes: Sequence[int]) -> Values:
-    """Some rows of a field's values."""
+    """Selects rows of a field's values by index."""
     if isinstance(values, Jagged):
         return values.select(indexes)
     if isinstance(values, Tensor):
@@ -142,10 +143,10 @@ def select_rows(values: Values, indexes: Sequence[int]) -> Values:
 
 
 def unpack(column: FieldColumn, data: Tensor) -> Jagged:
-    """View bytes as the rows that ``column`` describes.
+    """Views bytes as the rows that ``column`` describes.
 
     Args:
-        column: Type and lengths.
+        column: Type and lengths of the rows.
         data: uint8, the rows one after the other, aligned for the dtype.
     """
     values = data.view(getattr(torch, column.dtype))
@@ -172,7 +173,7 @@ def _pack_rows(name: str, rows: Sequence[Tensor]) -> PackedColumn:
             f"field {name!r} has rows of {_text_of(rows)}; all but the first dimension must agree",
             field=name,
         )
-    # The number of elements is what a row of rank 0 or 1 counts; asking a tensor for len is slow.
+    # For rank 0 and 1 the length is the number of elements; ``len`` of a tensor is slow.
     lengths = list(map(Tensor.numel, rows)) if rank < 2 else [row.shape[0] for row in rows]
     return _column(name, rows, lengths, rank, tuple(tail))
 
@@ -194,7 +195,7 @@ def _column(
     is_float8 = dtype.startswith("float8")
     pieces = tuple(tensors if rank == 1 else [tensor.reshape(-1) for tensor in tensors])
     if is_float8 or not pieces[0].is_cpu:
-        # Bytes can do what the float8 types cannot: be concatenated.
+        # torch cannot concatenate float8 tensors, only their bytes.
         pieces = tuple([_bytes_of(piece) if is_float8 else piece.cpu() for piece in pieces])
     bounds = tuple(accumulate([length * row_bytes for length in lengths], initial=0))
     return PackedColumn(

@@ -1,4 +1,4 @@
-"""Which bytes a get needs, and where they go."""
+"""Plans a read: the byte ranges to fetch and their positions in the target buffer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from services.transferqueue.encoding.codec import ITEM_BYTES, aligned, combine, 
 
 @dataclass(slots=True)
 class Extent:
-    """Bytes of a blob and their place in the target."""
+    """Bytes of a blob and their position in the target buffer."""
 
     blob: BlobRef
     offset: int
@@ -21,19 +21,19 @@ class Extent:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all bytes of the blob."""
+        """True if the extent covers the whole blob."""
         return self.size == self.blob.size_bytes
 
     def parts(self) -> Iterator["Extent"]:
-        """The extent cut at the ends of its parts."""
+        """Splits the extent into parts of at most one frame."""
         for begin, size in parts_of(self.size):
             yield Extent(self.blob, self.offset + begin, size, self.position + begin)
 
     def check(self, digests: Sequence[int]) -> None:
-        """Compare the checksums of the parts of the whole blob.
+        """Verifies the whole blob by the checksums of its parts.
 
         Raises:
-            DataLossError: If they are not what the blob's writer said.
+            DataLossError: If they differ from the checksum of the blob's writer.
         """
         if combine(digests) != self.blob.checksum:
             raise DataLossError(
@@ -45,23 +45,23 @@ class Extent:
 
 @dataclass(slots=True)
 class ReadPlan:
-    """A get: rows of each field one after the other, in the order of the keys."""
+    """Plan of one read: rows of each field one after the other, in the order of the keys."""
 
     size_bytes: int = 0
-    """Size of the target."""
+    """Size of the target buffer."""
     columns: list[tuple[FieldColumn, int, int]] = field(default_factory=list)
-    """Each field with the begin and end of its values in the target."""
+    """Fields with the begin and end of their values in the target."""
     extents: list[Extent] = field(default_factory=list)
-    """What is read."""
+    """Ranges to read."""
     copies: list[tuple[int, int, int]] = field(default_factory=list)
-    """Rows that several keys share are read once, then copied: ``(from, to, size)``."""
+    """Copies of rows that several keys share and that are read once: ``(from, to, size)``."""
 
 
 def plan_read(meta: KVBatchMeta, names: Sequence[str]) -> ReadPlan:
-    """Plan the read of some fields.
+    """Plans the read of some fields.
 
     Raises:
-        NotFoundError: If a key does not have one of the fields.
+        NotFoundError: If a key lacks one of the fields.
         ValueError: If no key has one of the fields.
     """
     plan = ReadPlan()
@@ -86,10 +86,10 @@ def plan_read(meta: KVBatchMeta, names: Sequence[str]) -> ReadPlan:
 
 
 def check_whole(extents: Sequence[Extent], digests: Sequence[int]) -> None:
-    """Check the whole blobs among extents, of whose parts these are the checksums.
+    """Verifies the extents that cover whole blobs; ``digests`` has the checksums of all extents' parts.
 
     Raises:
-        DataLossError: If one is not what its writer said.
+        DataLossError: If one differs from the checksum of its writer.
     """
     left = iter(digests)
     for extent in extents:
@@ -99,7 +99,7 @@ def check_whole(extents: Sequence[Extent], digests: Sequence[int]) -> None:
 
 
 def _one_run(column: FieldColumn, row_bytes: int) -> tuple[int, int] | None:
-    """Offset and size of rows that follow each other in one blob; most batches are read as put."""
+    """Returns offset and size if all rows follow each other in one blob, as in most batches."""
     if not column.lengths or column.blob_indexes.count(column.blob_indexes[0]) < len(
         column.lengths
     ):

@@ -1,1 +1,1 @@
-"""Samples that are kept to be read, beyond the life of their keys."""
+"""Sample records: samples stored for people to read, beyond the life of their keys."""

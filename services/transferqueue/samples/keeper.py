@@ -1,4 +1,4 @@
-"""Moves what is put into the partitions ``kept`` of runs into their stores, and out of the queue's memory."""
+"""Moves samples from the partitions ``kept`` of runs into files, out of the queue's memory."""
 
 import asyncio
 import json
@@ -25,13 +25,13 @@ from services.transferqueue.types import KeptSampleQuery
 logger = logging.getLogger(__name__)
 
 _GATHER_S = 0.2
-"""What comes within this time is written at once."""
+"""Samples that arrive within this time are written together."""
 _CHUNK_BYTES = 256 << 10
 
 
 @dataclass(slots=True)
 class _Run:
-    """A run whose samples are kept now."""
+    """A run whose samples are being recorded."""
 
     max_bytes: int
     max_steps: int
@@ -40,13 +40,14 @@ class _Run:
 
 
 class Keeper:
-    """The kept samples of all runs.
+    """Records the samples of all runs.
 
     Args:
-        folder: Where their stores are.
-        capacity_bytes: Bytes of all stores; those of runs that are over go first, the oldest first.
-        index: Tells what is put.
-        shards: Hold the bytes until they are kept.
+        folder: Folder of the sample files.
+        capacity_bytes: Max. bytes of all files; files of ended runs are deleted first, the oldest
+            first.
+        index: Reports new samples.
+        shards: Hold the bytes until they are recorded.
     """
 
     def __init__(self, folder: Path, capacity_bytes: int, *, index: Index, shards: Shards) -> None:
@@ -62,16 +63,16 @@ class Keeper:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        """Write what is there."""
+        """Writes pending samples of all runs."""
         for run_id in list(self._runs):
             await self.end(run_id)
         await self._tasks.__aexit__(*error)
 
     async def keep(self, run_id: str, *, max_bytes: int, max_steps: int) -> None:
-        """Create the partition ``kept`` of a run, and keep what is put there.
+        """Creates the partition ``kept`` of a run and starts to record its samples.
 
         Raises:
-            InvalidArgumentError: If ``run_id`` can name no file.
+            InvalidArgumentError: If ``run_id`` cannot be a file name.
         """
         store_path(self._folder, run_id)
         self._index.create_partition(_partition(run_id), required_fields=(), quota_bytes=0)
@@ -83,14 +84,14 @@ class Keeper:
         run.following = self._tasks.create_task(self._follow(run_id), name=f"keep {run_id}")
 
     async def end(self, run_id: str) -> None:
-        """Write what a run has put so far, and keep no more of it; its partition is about to be dropped."""
+        """Writes a run's pending samples and stops recording; its partition is about to be dropped."""
         await self.settle(run_id)
         run = self._runs.pop(run_id, None)
         if run is not None and run.following is not None:
             run.following.cancel()
 
     async def settle(self, run_id: str) -> None:
-        """Write what a run has put so far, if it is kept now."""
+        """Writes a run's pending samples, if it is being recorded."""
         run = self._runs.get(run_id)
         if run is None:
             return
@@ -113,14 +114,14 @@ class Keeper:
                 logger.warning(
                     "samples are not kept", extra={"run": run_id, "why": type(error).__name__}
                 )
-            # Whatever became of them, training must not wait for their room.
+            # Also on failure: training must not wait for their space.
             self._index.release(pending.partition_id, pending.keys)
 
     async def read(self, run_id: str, query: KeptSampleQuery) -> AsyncIterator[bytes]:
-        """JSON lines, in stretches.
+        """Streams sample records as JSON lines, in chunks.
 
         Raises:
-            NotFoundError: If the sample that the reading begins behind is not kept any more.
+            NotFoundError: If the record of the sample ``query.after`` no longer exists.
         """
         if run_id in self._runs:
             await self.settle(run_id)
@@ -131,7 +132,7 @@ class Keeper:
                 yield data[begin : begin + _CHUNK_BYTES]
 
     async def forget(self, run_id: str) -> None:
-        """Delete the store of a run."""
+        """Deletes the sample records of a run."""
         await asyncio.to_thread(remove_store, self._path(run_id))
 
     async def _follow(self, run_id: str) -> None:
@@ -140,7 +141,7 @@ class Keeper:
             await self.settle(run_id)
 
     def _make_room(self, wanted_bytes: int, kept: Collection[str]) -> None:
-        """Delete stores of runs that are over, the oldest first, until one more has room."""
+        """Deletes files of ended runs, the oldest first, until ``wanted_bytes`` more fit."""
         stores = [path for path in self._folder.glob("*.db") if path.stem not in kept]
         sizes = {path: path.stat().st_size for path in stores}
         surplus = sum(sizes.values()) + wanted_bytes - self._capacity_bytes
@@ -162,7 +163,7 @@ def _partition(run_id: str) -> str:
 
 
 async def _told(meta: KVBatchMeta, blobs: BlobClient) -> list[SampleRecord]:
-    """What was put, read from wherever it is."""
+    """Reads new sample records from the shards."""
     whole = [await blobs.read(blob, [(0, blob.size_bytes)]) for blob in meta.blobs]
     told: list[SampleRecord] = []
     for row, key in enumerate(meta.keys):

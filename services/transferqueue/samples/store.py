@@ -1,7 +1,7 @@
-"""The kept samples of one run: an SQLite file of facts, texts and columns of tokens.
+"""Sample records of one run: an SQLite file of facts, texts and token columns.
 
-What rollout and trainer tell of a sample comes in any order; it is seen once its rollout has told.
-All of this blocks; call it in a thread.
+Records of rollout and trainer arrive in any order; a sample is visible after its rollout's record
+arrived. The functions block; call them in a thread.
 """
 
 import json
@@ -20,7 +20,7 @@ from services.transferqueue.types import KeptSampleQuery
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 Position = tuple[float, int]
-"""Where the reading goes on: rank and number of the last sample."""
+"""Rank and sequence number of the last sample read, from which to continue."""
 
 # A sample without a reward is neither best nor worst.
 _RANKS = {
@@ -52,48 +52,48 @@ CREATE TABLE IF NOT EXISTS training (
 _MADE = ("response_ids", "rollout_logprobs", "version_runs")
 _TRAINED = ("advantages", "trained_logprobs", "loss_mask")
 _FACTS_BYTES = 600
-"""What a sample takes besides its texts and columns, about."""
+"""Approximate size of a sample besides its texts and columns."""
 _UNTOLD_STEPS = 100
-"""Steps after which nobody will tell how a trained sample was made."""
-# Characters that no text has.
+"""Steps after which the rollout's record of a trained sample is no longer expected."""
+# More characters than any text has.
 _WHOLE = 2**31 - 1
-# Samples that are in memory at once: whole ones, and those of a list.
+# Max. samples in memory at once: with turns, in a list, and by default.
 _MAX_WHOLE, _MAX_LISTED, _BATCH = 16, 1024, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRecord:
-    """What one process tells of one sample."""
+    """Record of one sample from one process."""
 
     sample_id: str
     record: Mapping[str, Any]
-    """From the rollout ``facts``, ``prompt``, ``response`` and more; from the trainer its facts."""
+    """``facts``, ``prompt``, ``response`` and more from the rollout; facts of the step from the trainer."""
     columns: Mapping[str, bytes]
-    """Columns of tokens, by field."""
+    """Token columns by field."""
 
     @property
     def is_made(self) -> bool:
-        """Whether the rollout tells, which made it."""
+        """True if the record is from the rollout, which generated the sample."""
         return "response_ids" in self.columns
 
 
 class SampleStore:
-    """The file of one run.
+    """Stores and reads the sample records of one run.
 
     Args:
-        path: The file; made by the first writing.
+        path: The SQLite file; created by the first write.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, told: Sequence[SampleRecord], *, max_bytes: int, max_steps: int) -> None:
-        """Take in what was told, and let the oldest go that are beyond the bounds.
+        """Writes new records and deletes the oldest samples beyond the limits.
 
         Args:
-            told: What is new.
-            max_bytes: Bytes that the samples may take.
-            max_steps: Newest steps that stay; 0 for all.
+            told: The new records.
+            max_bytes: Max. bytes of all samples.
+            max_steps: Number of newest steps whose samples stay; 0 for all.
         """
         with _opened(self._path, is_new=True) as database:
             for each in told:
@@ -103,17 +103,17 @@ class SampleStore:
     def read(
         self, query: KeptSampleQuery, behind: Position | None = None
     ) -> tuple[list[bytes], Position | None]:
-        """Some samples as JSON, each ending its line.
+        """Reads a batch of samples as JSON lines.
 
         Args:
-            query: Which; its ``limit`` bounds this call.
-            behind: Where an earlier call ended.
+            query: Selects the samples; its ``limit`` applies to this call.
+            behind: Position at which an earlier call ended.
 
         Returns:
-            The lines, and where to go on; None at the end.
+            The lines, and the position to continue from; None at the end.
 
         Raises:
-            NotFoundError: If the sample that the reading begins behind is not kept any more.
+            NotFoundError: If the record of the sample ``query.after`` no longer exists.
         """
         if not self._path.exists():
             return [], None
@@ -126,7 +126,7 @@ class SampleStore:
         return lines, (rows[-1]["rank"], rows[-1]["seq"]) if len(rows) == limit else None
 
     def lines(self, query: KeptSampleQuery) -> Iterator[list[bytes]]:
-        """All that a query asks for, some lines at once."""
+        """Yields all lines of a query, in batches."""
         behind: Position | None = None
         left = query.limit
         while True:
@@ -138,10 +138,10 @@ class SampleStore:
 
 
 def store_path(folder: Path, run_id: str) -> Path:
-    """The store of a run.
+    """Returns the file of a run.
 
     Raises:
-        InvalidArgumentError: If ``run_id`` can name no file.
+        InvalidArgumentError: If ``run_id`` cannot be a file name.
     """
     if not _NAME.fullmatch(run_id):
         raise InvalidArgumentError(
@@ -151,14 +151,14 @@ def store_path(folder: Path, run_id: str) -> Path:
 
 
 def remove_store(path: Path) -> None:
-    """Delete the file of a run, if there is one."""
+    """Deletes the file of a run, if there is one."""
     for suffix in ("", "-journal"):
         Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 @contextmanager
 def _opened(path: Path, *, is_new: bool = False) -> Iterator[sqlite3.Connection]:
-    """One transaction on the file."""
+    """Opens the file for one transaction."""
     if is_new:
         path.parent.mkdir(parents=True, exist_ok=True)
     with closing(sqlite3.connect(path, timeout=30.0)) as database:
@@ -253,7 +253,7 @@ _WHERE = {
 def _select(
     query: KeptSampleQuery, behind: Position | None, limit: int
 ) -> tuple[str, dict[str, Any]]:
-    """The statement that finds the next samples, and its values."""
+    """Returns the SQL statement for the next samples, and its parameters."""
     values = {name: getattr(query, name) for name in _WHERE}
     given = [name for name, value in values.items() if value not in (None, "")]
     for sign in "!%_":
@@ -294,7 +294,7 @@ def _position(database: sqlite3.Connection, query: KeptSampleQuery) -> Position:
 
 
 def _line(query: KeptSampleQuery, row: sqlite3.Row) -> bytes:
-    """A sample as JSON: the facts of its rollout, then those of the trainer."""
+    """Formats a sample as a JSON line: the rollout's facts, then the trainer's."""
     shown = {"id": row["id"], **json.loads(row["facts"]), **json.loads(row["trained"] or "{}")}
     shown |= {"prompt": row["prompt"], "response": row["response"]}
     if query.with_turns:

@@ -1,4 +1,4 @@
-"""Columns of tokens as the data plane brings them, and as the API shows them."""
+"""Converts token columns from the data plane's bytes to the API's JSON."""
 
 import math
 from array import array
@@ -7,16 +7,16 @@ from itertools import chain, repeat
 from typing import Any
 
 _DIGITS = 5
-# Larger ones have no number, and nobody would believe them.
+# Avoids overflow; a larger ratio means nothing.
 _MAX_LOG_RATIO = 80.0
 
 
 def token_columns(columns: Mapping[str, bytes], vocabulary: Mapping[str, str]) -> dict[str, Any]:
-    """Columns with one entry for each token of a response.
+    """Returns columns with one entry per token of a response.
 
     Args:
         columns: Little-endian values by field: ``response_ids`` and ``version_runs`` int32,
-            ``rollout_logprobs`` float32; once the sample was trained also ``advantages`` and
+            ``rollout_logprobs`` float32; after training also ``advantages`` and
             ``trained_logprobs`` float32, and ``loss_mask`` one byte each.
         vocabulary: Text of each token that occurs, by its id.
     """
@@ -54,5 +54,5 @@ def _values(code: str, data: bytes) -> list[Any]:
 
 
 def _rounded(values: list[float]) -> list[float | None]:
-    """JSON has no number for what is not finite."""
+    """Rounds values; None replaces values that are not finite, which JSON cannot express."""
     return [round(value, _DIGITS) if math.isfinite(value) else None for value in values]

@@ -1,1 +1,1 @@
-"""The shards of a transferqueue: who is alive, which one holds a group."""
+"""Storage shards of a transferqueue: registration, heartbeats, admission of clients."""

@@ -1,4 +1,4 @@
-"""A storage shard whose index is in another process."""
+"""Storage shard whose index runs in another process."""
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteIndex:
-    """The index as this shard sees it.
+    """Index of another process, as this shard uses it.
 
     Args:
         client: Calls the index.
@@ -25,35 +25,36 @@ class RemoteIndex:
         self._client = client
 
     async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
-        """Charge the run's quota."""
+        """Charges the run's quota."""
         await self._client.reserve(partition_id, size_bytes, wait_s=wait_s)
 
     def cancel(self, partition_id: str, size_bytes: int) -> None:
-        """Take the charge back soon."""
+        """Reverts the charge in the background."""
         self._tasks.create_task(self._cancel(partition_id, size_bytes))
 
     async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
-        """Make a put visible."""
+        """Makes a put visible."""
         return await self._client.commit(meta, put_id=put_id)
 
     async def admitted_as(self, public_key: str) -> str | None:
-        """Run of a client that may use the data socket; None if it may not."""
+        """Returns the run of a client that may use the data socket; None if it may not."""
         return await self._client.admitted_as(public_key)
 
     @asynccontextmanager
     async def joined(
         self, shard: Shard, storage: BlobStore, free: Callable[[Sequence[int]], None]
     ) -> AsyncIterator[None]:
-        """Take part until the block ends.
+        """Registers the shard and sends heartbeats until the block ends.
 
         Args:
-            shard: How clients reach this shard.
+            shard: Address of this shard.
             storage: Its blobs.
             free: Deletes blobs.
 
         Raises:
-            NotFoundError: If the index gave this shard up. Its samples count as lost, so the process
-                must end and start anew.
+            NotFoundError: If the index gave this shard up. Its samples count as lost, so the
+                process must
+                end and restart.
         """
         await self._client.register(shard, capacity_bytes=storage.capacity_bytes)
         with unwrapped():
@@ -75,5 +76,5 @@ class RemoteIndex:
         try:
             await self._client.cancel(partition_id, size_bytes)
         except ServiceError as error:
-            # The index counts the charge off when it gives this shard up.
+            # The index reverts the charge when it gives this shard up.
             logger.warning("charge not taken back", extra={"error": str(error)})

@@ -1,4 +1,4 @@
-"""gRPC face of the shard registry."""
+"""gRPC servicer of the shard registry."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
     """Serves the shards of other processes.
 
     Args:
-        index: What is known about the samples.
+        index: Metadata of the samples.
         shards: The shards.
     """
 
@@ -30,7 +30,7 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
     async def RegisterShard(
         self, request: pb.RegisterShardRequest, context: Context
     ) -> pb.RegisterShardResponse:
-        """Add a shard."""
+        """Registers a shard."""
         shard = shard_from_proto(request.shard)
         self._shards.register(shard, capacity_bytes=request.capacity_bytes)
         return pb.RegisterShardResponse()
@@ -38,7 +38,7 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
     async def HeartbeatShard(
         self, request: pb.HeartbeatShardRequest, context: Context
     ) -> pb.HeartbeatShardResponse:
-        """Keep a shard alive."""
+        """Keeps a shard registered; returns the blobs that it must delete."""
         blob_ids = await self._shards.heartbeat(
             request.shard_id,
             instance_id=request.instance_id,
@@ -50,7 +50,7 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
     async def ReserveBytes(
         self, request: pb.ReserveBytesRequest, context: Context
     ) -> pb.ReserveBytesResponse:
-        """Charge a quota."""
+        """Charges a quota."""
         size = request.size_bytes
         await self._index.reserve(request.partition_id, size, wait_s=request.wait_s)
         try:
@@ -63,7 +63,7 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
     async def CancelBytes(
         self, request: pb.CancelBytesRequest, context: Context
     ) -> pb.CancelBytesResponse:
-        """Take a charge back."""
+        """Reverts a charge."""
         self._charge(request, request.partition_id, -request.size_bytes)
         self._index.cancel(request.partition_id, request.size_bytes)
         return pb.CancelBytesResponse()
@@ -71,9 +71,9 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
     async def CommitPut(
         self, request: pb.CommitPutRequest, context: Context
     ) -> pb.CommitPutResponse:
-        """Make a put visible."""
+        """Makes a put visible."""
         meta = KVBatchMeta.from_proto(request.batch)
-        # Bytes of a shard that was given up would never be reported lost.
+        # Otherwise the samples of a shard that was given up would never be reported as lost.
         self._shards.demand_alive(request.shard_id, request.instance_id)
         revision = await self._index.commit(meta, put_id=request.put_id)
         size = sum(blob.size_bytes for blob in meta.blobs)
@@ -83,7 +83,7 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
     async def CheckClient(
         self, request: pb.CheckClientRequest, context: Context
     ) -> pb.CheckClientResponse:
-        """Tell whether a client is admitted."""
+        """Returns whether a client is admitted, and its run."""
         run_id = await self._shards.admitted_as(request.public_key)
         return pb.CheckClientResponse(admitted=run_id is not None, run_id=run_id or "")
 

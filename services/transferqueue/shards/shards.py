@@ -1,4 +1,4 @@
-"""The storage shards of a transferqueue: who is alive, who is admitted, what is to be deleted."""
+"""Tracks the storage shards of a transferqueue: liveness, admitted clients, pending deletions."""
 
 import asyncio
 from collections import Counter
@@ -15,9 +15,9 @@ from services.transferqueue.storage.admission import ALL_RUNS
 from services.transferqueue.types import Shard, ShardStats
 
 HEARTBEAT_S = 1.0
-"""A heartbeat returns after this long when there is nothing to delete."""
+"""Max. seconds that a heartbeat waits for blobs to delete."""
 DEAD_AFTER_S = 5.0
-"""A shard that was not heard of for this long is given up."""
+"""Seconds without a heartbeat after which a shard is given up."""
 _CHANGED = "changed"
 
 
@@ -35,10 +35,10 @@ class _Member:
 
 
 class Shards:
-    """Shards of this process and of others.
+    """Shards of this process and of other processes.
 
     Args:
-        index: Is told which shards died.
+        index: Receives the ids of dead shards.
     """
 
     def __init__(self, index: Index) -> None:
@@ -57,12 +57,12 @@ class Shards:
         stored_bytes: Callable[[], int],
         free: Callable[[Sequence[int]], None],
     ) -> None:
-        """Add the shard of this process, with how to see its fill and how to delete blobs."""
+        """Adds the shard of this process, with functions that return its fill and delete blobs."""
         self._members[shard.shard_id] = _Member(shard, capacity_bytes, stored_bytes, free)
         self._tell_clients()
 
     def register(self, shard: Shard, *, capacity_bytes: int) -> None:
-        """Add the shard of another process. What its earlier life held is lost."""
+        """Adds the shard of another process. The data of its earlier lifetime is lost."""
         if shard.shard_id in self._members:
             self._lose(shard.shard_id)
         member = _Member(
@@ -81,13 +81,13 @@ class Shards:
     async def heartbeat(
         self, shard_id: str, *, instance_id: str, stored_bytes: int, num_deleted: int
     ) -> tuple[int, ...]:
-        """Keep a shard alive; waits a while for blobs to delete.
+        """Keeps a shard alive; waits a while for blobs to delete.
 
         Args:
             shard_id: The shard.
-            instance_id: This life of its process.
+            instance_id: Lifetime of its process.
             stored_bytes: Its bytes in use.
-            num_deleted: How many of the blobs that it was told to delete so far it has deleted.
+            num_deleted: Number of blobs that the shard has deleted so far at the index's request.
 
         Returns:
             The blobs to delete after these.
@@ -108,21 +108,21 @@ class Shards:
     def charge(
         self, shard_id: str, partition_id: str, size_bytes: int, *, instance_id: str
     ) -> None:
-        """Remember bytes that a shard has reserved, or with a negative size used or given back.
+        """Records bytes that a shard has reserved, or with a negative size used or freed.
 
         Raises:
-            NotFoundError: If the shard was given up: its charges are taken back already.
+            NotFoundError: If the shard was given up: its charges are already reverted.
         """
         self.demand_alive(shard_id, instance_id).charges[partition_id] += size_bytes
 
     async def connect(
         self, public_key: str, run_id: str = ALL_RUNS
     ) -> AsyncGenerator[list[Shard], None]:
-        """Admit a client for as long as this runs; yields the shards whenever they change.
+        """Admits a client while the generator runs; yields the shards at once and after each change.
 
         Args:
-            public_key: Its CURVE key.
-            run_id: The run that it works for.
+            public_key: CURVE key of the client.
+            run_id: Run that the client works for.
         """
         client = (public_key, run_id)
         self._clients[client] += 1
@@ -136,15 +136,15 @@ class Shards:
                 del self._clients[client]
 
     async def admitted_as(self, public_key: str) -> str | None:
-        """Run of a client that may use the data sockets; None if it may not."""
+        """Returns the run of a client that may use the data sockets; None if it may not."""
         return next((run_id for key, run_id in self._clients if key == public_key), None)
 
     def list_shards(self) -> list[Shard]:
-        """The shards."""
+        """Returns the shards."""
         return [member.shard for member in self._members.values()]
 
     def stats(self) -> list[ShardStats]:
-        """Fill of each shard."""
+        """Returns the fill of each shard."""
         return [
             ShardStats(
                 shard_id=shard_id,
@@ -155,7 +155,7 @@ class Shards:
         ]
 
     def free(self, blobs: Sequence[BlobRef]) -> None:
-        """Delete blobs, wherever they are; those of dead shards are gone already."""
+        """Deletes blobs on their shards; ignores those of dead shards."""
         if self._num_keepers:
             self._kept += blobs
             return
@@ -168,7 +168,7 @@ class Shards:
 
     @contextmanager
     def keeping_blobs(self) -> Iterator[None]:
-        """Put off the deletion of blobs until the block ends."""
+        """Defers the deletion of blobs until the block ends."""
         self._num_keepers += 1
         try:
             yield
@@ -182,7 +182,7 @@ class Shards:
         self._waiters.wake(_CHANGED)
 
     def demand_alive(self, shard_id: str, instance_id: str) -> _Member:
-        """The shard, if this life of its process takes part.
+        """Returns the shard if this lifetime of its process is registered.
 
         Raises:
             NotFoundError: If it was given up.

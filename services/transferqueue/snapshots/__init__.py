@@ -1,1 +1,1 @@
-"""Snapshots of a run, index and bytes."""
+"""Snapshots of a run's samples: index and bytes."""

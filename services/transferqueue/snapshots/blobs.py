@@ -1,4 +1,4 @@
-"""Reads and writes whole blobs as bytes: the service's own way to the shards, without tensors."""
+"""Reads and writes whole blobs as bytes: the service's connection to the shards, without tensors."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -17,7 +17,7 @@ _READ_BYTES = 4 << 20
 
 
 class BlobClient:
-    """Talks to the data sockets of shards; see ``connect``."""
+    """Reads and writes blobs through the data sockets of shards; see ``connect``."""
 
     def __init__(self, connections: dict[str, ShardConnection]) -> None:
         self._connections = connections
@@ -25,7 +25,7 @@ class BlobClient:
     @classmethod
     @asynccontextmanager
     async def connect(cls, shards: Shards) -> AsyncIterator["BlobClient"]:
-        """Connections to the shards that are there now."""
+        """Connects to the shards that exist now."""
         context = zmq.Context()
         key_pair = zmq.curve_keypair()
         connections: dict[str, ShardConnection] = {}
@@ -42,7 +42,7 @@ class BlobClient:
             context.destroy(linger=0)
 
     async def read(self, blob: BlobRef, ranges: Sequence[tuple[int, int]]) -> bytes:
-        """Bytes of ``(offset, size)`` ranges of a blob, end to end.
+        """Returns the concatenated bytes of ``(offset, size)`` ranges of a blob.
 
         Raises:
             DataLossError: If they arrive damaged.
@@ -62,7 +62,7 @@ class BlobClient:
         return b"".join(parts)
 
     async def put(self, shard_id: str, meta: KVBatchMeta, payload: Sequence[bytes]) -> None:
-        """Store samples; ``payload`` holds the bytes of each blob of ``meta``."""
+        """Stores samples; ``payload`` holds the bytes of each blob of ``meta``."""
         connection = self._connection(shard_id)
         put_id = new_id("put")
         sizes = tuple(map(len, payload))

@@ -1,4 +1,4 @@
-"""A file of records that notices when any of it is damaged or missing."""
+"""File of checksummed records that detects damaged and missing ones."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ class RecordWriter:
     @classmethod
     @asynccontextmanager
     async def open(cls, path: Path) -> AsyncIterator["RecordWriter"]:
-        """Write ``path``. It is replaced when the block ends well; otherwise it stays as it was."""
+        """Writes to a draft, which replaces ``path`` only if the block ends without an error."""
         draft = path.with_suffix(".draft")
         with draft.open("wb") as file:
             file.write(_MAGIC)
@@ -37,11 +37,11 @@ class RecordWriter:
         draft.replace(path)
 
     async def write(self, record: list[object]) -> None:
-        """Append a record."""
+        """Appends a record."""
         await self.write_bytes(msgpack.packb(record))
 
     async def write_bytes(self, data: bytes) -> None:
-        """Append bytes as a record."""
+        """Appends bytes as a record."""
         prefix = _PREFIX.pack(len(data), codec.checksum(data))
         await asyncio.to_thread(self._file.writelines, (prefix, data))
 
@@ -56,7 +56,7 @@ class RecordReader:
     @classmethod
     @asynccontextmanager
     async def open(cls, path: Path) -> AsyncIterator["RecordReader"]:
-        """Read ``path``.
+        """Opens ``path`` for reading.
 
         Raises:
             DataLossError: If it does not hold records.
@@ -68,7 +68,7 @@ class RecordReader:
             yield reader
 
     async def read(self) -> list[object]:
-        """The next record.
+        """Returns the next record.
 
         Raises:
             DataLossError: If it is damaged or missing.
@@ -79,7 +79,7 @@ class RecordReader:
         return record
 
     async def read_bytes(self, size_bytes: int) -> bytes:
-        """The next record as bytes, which must have this size.
+        """Returns the next record as bytes, which must have this size.
 
         Raises:
             DataLossError: If it is damaged or missing.
@@ -90,7 +90,7 @@ class RecordReader:
         return data
 
     def damage(self) -> DataLossError:
-        """The error for a damaged file."""
+        """Returns the error for a damaged file."""
         return DataLossError(
             f"{self._name} is damaged or was cut off near byte {self._file.tell()}; "
             "use an older snapshot",

@@ -1,9 +1,11 @@
 """Saves and restores the samples of a run, index and bytes, as part of its checkpoint.
 
-A snapshot is a file of records, each with its length and checksum: for every partition one record that
-describes it, then one record per put followed by the bytes of its blobs, and an end mark. Bytes go
-over the data sockets like anyone's, so it does not matter where the shards are. Leases are not saved:
-what was leased is handed out again.
+A snapshot is a file of records, each with its length and checksum: for every partition one record
+that
+describes it, then one record per put followed by the bytes of its blobs, and an end mark. The bytes
+pass through the data sockets, so the shards may run anywhere. Leases are not saved: leased samples
+are
+delivered again.
 """
 
 import asyncio
@@ -34,11 +36,11 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class Snapshots:
-    """Snapshots of one transferqueue.
+    """Saves and restores snapshots of one transferqueue.
 
     Args:
-        folder: Where they are.
-        index: Knows the samples.
+        folder: Folder of the snapshots.
+        index: Metadata of the samples.
         shards: Hold the bytes.
     """
 
@@ -48,7 +50,7 @@ class Snapshots:
         self._shards = shards
 
     async def save(self, run_id: str, snapshot_id: str) -> tuple[int, int]:
-        """Save a run. The file appears under its name only when it is whole.
+        """Saves a run. The file appears under its name only after it is complete.
 
         Returns:
             Number of samples and of bytes.
@@ -68,7 +70,7 @@ class Snapshots:
         return num_keys, path.stat().st_size
 
     async def restore(self, run_id: str, snapshot_id: str) -> int:
-        """Restore a run; returns the number of samples.
+        """Restores a run; returns the number of samples.
 
         Raises:
             NotFoundError: If there is no such snapshot.
@@ -142,7 +144,7 @@ async def _save_put(meta: KVBatchMeta, blobs: BlobClient, writer: RecordWriter) 
 
 
 def _compact(column: FieldColumn) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
-    """The ranges of a blob that a column needs, and its offsets once they lie end to end."""
+    """Returns the ranges of a blob that a column needs, and its offsets after these are concatenated."""
     row_bytes = codec.ITEM_BYTES[column.dtype] * prod(column.tail_shape)
     ranges: list[tuple[int, int]] = []
     moved: dict[tuple[int, int], int] = {}

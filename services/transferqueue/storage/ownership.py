@@ -1,4 +1,4 @@
-"""Owners of blobs: restricts each worker to the blobs of its own run."""
+"""Owners of blobs: restricts each worker to the blobs of its run."""
 
 from collections.abc import Iterable
 

@@ -1,1 +1,1 @@
-"""The client's ways to the bytes of a shard."""
+"""Client side of the data plane: connections to shards and transports of bytes."""

@@ -1,4 +1,4 @@
-"""Bytes of puts and gets through the shared memory of a shard on the same host."""
+"""Transport through the shared memory of a shard on the same host."""
 
 import mmap
 import time
@@ -20,18 +20,18 @@ from services.transferqueue.transport.socket_transport import TIMEOUT_S, Transpo
 
 _SMALL_BYTES = 64 << 10
 _ALONE_BYTES = 2 << 20
-"""Copies below this are done before a thread is awake to help."""
+"""Smaller copies finish before a helper thread would be awake."""
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class ArenaTransport:
-    """One copy per put and one per get.
+    """Transport with one memory copy per put and one per get.
 
     Args:
-        connection: The shard.
-        arena: Its memory.
-        fallback: Reads what is small, and what the shard has moved to disk.
+        connection: Connection to the shard.
+        arena: The shard's shared memory.
+        fallback: Reads small ranges and those that the shard has moved to disk.
     """
 
     takes_small_puts = True
@@ -42,7 +42,7 @@ class ArenaTransport:
         self._arena = torch.frombuffer(arena, dtype=torch.uint8)
 
     def prepare(self, columns: Sequence[PackedColumn]) -> Writing:
-        """Cut the columns into parts."""
+        """Splits the columns into parts; the returned function copies them into the arena."""
         parts_of_columns = [column.parts() for column in columns]
         size = sum(column.size_bytes for column in columns)
 
@@ -65,16 +65,16 @@ class ArenaTransport:
         return write
 
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
-        """Fetch bytes of blobs into ``target``, a uint8 tensor."""
+        """Fetches bytes of blobs into ``target``, a uint8 tensor."""
         if len(target) < _SMALL_BYTES:
-            # One answer with the bytes is quicker than one with their place and a message to let go.
+            # One answer with the bytes is faster than one with their positions and an Unpin.
             await self._fallback.read(extents, target)
             return
         for begin in range(0, len(extents), codec.MAX_RANGES):
             await self._read(extents[begin : begin + codec.MAX_RANGES], target)
 
     def close(self) -> None:
-        """The mapping goes with the last tensor that views it."""
+        """Does nothing: the mapping ends with the last tensor that views it."""
 
     async def _read(self, extents: Sequence[Extent], target: Tensor) -> None:
         deadline = time.monotonic() + codec.PIN_S / 2

@@ -1,4 +1,4 @@
-"""Lays the frames of a read into their places as they come."""
+"""Copies the frames of a read to their positions as they arrive."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ from services.transferqueue.encoding.readplan import Extent
 
 
 class Arrival:
-    """The answer to one read.
+    """Assembles the answer to one read.
 
     Args:
-        batch: Parts of extents, which come one after the other.
-        view: Where they go.
-        with_checksum: Whether the frames are hashed on their way.
+        batch: Parts of extents, which arrive one after the other.
+        view: Target buffer.
+        with_checksum: Also compute the checksum of all frames.
     """
 
     def __init__(self, batch: Sequence[Extent], view: memoryview, *, with_checksum: bool) -> None:
@@ -27,7 +27,7 @@ class Arrival:
         self._num_excess = 0
 
     def take(self, frames: Sequence[memoryview]) -> None:
-        """Lay some frames down; each part is hashed once it is whole, while it is in the cache."""
+        """Copies frames; computes each complete part's checksum while the part is in the cache."""
         for frame in frames:
             if self._hash is not None:
                 self._hash.update(frame)
@@ -37,10 +37,10 @@ class Arrival:
             self._num_excess += len(frame) - used
 
     def digests(self, answer: codec.Response) -> list[int]:
-        """Checksums of the parts, once the last frame is here.
+        """Returns the checksums of the parts; call it after the last frame.
 
         Raises:
-            DataLossError: If the frames are not what was asked for and sent.
+            DataLossError: If the frames differ from those requested and sent.
         """
         is_right = (
             isinstance(answer, codec.Data)

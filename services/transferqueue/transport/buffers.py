@@ -1,6 +1,6 @@
-"""Memory for what is read, used again when the tensors in it are gone.
+"""Pool of buffers for reads, which are reused when no tensor views them any more.
 
-A fresh page costs about four copies of itself, and a batch is read into hundreds of them.
+A page fault costs about four copies of the page, and one batch spans hundreds of pages.
 """
 
 import ctypes
@@ -17,16 +17,16 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class BufferPool:
-    """Hands out buffers and takes them back by itself.
+    """Allocates buffers and takes them back when their tensors are garbage-collected.
 
     Args:
-        keep_bytes: Most memory that is kept while nobody uses it.
+        keep_bytes: Max. unused memory that the pool keeps.
     """
 
     def __init__(self, keep_bytes: int) -> None:
         self._keep_bytes = keep_bytes
         self._idle: list[mmap.mmap] = []
-        # The garbage collector gives memory back in any thread.
+        # Finalizers may run in any thread.
         self._lock = threading.RLock()
 
     def take(self, size_bytes: int) -> Tensor:
@@ -38,7 +38,7 @@ class BufferPool:
         return torch.frombuffer(holder, dtype=torch.uint8, count=max(size_bytes, 1))[:size_bytes]
 
     def _block(self, size_bytes: int) -> mmap.mmap:
-        # The latest one comes first: it is still in the cache.
+        # Prefer the most recently used block: it is still in the cache.
         idle = reversed(self._idle)
         fitting = [b for b in idle if size_bytes <= len(b) <= 2 * size_bytes + _LEAST_BYTES]
         if fitting:
@@ -48,7 +48,7 @@ class BufferPool:
         if size_bytes < _HUGE_PAGE_BYTES:
             return mmap.mmap(-1, max(_LEAST_BYTES, size_bytes), flags=_FLAGS | mmap.MAP_POPULATE)
         block = mmap.mmap(-1, size_bytes, flags=_FLAGS)
-        # Huge pages are faulted in hundreds of times less often, and copied to a quarter faster.
+        # Huge pages cause hundreds of times fewer page faults and are copied a quarter faster.
         block.madvise(mmap.MADV_HUGEPAGE)
         return block
 

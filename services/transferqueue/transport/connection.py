@@ -1,4 +1,4 @@
-"""A client's connection to one shard."""
+"""Connection of a client to one shard."""
 
 import asyncio
 import logging
@@ -28,13 +28,13 @@ Answer = tuple[codec.Response, Payload]
 
 
 class Channel(Protocol):
-    """Carries messages to a shard and back."""
+    """Interface that carries messages to a shard and back."""
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Queue a message."""
+        """Queues a message."""
 
     def close(self) -> None:
-        """Disconnect."""
+        """Disconnects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class _Request:
 
 
 class ShardConnection:
-    """Requests to one shard; many can be under way.
+    """Sends requests to one shard; many can be pending at once.
 
     Args:
-        shard: Where the shard is.
+        shard: The shard.
     """
 
     _channel: Channel
@@ -57,7 +57,7 @@ class ShardConnection:
         self._pending: dict[int, _Request] = {}
         self._request_ids = count(1)
         self.is_open = True
-        """Whether requests can be sent."""
+        """True while requests can be sent."""
 
     @classmethod
     def over_network(
@@ -66,16 +66,16 @@ class ShardConnection:
         shard: Shard,
         key_pair: tuple[bytes, bytes],
     ) -> "ShardConnection":
-        """Connect through ZeroMQ.
+        """Connects through ZeroMQ.
 
         Args:
             context: ZeroMQ context of the client.
-            shard: Where the shard is.
+            shard: The shard.
             key_pair: CURVE public and secret key of the client, in Z85.
         """
         socket = context.socket(zmq.DEALER)
         set_limits(socket, receive_queue=0)
-        # Queued frames are views of the caller's memory, so the queue itself costs nothing.
+        # Queued frames are views of the caller's memory, so an unbounded queue costs nothing.
         socket.setsockopt(zmq.SNDHWM, 0)
         if shard.public_key:
             socket.setsockopt(zmq.CURVE_SERVERKEY, shard.public_key.encode())
@@ -90,7 +90,7 @@ class ShardConnection:
 
     @classmethod
     async def over_unix_socket(cls, shard: Shard, peer: socket.socket) -> "ShardConnection":
-        """Use a unix socket that is connected to the shard."""
+        """Uses a Unix socket that is already connected to the shard."""
         connection = cls(shard)
         _, connection._channel = await asyncio.get_running_loop().create_unix_connection(
             lambda: LocalChannel(connection._on_message, lambda is_refused: connection._fail()),
@@ -99,7 +99,7 @@ class ShardConnection:
         return connection
 
     def close(self) -> None:
-        """Fail what is under way and disconnect."""
+        """Fails pending requests and disconnects."""
         self._channel.close()
         self._fail()
 
@@ -110,7 +110,7 @@ class ShardConnection:
                 request.answer.set_exception(self._gone())
 
     def tell(self, message: codec.Request, payload: Sequence[Frame] = ()) -> None:
-        """Send a message whose answer nobody waits for, if it has one.
+        """Sends a message without waiting for its answer.
 
         Raises:
             UnavailableError: If the shard is gone.
@@ -127,16 +127,16 @@ class ShardConnection:
         timeout_s: float,
         take: Callable[[Payload], None] | None = None,
     ) -> Answer:
-        """Send a request and wait for its answer.
+        """Sends a request and waits for its answer.
 
         Args:
             message: The request.
-            payload: Its payload.
-            timeout_s: Longest wait for the answer.
-            take: Gets the payloads of the parts that come before the last one, as they come.
+            payload: Payload frames of the request.
+            timeout_s: Max. seconds to wait for the answer.
+            take: Receives the payloads of all but the last part of the answer, as they arrive.
 
         Raises:
-            ServiceError: What the shard reports.
+            ServiceError: The error that the shard reports.
             DeadlineExceededError: If it does not answer in time.
             UnavailableError: If the shard is gone.
         """
@@ -157,7 +157,7 @@ class ShardConnection:
             ) from error
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
-                # Nobody else knows of what the answer holds.
+                # Only this task knows the answer, so release its pin here.
                 self.let_go(waiter.result()[0])
             raise
         finally:
@@ -167,7 +167,7 @@ class ShardConnection:
         return answer, received
 
     def abort(self, put_id: str) -> None:
-        """Give up a put, if the shard is still there."""
+        """Aborts a put if the connection is open."""
         if self.is_open:
             self.tell(codec.Abort(put_id))
 
@@ -198,7 +198,7 @@ class ShardConnection:
             request.answer.set_result((message, frames[1:]))
 
     def let_go(self, message: codec.Message) -> None:
-        """End the hold that came with an answer, if there is one."""
+        """Releases the pin of an answer, if it has one."""
         if self.is_open and isinstance(message, codec.Located | codec.Data) and message.pin_id:
             self.tell(codec.Unpin(message.pin_id))
 

@@ -1,4 +1,4 @@
-"""A client's connections to the shards, kept up to date as shards come and go."""
+"""Connections of a client to all shards, which follow changes of the shards."""
 
 import asyncio
 import logging
@@ -27,17 +27,17 @@ _PROBE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way to one shard."""
+    """Connection to one shard with its transport."""
 
     connection: ShardConnection
     transport: Transport
 
 
 class Links:
-    """Ways to all shards; see ``opened``.
+    """Connections to all shards; see ``opened``.
 
     Args:
-        use_shared_memory: Whether to use the memory of shards on this host.
+        use_shared_memory: Use the memory of shards on this host directly.
     """
 
     def __init__(self, *, use_shared_memory: bool) -> None:
@@ -53,10 +53,10 @@ class Links:
         return self._shards
 
     async def to(self, shard_id: str) -> Link:
-        """The way to a shard, opened again if it broke.
+        """Returns the link to a shard; reopens a broken one.
 
         Raises:
-            NotFoundError: If the shard is gone, with all it held: nobody gains by asking again.
+            NotFoundError: If the shard is gone with all its data; a retry is useless.
             UnavailableError: If it does not answer, but may be alive.
         """
         link = self._links.get(shard_id)
@@ -73,7 +73,7 @@ class Links:
 
     @asynccontextmanager
     async def opened(self, metadata: TransferQueueClient) -> AsyncIterator[None]:
-        """Connect, and follow the shards until the block ends."""
+        """Connects to the shards and follows their changes until the block ends."""
         self._context = zmq.Context()
         connected = asyncio.Event()
         try:
@@ -152,7 +152,7 @@ class Links:
     async def _open_network(self, shard: Shard) -> Link:
         connection = ShardConnection.over_network(self._context, shard, self._key_pair)
         if shard.object_store is not None:
-            # Imported only where it is used: the package is an optional extra.
+            # Imported only if used: the package is an optional extra.
             from services.transferqueue.transport.object_transport import open_transport
 
             return Link(connection, await asyncio.to_thread(open_transport, shard))
@@ -161,13 +161,13 @@ class Links:
 
 
 async def _listens(endpoint: str) -> bool:
-    """Whether a process listens at ``tcp://host:port``; ZeroMQ would wait for one to come."""
+    """Returns whether a process listens at ``tcp://host:port``; ZeroMQ would wait for one to appear."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
         async with asyncio.timeout(_PROBE_S):
             _, writer = await asyncio.open_connection(host, int(port))
     except OSError:
-        # Also a timeout: the shard may be gone with its host.
+        # Includes a time-out: the shard may be gone with its host.
         return False
     writer.close()
     return True

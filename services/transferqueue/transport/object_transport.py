@@ -1,4 +1,4 @@
-"""Bytes of puts and gets through Mooncake Store."""
+"""Transport through Mooncake Store."""
 
 import asyncio
 import socket
@@ -17,11 +17,11 @@ from services.transferqueue.types import Shard
 
 
 class ObjectTransport:
-    """One object per put.
+    """Transport that stores each put as one object.
 
     Args:
         store: The store.
-        instance_id: The shard's life that gave the blobs their ids.
+        instance_id: Lifetime of the shard that issued the blobs' ids.
     """
 
     takes_small_puts = False
@@ -31,11 +31,11 @@ class ObjectTransport:
         self._instance_id = instance_id
 
     def close(self) -> None:
-        """Leave the store."""
+        """Disconnects from the store."""
         self._store.close()
 
     def prepare(self, columns: Sequence[PackedColumn]) -> Writing:
-        """The columns are packed where the store takes them from."""
+        """Returns a function that packs the columns directly into the store's buffer."""
 
         def fill(views: Sequence[memoryview]) -> list[int]:
             return [
@@ -51,7 +51,7 @@ class ObjectTransport:
         return write
 
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
-        """Fetch bytes of blobs into ``target``, a uint8 tensor."""
+        """Fetches bytes of blobs into ``target``, a uint8 tensor."""
         ranges = [
             object_range(self._instance_id, extent.blob.blob_id, extent.offset, extent.size)
             for extent in extents
@@ -68,7 +68,7 @@ class ObjectTransport:
 
 
 def open_transport(shard: Shard) -> ObjectTransport:
-    """Join the store that a shard's bytes are in."""
+    """Connects to the store that holds a shard's bytes."""
     assert shard.object_store is not None
     host = socket.gethostbyname(socket.gethostname())
     store = ObjectStore(shard.object_store, host=host, segment_bytes=0)

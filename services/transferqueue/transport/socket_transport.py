@@ -1,4 +1,4 @@
-"""How the bytes of puts and gets move: the interface, and its form over the data socket."""
+"""Interface of a transport, and the transport over the data socket."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -18,43 +18,43 @@ from services.transferqueue.transport.arrival import Arrival
 from services.transferqueue.transport.connection import ShardConnection
 
 TIMEOUT_S = 60.0
-"""Deadline of one request that does not wait for room."""
+"""Deadline of a request that does not wait for space."""
 _READS_UNDER_WAY = 2
 _AHEAD_PARTS = 3
-"""Parts that are packed in the time that a shard takes to find room."""
+"""Parts that are packed while a shard reserves space."""
 
 Writing = Callable[[codec.Granted], Coroutine[Any, Any, list[int]]]
 """Fills granted blobs; returns the checksum of each."""
 
 
 class Transport(Protocol):
-    """Moves bytes between tensors and the blobs of one shard."""
+    """Interface that moves bytes between tensors and the blobs of one shard."""
 
     takes_small_puts: bool
-    """Whether a small put may go to the shard in one message."""
+    """True if a small put may go to the shard in one message."""
 
     def prepare(self, columns: Sequence[PackedColumn]) -> Writing:
-        """Do what needs no room yet; what is returned fills the blobs once they are granted.
+        """Does the work that needs no space yet; returns a function that fills the granted blobs.
 
         The tensors must not change before the put is committed.
         """
 
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
-        """Fetch bytes of blobs into ``target``, a uint8 tensor.
+        """Fetches bytes of blobs into ``target``, a uint8 tensor.
 
         Raises:
             DataLossError: If bytes are damaged.
         """
 
     def close(self) -> None:
-        """Let go of what the transport holds besides the connection."""
+        """Releases the transport's resources; the connection stays open."""
 
 
 class SocketTransport:
-    """Frames of about 1 MiB over ZeroMQ.
+    """Transport of frames of about 1 MiB over ZeroMQ.
 
     Args:
-        connection: The shard.
+        connection: Connection to the shard.
     """
 
     takes_small_puts = True
@@ -64,7 +64,7 @@ class SocketTransport:
         self._scratch = torch.empty(codec.FRAME_BYTES, dtype=torch.uint8)
 
     def prepare(self, columns: Sequence[PackedColumn]) -> Writing:
-        """Pack the first parts."""
+        """Packs the first parts; the returned function sends all of them."""
         parts = [(n, part) for n, column in enumerate(columns) for part in column.parts()]
         frames = ((n, part.begin, *self._frame(part)) for n, part in parts)
         ready = list(islice(frames, _AHEAD_PARTS))
@@ -79,7 +79,7 @@ class SocketTransport:
         return write
 
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
-        """Fetch bytes of blobs into ``target``, a uint8 tensor."""
+        """Fetches bytes of blobs into ``target``, a uint8 tensor."""
         view = target.numpy().data
         with_checksum = not all(extent.is_whole for extent in extents)
         window = asyncio.Semaphore(_READS_UNDER_WAY)
@@ -100,20 +100,21 @@ class SocketTransport:
         check_whole(extents, list(chain.from_iterable(digests)))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: the transport has no resources."""
 
     def _frame(self, part: ColumnPart) -> tuple[zmq.Frame, int]:
-        """The frame of a part, and its checksum."""
+        """Returns the frame of a part, and its checksum."""
         in_place = part.in_place()
         if in_place is not None:
             return zmq.Frame(in_place, copy=False), codec.checksum(in_place)
-        # ZeroMQ sends its own memory at once, but tells about that of others in a thread of its own.
+        # ZeroMQ sends copied memory at once; for memory of others it runs a release callback in its
+        # own thread.
         packed = part.lay_into(self._scratch[: part.size])
         return zmq.Frame(packed, copy=True), codec.checksum(packed)
 
 
 def _batches(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
-    """The parts of extents, in batches for one read each."""
+    """Groups the parts of extents into batches, one per read request."""
     batch: list[Extent] = []
     size = 0
     for part in chain.from_iterable(extent.parts() for extent in extents):
