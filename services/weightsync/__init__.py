@@ -1,1 +1,1 @@
-"""The weight plane: how new weights travel from the trainer to the rollouts."""
+"""Weight synchronization: transfers new weights from the trainer to the rollouts."""

@@ -1,9 +1,12 @@
-"""Low-rank adapters that travel without the weights that they belong to.
+"""LoRA adapters that are sent without the weights they modify.
 
-The trainer sends ``OWNER.lora_A.weight`` and ``OWNER.lora_B.weight`` of each adapted module, what else it
-trains, and a digest of its frozen weights. A receiver merges them into frozen weights of its own, which must
-have the same digest. Trainer, receivers and exports merge by the one function here, so that the results are
-equal bit by bit on one kind of device.
+The trainer sends ``OWNER.lora_A.weight`` and ``OWNER.lora_B.weight`` of each adapted module, all
+other
+tensors that it trains, and a digest of its frozen weights. A receiver merges the adapters into its
+own
+copy of the frozen weights, which must have the same digest. Trainer, receivers and exports all
+merge with
+``merged_weight``, so the results are bitwise equal on one kind of device.
 """
 
 import hashlib
@@ -16,12 +19,12 @@ from torch import Tensor
 from services.weightsync.plan import LORA_DOWN, LORA_UP, TensorSpec
 
 FROZEN_DIGEST = "frozen.digest"
-"""Name on the wire of the digest of the weights that stay as they are."""
+"""Name on the wire of the frozen weights' digest."""
 DIGEST_SPEC = TensorSpec(FROZEN_DIGEST, (hashlib.sha256().digest_size,), "uint8")
 
 
 def merged_weight(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """A weight with its adapter, in the weight's dtype; added in float32.
+    """Returns a weight merged with its adapter, in the weight's dtype; the sum is computed in float32.
 
     Args:
         weight: ``[out, in]``.
@@ -32,7 +35,7 @@ def merged_weight(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
 
 
 def adapters_by_weight(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """``(down, up)`` by the name of the weight that they change."""
+    """Returns ``(down, up)`` by the name of the weight that they modify."""
     return {
         f"{owner}.weight": (tensors[owner + LORA_DOWN], up)
         for name, up in tensors.items()

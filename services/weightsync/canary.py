@@ -1,7 +1,8 @@
-"""The canary: a short text that trainer and rollouts score under the same version. No torch.
+"""Canary: a short text that trainer and rollouts score under the same weight version. No torch.
 
-Checksums prove that the bytes arrived; the canary shows that they went where they belong: a swapped or
-forgotten tensor moves logprobs by whole units, rounding by much less than the tolerance.
+Checksums prove that the bytes arrived; the canary shows that they are in the right tensors: a
+swapped or
+missing tensor changes logprobs by whole units, rounding by much less than the tolerance.
 """
 
 import math
@@ -9,32 +10,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CANARY_TOKENS = 24
-# Mean absolute differences: engines and trainer differ by the order of their sums.
+# Max. mean absolute differences: engines and trainer sum in different orders.
 _TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """A text and what the trainer says about it."""
+    """A text and the trainer's logprobs of it."""
 
     token_ids: tuple[int, ...]
-    """The text."""
+    """Tokens of the text."""
     logprobs: tuple[float, ...]
     """Logprob of each token but the first, at temperature 1."""
 
 
 def canary_text(vocab_size: int) -> tuple[int, ...]:
-    """A fixed text that visits the whole vocabulary."""
+    """Returns a fixed text whose tokens are spread over the whole vocabulary."""
     return tuple(index * vocab_size // CANARY_TOKENS for index in range(CANARY_TOKENS))
 
 
 def canary_tolerance(dtypes: Sequence[str]) -> float:
-    """Largest accepted mean difference for weights of these element types."""
+    """Returns the max. accepted mean difference for weights of these dtypes."""
     return max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """Mean absolute difference of two lists of logprobs; infinite if they cannot be compared."""
+    """Returns the mean absolute difference of two lists of logprobs; infinite if they are incomparable."""
     if len(one) != len(other) or not one:
         return math.inf
     mean = sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)

@@ -1,9 +1,14 @@
-"""Checksums of buckets that see every changed and every misplaced word: 128 bits each.
+"""128-bit checksums of buckets that detect every changed and every misplaced word.
 
-On a CPU it is XXH3. On a GPU a bucket's 64-bit words form a matrix with 1024 columns, and two sums are
-taken modulo 2**64: each word times the odd factor ``2 * row + 1``, and each word times ``2 * column + 1``. A
-changed word changes both; two words that changed places change at least one. One kernel reads the bytes once.
-All members of a transfer keep its buffers on the same kind of device, so they compute the same.
+On a CPU the checksum is XXH3. On a GPU a bucket's 64-bit words form a matrix with 1024 columns, and
+the
+checksum is two sums modulo 2**64: of each word times the odd factor ``2 * row + 1``, and of each
+word times
+``2 * column + 1``. A changed word changes both sums; two exchanged words change at least one. One
+kernel
+reads the bytes once. All members of a transfer keep its buffers on the same kind of device, so they
+compute
+the same checksum.
 """
 
 from functools import cache
@@ -17,18 +22,18 @@ WORDS_PER_ROW = 1024
 _ROW_BYTES = 8 * WORDS_PER_ROW
 _WARPS = 8
 _STAGES = 3
-# Beside a running transfer and decoding, a checksum may take this many of the GPU's processors: more would
-# delay the transfer's own kernels, fewer could not keep up with the wire.
+# Max. multiprocessors for a checksum during a transfer and decoding: more would delay the
+# transfer's own kernels, fewer could not keep up with the wire.
 _BLOCKS_BESIDE = 8
 
 
 def write_checksum(bucket: Tensor, sums: Tensor, *, alone: bool = False) -> None:
-    """Compute the checksum of a bucket.
+    """Computes the checksum of a bucket.
 
     Args:
         bucket: ``[n]`` uint8; ``n`` is a multiple of 8 KiB.
         sums: ``[2]`` int64 zeros; receives the checksum.
-        alone: Whether nothing else runs on the GPU, so that all of it may be used.
+        alone: True if nothing else runs on the GPU, so that the kernel may use all of it.
     """
     if not bucket.is_cuda:
         digest = xxhash.xxh3_128_digest(bucket.numpy().data)
@@ -51,16 +56,16 @@ def write_checksum(bucket: Tensor, sums: Tensor, *, alone: bool = False) -> None
 
 @cache
 def _block_rows(device: torch.device) -> int:
-    """Rows that a processor adds up at once: as many as its shared memory holds in all stages."""
+    """Returns the rows that a block sums at once: as many as shared memory holds in all stages."""
     properties: Any = torch.cuda.get_device_properties(device)
-    # What is left is for adding up in the end.
+    # The rest is for the final reduction.
     fitting = (properties.shared_memory_per_block_optin - _ROW_BYTES) // (_STAGES * _ROW_BYTES)
     return 1 << (int(fitting).bit_length() - 1)
 
 
 @cache
 def _weighted_sums() -> Any:
-    """The GPU kernel. Triton comes with torch's GPU builds only, so it is imported at first use."""
+    """Returns the GPU kernel; imported at first use, as only torch's GPU builds contain Triton."""
     from services.weightsync.checksum_kernel import weighted_sums
 
     return weighted_sums

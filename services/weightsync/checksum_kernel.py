@@ -1,4 +1,4 @@
-"""The GPU kernel of :mod:`services.weightsync.checksum`: both sums in one pass over the bytes."""
+"""GPU kernel of :mod:`services.weightsync.checksum`: both sums in one pass over the bytes."""
 
 import triton
 import triton.language as tl
@@ -13,11 +13,13 @@ def weighted_sums(  # type: ignore[no-untyped-def]  # noqa: ANN201
     row_words: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Add the share of one program to ``sums``: ``[2]`` int64, by row factors and by column factors.
+    """Adds the part of one program to ``sums``: ``[2]`` int64, by row factors and by column factors.
 
-    Each program takes every n-th block of rows and loads the next ones while it adds one up.
-    Threads meet only at the end. Integer sums modulo 2**64 are the same in any order, so atomic
-    additions change nothing.
+    Each program processes every n-th block of rows and prefetches the next ones while it sums one.
+    Threads
+    synchronize only at the end. Integer sums modulo 2**64 do not depend on the order, so atomic
+    additions are
+    deterministic.
     """
     column = tl.arange(0, row_words)
     rows = tl.arange(0, block_rows)

@@ -1,4 +1,4 @@
-"""Typed client of a weight member; the controller drives sessions with it. No torch."""
+"""Typed client of a weight member, with which the controller runs weight sessions. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,53 +14,53 @@ from slipstream.weightsync.v1 import weightsync_pb2 as pb
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
 _CONTROL_TIMEOUT_S = 30.0
-# The peer enforces the deadline itself; this much later the call is given up.
+# The peer enforces the deadline itself; the call times out this much later.
 _MARGIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferResult:
-    """What a member reported of a transfer."""
+    """Report of a member about a transfer."""
 
     digests: tuple[str, ...]
-    """Of each source that took part, in order."""
+    """Digest of each source that took part, in order."""
     num_bytes: int
     """Bytes sent or received."""
     seconds: float
-    """The member's own time."""
+    """Time that the member measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """What a trainer sends."""
+    """Description of the weights that a trainer sends."""
 
     tensors: tuple[TensorSpec, ...]
-    """In sending order."""
+    """Tensors in sending order."""
     source_addresses: tuple[str, ...]
-    """Of the ranks that send, in the order of their rows; empty if the one that was asked sends all."""
+    """Addresses of the sending ranks in the order of their rows; empty if the described member sends all."""
     device: str
-    """Where the weights lie: ``cpu``, or ``cuda:`` and the GPU."""
+    """Device of the weights: ``cpu``, or ``cuda:`` and the GPU's UUID."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """A member's answer to a plan."""
+    """Answer of a member to a proposed plan."""
 
     plan_hash: str
-    """Of the plan that it made."""
+    """Hash of the plan that the member built."""
     device: str
-    """Where its weights lie: ``cpu``, or ``cuda:`` and the GPU."""
+    """Device of the member's weights: ``cpu``, or ``cuda:`` and the GPU's UUID."""
 
 
 class WeightSyncClient:
-    """Calls one member."""
+    """Calls one member of a weight group."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
         self._health = health_pb2_grpc.HealthStub(channel)
 
     async def alive(self, *, timeout_s: float) -> None:
-        """Return if the member's process answers.
+        """Returns if the member's process answers.
 
         Raises:
             ServiceError: If it does not.
@@ -68,7 +68,7 @@ class WeightSyncClient:
         await call(self._health.Check, health_pb2.HealthCheckRequest(), timeout_s=timeout_s)
 
     async def describe(self) -> Described:
-        """What the trainer sends, in sending order, and from where."""
+        """Requests the trainer's tensors in sending order and the addresses of its sending ranks."""
         response = await call(
             self._stub.DescribeWeights,
             pb.DescribeWeightsRequest(),
@@ -90,7 +90,7 @@ class WeightSyncClient:
         source: int | None,
         mode: str,
     ) -> Agreed:
-        """Propose a plan to a source, or to a receiver."""
+        """Proposes a plan to a source, or to a receiver if ``source`` is None."""
         response = await call(
             self._stub.AgreePlan,
             pb.AgreePlanRequest(
@@ -115,7 +115,7 @@ class WeightSyncClient:
         scope: str,
         timeout_s: float,
     ) -> None:
-        """Have a source, or the receiver of that number, join a group."""
+        """Makes a source, or the receiver of that number, join a group."""
         await call(
             self._stub.FormGroup,
             pb.FormGroupRequest(
@@ -130,7 +130,7 @@ class WeightSyncClient:
         )
 
     async def prepare(self, epoch: int, version: int, plan_hash: str, *, timeout_s: float) -> int:
-        """Have the member get ready; returns the version that it still holds, or -1."""
+        """Prepares the member for a transfer; returns the version that it still holds, or -1."""
         response = await call(
             self._stub.PrepareTransfer,
             pb.PrepareTransferRequest(epoch=epoch, version=version, plan_hash=plan_hash),
@@ -141,7 +141,7 @@ class WeightSyncClient:
     async def transfer(
         self, epoch: int, version: int, *, base_version: int, timeout_s: float
     ) -> TransferResult:
-        """Have the member send or receive a version, or what changed since ``base_version``."""
+        """Makes the member send or receive a version, or the changes since ``base_version``."""
         response = await call(
             self._stub.TransferWeights,
             pb.TransferWeightsRequest(
@@ -156,7 +156,7 @@ class WeightSyncClient:
         )
 
     async def adopt(self, epoch: int, version: int, digest: str, *, timeout_s: float) -> float:
-        """Have the member serve a version; returns its seconds without a token."""
+        """Makes the member put a version into service; returns its seconds without a token."""
         response = await call(
             self._stub.AdoptWeights,
             pb.AdoptWeightsRequest(epoch=epoch, version=version, digest=digest),
@@ -166,7 +166,7 @@ class WeightSyncClient:
         return response.stall_s
 
     async def score(self, *, timeout_s: float) -> Canary:
-        """Have the trainer score the canary."""
+        """Makes the trainer score the canary."""
         response = await call(
             self._stub.ScoreWeights,
             pb.ScoreWeightsRequest(),
@@ -178,7 +178,7 @@ class WeightSyncClient:
     async def check(
         self, version: int, canary: Canary, tolerance: float, *, timeout_s: float
     ) -> float:
-        """Have a rollout score the canary and compare; returns the mean absolute difference."""
+        """Makes a rollout score the canary and compare; returns the mean absolute difference."""
         response = await call(
             self._stub.CheckWeights,
             pb.CheckWeightsRequest(
@@ -193,7 +193,7 @@ class WeightSyncClient:
         return response.difference
 
     async def abort(self, epoch: int, reason: str, *, timeout_s: float) -> None:
-        """Have the member give up an epoch."""
+        """Makes the member abort an epoch."""
         await call(
             self._stub.AbortGroup,
             pb.AbortGroupRequest(epoch=epoch, reason=reason),

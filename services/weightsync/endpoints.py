@@ -1,4 +1,4 @@
-"""Where weights come from and where they go: the two ends of a transfer inside a member's process."""
+"""Interfaces of both ends of a transfer in a member's process: weight source and weight sink."""
 
 import asyncio
 import threading
@@ -15,62 +15,62 @@ from services.weightsync.plan import TensorSpec, WeightPlan
 
 T = TypeVar("T")
 Place = Callable[[int, int, Tensor], None]
-"""Copies a received bucket (source, index, bytes) to where it belongs. Blocks."""
+"""Copies a received bucket (source, index, bytes) to its target. Blocks."""
 
 
 class WeightSource(Protocol):
-    """The weights of one trainer rank."""
+    """Weights of one trainer rank."""
 
     def weight_specs(self) -> Sequence[TensorSpec]:
-        """All tensors of the model, in sending order."""
+        """Returns all tensors of the model, in sending order."""
 
     def weight_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """The current rows that this source holds, by name; cast to the wire's dtype if they differ."""
+        """Yields the current rows of this source by name; the caller casts them to the wire dtype."""
 
     def score_canary(self) -> Canary:
-        """Score a short text under the current weights. Blocks; only the first source is asked."""
+        """Scores a short text under the current weights. Blocks; called only on the first source."""
 
 
 class WeightSink(Protocol):
-    """An engine's weights."""
+    """Weights of an engine."""
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
-        """Put complete, verified weights into service between two decode steps.
+        """Puts complete, verified weights into service between two decode steps.
 
         Returns:
             Seconds in which no token was produced.
         """
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
-        """Logprob of each token but the first under the live weights; none from an engine without a model."""
+        """Returns the logprob of each token but the first under the live weights; none without a model."""
 
     async def refuse_weights(self, reason: str) -> None:
-        """The live weights are not the trainer's: serve nothing until others are adopted."""
+        """Stops serving until other weights are adopted: the live weights are not the trainer's."""
 
     async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
-        """Pause, and let the live weights be written in place until they are adopted or closed.
+        """Pauses the engine so that its live weights can be written in place until adopted or closed.
 
         Args:
-            plan: The layout of what is received.
-            slots: Buffers of each source, in which its buckets lie in turn.
+            plan: The layout of the received weights.
+            slots: Buffers of each source, which its buckets use in turn.
 
         Raises:
             ValueError: If the live weights cannot be written in place.
         """
 
     async def adopt_placed(self, version: int) -> float:
-        """Put a version into service whose buckets are all in place.
+        """Puts a version into service whose buckets are all in place.
 
         Returns:
             Seconds in which no token was produced.
         """
 
     async def close_weights(self) -> None:
-        """Go on with the live weights: nothing was written."""
+        """Resumes with the live weights, to which nothing was written."""
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Make a device the current one: which one that is, each thread says for itself."""
+    """Makes ``device`` the current CUDA device of this thread within the block."""
     if device.type != "cuda":
         return nullcontext()
     context: AbstractContextManager[None] = torch.cuda.device(device)
@@ -78,10 +78,11 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
 
 
 class OwnThread:
-    """A thread for blocking collectives.
+    """Runs blocking collectives in a dedicated daemon thread.
 
-    One whose peers are gone may hang for its whole deadline: in a shared pool it would take a place, and it
-    must not keep the process from ending. So this one is left behind, and another one takes over.
+    A collective whose peers are gone may hang for its whole deadline: in a shared pool it would
+    occupy a
+    worker, and it must not keep the process from ending. Such a thread is abandoned and replaced.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class OwnThread:
         threading.Thread(target=self._obey, name="weights", daemon=True).start()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run ``work`` behind what was given before; returns its result."""
+        """Runs ``work`` after all earlier work; returns its result."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -115,11 +116,11 @@ class OwnThread:
         return await future
 
     def leave(self) -> None:
-        """End after what was given so far."""
+        """Ends the thread after the work given so far."""
         self._work.put(None)
 
     def _obey(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            # Or this thread would keep the member, and its group, until there is more to do.
+            # Otherwise this thread would keep the member and its group alive until the next work.
             del work

@@ -1,4 +1,4 @@
-"""The group that a member is in now: one per epoch, and epochs only grow."""
+"""Current weight group of a member: one per epoch, and epochs only grow."""
 
 import asyncio
 import logging
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class Epochs:
-    """A member's groups, one after the other.
+    """Joins and leaves the successive weight groups of a member.
 
     Args:
-        device: Where the member's weights lie.
+        device: Device of the member's weights.
         host: Address of this host, as the other members reach it.
-        rendezvous: The store of a scope, in which members meet.
-        folder: For the files of a source.
+        rendezvous: Returns the store of a scope, in which members meet.
+        folder: Folder for the files of a source.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Epochs:
         self._group: WeightGroup | None = None
         self._epoch = 0
         self.thread = OwnThread()
-        """For what may block with the group; another one after each group."""
+        """Thread for work that may block with the group; replaced after each group."""
 
     def group(self, epoch: int) -> WeightGroup:
-        """The group of an epoch.
+        """Returns the group of an epoch.
 
         Raises:
-            FailedPreconditionError: If this member is in none of that epoch.
+            FailedPreconditionError: If this member is in no group of that epoch.
         """
         if epoch != self._epoch or self._group is None:
             raise FailedPreconditionError(
@@ -59,7 +59,7 @@ class Epochs:
         return self._group
 
     def holds(self, group: WeightGroup) -> bool:
-        """Whether a group is still the one of this epoch."""
+        """Returns whether a group is still the current one."""
         return self._group is group
 
     async def form(
@@ -72,20 +72,21 @@ class Epochs:
         scope: str,
         timeout_s: float,
     ) -> None:
-        """Join the group of an epoch; an older one was left before.
+        """Joins the group of an epoch; the caller has already left an older one.
 
         Args:
             epoch: Number of the group; higher than any before.
-            seat: This member's place in it.
+            seat: This member's rank and channels.
             backend: One of ``TRANSPORTS``.
-            device: Where what travels lies.
-            scope: Where the members meet.
+            device: Device of the transferred tensors.
+            scope: Scope of the store in which the members meet.
             timeout_s: Deadline.
 
         Raises:
-            FailedPreconditionError: If a group of this or a newer epoch was formed or aborted before, or the
-                backend does not reach the other members.
-            UnavailableError: If not all members came in time.
+            FailedPreconditionError: If a group of this or a newer epoch was formed or aborted
+                before, or the
+                backend cannot connect the members.
+            UnavailableError: If not all members joined in time.
         """
         if epoch <= self._epoch:
             raise FailedPreconditionError(
@@ -98,7 +99,7 @@ class Epochs:
 
         def join() -> WeightGroup:
             with on_device(self._device):
-                # Compiles the GPU's kernel, which would take a transfer's time otherwise.
+                # Compiles the GPU kernel, which would otherwise delay the first transfer.
                 write_checksum(
                     torch.zeros(BUCKET_ALIGNMENT, dtype=torch.uint8, device=device),
                     torch.zeros(2, dtype=torch.int64, device=device),
@@ -131,9 +132,9 @@ class Epochs:
         )
 
     def leave(self, epoch: int | None = None) -> bool:
-        """End the group of this epoch, or of all up to ``epoch``; returns whether there was one.
+        """Ends the group of this epoch, or of all up to ``epoch``; returns whether there was one.
 
-        Ending it takes NCCL half a second and Gloo up to a deadline, so that goes on in a thread.
+        Ending takes NCCL half a second and Gloo up to a deadline, so it continues in a thread.
         """
         if epoch is not None:
             if epoch < self._epoch:

@@ -1,12 +1,17 @@
-"""The transport between processes that share a device: through a room in its memory that the source lends.
+"""Transport between processes on one device: the source exports a shared buffer of the device's memory.
 
-    source      copies a chunk into one half of the room, tells the receivers, and waits before it uses that
-                half again until all of them have it
-    receiver    copies it out to where it belongs, and tells the source
+    source      copies a chunk into one half of the buffer, notifies the receivers, and waits until
+    all
+                have copied it before it reuses that half
+    receiver    copies the chunk to its target and notifies the source
 
-Bytes go from the trainer's memory to the engine's on the device itself; over the host goes who is next. The
-room is small whatever the model is. Nothing relies on what is in it: a transfer that somebody leaves in its
-middle ends at once, and what arrived is verified as with any transport.
+Bytes move from the trainer's memory to the engine's on the device itself; only the notifications
+pass
+through the host. The buffer is small for any model size. Correctness does not depend on its
+content: if a
+member leaves during a transfer, the transfer ends at once, and received bytes are verified as with
+any
+transport.
 """
 
 import json
@@ -42,10 +47,10 @@ _SECRET_BYTES = 16
 _PEER = struct.Struct("3i")
 """Process, user and group of a peer (struct ucred)."""
 _MAX_SILENT = 16
-"""Connections that have not shown the secret; of more, the oldest is closed."""
+"""Max. connections that have not sent the secret; beyond it, the oldest is closed."""
 
-# Rooms that this process lent and that no group uses any more: CUDA's memory is slow to take, and receivers
-# that were killed may still have it open.
+# Exported buffers that no group uses any more: allocating CUDA memory is slow, and receivers that
+# were killed may still have it open.
 _FREE: dict[str, list[SharedBuffer]] = {}
 
 
@@ -58,18 +63,18 @@ def open_handle(
     device: torch.device,
     folder: Path,
 ) -> "SharedRoom":
-    """A channel between processes that share a device.
+    """Opens a channel between processes that share a device.
 
     Args:
-        store: Where its members meet.
-        seat: This member's place.
+        store: Store in which the members meet.
+        seat: This member's rank and channels.
         host: Address of this host.
         timeout_s: Deadline.
-        device: Where what travels lies, the same for all.
-        folder: Of the source's socket; on a file system that the receivers see, too.
+        device: Device of the transferred tensors, the same for all members.
+        folder: Folder of the source's socket, on a file system that the receivers see, too.
 
     Raises:
-        FailedPreconditionError: If the room cannot be lent, or not be opened by somebody.
+        FailedPreconditionError: If the buffer cannot be exported, or a member cannot open it.
     """
     opened = _lent if seat.rank == 0 else _opened
     with opened(store, device, folder) as met:
@@ -77,7 +82,7 @@ def open_handle(
             raise FailedPreconditionError(
                 f"weights cannot go by handle: {why}; set weight_sync.backend to auto"
             )
-        # A deadline of last resort: who waits for the others is aborted before.
+        # A last-resort deadline: a member that waits for others is aborted earlier.
         met.line.settimeout(timeout_s)
         is_source = seat.rank == 0
         lines = _accepted(met, seat.num_receivers, timeout_s) if is_source else [met.line.dup()]
@@ -89,27 +94,28 @@ def open_handle(
 
 @dataclass(frozen=True, slots=True)
 class _Met:
-    """What a member has of the others before they agree."""
+    """Buffer and socket of a member before the members agree to use them."""
 
     room: SharedBuffer
     line: socket.socket
-    """To the source; the source's listens."""
+    """Socket connected to the source; the source's own one listens."""
     secret: bytes
-    """With which receivers begin."""
+    """Secret that receivers send first."""
     why: str
-    """Why room or line cannot be used, or nothing."""
+    """Reason why buffer or socket cannot be used; empty if they can."""
 
 
 @contextmanager
 def _lent(store: Any, device: torch.device, folder: Path) -> Iterator[_Met]:
-    """A room of this process, a line that listens, and why they cannot be used."""
+    """Exports a buffer and listens on a socket; records the reason if either fails."""
     free, room, why = _FREE.setdefault(str(device), []), SharedBuffer(torch.empty(0), ""), ""
     secret, path = secrets.token_bytes(_SECRET_BYTES), Path()
     with ExitStack() as stack:
         line = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # This one has mode 0700: the socket is never open to others, whatever the process's mask is.
+            # This folder has mode 0700: the socket is never open to other users, whatever the
+            # process's umask.
             own = tempfile.TemporaryDirectory(prefix="weights-", dir=folder)
             path = Path(stack.enter_context(own)).resolve() / "socket"
             with short_path(path) as short:
@@ -125,7 +131,7 @@ def _lent(store: Any, device: torch.device, folder: Path) -> Iterator[_Met]:
 
 @contextmanager
 def _opened(store: Any, device: torch.device, folder: Path) -> Iterator[_Met]:
-    """The source's room, a line to the source, and why they cannot be used."""
+    """Opens the source's buffer and connects to its socket; records the reason if either fails."""
     handle, path, secret = json.loads(store.get(_KEY))
     room, why = SharedBuffer(torch.empty(0), handle), ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
@@ -140,10 +146,10 @@ def _opened(store: Any, device: torch.device, folder: Path) -> Iterator[_Met]:
 
 
 def _accepted(met: _Met, count: int, timeout_s: float) -> list[socket.socket]:
-    """Lines to the receivers: processes of this user that send the secret. Nobody else is waited for.
+    """Returns sockets to the receivers: processes of this user that send the secret. Ignores all others.
 
     Raises:
-        TimeoutError: If they do not all come in time.
+        TimeoutError: If they do not all connect in time.
     """
     lines: list[socket.socket] = []
     silent: deque[socket.socket] = deque()
@@ -188,8 +194,8 @@ def _accepted(met: _Met, count: int, timeout_s: float) -> list[socket.socket]:
 def _accept(
     line: socket.socket, silent: deque[socket.socket], selector: selectors.BaseSelector
 ) -> None:
-    """Take a connection in whose other end belongs to this user."""
-    with suppress(OSError):  # it is gone already
+    """Accepts a connection if its other end belongs to this user."""
+    with suppress(OSError):  # the peer has already disconnected
         one, _ = line.accept()
         _, user, _ = _PEER.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         if user != os.geteuid():
@@ -201,7 +207,7 @@ def _accept(
 
 
 def _knows(one: socket.socket, secret: bytes) -> bool:
-    """Whether the other end sent the secret."""
+    """Returns whether the other end sent the secret."""
     try:
         return secrets.compare_digest(one.recv(_SECRET_BYTES), secret)
     except OSError:
@@ -221,14 +227,14 @@ def _first_reason(store: Any, seat: RankAssignment, why: str) -> str:
 
 
 class SharedRoom:
-    """What a :class:`~services.weightsync.group.Channel` asks of a process group.
+    """Shared buffer with the process-group methods that :class:`~services.weightsync.group.Channel` uses.
 
-    What was started is done in its order, when it is waited for.
+    Started broadcasts are executed in their order, when one of them is waited for.
 
     Args:
-        lines: To all receivers; for a receiver, to the source.
-        room: The memory that all members have.
-        is_source: Whether this member sends.
+        lines: Sockets to all receivers; for a receiver, to the source.
+        room: Memory that all members map.
+        is_source: True if this member sends.
     """
 
     def __init__(self, lines: Sequence[socket.socket], room: Tensor, *, is_source: bool) -> None:
@@ -240,23 +246,23 @@ class SharedRoom:
         self._doing = threading.Lock()
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Work:
-        """Start to send (rank 0) or receive (others) a tensor."""
+        """Starts to send (rank 0) or receive (others) a tensor."""
         (tensor,) = tensors
         self._pending.append(tensor.detach().reshape(-1).view(torch.uint8))
         self._num_started += 1
         return _Pending(self, self._num_started)
 
     def abort(self) -> None:
-        """What is being done fails at once, here and at the other ends."""
+        """Makes running work fail at once, here and at the other ends."""
         for line in self._lines:
             with suppress(OSError):  # the other end closed it
                 line.shutdown(socket.SHUT_RDWR)
 
     def finish(self, count: int) -> None:
-        """Do the first so many of what was started.
+        """Executes the first ``count`` of the started broadcasts.
 
         Raises:
-            RuntimeError: If a member was lost, or the group aborted.
+            RuntimeError: If a member was lost or the group aborted.
         """
         with self._doing:
             try:
@@ -288,12 +294,12 @@ class SharedRoom:
         return self._halves[number % _HALVES][: len(chunk)]
 
     def _tell(self, number: int, chunk: Tensor) -> None:
-        """The chunk lies in the room; to the source: it is out of it."""
+        """Notifies the other ends: a source wrote the chunk to the buffer; a receiver has copied it."""
         for line in self._lines:
             line.sendall(_MESSAGE.pack(number, len(chunk)))
 
     def _hear(self, number: int, chunk: Tensor) -> None:
-        """Everybody at the other ends says so of a chunk."""
+        """Waits until all other ends have sent the notification of a chunk."""
         for line in self._lines:
             told = line.recv(_MESSAGE.size)
             if told != _MESSAGE.pack(number, len(chunk)):
@@ -304,19 +310,19 @@ class SharedRoom:
 
 
 class _Pending:
-    """A broadcast that was started."""
+    """A started broadcast."""
 
     def __init__(self, room: SharedRoom, number: int) -> None:
         self._room = room
         self._number = number
 
     def wait(self) -> bool:
-        """Return when the tensor may be used, or be changed."""
+        """Waits until the tensor may be used or changed."""
         self._room.finish(self._number)
         return True
 
 
 def _settle(chunk: Tensor) -> None:
-    """The copy is done, and other processes see it."""
+    """Waits until the copy is done and other processes see it."""
     if chunk.is_cuda:
         torch.cuda.current_stream(chunk.device).synchronize()

@@ -1,9 +1,9 @@
-"""A member's side of a weight-sync session: what trainer and rollouts do when the controller asks.
+"""Member of a weight group: executes a weight session's phases in trainer and rollouts for the controller.
 
-    agree_plan -> form -> [prepare -> transfer -> adopt -> check]* ; abort from any point
+    agree_plan -> form -> [prepare -> transfer -> adopt -> check]* ; abort from any phase
 
-What a receiver serves changes in ``adopt`` only, and only to a version whose digest the sources reported; it
-is ready only after ``check``. Calls of an older epoch are refused.
+A receiver's live weights change only in ``adopt``, and only to a version whose digest the sources
+reported; it is ready only after ``check``. Calls with an older epoch are rejected.
 """
 
 import asyncio
@@ -42,15 +42,16 @@ class WeightMember:
     """Takes part in weight sessions as sender (with a source) or receiver (with a sink).
 
     Args:
-        source: The weights that are sent; None for a receiver.
-        sink: Takes the weights; None for a sender.
-        device: Where they lie.
-        peers: Other devices of a receiver's engine, which hold parts of what was received.
+        source: The weights to send; None for a receiver.
+        sink: Receives the weights; None for a sender.
+        device: Device of the weights.
+        peers: Other devices of a receiver's engine, which hold parts of the received weights.
         host: Address of this host, as the other members reach it.
-        rendezvous: The store of a scope, in which members meet.
-        on_ready: Hears of each version that is in service, verified and checked.
-        folder: For a sender's files: the run's own, which its receivers see under the same path; None for
-            that of temporary files.
+        rendezvous: Returns the store of a scope, in which members meet.
+        on_ready: Called with each version that is in service, verified and checked.
+        folder: Folder for a sender's files: the run's own, which its receivers see under the same
+            path;
+            None for the folder of temporary files.
     """
 
     def __init__(
@@ -78,9 +79,9 @@ class WeightMember:
         self._receiver: Receiver | None = None
         self._lender: Lender | None = None
         self._stream: torch.cuda.Stream | None = None
-        # A thread that an abort left behind ends before the next one touches the buffers.
+        # A thread that an abort abandoned must end before the next one uses the buffers.
         self._buffers = threading.Lock()
-        # What is being adopted is not overwritten.
+        # A version that is being adopted must not be overwritten.
         self._adopting = asyncio.Lock()
         self._staged: tuple[int, str] | None = None
         self._adopted: tuple[int, str] | None = None
@@ -90,13 +91,13 @@ class WeightMember:
 
     @property
     def device_name(self) -> str:
-        """Where this member's weights lie: ``cpu``, or ``cuda:`` and which GPU of the world that is."""
+        """Device of this member's weights: ``cpu``, or ``cuda:`` and the GPU's UUID."""
         if self._device.type == "cpu":
             return "cpu"
         return gpu_of(self._device)
 
     def describe(self) -> Sequence[TensorSpec]:
-        """What this member can send.
+        """Returns the tensors that this member can send.
 
         Raises:
             FailedPreconditionError: If it is a receiver.
@@ -114,14 +115,15 @@ class WeightMember:
         source: int | None = None,
         mode: str = "shadow",
     ) -> str:
-        """Make the plan and its buffers; returns the plan's hash.
+        """Builds the plan and its buffers; returns the plan's hash.
 
         Args:
-            tensors: In sending order.
-            bucket_bytes: Most bytes of one collective.
-            num_sources: Trainer ranks that send; each holds the rows that FSDP2 gives it.
+            tensors: Tensors in sending order.
+            bucket_bytes: Max. bytes of one collective.
+            num_sources: Number of trainer ranks that send; each holds the rows that FSDP2 assigns
+                to it.
             source: Number of this member among them; None for a receiver.
-            mode: How weights travel.
+            mode: Value of ``weight_sync.mode``.
 
         Raises:
             ValueError: If there is no such plan, or this member cannot take part in it.
@@ -152,19 +154,21 @@ class WeightMember:
         scope: str,
         timeout_s: float,
     ) -> None:
-        """Join the group of an epoch, leaving an older one; see :meth:`Epochs.form`.
+        """Joins the group of an epoch after leaving an older one; see :meth:`Epochs.form`.
 
         Args:
             epoch: Number of the group; higher than any before.
-            receiver: Number of this member among the receivers, from 0; -1 for a source, and for a rollout
-                that sends what it holds to those that join. Ignored for a trainer rank.
-            num_receivers: Receivers of the group.
+            receiver: Number of this member among the receivers, from 0; -1 for a source, and for a
+                rollout
+                that sends its weights to joining ones. Ignored for a trainer rank.
+            num_receivers: Number of receivers in the group.
             backend: One of ``TRANSPORTS``.
-            scope: Where the members meet.
+            scope: Scope of the store in which the members meet.
             timeout_s: Deadline.
 
         Raises:
-            FailedPreconditionError: If a rollout is to send, and has not kept what it received.
+            FailedPreconditionError: If a rollout should send, but has not kept the received
+                weights.
         """
         side = self._side()
         assert self._agreed is not None
@@ -193,13 +197,16 @@ class WeightMember:
         )
 
     async def prepare(self, epoch: int, version: int, plan_hash: str) -> int:
-        """Get ready for a transfer; the trainer copies its weights here.
+        """Prepares for a transfer; the trainer packs its weights here.
 
         Returns:
-            The version whose bytes are still held, so that only changes need to be sent; -1 for none.
+            The version whose bytes are still held, so that only changes need to be sent; -1 for
+            none.
 
         Raises:
-            FailedPreconditionError: If epoch or plan are not this member's.
+            FailedPreconditionError: If epoch or plan are not this member's, or the version is older
+                than the
+                one in service.
         """
         self._epochs.group(epoch)
         side = self._side()
@@ -208,7 +215,7 @@ class WeightMember:
                 f"plan {plan_hash[:12]} was asked, but this member agreed to "
                 f"{side.plan.plan_hash[:12]}; agree again"
             )
-        # The version in service may come again: for the sake of a member that joined since.
+        # The live version may be sent again, for a member that joined since.
         if self._adopted is not None and version < self._adopted[0]:
             raise FailedPreconditionError(
                 f"weight versions only grow: {version} was announced, but {self._adopted[0]} is in service",
@@ -222,11 +229,11 @@ class WeightMember:
         return side.held_version
 
     async def transfer(self, order: TransferOrder) -> TransferReport:
-        """Send or receive a version; a receiver stages it beside the live weights.
+        """Sends or receives a version; a receiver stages it beside the live weights.
 
         Raises:
-            DataLossError: If what arrived is not what was sent.
-            DeadlineExceededError: If it took longer than the order allows.
+            DataLossError: If the received bytes differ from the sent ones.
+            DeadlineExceededError: If it exceeds the deadline of ``order``.
             UnavailableError: If a member was lost.
         """
         group = self._epochs.group(order.epoch)
@@ -259,11 +266,11 @@ class WeightMember:
         return TransferReport(digests=done.digests, num_bytes=done.num_bytes, seconds=seconds)
 
     async def adopt(self, version: int, digest: str) -> float:
-        """Put the staged version into service; returns the seconds without a token.
+        """Puts the staged version into service; returns the seconds without a token.
 
         Raises:
             FailedPreconditionError: If that version is not staged.
-            DataLossError: If the staged bytes are not those that the sources reported.
+            DataLossError: If the staged bytes differ from those that the sources reported.
         """
         async with self._adopting:
             if self._adopted == (version, digest) and self._staged is None:
@@ -286,7 +293,7 @@ class WeightMember:
         return self._stall_s
 
     async def score(self) -> Canary:
-        """Score the canary under the weights that were sent.
+        """Scores the canary under the sent weights.
 
         Raises:
             FailedPreconditionError: If this member is a receiver.
@@ -296,14 +303,15 @@ class WeightMember:
         return await self._epochs.thread.run(self._source.score_canary)
 
     async def check(self, version: int, canary: Canary, tolerance: float) -> float:
-        """Compare the live weights with the trainer's; ready if they agree.
+        """Compares the live weights with the trainer's by the canary; reports readiness if they agree.
 
         Returns:
             The mean absolute difference of the logprobs.
 
         Raises:
             FailedPreconditionError: If the version is not in service.
-            DataLossError: If they differ by more than ``tolerance``; nothing is served until an adoption.
+            DataLossError: If they differ by more than ``tolerance``; nothing is served until an
+                adoption.
         """
         if self._sink is None or self._adopted is None or self._adopted[0] != version:
             raise FailedPreconditionError(f"version {version} is not in service here; adopt it")
@@ -323,7 +331,7 @@ class WeightMember:
         return found
 
     async def abort(self, epoch: int, reason: str) -> None:
-        """Give up an epoch. Live weights stay as they are."""
+        """Aborts an epoch. Live weights stay unchanged."""
         if await self._leave(epoch):
             logger.warning("weight group aborted", extra={"epoch": epoch, "reason": reason})
 
@@ -333,7 +341,7 @@ class WeightMember:
             self._sender.pack(self._source, version)
 
     def _exchange(self, group: WeightGroup, order: TransferOrder, phases: Phases) -> Transferred:
-        """Send or receive, on a stream of its own beside whatever else the device does."""
+        """Sends or receives on a separate stream, concurrently with other work of the device."""
         phases.done("thread")
         if self._stream is None and self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device, priority=-1)

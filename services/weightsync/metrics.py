@@ -1,4 +1,4 @@
-"""What a member of a weight group measures; the controller measures the phases of a session."""
+"""Metrics of a member of a weight group; the controller measures the phases of a session."""
 
 from dataclasses import dataclass
 
@@ -34,18 +34,18 @@ CANARY_DIFFERENCE = Gauge(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferReport:
-    """One member's view of a transfer."""
+    """Report of one member about a transfer."""
 
     digests: tuple[str, ...]
-    """Of each source that took part, in order: one for a sender, all for a receiver."""
+    """Digest of each source that took part, in order: one for a sender, all for a receiver."""
     num_bytes: int
     """Bytes sent or received."""
     seconds: float
-    """From the order to the verified end."""
+    """Time from the order to the verified end."""
 
 
 def explained(error: BaseException, order: TransferOrder) -> BaseException:
-    """What a failed transfer means to the controller."""
+    """Converts the error of a failed transfer to the error that the controller receives."""
     match error:
         case TransferError():
             REFUSED.labels("checksum").inc()

@@ -1,8 +1,10 @@
-"""Where each tensor lies on the wire: pure functions, no torch.
+"""Layout of tensors on the wire: pure functions, no torch.
 
-A trainer of several ranks holds each tensor in shards of whole rows. Every rank sends its own shards, so
-each rank is a source with a flat arena of its own. All members lay the arenas out by the same rules from the
-same list: a transfer is the arenas, cut into buckets, and what was received needs no unpacking.
+A trainer of several ranks holds each tensor in shards of whole rows. Every rank sends its own
+shards, so
+each rank is a source with its own flat arena. All members lay out the arenas by the same rules from
+the
+same list: a transfer is the arenas, cut into buckets, and received arenas need no unpacking.
 
     source 0   | q_proj rows 0-1023    | pad | k_proj rows 0-127   | ...
     source 1   | q_proj rows 1024-2047 | pad | k_proj rows 128-255 | ...
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 
 LORA_DOWN, LORA_UP = ".lora_A.weight", ".lora_B.weight"
 ALIGNMENT = 256
-# Buckets end at multiples of this, so that a checksum can look at them as rows of words.
+# Buckets end at multiples of this, so that a checksum can read them as rows of words.
 BUCKET_ALIGNMENT = 8192
 ELEMENT_BYTES = {
     "float64": 8,
@@ -33,7 +35,7 @@ ELEMENT_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor on the wire."""
+    """Name, shape and dtype of one tensor on the wire."""
 
     name: str
     """Name as in a Hugging Face checkpoint."""
@@ -49,56 +51,56 @@ class TensorSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Size of one row."""
+        """Bytes of one row."""
         return math.prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """Rows of one tensor."""
+    """Range of rows of one tensor."""
 
     tensor: int
     """Index into the plan's tensors."""
     start: int
     """First row."""
     stop: int
-    """Row behind the last."""
+    """Row after the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A range of an arena that one collective moves."""
+    """Range of an arena that one collective sends."""
 
     start: int
     """First byte."""
     stop: int
-    """Byte behind the last."""
+    """Byte after the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one trainer rank sends."""
+    """Layout of the arena that one trainer rank sends."""
 
     shards: tuple[WeightShard, ...]
-    """In sending order."""
+    """Shards in sending order."""
     offsets: tuple[int, ...]
     """First byte of each shard in the arena."""
     arena_bytes: int
-    """Size of the arena, padding included."""
+    """Size of the arena, including padding."""
     buckets: tuple[Bucket, ...]
-    """The arena, cut for sending."""
+    """Ranges of the arena, one per collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """The layout that all members of a weight group share."""
+    """Layout that all members of a weight group share."""
 
     tensors: tuple[TensorSpec, ...]
     """All tensors, in sending order."""
     sources: tuple[Source, ...]
-    """One per sending rank."""
+    """One source per sending rank."""
     plan_hash: str
-    """SHA-256 of everything above, in hex: members with equal hashes agree on every byte."""
+    """SHA-256 of tensors, shards and bucket size, in hex: members with equal hashes agree on every byte."""
 
     @property
     def num_bytes(self) -> int:
@@ -109,9 +111,9 @@ class WeightPlan:
 def fsdp_shards(
     tensors: Sequence[TensorSpec], num_ranks: int
 ) -> tuple[tuple[WeightShard, ...], ...]:
-    """The shards of each rank under FSDP2, which gives every rank ``ceil(rows / ranks)`` rows.
+    """Returns the shards of each rank under FSDP2, which assigns ``ceil(rows / ranks)`` rows to every rank.
 
-    The last ranks have fewer or none where the rows do not divide.
+    The last ranks have fewer rows or none if the rows do not divide evenly.
     """
     ranks: list[list[WeightShard]] = [[] for _ in range(num_ranks)]
     for index, tensor in enumerate(tensors):
@@ -128,16 +130,17 @@ def make_plan(
     bucket_bytes: int,
     shards: Sequence[Sequence[WeightShard]] | None = None,
 ) -> WeightPlan:
-    """Lay out tensors and cut the arenas into buckets.
+    """Lays out tensors in arenas and cuts these into buckets.
 
     Args:
-        tensors: In sending order.
-        bucket_bytes: Most bytes of a bucket; rounded down to a multiple of 8 KiB.
-        shards: What each source holds; default: one source that holds everything.
+        tensors: Tensors in sending order.
+        bucket_bytes: Max. bytes of a bucket; rounded down to a multiple of 8 KiB.
+        shards: Shards of each source; by default one source holds everything.
 
     Raises:
-        ValueError: If there is no tensor, a name comes twice, an element type is unknown, a source has
-            nothing, or the shards do not cover every row exactly once.
+        ValueError: If there is no tensor, a name is repeated, an element type is unknown, a source
+            has
+            no shard, or the shards do not cover every row exactly once.
     """
     _check_tensors(tensors, bucket_bytes)
     if shards is None:
@@ -159,7 +162,7 @@ def make_plan(
 
 
 def version_digest(source_digests: Sequence[str]) -> str:
-    """Hex digest of a version from the digests of its sources, in order."""
+    """Returns the hex digest of a version from the digests of its sources, in order."""
     return hashlib.sha256(":".join(source_digests).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""gRPC face of a weight member."""
+"""gRPC servicer of a weight member."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def serve_member(member: WeightMember, server: grpc.aio.Server) -> None:
-    """Have a server answer for a member."""
+    """Adds the weight service of a member to a server."""
     weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(WeightSyncServicer(member), server)
 
 
 class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
-    """Translates requests for a :class:`WeightMember`."""
+    """Translates gRPC requests to calls of a :class:`WeightMember`."""
 
     def __init__(self, member: WeightMember) -> None:
         self._member = member
@@ -31,7 +31,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def DescribeWeights(
         self, request: pb.DescribeWeightsRequest, context: _Context
     ) -> pb.DescribeWeightsResponse:
-        """Return what the trainer sends."""
+        """Returns the tensors that the trainer sends."""
         return pb.DescribeWeightsResponse(
             tensors=[to_message(spec, pb.TensorSpec) for spec in self._member.describe()],
             source_addresses=self._member.source_addresses,
@@ -41,7 +41,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def AgreePlan(
         self, request: pb.AgreePlanRequest, context: _Context
     ) -> pb.AgreePlanResponse:
-        """Make the plan."""
+        """Builds the plan."""
         tensors = [from_message(tensor, TensorSpec) for tensor in request.tensors]
         try:
             plan_hash = self._member.agree_plan(
@@ -58,7 +58,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def FormGroup(
         self, request: pb.FormGroupRequest, context: _Context
     ) -> pb.FormGroupResponse:
-        """Join a group."""
+        """Joins a group."""
         await self._member.form(
             request.epoch,
             receiver=request.receiver,
@@ -72,7 +72,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def PrepareTransfer(
         self, request: pb.PrepareTransferRequest, context: _Context
     ) -> pb.PrepareTransferResponse:
-        """Get ready for a transfer."""
+        """Prepares for a transfer."""
         try:
             with tracing.span("weights.prepare"):
                 held = await self._member.prepare(request.epoch, request.version, request.plan_hash)
@@ -83,7 +83,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def TransferWeights(
         self, request: pb.TransferWeightsRequest, context: _Context
     ) -> pb.TransferWeightsResponse:
-        """Send or receive a version."""
+        """Sends or receives a version."""
         with tracing.span("weights.transfer"):
             report = await self._member.transfer(from_message(request, TransferOrder))
         return pb.TransferWeightsResponse(
@@ -93,7 +93,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def AdoptWeights(
         self, request: pb.AdoptWeightsRequest, context: _Context
     ) -> pb.AdoptWeightsResponse:
-        """Put a version into service."""
+        """Puts a version into service."""
         with tracing.span("weights.adopt"):
             stall_s = await self._member.adopt(request.version, request.digest)
         return pb.AdoptWeightsResponse(stall_s=stall_s)
@@ -101,13 +101,13 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def ScoreWeights(
         self, request: pb.ScoreWeightsRequest, context: _Context
     ) -> pb.ScoreWeightsResponse:
-        """Score the canary."""
+        """Scores the canary."""
         return to_message(await self._member.score(), pb.ScoreWeightsResponse)
 
     async def CheckWeights(
         self, request: pb.CheckWeightsRequest, context: _Context
     ) -> pb.CheckWeightsResponse:
-        """Compare with the trainer."""
+        """Compares the live weights with the trainer's by the canary."""
         canary = Canary(tuple(request.token_ids), tuple(request.logprobs))
         found = await self._member.check(request.version, canary, request.tolerance)
         return pb.CheckWeightsResponse(difference=found)
@@ -115,6 +115,6 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def AbortGroup(
         self, request: pb.AbortGroupRequest, context: _Context
     ) -> pb.AbortGroupResponse:
-        """Give up an epoch."""
+        """Aborts an epoch."""
         await self._member.abort(request.epoch, request.reason)
         return pb.AbortGroupResponse()

@@ -1,7 +1,8 @@
-"""GPU memory that another process of this host opens by a handle: CUDA's driver, called directly.
+"""Shared buffers: memory that other processes of this host open by a handle, on a GPU through CUDA's driver.
 
-Torch's allocator lends memory, too, but not everywhere what lies in segments that grow, which the trainer
-uses, and it keeps for ever what a reader that died had opened.
+Torch can share its allocations, too, but not in all cases those in expandable segments, which the
+trainer
+uses, and it never frees memory that a dead reader had opened.
 """
 
 import ctypes
@@ -25,7 +26,7 @@ _LAZY_PEERS = 1
 
 
 class CudaMemoryError(RuntimeError):
-    """The driver refused; the message says what and why."""
+    """Failed call of CUDA's driver; the message has the call and the reason."""
 
 
 class _Handle(ctypes.Structure):
@@ -33,7 +34,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Memory:
-    """What torch makes a tensor of; lives as long as that."""
+    """Memory in the form that torch can wrap as a tensor; lives as long as the tensor."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -45,14 +46,15 @@ class _Memory:
 
 
 def allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, bytes]:
-    """Take memory of a GPU.
+    """Allocates memory of a GPU that can be exported.
 
     Returns:
-        ``[num_bytes]`` uint8, and the handle by which other processes open it. It is freed with the tensor,
-        but stays as long as somebody has it open.
+        ``[num_bytes]`` uint8, and the handle with which other processes open it. The memory is
+        freed with
+        the tensor, but stays while another process has it open.
 
     Raises:
-        CudaMemoryError: If there is none, or it cannot be lent.
+        CudaMemoryError: If there is none, or it cannot be exported.
     """
     address, handle = ctypes.c_uint64(), _Handle()
     with _context(device):
@@ -63,11 +65,11 @@ def allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, bytes]:
 
 
 def open_handle(handle: bytes, num_bytes: int, device: torch.device) -> Tensor:
-    """Open what another process of this host has allocated on the same GPU.
+    """Opens memory that another process of this host has allocated on the same GPU.
 
     Args:
-        handle: From :func:`allocate`.
-        num_bytes: Its size.
+        handle: Handle from :func:`allocate`.
+        num_bytes: Size of the memory.
         device: That GPU, as this process numbers it.
 
     Raises:
@@ -82,7 +84,7 @@ def open_handle(handle: bytes, num_bytes: int, device: torch.device) -> Tensor:
 
 def _tensor(address: int, num_bytes: int, device: torch.device, *, end: str) -> Tensor:
     memory = _Memory(address, num_bytes)
-    # At the end of the process the driver does it itself, and torch may not be there any more.
+    # At the end of the process the driver frees it itself, and torch may already be unloaded.
     weakref.finalize(memory, _end, end, address, device).atexit = False
     return torch.as_tensor(memory, device=device)
 
@@ -94,7 +96,7 @@ def _end(name: str, address: int, device: torch.device) -> None:
 
 @contextmanager
 def _context(device: torch.device) -> Iterator[None]:
-    """Work in the context that torch has on a GPU, with nothing running in it."""
+    """Makes torch's context of a GPU current, after its pending work has finished."""
     torch.cuda.synchronize(device)
     number = torch.cuda.current_device() if device.index is None else device.index
     context = ctypes.c_void_p()
@@ -125,24 +127,24 @@ _NAME = "slipstream-"
 
 
 class RoomError(RuntimeError):
-    """A room that cannot be lent or opened here; the message says why."""
+    """A shared buffer cannot be exported or opened here; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBuffer:
-    """Memory that is lent."""
+    """Memory that this process exports to others."""
 
     memory: Tensor
     """``[num_bytes]`` uint8."""
     handle: str
-    """What others open it with."""
+    """Handle with which other processes open it."""
 
 
 def lend(num_bytes: int, device: torch.device) -> SharedBuffer:
-    """Make a room; it is there as long as its memory is kept.
+    """Allocates and exports a shared buffer; it lives as long as its memory is referenced.
 
     Raises:
-        RoomError: If the device has none to lend.
+        RoomError: If the device has no memory to export.
     """
     try:
         if device.type == "cuda":
@@ -156,13 +158,14 @@ def lend(num_bytes: int, device: torch.device) -> SharedBuffer:
 
 
 def open_room(handle: str, device: torch.device) -> Tensor:
-    """The memory of a room of the same device: ``[num_bytes]`` uint8.
+    """Opens a shared buffer on the same device; returns ``[num_bytes]`` uint8.
 
     Raises:
-        RoomError: If it cannot be opened here, as between hosts, or containers that see no processes of each
-            other.
+        RoomError: If it cannot be opened here, for example from another host, or from a container
+            that
+            does not see the other process.
     """
-    # A room that is open is not opened again: CUDA allows that only since some version.
+    # Reuse an open buffer: only newer CUDA versions allow opening it twice in one process.
     opened = _OPENED.get(handle)
     if opened is None:
         try:
@@ -176,7 +179,7 @@ def open_room(handle: str, device: torch.device) -> Tensor:
 
 
 def gpu_of(device: torch.device) -> str:
-    """Which GPU of the world a device is."""
+    """Returns the globally unique name of a GPU: ``cuda:`` and its UUID."""
     return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
 
 
@@ -199,7 +202,7 @@ def _lend_file(num_bytes: int) -> tuple[Tensor, dict[str, str | int]]:
     file = os.memfd_create(name)
     os.ftruncate(file, num_bytes)
     memory = mmap.mmap(file, num_bytes)
-    # Others open it by its number.
+    # Other processes open the file by its number.
     weakref.finalize(memory, os.close, file)
     parts: dict[str, str | int] = {"device": "cpu", "name": name}
     parts |= {"process": os.getpid(), "file": file}
@@ -208,7 +211,7 @@ def _lend_file(num_bytes: int) -> tuple[Tensor, dict[str, str | int]]:
 
 def _open_file(name: str, process: int, file: int, num_bytes: int) -> Tensor:
     path = Path(f"/proc/{process}/fd/{file}")
-    # In another container the same number is another process.
+    # In another container the same process id belongs to another process.
     if not name.startswith(_NAME) or str(path.readlink()) != f"/memfd:{name} (deleted)":
         raise ValueError(f"process {process} of this host is not the one that lends it")
     opened = os.open(path, os.O_RDWR)

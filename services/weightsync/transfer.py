@@ -1,4 +1,4 @@
-"""One version over a formed group: buckets, and what the source states of them.
+"""Transfers one version over a formed group: buckets, then the source's statement about them.
 
     source                                  receivers
     (weights are packed in its arena)       -
@@ -7,8 +7,9 @@
       and checksums of all buckets          recomputed from the received bytes, bucket by bucket
                                             while the next one is on the wire, and compared
 
-Everything is started before anything is waited for, and the buckets before all else, so that the wire is
-never idle; on a GPU no call waits for the device until the end.
+All collectives start before any is waited for, the buckets first, so that the wire is never idle;
+on a GPU
+no call waits for the device until the end.
 """
 
 import struct
@@ -29,29 +30,29 @@ HEADER_BYTES = _HEADER.size
 
 
 class TransferError(RuntimeError):
-    """A transfer that must not be adopted; the message says what differed."""
+    """Transfer that must not be adopted; the message has the difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOrder:
-    """What the controller asked for."""
+    """Request of the controller to transfer a version."""
 
     epoch: int
-    """Of the group."""
+    """Epoch of the group."""
     version: int
     """Weight version."""
     timeout_s: float
-    """Deadline."""
+    """Deadline in seconds."""
     base_version: int = -1
     """Version that all members hold and whose changes are sent; -1 sends everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transferred:
-    """A finished transfer."""
+    """Result of a finished transfer."""
 
     digests: tuple[str, ...]
-    """Of each source that took part, in order."""
+    """Digest of each source that took part, in order."""
     num_bytes: int
     """Bytes sent or received."""
 
@@ -59,13 +60,13 @@ class Transferred:
 def send_version(
     group: WeightGroup, arena: WeightArena, checksums: Tensor, order: TransferOrder
 ) -> Transferred:
-    """Send what the arena of a source holds. Blocks until all receivers have it.
+    """Sends the arena of a source. Blocks until all receivers have it.
 
     Args:
         group: The formed group.
         arena: The source's packed weights.
         checksums: ``[num_buckets, 2]`` int64 of the arena.
-        order: What to send.
+        order: The requested transfer.
 
     Raises:
         RuntimeError: If a member was lost or the group aborted.
@@ -88,13 +89,13 @@ def receive_version(
     order: TransferOrder,
     sums: Mapping[int, Tensor] | None = None,
 ) -> Transferred:
-    """Receive from all sources into ``shadow`` and verify every bucket.
+    """Receives from all sources into ``shadow`` and verifies every bucket.
 
     Args:
         group: The formed group.
-        shadow: Where it goes; with a base version, it holds that one.
-        order: What comes.
-        sums: Checksums of what ``shadow`` holds, by source; those of what arrives are written there.
+        shadow: Target; with a base version, it holds that version.
+        order: The requested transfer.
+        sums: Buffers for the checksums of the received buckets, by source; allocated if None.
 
     Raises:
         TransferError: If version or bytes are not the expected ones.
@@ -115,7 +116,7 @@ def receive_version(
             one.check(index)
     for one in arriving:
         one.finish()
-    # Waiting in a copy to the host would keep other threads from starting work on the GPU.
+    # A blocking copy to the host would keep other threads from starting work on the GPU.
     group.settle()
     return Transferred(
         digests=tuple(one.verified() for one in arriving),
@@ -124,7 +125,7 @@ def receive_version(
 
 
 class _Arriving:
-    """What comes from one source."""
+    """Receives and verifies the buckets of one source."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class _Arriving:
         self.num_bytes = 0
 
     def start(self, index: int) -> None:
-        """Start to receive a bucket and, behind the last one, what the source states."""
+        """Starts to receive a bucket and, after the last one, the source's statement."""
         if index < self._num_buckets:
             bucket = self._shadow.bucket(self._source, index)
             self._works.append(self._channel.broadcast(bucket))
@@ -155,22 +156,22 @@ class _Arriving:
             self._computed.zero_()
 
     def check(self, index: int) -> None:
-        """Compute the checksum of a bucket once it is here."""
+        """Waits for a bucket and computes its checksum."""
         if index < self._num_buckets:
             self._works[index].wait()
-            # Behind the last bucket the wire is free, and the rest of the GPU may help.
+            # After the last bucket the wire is free, so the checksum may use the whole GPU.
             is_last = index == self._num_buckets - 1
             bucket = self._shadow.bucket(self._source, index)
             write_checksum(bucket, self._computed[index], alone=is_last)
 
     def finish(self) -> None:
-        """Wait for what the source states; both sides of the comparison go to the host."""
+        """Waits for the statement; copies both sides of the comparison to the host."""
         self._works[-1].wait()
         found = torch.cat((self._stated, self._computed.flatten().view(torch.uint8)))
         self._found = found.to("cpu", non_blocking=True)
 
     def verified(self) -> str:
-        """Compare, once the device is done; returns the digest of what is held now."""
+        """Compares both sides after the device is done; returns the digest of the received version."""
         stated, computed = self._found.split((self._stated.nbytes, self._computed.nbytes))
         return check_statement(
             stated,
@@ -184,13 +185,15 @@ class _Arriving:
 def make_header(
     plan: WeightPlan, order: TransferOrder, source: int, num_changed: int = 0
 ) -> Tensor:
-    """What a source announces: ``[HEADER_BYTES]`` uint8.
+    """Builds the header with which a source announces a transfer: ``[HEADER_BYTES]`` uint8.
 
     Args:
         plan: The layout.
-        order: What is sent.
-        source: Who sends.
-        num_changed: With a base version, words that differ from it; -1 if everything is sent after all.
+        order: The requested transfer.
+        source: Number of the sending source.
+        num_changed: With a base version, number of words that differ from it; -1 if everything is
+            sent
+            nevertheless.
     """
     packed = _HEADER.pack(
         _MAGIC,
@@ -205,10 +208,10 @@ def make_header(
 
 
 def check_header(header: Tensor, plan: WeightPlan, order: TransferOrder, source: int) -> int:
-    """Compare an announcement with what was asked for; returns its number of changed words.
+    """Compares a header with the requested transfer; returns its number of changed words.
 
     Raises:
-        TransferError: If it announces something else.
+        TransferError: If it announces another transfer.
     """
     found = header.cpu().numpy().tobytes()
     num_changed: int = _HEADER.unpack(found)[5]
@@ -223,20 +226,20 @@ def check_header(header: Tensor, plan: WeightPlan, order: TransferOrder, source:
 def make_statement(
     plan: WeightPlan, order: TransferOrder, source: int, checksums: Tensor
 ) -> Tensor:
-    """What a source states behind its buckets: header and checksums, ``[n]`` uint8.
+    """Builds the statement that a source sends after its buckets: header and checksums, ``[n]`` uint8.
 
     Args:
         plan: The layout.
-        order: What is sent.
-        source: Who sends.
-        checksums: ``[num_buckets, 2]`` int64; the statement lies on their device.
+        order: The requested transfer.
+        source: Number of the sending source.
+        checksums: ``[num_buckets, 2]`` int64; the statement is on their device.
     """
     header = make_header(plan, order, source).to(checksums.device)
     return torch.cat((header, checksums.flatten().view(torch.uint8)))
 
 
 def no_statement(checksums: Tensor) -> Tensor:
-    """Room for the statement of as many buckets as there are ``checksums``."""
+    """Returns a zeroed buffer for the statement about as many buckets as ``checksums`` has."""
     num_bytes = HEADER_BYTES + checksums.nbytes
     return torch.zeros(num_bytes, dtype=torch.uint8, device=checksums.device)
 
@@ -244,17 +247,17 @@ def no_statement(checksums: Tensor) -> Tensor:
 def check_statement(
     stated: Tensor, computed: Tensor, plan: WeightPlan, order: TransferOrder, *, source: int
 ) -> str:
-    """Compare what a source stated with what arrived; returns the digest.
+    """Compares a source's statement with the received bytes; returns the digest.
 
     Args:
-        stated: From :func:`make_statement`.
-        computed: Checksums of what arrived: ``[num_buckets, 2]`` int64.
+        stated: Statement from :func:`make_statement`.
+        computed: Checksums of the received buckets: ``[num_buckets, 2]`` int64.
         plan: The layout.
-        order: What was asked for.
-        source: Who sent.
+        order: The requested transfer.
+        source: Number of the source that sent.
 
     Raises:
-        TransferError: If something else was sent, or a bucket differs.
+        TransferError: If another transfer was sent, or a bucket differs.
     """
     header, checksums = stated.split((HEADER_BYTES, computed.nbytes))
     check_header(header, plan, order, source)
@@ -271,7 +274,7 @@ def check_buckets(
     *,
     source: int,
 ) -> str:
-    """Compare the checksums of what arrived with those of what was sent; returns the digest.
+    """Compares the checksums of received and sent buckets; returns the digest.
 
     Raises:
         TransferError: If a bucket differs.

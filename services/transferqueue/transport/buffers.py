@@ -30,7 +30,7 @@ class BufferPool:
         self._lock = threading.RLock()
 
     def take(self, size_bytes: int) -> Tensor:
-        """A uint8 tensor of ``size_bytes``; its memory comes back when no tensor views it."""
+        """Returns a uint8 tensor of ``size_bytes``; its memory returns to the pool with its last view."""
         with self._lock:
             block = self._block(size_bytes)
         holder = (ctypes.c_char * max(size_bytes, 1)).from_buffer(block)

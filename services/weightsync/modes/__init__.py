@@ -1,1 +1,1 @@
-"""How weights travel: one file per value of ``weight_sync.mode``."""
+"""Transfer modes: one file per value of ``weight_sync.mode``."""

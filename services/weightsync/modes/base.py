@@ -1,4 +1,4 @@
-"""What a mode is: a sender in each source, a receiver in each rollout."""
+"""Interfaces of a transfer mode: a sender in each source, a receiver in each rollout."""
 
 from typing import Protocol, runtime_checkable
 
@@ -13,57 +13,57 @@ from services.weightsync.transfer import TransferOrder, Transferred
 
 
 class Sender(Protocol):
-    """A source's side."""
+    """Sending side of a mode."""
 
     plan: WeightPlan
     held_version: int
     """Version that this source sent last and still holds; -1 for none."""
 
     def pack(self, source: WeightSource, version: int) -> None:
-        """Copy the current weights, unless that version was packed before; then they may change again."""
+        """Copies the current weights, unless that version is already packed; then they may change again."""
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Send what was packed. Blocks until all receivers have it."""
+        """Sends the packed weights. Blocks until all receivers have them."""
 
 
 class Receiver(Protocol):
-    """A rollout's side. The live weights are whole at all times, or nothing is served."""
+    """Receiving side of a mode. The live weights are always complete, or nothing is served."""
 
     plan: WeightPlan
     held_version: int
-    """Version that this receiver has beside the live weights, bit by bit; -1 for none."""
+    """Version whose bytes this receiver holds beside the live weights; -1 for none."""
 
     async def prepare(self) -> None:
-        """Get ready to receive."""
+        """Prepares to receive."""
 
     def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Receive and verify. Blocks."""
+        """Receives and verifies a version. Blocks."""
 
     async def adopt(self, version: int) -> float:
-        """Put what was received into service; returns the seconds without a token."""
+        """Puts the received version into service; returns the seconds without a token."""
 
     async def give_up(self) -> None:
-        """No transfer comes, or it failed."""
+        """Cleans up after a failed or cancelled transfer."""
 
 
 @runtime_checkable
 class Lender(Receiver, Protocol):
-    """A rollout's side that holds what it received as it came, and can send it on."""
+    """Receiver that keeps the received bytes and can send them to joining rollouts."""
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Send the version that is held. Blocks until all receivers have it."""
+        """Sends the held version. Blocks until all receivers have it."""
 
 
 @torch.no_grad()
 def pack_weights(source: WeightSource, arena: WeightArena) -> None:
-    """Copy a source's rows into its arena; returns when the weights may change again.
+    """Copies a source's rows into its arena; returns when the weights may change again.
 
     Args:
         source: The weights.
-        arena: Where they go.
+        arena: Target of the copy.
 
     Raises:
-        ValueError: If the source does not hold what the plan says.
+        ValueError: If the source's tensors differ from the plan's.
     """
     (number,) = arena.buffers
     views = {name: view for name, _, view in arena.pieces(number)}
@@ -78,7 +78,7 @@ def pack_weights(source: WeightSource, arena: WeightArena) -> None:
 
 
 def packed_checksums(arena: WeightArena) -> Tensor:
-    """Checksums of the buckets of a source's arena, once they are there: ``[num_buckets, 2]`` int64."""
+    """Returns the checksums of a source's arena after they are computed: ``[num_buckets, 2]`` int64."""
     (number,) = arena.buffers
     with on_device(arena.device):
         checksums = arena.checksums(number)

@@ -1,6 +1,8 @@
-"""``cpu_async``: through pinned host memory and Gloo, for members that share no NCCL.
+"""``cpu_async``: transfer through pinned host memory and Gloo, for members without a common NCCL.
 
-Other zones, or CPUs beside GPUs. Copies to and from the host run beside the wire, training and generation.
+For example members in different zones, or on CPUs and GPUs. Copies to and from the host overlap
+with the
+wire, training and generation.
 """
 
 from collections.abc import Sequence
@@ -30,19 +32,19 @@ class HostSender:
         self._slots = Slots(plan, _HOST, pinned=device.type == "cuda")
 
     def pack(self, source: WeightSource, version: int) -> None:
-        """Copy the current weights into the arena."""
+        """Copies the current weights into the arena."""
         if version != self._packed_version:
             self._packed_version = -1
             pack_weights(source, self._arena)
             self._packed_version = version
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Send the arena."""
+        """Sends the arena."""
         return send_staged(group, self._arena, self._slots, order)
 
 
 class HostReceiver(DividedReceiver):
-    """Receives into two pinned buffers of each source, and from there into the shadow."""
+    """Receives through two pinned buffers per source into the shadow."""
 
     def __init__(self, plan: WeightPlan, devices: Sequence[torch.device], sink: WeightSink) -> None:
         slots = Slots(plan, _HOST, pinned=devices[0].type == "cuda")

@@ -1,9 +1,10 @@
-"""``delta``: only the words that changed since the version that everybody holds, for slow links.
+"""``delta``: sends only the words that changed since a version that all members hold, for slow links.
 
-    source      header (how many words changed) | places | words | checksums of all whole buckets
-    receiver    writes them into its shadow, which has the version before, and verifies the whole buckets
+    source      header (number of changed words) | places | words | checksums of all whole buckets
+    receiver    writes them into its shadow, which holds the base version, and verifies the whole
+    buckets
 
-If more than a third of the words changed, or somebody does not hold the base, everything is sent.
+If more than a third of the words changed, or a member does not hold the base, everything is sent.
 """
 
 import torch
@@ -27,13 +28,13 @@ from services.weightsync.transfer import (
 )
 
 _EVERYTHING = -1
-# A changed word travels with its place: three times its own size.
+# A changed word is sent with its place: three times its size.
 _WORTHWHILE = 3
 _WORD, _PLACE = torch.int32, torch.int64
 
 
 class DeltaSender:
-    """Keeps what it sent last, to find what changed."""
+    """Sender that keeps the last sent version to find the changes."""
 
     def __init__(self, plan: WeightPlan, device: torch.device, source: int) -> None:
         self.plan = plan
@@ -43,7 +44,7 @@ class DeltaSender:
         self._checksums: Tensor | None = None
 
     def pack(self, source: WeightSource, version: int) -> None:
-        """Copy the current weights; what was sent before is kept beside them."""
+        """Copies the current weights; keeps the last sent version beside them."""
         if version == self._packed_version:
             return
         if self.held_version == self._packed_version:
@@ -54,7 +55,7 @@ class DeltaSender:
         self._packed_version = version
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Send what changed since ``order.base_version``."""
+        """Sends the changes since ``order.base_version``."""
         if self._checksums is None:
             raise TransferError(f"version {order.version} was not prepared here; prepare it first")
         if order.base_version not in (-1, self.held_version):
@@ -92,7 +93,7 @@ class DeltaSender:
 
 
 class DeltaReceiver(ShadowReceiver):
-    """Applies changes to the version that its shadow holds."""
+    """Receiver that applies changes to the version in its shadow."""
 
     def _receive(
         self, group: WeightGroup, shadow: WeightArena, order: TransferOrder
@@ -120,7 +121,7 @@ class DeltaReceiver(ShadowReceiver):
     def _apply(
         self, source: int, channel: Channel, shadow: WeightArena, order: TransferOrder
     ) -> int:
-        """Receive one source's changes into the shadow; returns their bytes."""
+        """Receives one source's changes into the shadow; returns their bytes."""
         device = shadow.device
         header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=device)
         channel.broadcast(header).wait()
@@ -147,7 +148,7 @@ class DeltaReceiver(ShadowReceiver):
 
 
 def _pieces(part: Tensor, plan: WeightPlan) -> tuple[Tensor, ...]:
-    """A part in collectives of at most a bucket; none if it is empty."""
+    """Splits a part into collectives of at most a bucket; none if it is empty."""
     first = plan.sources[0].buckets[0]
     step = (first.stop - first.start) // part.element_size()
     return part.split(step) if part.numel() else ()

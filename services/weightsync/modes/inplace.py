@@ -1,7 +1,8 @@
-"""``inplace``: received straight into the live weights under a pause, where memory has no room for a shadow.
+"""``inplace``: receives directly into the live weights under a pause, if memory cannot hold a shadow.
 
-A transfer that began and was not adopted leaves the live weights torn, or of a version that nobody may name:
-the engine stays paused until a whole one is adopted.
+A transfer that started and was not adopted leaves the live weights mixed or of an unverified
+version: the
+engine stays paused until a complete version is adopted.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from services.weightsync.transfer import TransferOrder, Transferred
 
 
 class InplaceReceiver:
-    """Receives through two slots of each source into the engine's own parameters."""
+    """Receives through two slots per source into the engine's own parameters."""
 
     def __init__(self, plan: WeightPlan, devices: Sequence[torch.device], sink: WeightSink) -> None:
         self.plan = plan
@@ -28,28 +29,28 @@ class InplaceReceiver:
         self._is_written = False
 
     async def prepare(self) -> None:
-        """Pause the engine.
+        """Pauses the engine.
 
         Raises:
-            ValueError: If its weights cannot be written in place, or are not those of the plan.
+            ValueError: If its weights cannot be written in place, or differ from the plan.
         """
         self._is_open = True
         self._place = await self._sink.open_weights(self.plan, self._slots.buffers)
 
     def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Receive into the live weights; from now on nothing is served until they are adopted."""
+        """Receives into the live weights; from now on nothing is served until they are adopted."""
         assert self._place is not None, "a transfer follows a preparation"
         self._is_written = True
         return receive_staged(group, self._slots, order, self._place)
 
     async def adopt(self, version: int) -> float:
-        """Go on with the weights that are in place."""
+        """Resumes with the weights that are in place."""
         stall_s = await self._sink.adopt_placed(version)
         self._is_open = self._is_written = False
         return stall_s
 
     async def give_up(self) -> None:
-        """Go on with the old weights, if they are there."""
+        """Resumes with the old weights if they are intact; otherwise refuses to serve."""
         self._slots = self._slots.renewed()
         if self._is_written:
             await self._sink.refuse_weights(

@@ -1,4 +1,4 @@
-"""Putting received buckets to where the tensors are whole, whichever rows came from which source."""
+"""Copies received buckets into whole tensors, independent of the sources of their rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class BucketPart:
-    """A part of a tensor in a bucket."""
+    """The part of a tensor that lies in one bucket."""
 
     tensor: int
     """Index into the plan's tensors."""
@@ -23,11 +23,11 @@ class BucketPart:
     begin: int
     """First byte in the bucket."""
     end: int
-    """Byte behind the last in the bucket."""
+    """Byte after the last in the bucket."""
 
 
 def bucket_parts(plan: WeightPlan, source: int, index: int) -> Iterator[BucketPart]:
-    """What lies in a bucket, without the gaps between tensors."""
+    """Yields the tensor parts in a bucket, without the gaps between them."""
     layout = plan.sources[source]
     bucket = layout.buckets[index]
     for shard, offset in zip(layout.shards, layout.offsets, strict=True):
@@ -43,7 +43,7 @@ class Placer:
     """Copies a received bucket (source, index, bytes) into whole tensors.
 
     Args:
-        plan: The layout of what is received.
+        plan: The layout of the received weights.
         targets: Bytes of each tensor of the plan, in its order: ``[n]`` uint8.
     """
 
@@ -53,21 +53,21 @@ class Placer:
 
     @torch.no_grad()
     def __call__(self, source: int, index: int, received: Tensor) -> None:
-        """Copy one bucket; parts of tensors that it holds go to their rows."""
+        """Copies the tensor parts of one bucket to their rows."""
         for part in bucket_parts(self._plan, source, index):
             target = self._targets[part.tensor][part.first : part.first + part.end - part.begin]
             target.copy_(received[part.begin : part.end])
 
 
 def live_placer(plan: WeightPlan, live: Mapping[str, Tensor]) -> Placer:
-    """Copies into live tensors of this process.
+    """Returns a placer into live tensors of this process.
 
     Args:
-        plan: The layout of what is received.
+        plan: The layout of the received weights.
         live: Tensors by name.
 
     Raises:
-        ValueError: If they are not those of the plan, or do not lie in one piece each.
+        ValueError: If they differ from the plan, or are not contiguous.
     """
     return Placer(plan, [_flat_bytes(live.get(spec.name), spec) for spec in plan.tensors])
 
@@ -75,11 +75,12 @@ def live_placer(plan: WeightPlan, live: Mapping[str, Tensor]) -> Placer:
 def whole_buffers(
     plan: WeightPlan, devices: Sequence[torch.device]
 ) -> tuple[Sequence[Tensor], Mapping[str, Tensor]]:
-    """Room for all tensors of a plan: the bytes of each, and each by name.
+    """Allocates all tensors of a plan; returns the bytes of each, and each by name.
 
     Args:
         plan: The layout.
-        devices: Tensors are divided among them, neighbours together, so that each holds about as much.
+        devices: Devices that share the tensors: each gets about as many bytes, of consecutive
+            tensors.
     """
     sizes = [spec.row_bytes * (spec.shape[0] if spec.shape else 1) for spec in plan.tensors]
     places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]

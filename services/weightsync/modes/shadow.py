@@ -1,4 +1,4 @@
-"""``shadow``: received into a second copy while generation goes on, adopted by one copy between two steps."""
+"""``shadow``: receives into a second copy during generation; adopts it by one copy between two steps."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class ShadowSender:
         self._checksums: Tensor | None = None
 
     def pack(self, source: WeightSource, version: int) -> None:
-        """Copy the current weights into the arena."""
+        """Copies the current weights into the arena."""
         if version != self._packed_version:
             self._packed_version = -1
             pack_weights(source, self._arena)
@@ -41,7 +41,7 @@ class ShadowSender:
             self._packed_version = version
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Send the arena."""
+        """Sends the arena."""
         if self._checksums is None:
             raise TransferError(f"version {order.version} was not prepared here; prepare it first")
         done = send_version(group, self._arena, self._checksums, order)
@@ -52,22 +52,23 @@ class ShadowSender:
 def shadow_receiver(
     plan: WeightPlan, devices: Sequence[torch.device], sink: WeightSink
 ) -> Receiver:
-    """The receiver that needs one copy of the weights, and no copy of that on one device."""
+    """Chooses a receiver: ``ShadowReceiver`` for one source and one device, otherwise ``DividedReceiver``."""
     is_divided = len(plan.sources) > 1 or len(devices) > 1
     return (DividedReceiver if is_divided else ShadowReceiver)(plan, devices, sink)
 
 
 class DividedReceiver:
-    """Receives rows from several sources, each to its place in the whole tensors of one shadow.
+    """Receives rows from several sources directly into the whole tensors of one shadow.
 
-    A source's bucket holds rows of many tensors, so buckets travel through two slots per source. Where the
-    engine has several GPUs, each of them holds some of the tensors.
+    A source's bucket holds rows of many tensors, so buckets pass through two slots per source. If
+    the engine
+    has several GPUs, each of them holds some of the tensors.
 
     Args:
         plan: The layout.
-        devices: Of the engine.
-        sink: Takes the weights.
-        slots: Where buckets travel, if not on the first device.
+        devices: Devices of the engine.
+        sink: Receives the weights.
+        slots: Buffers for buckets, if not on the first device.
     """
 
     def __init__(
@@ -85,18 +86,18 @@ class DividedReceiver:
         self._place = Placer(plan, flat)
 
     async def prepare(self) -> None:
-        """The shadow is always ready."""
+        """Does nothing: the shadow is always ready."""
 
     def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Receive into the shadow."""
+        """Receives into the shadow."""
         return receive_staged(group, self._slots, order, self._place)
 
     async def adopt(self, version: int) -> float:
-        """Copy the shadow into the live weights."""
+        """Copies the shadow into the live weights."""
         return await self._sink.adopt_weights(version, self._tensors)
 
     async def give_up(self) -> None:
-        """Collectives that were given up may still write, so they keep the old slots."""
+        """Replaces the slots: aborted collectives may still write into the old ones."""
         self._slots = self._slots.renewed()
 
 
@@ -113,15 +114,15 @@ class ShadowReceiver:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     async def prepare(self) -> None:
-        """The shadow is always ready."""
+        """Does nothing: the shadow is always ready."""
 
     def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Receive into the shadow."""
+        """Receives into the shadow."""
         if order.base_version not in (-1, self.held_version):
             raise TransferError(
                 f"changes of version {order.base_version} came, but {self.held_version} is held here"
             )
-        # Until it is verified, the shadow is of no version.
+        # Until it is verified, the shadow holds no version.
         self.held_version = -1
         shadow = self._shadow
         done = self._receive(group, shadow, order)
@@ -130,7 +131,7 @@ class ShadowReceiver:
         return done
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Send the shadow on, to rollouts that join."""
+        """Sends the shadow to joining rollouts."""
         if order.version != self.held_version:
             raise TransferError(
                 f"version {order.version} was to be sent on, but {self.held_version} is held here"
@@ -139,7 +140,7 @@ class ShadowReceiver:
         return send_version(group, self._shadow, self._shadow.checksums(source), order)
 
     async def adopt(self, version: int) -> float:
-        """Copy the shadow into the live weights."""
+        """Copies the shadow into the live weights."""
         return await self._sink.adopt_weights(version, await asyncio.to_thread(self._tensors))
 
     async def give_up(self) -> None:
@@ -150,7 +151,7 @@ class ShadowReceiver:
             self._sums = self._shadow.no_checksums()
 
     def _tensors(self) -> Mapping[str, Tensor]:
-        """The shadow's tensors, put together beside decoding."""
+        """Returns the shadow's tensors; joins divided ones concurrently with decoding."""
         with on_device(self._shadow.device), torch.cuda.stream(self._stream):
             tensors = self._shadow.put_together()
             if self._stream is not None:

@@ -1,4 +1,4 @@
-"""Transfers through two small buffers per source: the wire needs no second copy of the weights.
+"""Transfers through two small buffers per source, so that the wire needs no second copy of the weights.
 
 source      copy bucket i+1 into a slot          receiver   copy bucket i-1 out of its slot
 while bucket i is on the wire                   while bucket i is on the wire
@@ -48,11 +48,11 @@ class Slots:
         ]
 
     def renewed(self) -> "Slots":
-        """Other buffers: a collective that was given up may still write into these."""
+        """Returns new buffers: an aborted collective may still write into the old ones."""
         return Slots(self.plan, self.device, pinned=self._pinned)
 
     def slot(self, source: int, index: int) -> Tensor:
-        """Where a bucket of a source lies while it travels."""
+        """Returns the slot of a source's bucket during its transfer."""
         bucket = self.plan.sources[source].buckets[index]
         return self.buffers[source][index % _SLOTS][: bucket.stop - bucket.start]
 
@@ -60,7 +60,7 @@ class Slots:
 def send_staged(
     group: WeightGroup, arena: WeightArena, slots: Slots, order: TransferOrder
 ) -> Transferred:
-    """Send an arena through the slots; see :func:`services.weightsync.transfer.send_version`."""
+    """Sends an arena through the slots; see :func:`services.weightsync.transfer.send_version`."""
     ((source, channel),) = group.channels.items()
     plan = arena.plan
     group.bound(plan)
@@ -87,10 +87,11 @@ def send_staged(
 def receive_staged(
     group: WeightGroup, slots: Slots, order: TransferOrder, place: Place
 ) -> Transferred:
-    """Receive through the slots and verify; see :func:`services.weightsync.transfer.receive_version`.
+    """Receives through the slots and verifies; see :func:`services.weightsync.transfer.receive_version`.
 
-    A bucket is placed before its checksum can be compared: the source states them at the end. Where it was
-    placed must not be used if this raises.
+    A bucket is placed before its checksum can be compared, as the source sends the checksums last.
+    If this
+    raises, the target must not be used.
     """
     group.bound(slots.plan)
     arriving = [
@@ -109,7 +110,7 @@ def receive_staged(
 
 
 class _Arriving:
-    """What comes from one source."""
+    """Receives and verifies the buckets of one source."""
 
     def __init__(self, source: int, channel: Channel, slots: Slots, place: Place) -> None:
         self._source = source
@@ -124,7 +125,7 @@ class _Arriving:
             self._start(index)
 
     def take(self, index: int) -> None:
-        """Place a bucket, and start to receive the next one into its slot."""
+        """Places a bucket and starts to receive a later one into its slot."""
         if index >= self._num_buckets:
             return
         self._works[index].wait()
@@ -134,11 +135,11 @@ class _Arriving:
         self._start(index + _SLOTS)
 
     def finish(self) -> None:
-        """Receive what the source states."""
+        """Receives the source's statement."""
         self._channel.broadcast(self._stated).wait()
 
     def verified(self, order: TransferOrder) -> str:
-        """Compare; returns the digest of what arrived."""
+        """Compares the statement with the received bytes; returns their digest."""
         plan = self._slots.plan
         stated, computed = self._stated.cpu(), self._computed.cpu()
         return check_statement(stated, computed, plan, order, source=self._source)
