@@ -45,9 +45,10 @@ def adapters_by_weight(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor,
 
 
 def frozen_digest(tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
-    """``[32]`` uint8: SHA-256 over names, shapes, dtypes and bytes (XXH3) of tensors, in the order of names.
+    """Returns ``[32]`` uint8: SHA-256 over sorted names, shapes, dtypes and byte hashes (XXH3).
 
-    The same on every device. Reads all bytes in host memory: 15 GB take a few seconds.
+    The result is the same on every device. All bytes are read in host memory: 15 GB take a few
+    seconds.
     """
     described = sorted(
         f"{name} {tuple(value.shape)} {value.dtype} {_bytes_digest(value)}"

@@ -215,7 +215,7 @@ def _knows(one: socket.socket, secret: bytes) -> bool:
 
 
 def _first_reason(store: Any, seat: RankAssignment, why: str) -> str:
-    """What somebody says against the room: all members hear the same, so that none waits for the others."""
+    """Returns the first reason against the buffer, the same for all members, so that none waits."""
     if seat.rank > 0:
         store.set(f"said/{seat.rank}", why or _NOTHING)
         heard = store.get(_VERDICT).decode()

@@ -355,7 +355,7 @@ class WeightMember:
         return done
 
     async def _leave(self, epoch: int | None = None, *, keeps: bool = False) -> bool:
-        """Leave the group, with what was received or without; returns whether there was one."""
+        """Leaves the group and, unless ``keeps``, drops received weights; returns if there was one."""
         had_group = self._epochs.leave(epoch)
         self._staged = None
         if had_group and self._receiver is not None and not keeps:

@@ -144,7 +144,7 @@ class ShadowReceiver:
         return await self._sink.adopt_weights(version, await asyncio.to_thread(self._tensors))
 
     async def give_up(self) -> None:
-        """Collectives over Gloo that were given up may still write, so they keep the old shadow."""
+        """Drops the held version; replaces a CPU shadow, as aborted Gloo work may still write into it."""
         self.held_version = -1
         if self._shadow.device.type == "cpu":
             self._shadow = WeightArena(self.plan, self._shadow.device)

@@ -22,7 +22,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class RegisterWorkerRequest(_message.Message):
-    """Introduces a worker."""
+    """Registers a worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -33,17 +33,17 @@ class RegisterWorkerRequest(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Identifies the run."""
+    """Id of the run."""
     worker_id: _builtins.str
-    """Identifies the worker inside its run, for example "rollout-1"; stable over restarts."""
+    """Id of the worker inside its run, for example "rollout-1"; stable over restarts."""
     incarnation: _builtins.str
     """Changes with every start of the worker's process."""
     role: _worker_pb2.WorkerRole.ValueType
-    """Says what the worker does."""
+    """Role of the worker."""
     address: _builtins.str
-    """Gives host:port of the worker's gRPC server."""
+    """Host:port of the worker's gRPC server."""
     host_id: _builtins.str
-    """Identifies the host, so that members on one host can use what hosts share."""
+    """Id of the host, so that members on one host can use shared resources."""
     def __init__(
         self,
         *,
@@ -73,13 +73,13 @@ class RegisterWorkerResponse(_message.Message):
     TRANSFERQUEUE_ADDRESS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     spec_json: _builtins.str
-    """Holds the run's specification as canonical JSON."""
+    """Run's specification as canonical JSON."""
     spec_digest: _builtins.str
-    """Holds the SHA-256 of spec_json, in hex; the worker checks it."""
+    """SHA-256 of spec_json, in hex; the worker checks it."""
     transferqueue_address: _builtins.str
-    """Gives the transferqueue's gRPC address."""
+    """Transferqueue's gRPC address."""
     heartbeat_interval_s: _builtins.float
-    """Gives the seconds between heartbeats, until a heartbeat's answer says otherwise."""
+    """Seconds between heartbeats, until the response to a heartbeat changes them."""
     def __init__(
         self,
         *,
@@ -131,22 +131,22 @@ class HeartbeatRequest(_message.Message):
     GAUGES_FIELD_NUMBER: _builtins.int
     SPEC_DIGEST_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Identifies the run."""
+    """Id of the run."""
     worker_id: _builtins.str
-    """Identifies the worker inside its run."""
+    """Id of the worker inside its run."""
     incarnation: _builtins.str
-    """Names the process that reports."""
+    """Incarnation of the reporting process."""
     state: _worker_pb2.WorkerState.ValueType
-    """Says how far the worker is."""
+    """State of the worker."""
     activity: _builtins.str
-    """Says in words what the worker is doing or, when it failed, why."""
+    """Current activity in words or, after a failure, its reason."""
     weight_version: _builtins.int
-    """Holds the verified weight version that the worker serves; -1 before the first."""
+    """Verified weight version that the worker serves; -1 before the first."""
     spec_digest: _builtins.str
-    """Holds the SHA-256 of the specification that the worker has, in hex."""
+    """SHA-256 of the specification that the worker has, in hex."""
     @_builtins.property
     def gauges(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Holds gauges such as "running_samples" or "prompts_train", by name."""
+        """Gauges such as "running_samples" or "prompts_train", by name."""
 
     def __init__(
         self,
@@ -181,21 +181,21 @@ class HeartbeatResponse(_message.Message):
     class _OrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[HeartbeatResponse._Order.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         ORDER_UNSPECIFIED: HeartbeatResponse._Order.ValueType  # 0
-        """Is never sent."""
+        """Never sent."""
         ORDER_CONTINUE: HeartbeatResponse._Order.ValueType  # 1
-        """Go on."""
+        """Continue."""
         ORDER_REGISTER: HeartbeatResponse._Order.ValueType  # 2
         """Register again: the controller does not know this worker."""
         ORDER_STOP: HeartbeatResponse._Order.ValueType  # 3
         """Stop: the run has ended or another incarnation took over."""
 
     class Order(_Order, metaclass=_OrderEnumTypeWrapper):
-        """Tells a worker what to do."""
+        """Order to a worker."""
 
     ORDER_UNSPECIFIED: HeartbeatResponse.Order.ValueType  # 0
-    """Is never sent."""
+    """Never sent."""
     ORDER_CONTINUE: HeartbeatResponse.Order.ValueType  # 1
-    """Go on."""
+    """Continue."""
     ORDER_REGISTER: HeartbeatResponse.Order.ValueType  # 2
     """Register again: the controller does not know this worker."""
     ORDER_STOP: HeartbeatResponse.Order.ValueType  # 3
@@ -206,13 +206,13 @@ class HeartbeatResponse(_message.Message):
     SPEC_JSON_FIELD_NUMBER: _builtins.int
     SPEC_DIGEST_FIELD_NUMBER: _builtins.int
     order: Global___HeartbeatResponse.Order.ValueType
-    """Tells the worker what to do."""
+    """Order to the worker."""
     heartbeat_interval_s: _builtins.float
-    """Gives the seconds until the next heartbeat: the more workers there are, the more seldom each is heard."""
+    """Seconds until the next heartbeat; they grow with the number of workers."""
     spec_json: _builtins.str
-    """Holds the run's specification as canonical JSON, if it is another one than the worker has."""
+    """Run's specification as canonical JSON, if the worker has another one."""
     spec_digest: _builtins.str
-    """Holds the SHA-256 of spec_json, in hex; the worker checks it."""
+    """SHA-256 of spec_json, in hex; the worker checks it."""
     def __init__(
         self,
         *,
@@ -239,12 +239,12 @@ class ReportGroupsRequest(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Identifies the run."""
+    """Id of the run."""
     worker_id: _builtins.str
-    """Identifies the worker inside its run."""
+    """Id of the worker inside its run."""
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupFailure]:
-        """Holds one entry per group."""
+        """One entry per group."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ Global___ReportGroupsRequest: _TypeAlias = ReportGroupsRequest  # noqa: Y015
 
 @_typing.final
 class GroupFailure(_message.Message):
-    """Says why a group brought no samples."""
+    """Reason why a group produced no samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -275,19 +275,19 @@ class GroupFailure(_message.Message):
     UNFINISHED_COUNT_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
-    """Names the group."""
+    """Id of the group."""
     attempt: _builtins.int
-    """Counts the tries of the group from 1."""
+    """Attempt of the group, from 1."""
     reason: _builtins.str
-    """Gives a stable code: "prompt_too_long", "prompt_empty", "reward_timeout", "engine_error", ..."""
+    """Stable code: "prompt_too_long", "prompt_empty", "reward_timeout", "engine_error", ..."""
     message: _builtins.str
-    """Explains it to a person."""
+    """Explanation for people."""
     retryable: _builtins.bool
-    """Says whether another try could succeed."""
+    """True if a retry could succeed."""
     unfinished_count: _builtins.int
-    """Counts the members that are not finished, if the group was interrupted."""
+    """Number of unfinished members, if the group was interrupted."""
     token_count: _builtins.int
-    """Counts the tokens that it has, if it was interrupted."""
+    """Number of its tokens, if it was interrupted."""
     def __init__(
         self,
         *,
@@ -334,11 +334,11 @@ class SetValueRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
     scope: _builtins.str
-    """Names the group that meets: run and epoch."""
+    """Rendezvous scope: run and epoch of the group."""
     key: _builtins.str
-    """Names the value."""
+    """Name of the value."""
     value: _builtins.bytes
-    """Holds the value, at most 64 KiB."""
+    """Value, at most 64 KiB."""
     def __init__(
         self,
         *,
@@ -373,7 +373,7 @@ Global___SetValueResponse: _TypeAlias = SetValueResponse  # noqa: Y015
 
 @_typing.final
 class GetValueRequest(_message.Message):
-    """Asks for a value."""
+    """Request for a value."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -381,11 +381,11 @@ class GetValueRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     WAIT_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     scope: _builtins.str
-    """Names the group that meets: run and epoch."""
+    """Rendezvous scope: run and epoch of the group."""
     key: _builtins.str
-    """Names the value."""
+    """Name of the value."""
     wait_timeout_s: _builtins.float
-    """Bounds the wait in seconds."""
+    """Max. seconds to wait."""
     def __init__(
         self,
         *,
@@ -409,7 +409,7 @@ class GetValueResponse(_message.Message):
 
     VALUE_FIELD_NUMBER: _builtins.int
     value: _builtins.bytes
-    """Holds the value."""
+    """Value."""
     def __init__(
         self,
         *,
@@ -433,11 +433,11 @@ class AddValueRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     AMOUNT_FIELD_NUMBER: _builtins.int
     scope: _builtins.str
-    """Names the group that meets: run and epoch."""
+    """Rendezvous scope: run and epoch of the group."""
     key: _builtins.str
-    """Names the counter."""
+    """Name of the counter."""
     amount: _builtins.int
-    """Is added to it."""
+    """Amount to add."""
     def __init__(
         self,
         *,
@@ -461,7 +461,7 @@ class AddValueResponse(_message.Message):
 
     VALUE_FIELD_NUMBER: _builtins.int
     value: _builtins.int
-    """Holds the counter after the addition."""
+    """Counter after the addition."""
     def __init__(
         self,
         *,

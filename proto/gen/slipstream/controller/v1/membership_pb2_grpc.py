@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class MembershipServiceStub:
-    """Takes in the workers of runs and hears of their progress.
+    """Registers the workers of runs and receives their progress.
     """
 
     def __init__(self, channel):
@@ -53,26 +53,27 @@ class MembershipServiceStub:
 
 
 class MembershipServiceServicer:
-    """Takes in the workers of runs and hears of their progress.
+    """Registers the workers of runs and receives their progress.
     """
 
     def RegisterWorker(self, request, context):
-        """Introduces a worker and hands it the run's specification. Safe to repeat: the newest incarnation
-        of a worker replaces the older ones.
+        """Registers a worker and returns the run's specification. Safe to repeat: the newest incarnation
+        of a worker replaces older ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Reports a worker's state; the answer carries orders, and when to report again.
+        """Reports a worker's state; the response has an order and the time of the next heartbeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportGroups(self, request, context):
-        """Reports groups that ended without a sample batch. Safe to repeat: (group_id, attempt) is the key.
+        """Reports groups that ended without a sample batch. Safe to repeat: (group_id, attempt) is the
+        key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,7 +106,7 @@ def add_MembershipServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MembershipService:
-    """Takes in the workers of runs and hears of their progress.
+    """Registers the workers of runs and receives their progress.
     """
 
     @staticmethod
@@ -191,7 +192,7 @@ class MembershipService:
 
 
 class RendezvousServiceStub:
-    """Lets the members of a weight group find each other, over the authenticated control plane.
+    """Lets the members of a weight group meet, over the authenticated control plane.
     """
 
     def __init__(self, channel):
@@ -218,7 +219,7 @@ class RendezvousServiceStub:
 
 
 class RendezvousServiceServicer:
-    """Lets the members of a weight group find each other, over the authenticated control plane.
+    """Lets the members of a weight group meet, over the authenticated control plane.
     """
 
     def SetValue(self, request, context):
@@ -229,7 +230,8 @@ class RendezvousServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetValue(self, request, context):
-        """Returns the value of a key, waiting for it at most wait_timeout_s; then DEADLINE_EXCEEDED.
+        """Returns the value of a key; waits for it at most wait_timeout_s, then fails with
+        DEADLINE_EXCEEDED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -269,7 +271,7 @@ def add_RendezvousServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RendezvousService:
-    """Lets the members of a weight group find each other, over the authenticated control plane.
+    """Lets the members of a weight group meet, over the authenticated control plane.
     """
 
     @staticmethod

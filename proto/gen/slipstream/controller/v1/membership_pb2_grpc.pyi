@@ -27,37 +27,41 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class MembershipServiceStub:
-    """Takes in the workers of runs and hears of their progress."""
+    """Registers the workers of runs and receives their progress."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> MembershipServiceAsyncStub: ...
     RegisterWorker: _grpc.UnaryUnaryMultiCallable[_membership_pb2.RegisterWorkerRequest, _membership_pb2.RegisterWorkerResponse]
-    """Introduces a worker and hands it the run's specification. Safe to repeat: the newest incarnation
-    of a worker replaces the older ones.
+    """Registers a worker and returns the run's specification. Safe to repeat: the newest incarnation
+    of a worker replaces older ones.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_membership_pb2.HeartbeatRequest, _membership_pb2.HeartbeatResponse]
-    """Reports a worker's state; the answer carries orders, and when to report again."""
+    """Reports a worker's state; the response has an order and the time of the next heartbeat."""
     ReportGroups: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ReportGroupsRequest, _membership_pb2.ReportGroupsResponse]
-    """Reports groups that ended without a sample batch. Safe to repeat: (group_id, attempt) is the key."""
+    """Reports groups that ended without a sample batch. Safe to repeat: (group_id, attempt) is the
+    key.
+    """
 
 @_typing.type_check_only
 class MembershipServiceAsyncStub(MembershipServiceStub):
-    """Takes in the workers of runs and hears of their progress."""
+    """Registers the workers of runs and receives their progress."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     RegisterWorker: _aio.UnaryUnaryMultiCallable[_membership_pb2.RegisterWorkerRequest, _membership_pb2.RegisterWorkerResponse]  # type: ignore[assignment]
-    """Introduces a worker and hands it the run's specification. Safe to repeat: the newest incarnation
-    of a worker replaces the older ones.
+    """Registers a worker and returns the run's specification. Safe to repeat: the newest incarnation
+    of a worker replaces older ones.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_membership_pb2.HeartbeatRequest, _membership_pb2.HeartbeatResponse]  # type: ignore[assignment]
-    """Reports a worker's state; the answer carries orders, and when to report again."""
+    """Reports a worker's state; the response has an order and the time of the next heartbeat."""
     ReportGroups: _aio.UnaryUnaryMultiCallable[_membership_pb2.ReportGroupsRequest, _membership_pb2.ReportGroupsResponse]  # type: ignore[assignment]
-    """Reports groups that ended without a sample batch. Safe to repeat: (group_id, attempt) is the key."""
+    """Reports groups that ended without a sample batch. Safe to repeat: (group_id, attempt) is the
+    key.
+    """
 
 class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Takes in the workers of runs and hears of their progress."""
+    """Registers the workers of runs and receives their progress."""
 
     @_abc_1.abstractmethod
     def RegisterWorker(
@@ -65,8 +69,8 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.RegisterWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.RegisterWorkerResponse, _abc.Awaitable[_membership_pb2.RegisterWorkerResponse]]:
-        """Introduces a worker and hands it the run's specification. Safe to repeat: the newest incarnation
-        of a worker replaces the older ones.
+        """Registers a worker and returns the run's specification. Safe to repeat: the newest incarnation
+        of a worker replaces older ones.
         """
 
     @_abc_1.abstractmethod
@@ -75,7 +79,7 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.HeartbeatResponse, _abc.Awaitable[_membership_pb2.HeartbeatResponse]]:
-        """Reports a worker's state; the answer carries orders, and when to report again."""
+        """Reports a worker's state; the response has an order and the time of the next heartbeat."""
 
     @_abc_1.abstractmethod
     def ReportGroups(
@@ -83,12 +87,14 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.ReportGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.ReportGroupsResponse, _abc.Awaitable[_membership_pb2.ReportGroupsResponse]]:
-        """Reports groups that ended without a sample batch. Safe to repeat: (group_id, attempt) is the key."""
+        """Reports groups that ended without a sample batch. Safe to repeat: (group_id, attempt) is the
+        key.
+        """
 
 def add_MembershipServiceServicer_to_server(servicer: MembershipServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class RendezvousServiceStub:
-    """Lets the members of a weight group find each other, over the authenticated control plane."""
+    """Lets the members of a weight group meet, over the authenticated control plane."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -97,24 +103,28 @@ class RendezvousServiceStub:
     SetValue: _grpc.UnaryUnaryMultiCallable[_membership_pb2.SetValueRequest, _membership_pb2.SetValueResponse]
     """Stores a value under a key."""
     GetValue: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetValueRequest, _membership_pb2.GetValueResponse]
-    """Returns the value of a key, waiting for it at most wait_timeout_s; then DEADLINE_EXCEEDED."""
+    """Returns the value of a key; waits for it at most wait_timeout_s, then fails with
+    DEADLINE_EXCEEDED.
+    """
     AddValue: _grpc.UnaryUnaryMultiCallable[_membership_pb2.AddValueRequest, _membership_pb2.AddValueResponse]
     """Adds to a counter and returns its new value."""
 
 @_typing.type_check_only
 class RendezvousServiceAsyncStub(RendezvousServiceStub):
-    """Lets the members of a weight group find each other, over the authenticated control plane."""
+    """Lets the members of a weight group meet, over the authenticated control plane."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SetValue: _aio.UnaryUnaryMultiCallable[_membership_pb2.SetValueRequest, _membership_pb2.SetValueResponse]  # type: ignore[assignment]
     """Stores a value under a key."""
     GetValue: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetValueRequest, _membership_pb2.GetValueResponse]  # type: ignore[assignment]
-    """Returns the value of a key, waiting for it at most wait_timeout_s; then DEADLINE_EXCEEDED."""
+    """Returns the value of a key; waits for it at most wait_timeout_s, then fails with
+    DEADLINE_EXCEEDED.
+    """
     AddValue: _aio.UnaryUnaryMultiCallable[_membership_pb2.AddValueRequest, _membership_pb2.AddValueResponse]  # type: ignore[assignment]
     """Adds to a counter and returns its new value."""
 
 class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Lets the members of a weight group find each other, over the authenticated control plane."""
+    """Lets the members of a weight group meet, over the authenticated control plane."""
 
     @_abc_1.abstractmethod
     def SetValue(
@@ -130,7 +140,9 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.GetValueRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.GetValueResponse, _abc.Awaitable[_membership_pb2.GetValueResponse]]:
-        """Returns the value of a key, waiting for it at most wait_timeout_s; then DEADLINE_EXCEEDED."""
+        """Returns the value of a key; waits for it at most wait_timeout_s, then fails with
+        DEADLINE_EXCEEDED.
+        """
 
     @_abc_1.abstractmethod
     def AddValue(

@@ -22,7 +22,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Run(_message.Message):
-    """Is one training run."""
+    """Training run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -33,9 +33,9 @@ class Run(_message.Message):
     class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Run._State.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         STATE_UNSPECIFIED: Run._State.ValueType  # 0
-        """Is never sent."""
+        """Never sent."""
         STATE_QUEUED: Run._State.ValueType  # 1
-        """Waits for its turn."""
+        """Waits in the queue."""
         STATE_STARTING: Run._State.ValueType  # 2
         """Starts its workers and their weight group."""
         STATE_RUNNING: Run._State.ValueType  # 3
@@ -43,7 +43,7 @@ class Run(_message.Message):
         STATE_PAUSING: Run._State.ValueType  # 4
         """Drains before a pause."""
         STATE_PAUSED: Run._State.ValueType  # 5
-        """Is held; nothing is generated or trained."""
+        """Does not generate or train, until it is resumed."""
         STATE_RECOVERING: Run._State.ValueType  # 6
         """Replaces lost workers."""
         STATE_CANCELLING: Run._State.ValueType  # 7
@@ -53,15 +53,15 @@ class Run(_message.Message):
         STATE_FAILED: Run._State.ValueType  # 9
         """Ended with an error."""
         STATE_CANCELLED: Run._State.ValueType  # 10
-        """Ended by a cancel."""
+        """Cancelled."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper):
-        """Says where a run is in its life."""
+        """State of a run."""
 
     STATE_UNSPECIFIED: Run.State.ValueType  # 0
-    """Is never sent."""
+    """Never sent."""
     STATE_QUEUED: Run.State.ValueType  # 1
-    """Waits for its turn."""
+    """Waits in the queue."""
     STATE_STARTING: Run.State.ValueType  # 2
     """Starts its workers and their weight group."""
     STATE_RUNNING: Run.State.ValueType  # 3
@@ -69,7 +69,7 @@ class Run(_message.Message):
     STATE_PAUSING: Run.State.ValueType  # 4
     """Drains before a pause."""
     STATE_PAUSED: Run.State.ValueType  # 5
-    """Is held; nothing is generated or trained."""
+    """Does not generate or train, until it is resumed."""
     STATE_RECOVERING: Run.State.ValueType  # 6
     """Replaces lost workers."""
     STATE_CANCELLING: Run.State.ValueType  # 7
@@ -79,11 +79,11 @@ class Run(_message.Message):
     STATE_FAILED: Run.State.ValueType  # 9
     """Ended with an error."""
     STATE_CANCELLED: Run.State.ValueType  # 10
-    """Ended by a cancel."""
+    """Cancelled."""
 
     @_typing.final
     class Condition(_message.Message):
-        """Says whether something is true of a run."""
+        """Condition of a run."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -94,20 +94,20 @@ class Run(_message.Message):
         OBSERVED_GENERATION_FIELD_NUMBER: _builtins.int
         LAST_TRANSITION_TIME_FIELD_NUMBER: _builtins.int
         type: _builtins.str
-        """Names what: "Admitted", "Placed", "WeightGroupReady", "DataPlaneReady", "Progressing", "Degraded" or
-        "CheckpointCurrent".
+        """Type: "Admitted", "Placed", "WeightGroupReady", "DataPlaneReady", "Progressing", "Degraded"
+        or "CheckpointCurrent".
         """
         status: _builtins.str
-        """Says whether it is true: "True", "False" or "Unknown"."""
+        """Status: "True", "False" or "Unknown"."""
         reason: _builtins.str
-        """Gives a stable code for the newest change, for example "Unschedulable"."""
+        """Stable code for the newest change, for example "Unschedulable"."""
         message: _builtins.str
-        """Explains it to a person."""
+        """Explanation for people."""
         observed_generation: _builtins.int
-        """Names the generation of the specification that this was seen under."""
+        """Generation of the specification under which this was observed."""
         @_builtins.property
         def last_transition_time(self) -> _timestamp_pb2.Timestamp:
-            """Says when the status last changed."""
+            """Time when the status last changed."""
 
         def __init__(
             self,
@@ -127,7 +127,7 @@ class Run(_message.Message):
 
     @_typing.final
     class Error(_message.Message):
-        """Says why a run failed."""
+        """Reason why a run failed."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -138,17 +138,19 @@ class Run(_message.Message):
         TRACE_ID_FIELD_NUMBER: _builtins.int
         COMPONENT_FIELD_NUMBER: _builtins.int
         code: _builtins.str
-        """Gives a stable code."""
+        """Stable code."""
         category: _builtins.str
-        """Says who can do something: "USER", "SYSTEM" or "INFRA"."""
+        """Party that can act on it: "USER", "SYSTEM" or "INFRA"."""
         recoverable: _builtins.bool
-        """Says whether the same specification may succeed when it is submitted or forked again."""
+        """True if the same specification may succeed when it is submitted or forked again."""
         message: _builtins.str
-        """Explains it to a person."""
+        """Explanation for people."""
         trace_id: _builtins.str
-        """Names the trace of the step that was not finished."""
+        """Id of the trace of the unfinished step."""
         component: _builtins.str
-        """Names what failed: a worker such as "trainer-0", or the service that was asked; otherwise "controller"."""
+        """Failed component: a worker such as "trainer-0", or the called service; otherwise
+        "controller".
+        """
         def __init__(
             self,
             *,
@@ -209,66 +211,66 @@ class Run(_message.Message):
     START_TIME_FIELD_NUMBER: _builtins.int
     FINISH_TIME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     spec_json: _builtins.str
-    """Holds the specification, every default written out, as canonical JSON."""
+    """Specification with all defaults, as canonical JSON."""
     spec_digest: _builtins.str
-    """Holds the SHA-256 of spec_json, in hex."""
+    """SHA-256 of spec_json, in hex."""
     state: Global___Run.State.ValueType
-    """Says where the run is in its life. Output only."""
+    """State of the run. Output only."""
     state_reason: _builtins.str
-    """Gives a stable code for the state, for example "ServiceExited". Output only."""
+    """Stable code for the state, for example "ServiceExited". Output only."""
     message: _builtins.str
-    """Explains the state to a person. Output only."""
+    """Explanation of the state for people. Output only."""
     step: _builtins.int
-    """Counts finished trainer steps. Output only."""
+    """Number of finished trainer steps. Output only."""
     weight_version: _builtins.int
-    """Holds the newest published weight version. Output only."""
+    """Newest published weight version. Output only."""
     revision: _builtins.int
-    """Counts changes of the run. Output only."""
+    """Number of changes of the run. Output only."""
     project: _builtins.str
-    """Names the project. Output only."""
+    """Name of the project. Output only."""
     priority: _builtins.int
-    """Orders queued runs: higher ones start first."""
+    """Priority in the queue: higher ones start first."""
     created_by: _builtins.str
-    """Names who submitted it. Output only."""
+    """User who submitted it. Output only."""
     summary_json: _builtins.str
-    """Holds its progress in numbers as JSON. Output only."""
+    """Progress of the run as JSON. Output only."""
     desired: _builtins.str
-    """Says what users want of it: "RUNNING", "PAUSED" or "CANCELLED". Output only."""
+    """State that users want: "RUNNING", "PAUSED" or "CANCELLED". Output only."""
     generation: _builtins.int
-    """Counts changes of the specification. Output only."""
+    """Number of changes of the specification. Output only."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
-        """Says when the run was submitted. Output only."""
+        """Time when the run was submitted. Output only."""
 
     @_builtins.property
     def update_time(self) -> _timestamp_pb2.Timestamp:
-        """Says when the run last changed. Output only."""
+        """Time when the run last changed. Output only."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Holds what users wrote on the run."""
+        """Labels that users set."""
 
     @_builtins.property
     def activities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names what it is doing now. Output only."""
+        """Current activities. Output only."""
 
     @_builtins.property
     def conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run.Condition]:
-        """Says what is true of it. Output only."""
+        """Conditions of the run. Output only."""
 
     @_builtins.property
     def error(self) -> Global___Run.Error:
-        """Says why it failed, if it did. Output only."""
+        """Error of a failed run. Output only."""
 
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
-        """Says when it first left the queue. Output only."""
+        """Time when it first left the queue. Output only."""
 
     @_builtins.property
     def finish_time(self) -> _timestamp_pb2.Timestamp:
-        """Says when it ended. Output only."""
+        """Time when it ended. Output only."""
 
     def __init__(
         self,
@@ -307,7 +309,7 @@ Global___Run: _TypeAlias = Run  # noqa: Y015
 
 @_typing.final
 class CreateRunRequest(_message.Message):
-    """Asks for a new run."""
+    """Request for a new run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -337,16 +339,16 @@ class CreateRunRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     spec_json: _builtins.str
-    """Holds the specification as JSON."""
+    """Specification as JSON."""
     request_id: _builtins.str
-    """Identifies this request: the same id returns the same run. At most 64 printable ASCII characters."""
+    """Id of this request: the same id returns the same run. At most 64 printable ASCII characters."""
     validate_only: _builtins.bool
     """Checks the specification without creating anything."""
     priority: _builtins.int
-    """Orders queued runs, from -1000 to 1000: higher ones start first."""
+    """Priority in the queue, from -1000 to 1000: higher ones start first."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Holds what is written on the run."""
+        """Labels of the run."""
 
     def __init__(
         self,
@@ -367,13 +369,13 @@ Global___CreateRunRequest: _TypeAlias = CreateRunRequest  # noqa: Y015
 
 @_typing.final
 class GetRunRequest(_message.Message):
-    """Asks for one run."""
+    """Request for one run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     def __init__(
         self,
         *,
@@ -389,7 +391,7 @@ Global___GetRunRequest: _TypeAlias = GetRunRequest  # noqa: Y015
 
 @_typing.final
 class ListRunsRequest(_message.Message):
-    """Asks for a page of runs."""
+    """Request for a page of runs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -400,7 +402,7 @@ class ListRunsRequest(_message.Message):
     LABEL_FIELD_NUMBER: _builtins.int
     OLDEST_FIRST_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Bounds the page: 0 means 50, more than 500 is lowered to 500, a negative size is refused."""
+    """Max. runs per page: 0 means 50, more than 500 is lowered to 500, a negative size is rejected."""
     page_token: _builtins.str
     """Continues after an earlier page."""
     state: Global___Run.State.ValueType
@@ -431,17 +433,17 @@ Global___ListRunsRequest: _TypeAlias = ListRunsRequest  # noqa: Y015
 
 @_typing.final
 class ListRunsResponse(_message.Message):
-    """Is a page of runs."""
+    """Page of runs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUNS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Continues the list; empty at its end."""
+    """Token of the next page; empty on the last one."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
-        """Holds the runs."""
+        """Runs."""
 
     def __init__(
         self,
@@ -459,7 +461,7 @@ Global___ListRunsResponse: _TypeAlias = ListRunsResponse  # noqa: Y015
 
 @_typing.final
 class UpdateRunRequest(_message.Message):
-    """Asks for a change of a run."""
+    """Request to change a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -467,11 +469,11 @@ class UpdateRunRequest(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     PATCH_JSON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     revision: _builtins.int
-    """Gives the revision that was read."""
+    """Revision that the caller has read."""
     patch_json: _builtins.str
-    """Holds what changes as JSON, in the form that the REST API's PATCH takes."""
+    """Changes as JSON, in the form of the REST API's PATCH."""
     def __init__(
         self,
         *,
@@ -489,7 +491,7 @@ Global___UpdateRunRequest: _TypeAlias = UpdateRunRequest  # noqa: Y015
 
 @_typing.final
 class DeleteRunRequest(_message.Message):
-    """Asks to forget a run."""
+    """Request to delete a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -497,11 +499,11 @@ class DeleteRunRequest(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     DELETE_CHECKPOINTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     revision: _builtins.int
-    """Gives the revision that was read."""
+    """Revision that the caller has read."""
     delete_checkpoints: _builtins.bool
-    """Deletes its checkpoints too."""
+    """Also deletes its checkpoints."""
     def __init__(
         self,
         *,
@@ -519,7 +521,7 @@ Global___DeleteRunRequest: _TypeAlias = DeleteRunRequest  # noqa: Y015
 
 @_typing.final
 class DeleteRunResponse(_message.Message):
-    """Confirms that a run is forgotten."""
+    """Confirms the deletion of a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -536,7 +538,7 @@ Global___DeleteRunResponse: _TypeAlias = DeleteRunResponse  # noqa: Y015
 
 @_typing.final
 class CancelRunRequest(_message.Message):
-    """Asks for the end of a run."""
+    """Request to cancel a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -544,11 +546,11 @@ class CancelRunRequest(_message.Message):
     GRACE_S_FIELD_NUMBER: _builtins.int
     SAVE_CHECKPOINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     grace_s: _builtins.float
-    """Gives the run time to finish its step, in seconds; 0 ends it at once."""
+    """Seconds that the run has to finish its step; 0 ends it at once."""
     save_checkpoint: _builtins.bool
-    """Saves a checkpoint behind that step."""
+    """Saves a checkpoint after that step."""
     def __init__(
         self,
         *,
@@ -566,16 +568,16 @@ Global___CancelRunRequest: _TypeAlias = CancelRunRequest  # noqa: Y015
 
 @_typing.final
 class PauseRunRequest(_message.Message):
-    """Asks to hold a run."""
+    """Request to pause a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     SKIP_CHECKPOINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     skip_checkpoint: _builtins.bool
-    """Saves no checkpoint: the run goes on from the one before."""
+    """Skips the checkpoint: the run will resume from the previous one."""
     def __init__(
         self,
         *,
@@ -592,13 +594,13 @@ Global___PauseRunRequest: _TypeAlias = PauseRunRequest  # noqa: Y015
 
 @_typing.final
 class ResumeRunRequest(_message.Message):
-    """Asks to go on with a run."""
+    """Request to resume a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     def __init__(
         self,
         *,
@@ -614,13 +616,13 @@ Global___ResumeRunRequest: _TypeAlias = ResumeRunRequest  # noqa: Y015
 
 @_typing.final
 class SaveRunRequest(_message.Message):
-    """Asks for a checkpoint."""
+    """Request for a checkpoint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     def __init__(
         self,
         *,
@@ -636,13 +638,13 @@ Global___SaveRunRequest: _TypeAlias = SaveRunRequest  # noqa: Y015
 
 @_typing.final
 class EvaluateRunRequest(_message.Message):
-    """Asks for an evaluation."""
+    """Request for an evaluation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     def __init__(
         self,
         *,
@@ -658,7 +660,7 @@ Global___EvaluateRunRequest: _TypeAlias = EvaluateRunRequest  # noqa: Y015
 
 @_typing.final
 class ForkRunRequest(_message.Message):
-    """Asks for a run that goes on from a checkpoint."""
+    """Request for a run that continues from a checkpoint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -668,15 +670,15 @@ class ForkRunRequest(_message.Message):
     OVERRIDES_JSON_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     checkpoint_id: _builtins.str
-    """Names the checkpoint; empty takes the newest one."""
+    """Id of the checkpoint; empty for the newest one."""
     run_name: _builtins.str
-    """Names the new run; empty keeps the old one's name."""
+    """Name of the new run; empty keeps the old one's name."""
     overrides_json: _builtins.str
-    """Holds the keys of the specification that differ, as JSON."""
+    """Keys of the specification that differ, as JSON."""
     request_id: _builtins.str
-    """Identifies this request: the same id returns the same run."""
+    """Id of this request: the same id returns the same run."""
     def __init__(
         self,
         *,
@@ -696,14 +698,14 @@ Global___ForkRunRequest: _TypeAlias = ForkRunRequest  # noqa: Y015
 
 @_typing.final
 class WatchRunRequest(_message.Message):
-    """Asks for the events of a run."""
+    """Request for the events of a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     AFTER_SEQ_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     after_seq: _builtins.int
     """Skips events up to this number; 0 starts at the beginning."""
     def __init__(
@@ -722,13 +724,13 @@ Global___WatchRunRequest: _TypeAlias = WatchRunRequest  # noqa: Y015
 
 @_typing.final
 class WatchRunsRequest(_message.Message):
-    """Asks for the events of all runs of the project."""
+    """Request for the events of all runs of the project."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     AFTER_TIME_FIELD_NUMBER: _builtins.int
     after_time: _builtins.float
-    """Begins behind this moment, in seconds since the epoch; 0 begins now."""
+    """Begins after this time, in seconds since the epoch; 0 begins now."""
     def __init__(
         self,
         *,
@@ -744,7 +746,7 @@ Global___WatchRunsRequest: _TypeAlias = WatchRunsRequest  # noqa: Y015
 
 @_typing.final
 class ListEventsRequest(_message.Message):
-    """Asks for events of a run."""
+    """Request for events of a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -753,11 +755,11 @@ class ListEventsRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _builtins.int
     TYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     after_seq: _builtins.int
     """Skips events up to this number."""
     limit: _builtins.int
-    """Bounds the answer: 0 means 1000."""
+    """Max. number of events: 0 means 1000."""
     type: _builtins.str
     """Keeps events of this type; empty keeps all."""
     def __init__(
@@ -778,14 +780,14 @@ Global___ListEventsRequest: _TypeAlias = ListEventsRequest  # noqa: Y015
 
 @_typing.final
 class ListEventsResponse(_message.Message):
-    """Holds events of a run, in order."""
+    """Events of a run, in order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunEvent]:
-        """Holds the events."""
+        """Events."""
 
     def __init__(
         self,
@@ -802,7 +804,7 @@ Global___ListEventsResponse: _TypeAlias = ListEventsResponse  # noqa: Y015
 
 @_typing.final
 class ReadLogsRequest(_message.Message):
-    """Asks for logs."""
+    """Request for logs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -811,13 +813,13 @@ class ReadLogsRequest(_message.Message):
     TAIL_LINES_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     component: _builtins.str
-    """Names one worker; empty takes all."""
+    """Name of one worker; empty for all."""
     tail_lines: _builtins.int
-    """Bounds the lines of each worker: 0 means 1000, or 100 with follow."""
+    """Max. lines of each worker: 0 means 1000, or 100 with follow."""
     follow: _builtins.bool
-    """Goes on with the lines that come, until the run has ended."""
+    """Continues with new lines until the run has ended."""
     def __init__(
         self,
         *,
@@ -836,16 +838,16 @@ Global___ReadLogsRequest: _TypeAlias = ReadLogsRequest  # noqa: Y015
 
 @_typing.final
 class LogLine(_message.Message):
-    """Is a line of a worker's log."""
+    """Line of a worker's log."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     COMPONENT_FIELD_NUMBER: _builtins.int
     LINE_FIELD_NUMBER: _builtins.int
     component: _builtins.str
-    """Names the worker."""
+    """Id of the worker."""
     line: _builtins.str
-    """Holds the line."""
+    """Text of the line."""
     def __init__(
         self,
         *,
@@ -862,7 +864,7 @@ Global___LogLine: _TypeAlias = LogLine  # noqa: Y015
 
 @_typing.final
 class ListMetricsRequest(_message.Message):
-    """Asks for numbers."""
+    """Request for metrics."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -872,13 +874,13 @@ class ListMetricsRequest(_message.Message):
     MAX_POINTS_FIELD_NUMBER: _builtins.int
     TO_STEP_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     metric: _builtins.str
-    """Names the number; empty takes all."""
+    """Name of the metric; empty for all."""
     from_step: _builtins.int
     """Begins at this step."""
     max_points: _builtins.int
-    """Bounds the steps: 0 means 2000."""
+    """Max. number of steps: 0 means 2000."""
     to_step: _builtins.int
     """Ends with this step; 0 is the newest."""
     def __init__(
@@ -900,23 +902,23 @@ Global___ListMetricsRequest: _TypeAlias = ListMetricsRequest  # noqa: Y015
 
 @_typing.final
 class ListMetricsResponse(_message.Message):
-    """Holds numbers of a run's steps, as columns."""
+    """Metrics of a run's steps, as columns."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
     class Metric(_message.Message):
-        """Is a number of each step."""
+        """One metric of all steps."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
         NAME_FIELD_NUMBER: _builtins.int
         VALUES_FIELD_NUMBER: _builtins.int
         name: _builtins.str
-        """Names the number."""
+        """Name of the metric."""
         @_builtins.property
         def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-            """Gives it for each step; NaN where there is none."""
+            """Values of the steps; NaN if there is none."""
 
         def __init__(
             self,
@@ -935,15 +937,15 @@ class ListMetricsResponse(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Names the steps, in order."""
+        """Step numbers, in order."""
 
     @_builtins.property
     def times(self) -> _containers.RepeatedCompositeFieldContainer[_timestamp_pb2.Timestamp]:
-        """Says when each was trained."""
+        """Time when each was trained."""
 
     @_builtins.property
     def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListMetricsResponse.Metric]:
-        """Holds the numbers."""
+        """The metrics."""
 
     def __init__(
         self,
@@ -962,7 +964,7 @@ Global___ListMetricsResponse: _TypeAlias = ListMetricsResponse  # noqa: Y015
 
 @_typing.final
 class ListGroupsRequest(_message.Message):
-    """Asks for groups of samples."""
+    """Request for groups of samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -970,11 +972,11 @@ class ListGroupsRequest(_message.Message):
     AFTER_STEP_FIELD_NUMBER: _builtins.int
     STEP_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     after_step: _builtins.int
-    """Begins behind this step."""
+    """Begins after this step."""
     step_count: _builtins.int
-    """Bounds the steps: 0 means 10."""
+    """Max. number of steps: 0 means 10."""
     def __init__(
         self,
         *,
@@ -992,13 +994,13 @@ Global___ListGroupsRequest: _TypeAlias = ListGroupsRequest  # noqa: Y015
 
 @_typing.final
 class ListGroupsResponse(_message.Message):
-    """Holds groups of a run."""
+    """Groups of a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
     class Group(_message.Message):
-        """Is a group of samples and what became of it."""
+        """Group of samples and its outcome."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1010,19 +1012,19 @@ class ListGroupsResponse(_message.Message):
         OLDEST_VERSION_FIELD_NUMBER: _builtins.int
         REASON_FIELD_NUMBER: _builtins.int
         group_id: _builtins.str
-        """Names the group."""
+        """Id of the group."""
         row: _builtins.int
-        """Names the row of its prompt."""
+        """Row of its prompt in the data."""
         attempt: _builtins.int
-        """Counts its tries."""
+        """Attempt of the group, from 1."""
         state: _builtins.str
-        """Names its state in the ledger."""
+        """State in the ledger."""
         step: _builtins.int
-        """Names the step that trained it; 0 if none did."""
+        """Step that trained it; 0 if none did."""
         oldest_version: _builtins.int
-        """Gives its oldest weight version; -1 if it has none."""
+        """Oldest weight version; -1 if it has none."""
         reason: _builtins.str
-        """Says why it was given up."""
+        """Reason why it was dropped."""
         def __init__(
             self,
             *,
@@ -1043,7 +1045,7 @@ class ListGroupsResponse(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListGroupsResponse.Group]:
-        """Holds the groups."""
+        """Groups."""
 
     def __init__(
         self,
@@ -1060,7 +1062,7 @@ Global___ListGroupsResponse: _TypeAlias = ListGroupsResponse  # noqa: Y015
 
 @_typing.final
 class ListSamplesRequest(_message.Message):
-    """Asks for kept samples."""
+    """Request for sample records."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1078,31 +1080,31 @@ class ListSamplesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     split: _builtins.str
-    """Says whether those of training or of evaluations: "train" or "heldout"; empty for both."""
+    """Split, training or evaluations: "train" or "heldout"; empty for both."""
     step: _builtins.int
-    """Names the step that trained them, or the weight version that was evaluated."""
+    """Step that trained the samples, or the weight version that was evaluated."""
     weight_version: _builtins.int
-    """Names a weight version that sampled one of their tokens."""
+    """Weight version that sampled at least one of a sample's tokens."""
     group_id: _builtins.str
-    """Names their group."""
+    """Id of the samples' group."""
     row: _builtins.int
-    """Names the row of their prompt."""
+    """Row of the prompt in the data."""
     min_reward: _builtins.float
-    """Bounds their reward from below."""
+    """Min. reward."""
     max_reward: _builtins.float
-    """Bounds their reward from above."""
+    """Max. reward."""
     finish_reason: _builtins.str
-    """Says how they ended: "stop", "length" or "failed"."""
+    """End of the response: "stop", "length" or "failed"."""
     text: _builtins.str
-    """Is part of their prompt or response."""
+    """Substring of the prompt or response."""
     order_by: _builtins.str
-    """Says which come first: "newest", "best" or "worst"."""
+    """Order: "newest", "best" or "worst" first."""
     page_size: _builtins.int
-    """Bounds the answer: 0 means 50."""
+    """Max. samples per page: 0 means 50."""
     page_token: _builtins.str
-    """Goes on behind an earlier page."""
+    """Continues after an earlier page."""
     def __init__(
         self,
         *,
@@ -1149,13 +1151,13 @@ Global___ListSamplesRequest: _TypeAlias = ListSamplesRequest  # noqa: Y015
 
 @_typing.final
 class ListSamplesResponse(_message.Message):
-    """Holds kept samples."""
+    """Page of sample records."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
     class Sample(_message.Message):
-        """Is one kept sample, without its texts and tokens."""
+        """One sample record, without texts and tokens."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1202,52 +1204,52 @@ class ListSamplesResponse(_message.Message):
         NUM_SEGMENTS_FIELD_NUMBER: _builtins.int
         TIME_FIELD_NUMBER: _builtins.int
         id: _builtins.str
-        """Names the sample."""
+        """Id of the sample."""
         group_id: _builtins.str
-        """Names its group."""
+        """Id of its group."""
         member: _builtins.int
-        """Gives its place in the group."""
+        """Index in the group."""
         attempt: _builtins.int
-        """Counts the tries of its group."""
+        """Attempt of its group, from 1."""
         split: _builtins.str
-        """Says whether it is for training or of an evaluation."""
+        """Split: training or evaluation."""
         row: _builtins.int
-        """Names the row of its prompt."""
+        """Row of its prompt in the data."""
         data_source: _builtins.str
-        """Names the origin of its prompt."""
+        """Origin of its prompt."""
         step: _builtins.int
-        """Names the step that trained it, or the weight version that was evaluated."""
+        """Step that trained it, or the weight version that was evaluated."""
         oldest_version: _builtins.int
-        """Gives the oldest weight version that sampled one of its tokens."""
+        """Oldest weight version that sampled one of its tokens."""
         newest_version: _builtins.int
-        """Gives the newest one."""
+        """Newest weight version that sampled one of its tokens."""
         staleness: _builtins.int
-        """Counts the versions that the trainer was ahead when it trained it."""
+        """Trainer's weight version when it trained the sample, minus the sample's oldest version."""
         reward: _builtins.float
-        """Gives its reward; absent if it failed."""
+        """Reward; absent if it failed."""
         advantage: _builtins.float
-        """Gives the mean advantage of its trained tokens."""
+        """Mean advantage of its trained tokens."""
         ratio: _builtins.float
-        """Gives the mean of trainer's to rollout's probability over its trained tokens."""
+        """Mean ratio of the trainer's to the rollout's probability over its trained tokens."""
         finish_reason: _builtins.str
-        """Says how it ended: "stop", "length" or "failed"."""
+        """End of the response: "stop", "length" or "failed"."""
         is_greedy: _builtins.bool
-        """Says whether it was decoded greedily."""
+        """True if it was decoded greedily."""
         prompt_tokens: _builtins.int
-        """Counts the tokens of its prompt."""
+        """Number of tokens of its prompt."""
         response_tokens: _builtins.int
-        """Counts the tokens of its response."""
+        """Number of tokens of its response."""
         num_turns: _builtins.int
-        """Counts its turns."""
+        """Number of its turns."""
         num_segments: _builtins.int
-        """Counts the weight versions that it was sampled under, one after the other."""
+        """Number of successive weight versions that sampled it."""
         @_builtins.property
         def terms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-            """Holds its named terms, before weights."""
+            """Reward terms by name, before weighting."""
 
         @_builtins.property
         def time(self) -> _timestamp_pb2.Timestamp:
-            """Says when it was finished."""
+            """Time when it was finished."""
 
         def __init__(
             self,
@@ -1311,10 +1313,10 @@ class ListSamplesResponse(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Goes on behind them; empty at the end."""
+    """Token of the next page; empty on the last one."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListSamplesResponse.Sample]:
-        """Holds the samples."""
+        """Samples."""
 
     def __init__(
         self,
@@ -1332,13 +1334,13 @@ Global___ListSamplesResponse: _TypeAlias = ListSamplesResponse  # noqa: Y015
 
 @_typing.final
 class ListCheckpointsRequest(_message.Message):
-    """Asks for checkpoints."""
+    """Request for checkpoints."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     def __init__(
         self,
         *,
@@ -1354,14 +1356,14 @@ Global___ListCheckpointsRequest: _TypeAlias = ListCheckpointsRequest  # noqa: Y0
 
 @_typing.final
 class ListCheckpointsResponse(_message.Message):
-    """Holds checkpoints of a run, newest first."""
+    """Checkpoints of a run, newest first."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Checkpoint]:
-        """Holds the checkpoints."""
+        """Checkpoints."""
 
     def __init__(
         self,
@@ -1378,16 +1380,16 @@ Global___ListCheckpointsResponse: _TypeAlias = ListCheckpointsResponse  # noqa: 
 
 @_typing.final
 class GetCheckpointRequest(_message.Message):
-    """Asks for a checkpoint."""
+    """Request for a checkpoint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     checkpoint_id: _builtins.str
-    """Names the checkpoint."""
+    """Id of the checkpoint."""
     def __init__(
         self,
         *,
@@ -1404,16 +1406,16 @@ Global___GetCheckpointRequest: _TypeAlias = GetCheckpointRequest  # noqa: Y015
 
 @_typing.final
 class DeleteCheckpointRequest(_message.Message):
-    """Asks to delete a checkpoint."""
+    """Request to delete a checkpoint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     checkpoint_id: _builtins.str
-    """Names the checkpoint."""
+    """Id of the checkpoint."""
     def __init__(
         self,
         *,
@@ -1430,7 +1432,7 @@ Global___DeleteCheckpointRequest: _TypeAlias = DeleteCheckpointRequest  # noqa: 
 
 @_typing.final
 class DeleteCheckpointResponse(_message.Message):
-    """Confirms that a checkpoint is deleted."""
+    """Confirms the deletion of a checkpoint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1447,7 +1449,7 @@ Global___DeleteCheckpointResponse: _TypeAlias = DeleteCheckpointResponse  # noqa
 
 @_typing.final
 class Checkpoint(_message.Message):
-    """Is a checkpoint of a run."""
+    """Checkpoint of a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1460,22 +1462,22 @@ class Checkpoint(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     checkpoint_id: _builtins.str
-    """Names it."""
+    """Id of the checkpoint."""
     step: _builtins.int
-    """Names its step."""
+    """Step of the checkpoint."""
     weight_version: _builtins.int
-    """Names the version of its weights."""
+    """Version of its weights."""
     path: _builtins.str
-    """Names the trainer's folder."""
+    """Folder of the trainer's files."""
     state: _builtins.str
-    """Says whether it can be used: READY, FAILED or DELETED."""
+    """State: READY, FAILED or DELETED."""
     message: _builtins.str
-    """Explains the state to a person."""
+    """Explanation of the state for people."""
     size_bytes: _builtins.int
-    """Gives the size of the trainer's folder."""
+    """Size of the trainer's folder in bytes."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
-        """Says when it was saved."""
+        """Time when it was saved."""
 
     def __init__(
         self,
@@ -1499,13 +1501,13 @@ Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
 
 @_typing.final
 class GetTopologyRequest(_message.Message):
-    """Asks for the workers of a run."""
+    """Request for the workers of a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     def __init__(
         self,
         *,
@@ -1521,13 +1523,13 @@ Global___GetTopologyRequest: _TypeAlias = GetTopologyRequest  # noqa: Y015
 
 @_typing.final
 class Topology(_message.Message):
-    """Holds the workers of a run, by name."""
+    """Workers of a run, by name."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
     class Worker(_message.Message):
-        """Is a worker."""
+        """Worker."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1558,18 +1560,18 @@ class Topology(_message.Message):
         WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
         GAUGES_FIELD_NUMBER: _builtins.int
         worker_id: _builtins.str
-        """Names it."""
+        """Id of the checkpoint."""
         role: _builtins.str
-        """Names what it does: "trainer" or "rollout"."""
+        """Role: "trainer" or "rollout"."""
         state: _builtins.str
-        """Says how far it is."""
+        """State of the worker."""
         activity: _builtins.str
-        """Says what it is doing, for a person."""
+        """Current activity, for people."""
         weight_version: _builtins.int
-        """Names the weight version that it serves."""
+        """Weight version that it serves."""
         @_builtins.property
         def gauges(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-            """Holds its own numbers."""
+            """Gauges that the worker reports, by name."""
 
         def __init__(
             self,
@@ -1590,7 +1592,7 @@ class Topology(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Topology.Worker]:
-        """Holds the workers."""
+        """Workers."""
 
     def __init__(
         self,
@@ -1607,7 +1609,7 @@ Global___Topology: _TypeAlias = Topology  # noqa: Y015
 
 @_typing.final
 class GetQuotaRequest(_message.Message):
-    """Asks for the project's quota."""
+    """Request for the project's quota."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1624,7 +1626,7 @@ Global___GetQuotaRequest: _TypeAlias = GetQuotaRequest  # noqa: Y015
 
 @_typing.final
 class Quota(_message.Message):
-    """Says what a project may use, and uses."""
+    """Quota of a project and its use."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1643,33 +1645,33 @@ class Quota(_message.Message):
     EVENT_STREAM_LIMIT_FIELD_NUMBER: _builtins.int
     EVENT_STREAM_COUNT_FIELD_NUMBER: _builtins.int
     project: _builtins.str
-    """Names the project."""
+    """Name of the project."""
     active_run_limit: _builtins.int
-    """Bounds the runs that train at once."""
+    """Max. runs that train at the same time."""
     queued_run_limit: _builtins.int
-    """Bounds the runs that wait."""
+    """Max. runs that wait."""
     active_run_count: _builtins.int
-    """Counts the runs that train."""
+    """Number of runs that train."""
     queued_run_count: _builtins.int
-    """Counts the runs that wait."""
+    """Number of runs that wait."""
     gpu_limit: _builtins.int
-    """Bounds the GPUs of the runs that train; 0 for no bound."""
+    """Max. GPUs of the runs that train; 0 for no limit."""
     gpu_count: _builtins.int
-    """Counts their GPUs."""
+    """Number of their GPUs."""
     transferqueue_byte_limit: _builtins.int
-    """Bounds the bytes of samples of the runs that train; 0 for no bound."""
+    """Max. bytes of samples of the runs that train; 0 for no limit."""
     transferqueue_byte_count: _builtins.int
-    """Sums the bytes that they may store."""
+    """Total bytes that they may store."""
     checkpoint_byte_limit: _builtins.int
-    """Bounds the size of the checkpoints of its runs, above which none starts; 0 for no bound."""
+    """Max. total bytes of the checkpoints of its runs, above which no run starts; 0 for no limit."""
     checkpoint_byte_count: _builtins.int
-    """Sums their bytes."""
+    """Total bytes of its checkpoints."""
     request_rate_limit: _builtins.int
-    """Bounds the requests that each controller answers in a second, twice as many at once; 0 for no bound."""
+    """Max. requests per second at each controller, with bursts of twice as many; 0 for no limit."""
     event_stream_limit: _builtins.int
-    """Bounds the streams of events and logs that are open at each controller; 0 for no bound."""
+    """Max. open streams of events and logs at each controller; 0 for no limit."""
     event_stream_count: _builtins.int
-    """Counts those at the controller that answers."""
+    """Number of open streams at the responding controller."""
     def __init__(
         self,
         *,
@@ -1698,7 +1700,7 @@ Global___Quota: _TypeAlias = Quota  # noqa: Y015
 
 @_typing.final
 class GetVersionRequest(_message.Message):
-    """Asks for the release."""
+    """Request for the version of the server."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1715,13 +1717,13 @@ Global___GetVersionRequest: _TypeAlias = GetVersionRequest  # noqa: Y015
 
 @_typing.final
 class Version(_message.Message):
-    """Is a release."""
+    """Version of the server."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
     version: _builtins.str
-    """Gives its number."""
+    """Version number."""
     def __init__(
         self,
         *,
@@ -1737,7 +1739,7 @@ Global___Version: _TypeAlias = Version  # noqa: Y015
 
 @_typing.final
 class RunEvent(_message.Message):
-    """Tells of one change of a run."""
+    """One change of a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1749,20 +1751,20 @@ class RunEvent(_message.Message):
     ACTOR_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
-    """Numbers the events of a run from 1, without gaps."""
+    """Sequence number in the run, from 1 without gaps."""
     type: _builtins.str
-    """Names the kind of event, for example "StateChanged" or "StepCommitted"."""
+    """Type of the event, for example "StateChanged" or "StepCommitted"."""
     message: _builtins.str
-    """Explains it to a person."""
+    """Explanation for people."""
     data_json: _builtins.str
-    """Holds its facts as JSON."""
+    """Facts as JSON."""
     actor: _builtins.str
-    """Names who caused it; empty for the controller itself."""
+    """Originator of the change; empty for the controller itself."""
     run: _builtins.str
-    """Names the run: "runs/{run_id}"."""
+    """Resource name of the run: "runs/{run_id}"."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
-        """Says when it happened."""
+        """Time when it happened."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RunServiceStub:
-    """Starts, watches and ends runs. The REST API offers the same operations.
+    """Starts, observes and ends runs. The REST API offers the same operations.
     """
 
     def __init__(self, channel):
@@ -158,7 +158,7 @@ class RunServiceStub:
 
 
 class RunServiceServicer:
-    """Starts, watches and ends runs. The REST API offers the same operations.
+    """Starts, observes and ends runs. The REST API offers the same operations.
     """
 
     def CreateRun(self, request, context):
@@ -190,7 +190,7 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRun(self, request, context):
-        """Forgets a run that has ended.
+        """Deletes a run that has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,7 +204,8 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PauseRun(self, request, context):
-        """Finishes the current step, saves a checkpoint if that is wanted, and stops the workers.
+        """Finishes the current step, saves a checkpoint unless the request skips it, and stops the
+        workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -225,14 +226,14 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def EvaluateRun(self, request, context):
-        """Evaluates the weights that are served now.
+        """Evaluates the current weights of the rollouts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForkRun(self, request, context):
-        """Creates a run that goes on from a checkpoint of another one.
+        """Creates a run that continues from a checkpoint of another one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -246,7 +247,7 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchRuns(self, request, context):
-        """Streams the events of all runs of the project as they come.
+        """Streams new events of all runs of the project.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -260,28 +261,28 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadLogs(self, request, context):
-        """Returns the ends of the workers' logs, and with follow the lines that come.
+        """Returns the ends of the workers' logs, and with follow also new lines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListMetrics(self, request, context):
-        """Lists numbers of a run's steps, in order.
+        """Lists metrics of a run's steps, in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListGroups(self, request, context):
-        """Lists groups that steps trained, those in flight, and those that were given up.
+        """Lists trained groups, groups in flight, and dropped groups.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSamples(self, request, context):
-        """Lists kept samples of a run: their facts; REST has their texts and tokens.
+        """Lists sample records of a run: only facts; the REST API has texts and tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -309,21 +310,21 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetTopology(self, request, context):
-        """Lists registered workers of a run and what they are doing.
+        """Lists registered workers of a run and their activities.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetQuota(self, request, context):
-        """Returns what the project may use, and uses.
+        """Returns the quota of the project and its use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetVersion(self, request, context):
-        """Returns the release that answers.
+        """Returns the version of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -461,7 +462,7 @@ def add_RunServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RunService:
-    """Starts, watches and ends runs. The REST API offers the same operations.
+    """Starts, observes and ends runs. The REST API offers the same operations.
     """
 
     @staticmethod

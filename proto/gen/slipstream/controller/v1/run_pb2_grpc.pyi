@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RunServiceStub:
-    """Starts, watches and ends runs. The REST API offers the same operations."""
+    """Starts, observes and ends runs. The REST API offers the same operations."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -42,33 +42,35 @@ class RunServiceStub:
     UpdateRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.UpdateRunRequest, _run_pb2.Run]
     """Changes labels, priority, limits, or how often a run is evaluated and saved."""
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.DeleteRunRequest, _run_pb2.DeleteRunResponse]
-    """Forgets a run that has ended."""
+    """Deletes a run that has ended."""
     CancelRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.CancelRunRequest, _run_pb2.Run]
     """Ends a run: its workers are stopped and it becomes CANCELLED. Safe to repeat."""
     PauseRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.PauseRunRequest, _run_pb2.Run]
-    """Finishes the current step, saves a checkpoint if that is wanted, and stops the workers."""
+    """Finishes the current step, saves a checkpoint unless the request skips it, and stops the
+    workers.
+    """
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.ResumeRunRequest, _run_pb2.Run]
     """Queues a paused run again."""
     SaveRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.SaveRunRequest, _run_pb2.Run]
     """Saves a checkpoint at the end of the current step."""
     EvaluateRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.EvaluateRunRequest, _run_pb2.Run]
-    """Evaluates the weights that are served now."""
+    """Evaluates the current weights of the rollouts."""
     ForkRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.ForkRunRequest, _run_pb2.Run]
-    """Creates a run that goes on from a checkpoint of another one."""
+    """Creates a run that continues from a checkpoint of another one."""
     WatchRun: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.RunEvent]
     """Streams the events of a run, from the one after after_seq to the one that ends it."""
     WatchRuns: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRunsRequest, _run_pb2.RunEvent]
-    """Streams the events of all runs of the project as they come."""
+    """Streams new events of all runs of the project."""
     ListEvents: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListEventsRequest, _run_pb2.ListEventsResponse]
     """Lists events of a run, in order."""
     ReadLogs: _grpc.UnaryStreamMultiCallable[_run_pb2.ReadLogsRequest, _run_pb2.LogLine]
-    """Returns the ends of the workers' logs, and with follow the lines that come."""
+    """Returns the ends of the workers' logs, and with follow also new lines."""
     ListMetrics: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListMetricsRequest, _run_pb2.ListMetricsResponse]
-    """Lists numbers of a run's steps, in order."""
+    """Lists metrics of a run's steps, in order."""
     ListGroups: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListGroupsRequest, _run_pb2.ListGroupsResponse]
-    """Lists groups that steps trained, those in flight, and those that were given up."""
+    """Lists trained groups, groups in flight, and dropped groups."""
     ListSamples: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListSamplesRequest, _run_pb2.ListSamplesResponse]
-    """Lists kept samples of a run: their facts; REST has their texts and tokens."""
+    """Lists sample records of a run: only facts; the REST API has texts and tokens."""
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListCheckpointsRequest, _run_pb2.ListCheckpointsResponse]
     """Lists checkpoints of a run, newest first."""
     GetCheckpoint: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetCheckpointRequest, _run_pb2.Checkpoint]
@@ -76,15 +78,15 @@ class RunServiceStub:
     DeleteCheckpoint: _grpc.UnaryUnaryMultiCallable[_run_pb2.DeleteCheckpointRequest, _run_pb2.DeleteCheckpointResponse]
     """Deletes a checkpoint that no run needs."""
     GetTopology: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetTopologyRequest, _run_pb2.Topology]
-    """Lists registered workers of a run and what they are doing."""
+    """Lists registered workers of a run and their activities."""
     GetQuota: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetQuotaRequest, _run_pb2.Quota]
-    """Returns what the project may use, and uses."""
+    """Returns the quota of the project and its use."""
     GetVersion: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetVersionRequest, _run_pb2.Version]
-    """Returns the release that answers."""
+    """Returns the version of the server."""
 
 @_typing.type_check_only
 class RunServiceAsyncStub(RunServiceStub):
-    """Starts, watches and ends runs. The REST API offers the same operations."""
+    """Starts, observes and ends runs. The REST API offers the same operations."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateRun: _aio.UnaryUnaryMultiCallable[_run_pb2.CreateRunRequest, _run_pb2.Run]  # type: ignore[assignment]
@@ -96,33 +98,35 @@ class RunServiceAsyncStub(RunServiceStub):
     UpdateRun: _aio.UnaryUnaryMultiCallable[_run_pb2.UpdateRunRequest, _run_pb2.Run]  # type: ignore[assignment]
     """Changes labels, priority, limits, or how often a run is evaluated and saved."""
     DeleteRun: _aio.UnaryUnaryMultiCallable[_run_pb2.DeleteRunRequest, _run_pb2.DeleteRunResponse]  # type: ignore[assignment]
-    """Forgets a run that has ended."""
+    """Deletes a run that has ended."""
     CancelRun: _aio.UnaryUnaryMultiCallable[_run_pb2.CancelRunRequest, _run_pb2.Run]  # type: ignore[assignment]
     """Ends a run: its workers are stopped and it becomes CANCELLED. Safe to repeat."""
     PauseRun: _aio.UnaryUnaryMultiCallable[_run_pb2.PauseRunRequest, _run_pb2.Run]  # type: ignore[assignment]
-    """Finishes the current step, saves a checkpoint if that is wanted, and stops the workers."""
+    """Finishes the current step, saves a checkpoint unless the request skips it, and stops the
+    workers.
+    """
     ResumeRun: _aio.UnaryUnaryMultiCallable[_run_pb2.ResumeRunRequest, _run_pb2.Run]  # type: ignore[assignment]
     """Queues a paused run again."""
     SaveRun: _aio.UnaryUnaryMultiCallable[_run_pb2.SaveRunRequest, _run_pb2.Run]  # type: ignore[assignment]
     """Saves a checkpoint at the end of the current step."""
     EvaluateRun: _aio.UnaryUnaryMultiCallable[_run_pb2.EvaluateRunRequest, _run_pb2.Run]  # type: ignore[assignment]
-    """Evaluates the weights that are served now."""
+    """Evaluates the current weights of the rollouts."""
     ForkRun: _aio.UnaryUnaryMultiCallable[_run_pb2.ForkRunRequest, _run_pb2.Run]  # type: ignore[assignment]
-    """Creates a run that goes on from a checkpoint of another one."""
+    """Creates a run that continues from a checkpoint of another one."""
     WatchRun: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.RunEvent]  # type: ignore[assignment]
     """Streams the events of a run, from the one after after_seq to the one that ends it."""
     WatchRuns: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRunsRequest, _run_pb2.RunEvent]  # type: ignore[assignment]
-    """Streams the events of all runs of the project as they come."""
+    """Streams new events of all runs of the project."""
     ListEvents: _aio.UnaryUnaryMultiCallable[_run_pb2.ListEventsRequest, _run_pb2.ListEventsResponse]  # type: ignore[assignment]
     """Lists events of a run, in order."""
     ReadLogs: _aio.UnaryStreamMultiCallable[_run_pb2.ReadLogsRequest, _run_pb2.LogLine]  # type: ignore[assignment]
-    """Returns the ends of the workers' logs, and with follow the lines that come."""
+    """Returns the ends of the workers' logs, and with follow also new lines."""
     ListMetrics: _aio.UnaryUnaryMultiCallable[_run_pb2.ListMetricsRequest, _run_pb2.ListMetricsResponse]  # type: ignore[assignment]
-    """Lists numbers of a run's steps, in order."""
+    """Lists metrics of a run's steps, in order."""
     ListGroups: _aio.UnaryUnaryMultiCallable[_run_pb2.ListGroupsRequest, _run_pb2.ListGroupsResponse]  # type: ignore[assignment]
-    """Lists groups that steps trained, those in flight, and those that were given up."""
+    """Lists trained groups, groups in flight, and dropped groups."""
     ListSamples: _aio.UnaryUnaryMultiCallable[_run_pb2.ListSamplesRequest, _run_pb2.ListSamplesResponse]  # type: ignore[assignment]
-    """Lists kept samples of a run: their facts; REST has their texts and tokens."""
+    """Lists sample records of a run: only facts; the REST API has texts and tokens."""
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_run_pb2.ListCheckpointsRequest, _run_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
     """Lists checkpoints of a run, newest first."""
     GetCheckpoint: _aio.UnaryUnaryMultiCallable[_run_pb2.GetCheckpointRequest, _run_pb2.Checkpoint]  # type: ignore[assignment]
@@ -130,14 +134,14 @@ class RunServiceAsyncStub(RunServiceStub):
     DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_run_pb2.DeleteCheckpointRequest, _run_pb2.DeleteCheckpointResponse]  # type: ignore[assignment]
     """Deletes a checkpoint that no run needs."""
     GetTopology: _aio.UnaryUnaryMultiCallable[_run_pb2.GetTopologyRequest, _run_pb2.Topology]  # type: ignore[assignment]
-    """Lists registered workers of a run and what they are doing."""
+    """Lists registered workers of a run and their activities."""
     GetQuota: _aio.UnaryUnaryMultiCallable[_run_pb2.GetQuotaRequest, _run_pb2.Quota]  # type: ignore[assignment]
-    """Returns what the project may use, and uses."""
+    """Returns the quota of the project and its use."""
     GetVersion: _aio.UnaryUnaryMultiCallable[_run_pb2.GetVersionRequest, _run_pb2.Version]  # type: ignore[assignment]
-    """Returns the release that answers."""
+    """Returns the version of the server."""
 
 class RunServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Starts, watches and ends runs. The REST API offers the same operations."""
+    """Starts, observes and ends runs. The REST API offers the same operations."""
 
     @_abc_1.abstractmethod
     def CreateRun(
@@ -177,7 +181,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.DeleteRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.DeleteRunResponse, _abc.Awaitable[_run_pb2.DeleteRunResponse]]:
-        """Forgets a run that has ended."""
+        """Deletes a run that has ended."""
 
     @_abc_1.abstractmethod
     def CancelRun(
@@ -193,7 +197,9 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.PauseRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
-        """Finishes the current step, saves a checkpoint if that is wanted, and stops the workers."""
+        """Finishes the current step, saves a checkpoint unless the request skips it, and stops the
+        workers.
+        """
 
     @_abc_1.abstractmethod
     def ResumeRun(
@@ -217,7 +223,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.EvaluateRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
-        """Evaluates the weights that are served now."""
+        """Evaluates the current weights of the rollouts."""
 
     @_abc_1.abstractmethod
     def ForkRun(
@@ -225,7 +231,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ForkRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
-        """Creates a run that goes on from a checkpoint of another one."""
+        """Creates a run that continues from a checkpoint of another one."""
 
     @_abc_1.abstractmethod
     def WatchRun(
@@ -241,7 +247,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.WatchRunsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_run_pb2.RunEvent], _abc.AsyncIterator[_run_pb2.RunEvent]]:
-        """Streams the events of all runs of the project as they come."""
+        """Streams new events of all runs of the project."""
 
     @_abc_1.abstractmethod
     def ListEvents(
@@ -257,7 +263,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ReadLogsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_run_pb2.LogLine], _abc.AsyncIterator[_run_pb2.LogLine]]:
-        """Returns the ends of the workers' logs, and with follow the lines that come."""
+        """Returns the ends of the workers' logs, and with follow also new lines."""
 
     @_abc_1.abstractmethod
     def ListMetrics(
@@ -265,7 +271,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ListMetricsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.ListMetricsResponse, _abc.Awaitable[_run_pb2.ListMetricsResponse]]:
-        """Lists numbers of a run's steps, in order."""
+        """Lists metrics of a run's steps, in order."""
 
     @_abc_1.abstractmethod
     def ListGroups(
@@ -273,7 +279,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ListGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.ListGroupsResponse, _abc.Awaitable[_run_pb2.ListGroupsResponse]]:
-        """Lists groups that steps trained, those in flight, and those that were given up."""
+        """Lists trained groups, groups in flight, and dropped groups."""
 
     @_abc_1.abstractmethod
     def ListSamples(
@@ -281,7 +287,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ListSamplesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.ListSamplesResponse, _abc.Awaitable[_run_pb2.ListSamplesResponse]]:
-        """Lists kept samples of a run: their facts; REST has their texts and tokens."""
+        """Lists sample records of a run: only facts; the REST API has texts and tokens."""
 
     @_abc_1.abstractmethod
     def ListCheckpoints(
@@ -313,7 +319,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.GetTopologyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.Topology, _abc.Awaitable[_run_pb2.Topology]]:
-        """Lists registered workers of a run and what they are doing."""
+        """Lists registered workers of a run and their activities."""
 
     @_abc_1.abstractmethod
     def GetQuota(
@@ -321,7 +327,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.GetQuotaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.Quota, _abc.Awaitable[_run_pb2.Quota]]:
-        """Returns what the project may use, and uses."""
+        """Returns the quota of the project and its use."""
 
     @_abc_1.abstractmethod
     def GetVersion(
@@ -329,6 +335,6 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.GetVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.Version, _abc.Awaitable[_run_pb2.Version]]:
-        """Returns the release that answers."""
+        """Returns the version of the server."""
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

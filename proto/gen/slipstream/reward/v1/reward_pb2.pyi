@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ScoreResponseRequest(_message.Message):
-    """Holds a response and what is known about its prompt."""
+    """Response and the data of its prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -30,15 +30,15 @@ class ScoreResponseRequest(_message.Message):
     ROW_JSON_FIELD_NUMBER: _builtins.int
     EPISODE_JSON_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
-    """Holds the text of the prompt."""
+    """Text of the prompt."""
     response: _builtins.str
-    """Holds the text of the response, special tokens left out."""
+    """Text of the response without special tokens."""
     answer_json: _builtins.str
-    """Holds the expected answer as JSON; "null" if the data has none."""
+    """Expected answer as JSON; "null" if the data has none."""
     row_json: _builtins.str
-    """Holds the whole row of the prompt as a JSON object."""
+    """Whole row of the prompt as a JSON object."""
     episode_json: _builtins.str
-    """Holds the whole episode as a JSON object, if the run's specification says that the reward sees it."""
+    """Whole episode as a JSON object, if the run's specification lets the reward see it."""
     def __init__(
         self,
         *,
@@ -85,10 +85,10 @@ class ScoreResponseResponse(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     TERMS_FIELD_NUMBER: _builtins.int
     score: _builtins.float
-    """Holds the score; it must be finite. Unused if there are terms."""
+    """Score; it must be finite. Unused if there are terms."""
     @_builtins.property
     def terms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Holds the terms of the score by name; each must be finite."""
+        """Terms of the score by name; each must be finite."""
 
     def __init__(
         self,

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class RewardServiceStub:
-    """Scores responses: a reward model, a judge, a farm of test machines. Served by whoever computes rewards.
+    """Scores responses: a reward model, a judge, a farm of test machines. Served by the provider of
+    rewards.
     """
 
     def __init__(self, channel):
@@ -43,12 +44,13 @@ class RewardServiceStub:
 
 
 class RewardServiceServicer:
-    """Scores responses: a reward model, a judge, a farm of test machines. Served by whoever computes rewards.
+    """Scores responses: a reward model, a judge, a farm of test machines. Served by the provider of
+    rewards.
     """
 
     def ScoreResponse(self, request, context):
-        """Scores one response. Safe to repeat. Answers UNAVAILABLE or RESOURCE_EXHAUSTED when another try may
-        succeed; any other error is a failure of this response, which is not a score of 0.
+        """Scores one response. Safe to repeat. Fails with UNAVAILABLE or RESOURCE_EXHAUSTED if a retry
+        may succeed; any other error is a failure of this response, which is not a score of 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,7 +73,8 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService:
-    """Scores responses: a reward model, a judge, a farm of test machines. Served by whoever computes rewards.
+    """Scores responses: a reward model, a judge, a farm of test machines. Served by the provider of
+    rewards.
     """
 
     @staticmethod

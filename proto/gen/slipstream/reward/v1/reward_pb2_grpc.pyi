@@ -27,29 +27,35 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RewardServiceStub:
-    """Scores responses: a reward model, a judge, a farm of test machines. Served by whoever computes rewards."""
+    """Scores responses: a reward model, a judge, a farm of test machines. Served by the provider of
+    rewards.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RewardServiceAsyncStub: ...
     ScoreResponse: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ScoreResponseRequest, _reward_pb2.ScoreResponseResponse]
-    """Scores one response. Safe to repeat. Answers UNAVAILABLE or RESOURCE_EXHAUSTED when another try may
-    succeed; any other error is a failure of this response, which is not a score of 0.
+    """Scores one response. Safe to repeat. Fails with UNAVAILABLE or RESOURCE_EXHAUSTED if a retry
+    may succeed; any other error is a failure of this response, which is not a score of 0.
     """
 
 @_typing.type_check_only
 class RewardServiceAsyncStub(RewardServiceStub):
-    """Scores responses: a reward model, a judge, a farm of test machines. Served by whoever computes rewards."""
+    """Scores responses: a reward model, a judge, a farm of test machines. Served by the provider of
+    rewards.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ScoreResponse: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreResponseRequest, _reward_pb2.ScoreResponseResponse]  # type: ignore[assignment]
-    """Scores one response. Safe to repeat. Answers UNAVAILABLE or RESOURCE_EXHAUSTED when another try may
-    succeed; any other error is a failure of this response, which is not a score of 0.
+    """Scores one response. Safe to repeat. Fails with UNAVAILABLE or RESOURCE_EXHAUSTED if a retry
+    may succeed; any other error is a failure of this response, which is not a score of 0.
     """
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Scores responses: a reward model, a judge, a farm of test machines. Served by whoever computes rewards."""
+    """Scores responses: a reward model, a judge, a farm of test machines. Served by the provider of
+    rewards.
+    """
 
     @_abc_1.abstractmethod
     def ScoreResponse(
@@ -57,8 +63,8 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ScoreResponseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.ScoreResponseResponse, _abc.Awaitable[_reward_pb2.ScoreResponseResponse]]:
-        """Scores one response. Safe to repeat. Answers UNAVAILABLE or RESOURCE_EXHAUSTED when another try may
-        succeed; any other error is a failure of this response, which is not a score of 0.
+        """Scores one response. Safe to repeat. Fails with UNAVAILABLE or RESOURCE_EXHAUSTED if a retry
+        may succeed; any other error is a failure of this response, which is not a score of 0.
         """
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -27,7 +27,7 @@ class StartGroupsRequest(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupAssignment]:
-        """Holds the groups."""
+        """Groups."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ Global___StartGroupsRequest: _TypeAlias = StartGroupsRequest  # noqa: Y015
 
 @_typing.final
 class GroupAssignment(_message.Message):
-    """Says what to generate: a group, or those of its members that one worker takes. Prompts are named by row;
-    their text never passes through the controller.
+    """Assignment of a group, or of a shard of it, to one worker. Prompts are identified by row; their
+    text never passes through the controller.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -61,33 +61,33 @@ class GroupAssignment(_message.Message):
     TRIED_FIELD_NUMBER: _builtins.int
     FIRST_ATTEMPT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
-    """Names the group; its samples get the keys "{group_id}.{member}"."""
+    """Id of the group; its samples get the keys "{group_id}.{member}"."""
     attempt: _builtins.int
-    """Counts the tries of the group from 1."""
+    """Attempt of the group, from 1."""
     split: _builtins.str
-    """Names the set of prompts: "train" or "heldout", or "train.NAME" and "heldout.NAME" where there are several."""
+    """Set of prompts: "train" or "heldout", or "train.NAME" and "heldout.NAME" if there are several."""
     row: _builtins.int
-    """Gives the row inside the split, from 0."""
+    """Row inside the split, from 0."""
     partition_id: _builtins.str
-    """Names the partition that the samples go to."""
+    """Id of the partition for the samples."""
     first_attempt: _builtins.int
-    """Names the first attempt whose cached tokens this one may resume; those of earlier attempts are discarded."""
+    """First attempt whose cached tokens this one may resume; those of earlier attempts are discarded."""
     @_builtins.property
     def seeds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Holds one sampling seed per sample."""
+        """One sampling seed per sample."""
 
     @_builtins.property
     def temperatures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Holds one temperature per sample; 0 is greedy."""
+        """One temperature per sample; 0 is greedy."""
 
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Holds the place of each sample in the group, from 0."""
+        """Index of each sample in the group, from 0."""
 
     @_builtins.property
     def tried(self) -> Global___TriedPrompt:
-        """Tells what is known of the prompt. If it is there, the curriculum's function is asked first; where that
-        sets the prompt aside, the group ends with the reason "set_aside".
+        """History of the prompt. If it is set, the curriculum's function is called first; if that rejects
+        the prompt, the group ends with the reason "set_aside".
         """
 
     def __init__(
@@ -114,7 +114,7 @@ Global___GroupAssignment: _TypeAlias = GroupAssignment  # noqa: Y015
 
 @_typing.final
 class TriedPrompt(_message.Message):
-    """Tells how a prompt did so far."""
+    """Results of a prompt so far."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -122,11 +122,11 @@ class TriedPrompt(_message.Message):
     TRIES_FIELD_NUMBER: _builtins.int
     MEAN_REWARD_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Gives the step whose weights are served."""
+    """Step whose weights are served."""
     tries: _builtins.int
-    """Counts its groups with a reward; above 65535 it stays."""
+    """Number of its groups with a reward, at most 65535."""
     mean_reward: _builtins.float
-    """Holds the running mean of their mean rewards; 0 without any."""
+    """Running mean of their mean rewards; 0 without any."""
     def __init__(
         self,
         *,
@@ -168,7 +168,7 @@ class CancelGroupsRequest(_message.Message):
     GROUP_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names the groups."""
+        """Ids of the groups."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class InterruptGroupsRequest(_message.Message):
     GROUP_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names the groups; empty for all."""
+        """Ids of the groups; empty for all."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ Global___InterruptGroupsResponse: _TypeAlias = InterruptGroupsResponse  # noqa: 
 
 @_typing.final
 class SleepRequest(_message.Message):
-    """Asks the engine to sleep."""
+    """Request to put the engine to sleep."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -277,7 +277,7 @@ Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
 
 @_typing.final
 class WakeRequest(_message.Message):
-    """Asks the engine to wake."""
+    """Request to wake the engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

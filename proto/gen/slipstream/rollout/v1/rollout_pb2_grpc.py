@@ -81,24 +81,24 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def InterruptGroups(self, request, context):
-        """Stops groups and stores what they have in the partition "partial". They are reported to the
-        controller as failed with reason "interrupted" before this returns; the next attempt, on any
-        worker, goes on where they stopped. Unknown groups are ignored. Safe to repeat.
+        """Stops groups and stores their tokens in the partition "partial". Before this returns, the
+        worker reports them to the controller as failed with reason "interrupted"; the next attempt, on
+        any worker, continues from these tokens. Unknown groups are ignored. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Puts the engine to sleep: it gives its GPU memory up, and groups wait where they are. Without partial
-        rollout, responses that run are finished first. Safe to repeat.
+        """Puts the engine to sleep: it releases its GPU memory, and groups wait. Without partial rollout,
+        running responses are finished first. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Wake(self, request, context):
-        """Gives the engine its memory back. Groups go on with the next weights. Safe to repeat.
+        """Restores the engine's memory. Groups continue with the next weights. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

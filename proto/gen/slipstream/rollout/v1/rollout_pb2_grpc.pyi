@@ -38,16 +38,16 @@ class RolloutServiceStub:
     CancelGroups: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CancelGroupsRequest, _rollout_pb2.CancelGroupsResponse]
     """Ends groups without results. Unknown groups are ignored."""
     InterruptGroups: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.InterruptGroupsRequest, _rollout_pb2.InterruptGroupsResponse]
-    """Stops groups and stores what they have in the partition "partial". They are reported to the
-    controller as failed with reason "interrupted" before this returns; the next attempt, on any
-    worker, goes on where they stopped. Unknown groups are ignored. Safe to repeat.
+    """Stops groups and stores their tokens in the partition "partial". Before this returns, the
+    worker reports them to the controller as failed with reason "interrupted"; the next attempt, on
+    any worker, continues from these tokens. Unknown groups are ignored. Safe to repeat.
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]
-    """Puts the engine to sleep: it gives its GPU memory up, and groups wait where they are. Without partial
-    rollout, responses that run are finished first. Safe to repeat.
+    """Puts the engine to sleep: it releases its GPU memory, and groups wait. Without partial rollout,
+    running responses are finished first. Safe to repeat.
     """
     Wake: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.WakeRequest, _rollout_pb2.WakeResponse]
-    """Gives the engine its memory back. Groups go on with the next weights. Safe to repeat."""
+    """Restores the engine's memory. Groups continue with the next weights. Safe to repeat."""
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
@@ -59,16 +59,16 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     CancelGroups: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CancelGroupsRequest, _rollout_pb2.CancelGroupsResponse]  # type: ignore[assignment]
     """Ends groups without results. Unknown groups are ignored."""
     InterruptGroups: _aio.UnaryUnaryMultiCallable[_rollout_pb2.InterruptGroupsRequest, _rollout_pb2.InterruptGroupsResponse]  # type: ignore[assignment]
-    """Stops groups and stores what they have in the partition "partial". They are reported to the
-    controller as failed with reason "interrupted" before this returns; the next attempt, on any
-    worker, goes on where they stopped. Unknown groups are ignored. Safe to repeat.
+    """Stops groups and stores their tokens in the partition "partial". Before this returns, the
+    worker reports them to the controller as failed with reason "interrupted"; the next attempt, on
+    any worker, continues from these tokens. Unknown groups are ignored. Safe to repeat.
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]  # type: ignore[assignment]
-    """Puts the engine to sleep: it gives its GPU memory up, and groups wait where they are. Without partial
-    rollout, responses that run are finished first. Safe to repeat.
+    """Puts the engine to sleep: it releases its GPU memory, and groups wait. Without partial rollout,
+    running responses are finished first. Safe to repeat.
     """
     Wake: _aio.UnaryUnaryMultiCallable[_rollout_pb2.WakeRequest, _rollout_pb2.WakeResponse]  # type: ignore[assignment]
-    """Gives the engine its memory back. Groups go on with the next weights. Safe to repeat."""
+    """Restores the engine's memory. Groups continue with the next weights. Safe to repeat."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates and scores groups of samples. Results go to the transferqueue, never over this service."""
@@ -95,9 +95,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.InterruptGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.InterruptGroupsResponse, _abc.Awaitable[_rollout_pb2.InterruptGroupsResponse]]:
-        """Stops groups and stores what they have in the partition "partial". They are reported to the
-        controller as failed with reason "interrupted" before this returns; the next attempt, on any
-        worker, goes on where they stopped. Unknown groups are ignored. Safe to repeat.
+        """Stops groups and stores their tokens in the partition "partial". Before this returns, the
+        worker reports them to the controller as failed with reason "interrupted"; the next attempt, on
+        any worker, continues from these tokens. Unknown groups are ignored. Safe to repeat.
         """
 
     @_abc_1.abstractmethod
@@ -106,8 +106,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.SleepResponse, _abc.Awaitable[_rollout_pb2.SleepResponse]]:
-        """Puts the engine to sleep: it gives its GPU memory up, and groups wait where they are. Without partial
-        rollout, responses that run are finished first. Safe to repeat.
+        """Puts the engine to sleep: it releases its GPU memory, and groups wait. Without partial rollout,
+        running responses are finished first. Safe to repeat.
         """
 
     @_abc_1.abstractmethod
@@ -116,6 +116,6 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.WakeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.WakeResponse, _abc.Awaitable[_rollout_pb2.WakeResponse]]:
-        """Gives the engine its memory back. Groups go on with the next weights. Safe to repeat."""
+        """Restores the engine's memory. Groups continue with the next weights. Safe to repeat."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

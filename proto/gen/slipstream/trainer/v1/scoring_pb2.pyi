@@ -19,14 +19,16 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ScoreBatchRequest(_message.Message):
-    """Asks for logprobs or values."""
+    """Request for logprobs or values."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCH_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
-    """Numbers the policy's weights; a worker of the role logp refuses while it does not serve them."""
+    """Version of the policy's weights; a worker of the role logp fails if it does not serve that
+    version.
+    """
     @_builtins.property
     def batch(self) -> _batch_pb2.KVBatchMeta:
         """Describes the samples."""
@@ -47,13 +49,13 @@ Global___ScoreBatchRequest: _TypeAlias = ScoreBatchRequest  # noqa: Y015
 
 @_typing.final
 class ScoreBatchResponse(_message.Message):
-    """Says that the samples have them."""
+    """Confirms that the samples have been scored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DURATION_S_FIELD_NUMBER: _builtins.int
     duration_s: _builtins.float
-    """Gives the seconds that it took."""
+    """Seconds that it took."""
     def __init__(
         self,
         *,

@@ -47,8 +47,8 @@ class ScoringServiceServicer:
     """
 
     def ScoreBatch(self, request, context):
-        """Adds the logprobs of the responses under one version of the weights to the samples, or the critic's
-        values. Safe to repeat: samples that have them are left alone.
+        """Adds to the samples the logprobs of the responses under one weight version, or the critic's
+        values. Safe to repeat: samples that have them are not changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

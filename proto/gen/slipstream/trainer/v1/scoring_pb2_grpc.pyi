@@ -34,8 +34,8 @@ class ScoringServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ScoringServiceAsyncStub: ...
     ScoreBatch: _grpc.UnaryUnaryMultiCallable[_scoring_pb2.ScoreBatchRequest, _scoring_pb2.ScoreBatchResponse]
-    """Adds the logprobs of the responses under one version of the weights to the samples, or the critic's
-    values. Safe to repeat: samples that have them are left alone.
+    """Adds to the samples the logprobs of the responses under one weight version, or the critic's
+    values. Safe to repeat: samples that have them are not changed.
     """
 
 @_typing.type_check_only
@@ -44,8 +44,8 @@ class ScoringServiceAsyncStub(ScoringServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ScoreBatch: _aio.UnaryUnaryMultiCallable[_scoring_pb2.ScoreBatchRequest, _scoring_pb2.ScoreBatchResponse]  # type: ignore[assignment]
-    """Adds the logprobs of the responses under one version of the weights to the samples, or the critic's
-    values. Safe to repeat: samples that have them are left alone.
+    """Adds to the samples the logprobs of the responses under one weight version, or the critic's
+    values. Safe to repeat: samples that have them are not changed.
     """
 
 class ScoringServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -57,8 +57,8 @@ class ScoringServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scoring_pb2.ScoreBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scoring_pb2.ScoreBatchResponse, _abc.Awaitable[_scoring_pb2.ScoreBatchResponse]]:
-        """Adds the logprobs of the responses under one version of the weights to the samples, or the critic's
-        values. Safe to repeat: samples that have them are left alone.
+        """Adds to the samples the logprobs of the responses under one weight version, or the critic's
+        values. Safe to repeat: samples that have them are not changed.
         """
 
 def add_ScoringServiceServicer_to_server(servicer: ScoringServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

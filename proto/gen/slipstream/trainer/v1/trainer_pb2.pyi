@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class TrainStepRequest(_message.Message):
-    """Asks for one step."""
+    """Request for one step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -51,14 +51,14 @@ class TrainStepRequest(_message.Message):
     WAITS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Numbers the steps of a run from 1."""
+    """Number of the step, counted from 1."""
     weight_version: _builtins.int
-    """Numbers the weights that the step starts from. Above step - 1 in a run that was rewound, because
-    weight versions only grow.
+    """Version of the weights that the step starts from. Above step - 1 in a run that was rewound,
+    because weight versions only grow.
     """
     num_steps: _builtins.int
-    """Counts the steps of the whole run, by which learning rates are scheduled: only the controller knows it of a
-    run that ends after epochs of its data.
+    """Steps of the whole run, for the schedule of the learning rate: only the controller knows them
+    if the run ends after a number of epochs of its data.
     """
     @_builtins.property
     def batch(self) -> _batch_pb2.KVBatchMeta:
@@ -66,7 +66,7 @@ class TrainStepRequest(_message.Message):
 
     @_builtins.property
     def waits(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Gives the seconds since the last step, by what the run waited for: the trainer alone does not know."""
+        """Seconds since the last step, by cause of the wait: the trainer itself does not know the causes."""
 
     def __init__(
         self,
@@ -136,16 +136,16 @@ class TrainStepResponse(_message.Message):
     SKIPPED_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Repeats the step's number."""
+    """Number of the step."""
     skipped: _builtins.bool
-    """Says whether the step was skipped because a number was not finite; the weights did not change."""
+    """True if the step was skipped because a number was not finite; the weights did not change."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Holds reduced numbers by metric name."""
+        """Metrics, reduced over the ranks, by name."""
 
     @_builtins.property
     def left_out(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Holds the tokens that the step left out because they did not fit into memory, by key of their sample."""
+        """Number of tokens that the step left out because they did not fit into memory, by sample key."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ Global___TrainStepResponse: _TypeAlias = TrainStepResponse  # noqa: Y015
 
 @_typing.final
 class AccumulateStepRequest(_message.Message):
-    """Brings some groups of a step."""
+    """Trains some groups of a step early."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -173,9 +173,9 @@ class AccumulateStepRequest(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Numbers the step, which must be the one behind the newest."""
+    """Number of the step, which must be the one after the newest."""
     weight_version: _builtins.int
-    """Numbers the weights that the step starts from."""
+    """Version of the weights that the step starts from."""
     @_builtins.property
     def batch(self) -> _batch_pb2.KVBatchMeta:
         """Describes the samples: whole groups."""
@@ -197,7 +197,7 @@ Global___AccumulateStepRequest: _TypeAlias = AccumulateStepRequest  # noqa: Y015
 
 @_typing.final
 class AccumulateStepResponse(_message.Message):
-    """Says that their gradients are added up."""
+    """Confirms that their gradients are accumulated."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -214,7 +214,7 @@ Global___AccumulateStepResponse: _TypeAlias = AccumulateStepResponse  # noqa: Y0
 
 @_typing.final
 class GetNewestStepRequest(_message.Message):
-    """Asks for the newest step."""
+    """Request for the newest step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -237,7 +237,7 @@ class GetNewestStepResponse(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Counts steps from 1; 0 before the first."""
+    """Number of the newest step, from 1; 0 before the first."""
     def __init__(
         self,
         *,
@@ -253,17 +253,17 @@ Global___GetNewestStepResponse: _TypeAlias = GetNewestStepResponse  # noqa: Y015
 
 @_typing.final
 class SaveCheckpointRequest(_message.Message):
-    """Asks for a checkpoint."""
+    """Request for a checkpoint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
     KEEP_STEPS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Names the step that is saved; it must be the newest one."""
+    """Step to save; it must be the newest one."""
     @_builtins.property
     def keep_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Names steps whose checkpoints are kept besides the newest ones."""
+        """Steps whose checkpoints are kept besides the newest ones."""
 
     def __init__(
         self,
@@ -281,16 +281,16 @@ Global___SaveCheckpointRequest: _TypeAlias = SaveCheckpointRequest  # noqa: Y015
 
 @_typing.final
 class SaveCheckpointResponse(_message.Message):
-    """Returns where the checkpoint lies."""
+    """Returns the location of the checkpoint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PATH_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Gives the folder."""
+    """Folder of the checkpoint."""
     size_bytes: _builtins.int
-    """Gives the size of its files."""
+    """Size of its files in bytes."""
     def __init__(
         self,
         *,
@@ -307,7 +307,7 @@ Global___SaveCheckpointResponse: _TypeAlias = SaveCheckpointResponse  # noqa: Y0
 
 @_typing.final
 class SleepRequest(_message.Message):
-    """Asks the trainer to sleep."""
+    """Request to put the trainer to sleep."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -341,7 +341,7 @@ Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
 
 @_typing.final
 class WakeRequest(_message.Message):
-    """Asks the trainer to wake."""
+    """Request to wake the trainer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

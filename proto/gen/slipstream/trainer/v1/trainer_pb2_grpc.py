@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainerServiceStub:
-    """Trains. Served by rank 0; the other ranks follow it.
+    """Trains the model. Served by rank 0, which commands the other ranks.
     """
 
     def __init__(self, channel):
@@ -68,7 +68,7 @@ class TrainerServiceStub:
 
 
 class TrainerServiceServicer:
-    """Trains. Served by rank 0; the other ranks follow it.
+    """Trains the model. Served by rank 0, which commands the other ranks.
     """
 
     def TrainStep(self, request, context):
@@ -80,15 +80,15 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AccumulateStep(self, request, context):
-        """Trains some groups of the next step ahead: their gradients wait for the TrainStep that has all groups of
-        the step, which then trains the others and updates the weights. Safe to repeat.
+        """Trains some groups of the next step early: their gradients are kept for the TrainStep that has
+        all groups of the step, which trains the others and updates the weights. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetNewestStep(self, request, context):
-        """Returns the newest trained step; waits for the one that is being trained.
+        """Returns the newest trained step; waits for a running one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,7 +102,7 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Moves the training state of all ranks from their GPUs to host memory, after the step that is being trained.
+        """Moves the training state of all ranks from their GPUs to host memory, after a running step.
         Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -110,7 +110,7 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Wake(self, request, context):
-        """Moves the training state back, without which nothing is trained and no weights are sent. Safe to repeat.
+        """Moves the training state back; required for training and for sending weights. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,7 +158,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService:
-    """Trains. Served by rank 0; the other ranks follow it.
+    """Trains the model. Served by rank 0, which commands the other ranks.
     """
 
     @staticmethod

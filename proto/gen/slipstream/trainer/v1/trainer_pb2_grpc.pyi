@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
-    """Trains. Served by rank 0; the other ranks follow it."""
+    """Trains the model. Served by rank 0, which commands the other ranks."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,23 +38,23 @@ class TrainerServiceStub:
     the newest step returns the same answer.
     """
     AccumulateStep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.AccumulateStepRequest, _trainer_pb2.AccumulateStepResponse]
-    """Trains some groups of the next step ahead: their gradients wait for the TrainStep that has all groups of
-    the step, which then trains the others and updates the weights. Safe to repeat.
+    """Trains some groups of the next step early: their gradients are kept for the TrainStep that has
+    all groups of the step, which trains the others and updates the weights. Safe to repeat.
     """
     GetNewestStep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetNewestStepRequest, _trainer_pb2.GetNewestStepResponse]
-    """Returns the newest trained step; waits for the one that is being trained."""
+    """Returns the newest trained step; waits for a running one."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Saves the training state of the newest step."""
     Sleep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SleepRequest, _trainer_pb2.SleepResponse]
-    """Moves the training state of all ranks from their GPUs to host memory, after the step that is being trained.
+    """Moves the training state of all ranks from their GPUs to host memory, after a running step.
     Safe to repeat.
     """
     Wake: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WakeRequest, _trainer_pb2.WakeResponse]
-    """Moves the training state back, without which nothing is trained and no weights are sent. Safe to repeat."""
+    """Moves the training state back; required for training and for sending weights. Safe to repeat."""
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
-    """Trains. Served by rank 0; the other ranks follow it."""
+    """Trains the model. Served by rank 0, which commands the other ranks."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     TrainStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainStepRequest, _trainer_pb2.TrainStepResponse]  # type: ignore[assignment]
@@ -62,22 +62,22 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     the newest step returns the same answer.
     """
     AccumulateStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.AccumulateStepRequest, _trainer_pb2.AccumulateStepResponse]  # type: ignore[assignment]
-    """Trains some groups of the next step ahead: their gradients wait for the TrainStep that has all groups of
-    the step, which then trains the others and updates the weights. Safe to repeat.
+    """Trains some groups of the next step early: their gradients are kept for the TrainStep that has
+    all groups of the step, which trains the others and updates the weights. Safe to repeat.
     """
     GetNewestStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetNewestStepRequest, _trainer_pb2.GetNewestStepResponse]  # type: ignore[assignment]
-    """Returns the newest trained step; waits for the one that is being trained."""
+    """Returns the newest trained step; waits for a running one."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Saves the training state of the newest step."""
     Sleep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SleepRequest, _trainer_pb2.SleepResponse]  # type: ignore[assignment]
-    """Moves the training state of all ranks from their GPUs to host memory, after the step that is being trained.
+    """Moves the training state of all ranks from their GPUs to host memory, after a running step.
     Safe to repeat.
     """
     Wake: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WakeRequest, _trainer_pb2.WakeResponse]  # type: ignore[assignment]
-    """Moves the training state back, without which nothing is trained and no weights are sent. Safe to repeat."""
+    """Moves the training state back; required for training and for sending weights. Safe to repeat."""
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Trains. Served by rank 0; the other ranks follow it."""
+    """Trains the model. Served by rank 0, which commands the other ranks."""
 
     @_abc_1.abstractmethod
     def TrainStep(
@@ -95,8 +95,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.AccumulateStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.AccumulateStepResponse, _abc.Awaitable[_trainer_pb2.AccumulateStepResponse]]:
-        """Trains some groups of the next step ahead: their gradients wait for the TrainStep that has all groups of
-        the step, which then trains the others and updates the weights. Safe to repeat.
+        """Trains some groups of the next step early: their gradients are kept for the TrainStep that has
+        all groups of the step, which trains the others and updates the weights. Safe to repeat.
         """
 
     @_abc_1.abstractmethod
@@ -105,7 +105,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.GetNewestStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.GetNewestStepResponse, _abc.Awaitable[_trainer_pb2.GetNewestStepResponse]]:
-        """Returns the newest trained step; waits for the one that is being trained."""
+        """Returns the newest trained step; waits for a running one."""
 
     @_abc_1.abstractmethod
     def SaveCheckpoint(
@@ -121,7 +121,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SleepResponse, _abc.Awaitable[_trainer_pb2.SleepResponse]]:
-        """Moves the training state of all ranks from their GPUs to host memory, after the step that is being trained.
+        """Moves the training state of all ranks from their GPUs to host memory, after a running step.
         Safe to repeat.
         """
 
@@ -131,6 +131,6 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.WakeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.WakeResponse, _abc.Awaitable[_trainer_pb2.WakeResponse]]:
-        """Moves the training state back, without which nothing is trained and no weights are sent. Safe to repeat."""
+        """Moves the training state back; required for training and for sending weights. Safe to repeat."""
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

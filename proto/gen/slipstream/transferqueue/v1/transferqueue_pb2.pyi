@@ -29,14 +29,14 @@ class CreatePartitionRequest(_message.Message):
     REQUIRED_FIELDS_FIELD_NUMBER: _builtins.int
     QUOTA_BYTES_FIELD_NUMBER: _builtins.int
     partition_id: _builtins.str
-    """Names the partition: one run and one purpose, for example "run_1/train"."""
+    """Id of the partition, of run and purpose, for example "run_1/train"."""
     quota_bytes: _builtins.int
-    """Gives the bytes that the run's samples may take. The partitions of a run share the largest
-    quota that one of them states; 0 states none.
+    """Max. bytes of the run's samples. The partitions of a run share the largest quota that one of
+    them sets; 0 sets none.
     """
     @_builtins.property
     def required_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names the fields that a sample needs before it is pushed to watchers."""
+        """Fields that a sample needs before watchers receive it."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ Global___CreatePartitionRequest: _TypeAlias = CreatePartitionRequest  # noqa: Y0
 
 @_typing.final
 class CreatePartitionResponse(_message.Message):
-    """Is empty."""
+    """Empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -72,13 +72,13 @@ Global___CreatePartitionResponse: _TypeAlias = CreatePartitionResponse  # noqa: 
 
 @_typing.final
 class DropPartitionRequest(_message.Message):
-    """Names a partition to drop."""
+    """Request to drop a partition."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTITION_ID_FIELD_NUMBER: _builtins.int
     partition_id: _builtins.str
-    """Names the partition."""
+    """Id of the partition."""
     def __init__(
         self,
         *,
@@ -94,13 +94,13 @@ Global___DropPartitionRequest: _TypeAlias = DropPartitionRequest  # noqa: Y015
 
 @_typing.final
 class DropPartitionResponse(_message.Message):
-    """Tells what was dropped."""
+    """Reports the dropped samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_COUNT_FIELD_NUMBER: _builtins.int
     key_count: _builtins.int
-    """Counts the samples that were deleted."""
+    """Number of samples that were deleted."""
     def __init__(
         self,
         *,
@@ -116,17 +116,17 @@ Global___DropPartitionResponse: _TypeAlias = DropPartitionResponse  # noqa: Y015
 
 @_typing.final
 class GetBatchRequest(_message.Message):
-    """Names samples."""
+    """Request for samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTITION_ID_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     partition_id: _builtins.str
-    """Names the partition."""
+    """Id of the partition."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names the samples; empty for all."""
+        """Keys of the samples; empty for all."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class GetBatchResponse(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batch(self) -> _batch_pb2.KVBatchMeta:
-        """Describes them in the order asked for, or oldest first."""
+        """Samples in the requested order, or oldest first."""
 
     def __init__(
         self,
@@ -168,16 +168,16 @@ Global___GetBatchResponse: _TypeAlias = GetBatchResponse  # noqa: Y015
 
 @_typing.final
 class WatchBatchesRequest(_message.Message):
-    """Says where to begin watching."""
+    """Request to watch samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTITION_ID_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     partition_id: _builtins.str
-    """Names the partition."""
+    """Id of the partition."""
     revision: _builtins.int
-    """Gives the revision up to which the watcher knows everything; 0 begins with all samples."""
+    """Revision that the watcher has seen; 0 begins with all samples."""
     def __init__(
         self,
         *,
@@ -194,14 +194,14 @@ Global___WatchBatchesRequest: _TypeAlias = WatchBatchesRequest  # noqa: Y015
 
 @_typing.final
 class WatchBatchesResponse(_message.Message):
-    """Pushes samples."""
+    """New or changed samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batch(self) -> _batch_pb2.KVBatchMeta:
-        """Describes them; its revision is what to resume from."""
+        """The samples; a watcher resumes from this meta's revision."""
 
     def __init__(
         self,
@@ -218,13 +218,13 @@ Global___WatchBatchesResponse: _TypeAlias = WatchBatchesResponse  # noqa: Y015
 
 @_typing.final
 class WatchLossesRequest(_message.Message):
-    """Says whose losses to watch."""
+    """Request to watch losses."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTITION_ID_FIELD_NUMBER: _builtins.int
     partition_id: _builtins.str
-    """Names the partition."""
+    """Id of the partition."""
     def __init__(
         self,
         *,
@@ -240,17 +240,17 @@ Global___WatchLossesRequest: _TypeAlias = WatchLossesRequest  # noqa: Y015
 
 @_typing.final
 class WatchLossesResponse(_message.Message):
-    """Pushes lost samples."""
+    """Lost samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: _builtins.int
     SHARD_ID_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
-    """Names the shard that died."""
+    """Id of the dead shard."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names the samples, which do not exist any more."""
+        """Keys of the samples, which no longer exist."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ Global___WatchLossesResponse: _TypeAlias = WatchLossesResponse  # noqa: Y015
 
 @_typing.final
 class AcquireBatchRequest(_message.Message):
-    """Asks for samples."""
+    """Request to lease samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -280,20 +280,20 @@ class AcquireBatchRequest(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     partition_id: _builtins.str
-    """Names the partition."""
+    """Id of the partition."""
     consumer: _builtins.str
-    """Names the kind of use; each consumer sees each sample once."""
+    """Name of the use; each consumer receives each sample once."""
     key_count: _builtins.int
-    """Gives the number of samples."""
+    """Number of samples."""
     group_size: _builtins.int
-    """Gives the samples per group: only whole groups are handed out. 0 ignores groups."""
+    """Samples per group: only whole groups are leased. 0 ignores groups."""
     lease_s: _builtins.float
-    """Gives the seconds that the lease lasts."""
+    """Seconds that the lease lasts."""
     wait_s: _builtins.float
-    """Gives the longest wait in seconds."""
+    """Max. seconds to wait."""
     @_builtins.property
     def fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names the fields that a sample needs; a consumer always asks for the same ones."""
+        """Fields that a sample needs; a consumer always asks for the same ones."""
 
     def __init__(
         self,
@@ -323,7 +323,7 @@ class AcquireBatchResponse(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batch(self) -> _batch_pb2.KVBatchMeta:
-        """Describes them and holds the lease."""
+        """The samples and their lease."""
 
     def __init__(
         self,
@@ -340,16 +340,16 @@ Global___AcquireBatchResponse: _TypeAlias = AcquireBatchResponse  # noqa: Y015
 
 @_typing.final
 class AckLeaseRequest(_message.Message):
-    """Names a lease."""
+    """Request to acknowledge a lease."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTITION_ID_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     partition_id: _builtins.str
-    """Names the partition."""
+    """Id of the partition."""
     lease_id: _builtins.str
-    """Names the lease."""
+    """Id of the lease."""
     def __init__(
         self,
         *,
@@ -366,7 +366,7 @@ Global___AckLeaseRequest: _TypeAlias = AckLeaseRequest  # noqa: Y015
 
 @_typing.final
 class AckLeaseResponse(_message.Message):
-    """Is empty."""
+    """Empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -383,17 +383,17 @@ Global___AckLeaseResponse: _TypeAlias = AckLeaseResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseKeysRequest(_message.Message):
-    """Names samples to delete."""
+    """Request to delete samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTITION_ID_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     partition_id: _builtins.str
-    """Names the partition."""
+    """Id of the partition."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names the samples."""
+        """Keys of the samples."""
 
     def __init__(
         self,
@@ -411,13 +411,13 @@ Global___ReleaseKeysRequest: _TypeAlias = ReleaseKeysRequest  # noqa: Y015
 
 @_typing.final
 class ReleaseKeysResponse(_message.Message):
-    """Tells what was deleted."""
+    """Reports the deleted samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_COUNT_FIELD_NUMBER: _builtins.int
     key_count: _builtins.int
-    """Counts the samples that existed."""
+    """Number of samples that existed."""
     def __init__(
         self,
         *,
@@ -433,7 +433,7 @@ Global___ReleaseKeysResponse: _TypeAlias = ReleaseKeysResponse  # noqa: Y015
 
 @_typing.final
 class GetStatsRequest(_message.Message):
-    """Is empty."""
+    """Empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -458,11 +458,11 @@ class GetStatsResponse(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartitionStats]:
-        """Describes the partitions."""
+        """Fill of each partition."""
 
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardStats]:
-        """Describes the shards."""
+        """Fill of each shard."""
 
     def __init__(
         self,
@@ -480,7 +480,7 @@ Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
 
 @_typing.final
 class PartitionStats(_message.Message):
-    """Describes the fill of a partition."""
+    """Fill of a partition."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -492,19 +492,19 @@ class PartitionStats(_message.Message):
     QUOTA_BYTES_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     partition_id: _builtins.str
-    """Names the partition."""
+    """Id of the partition."""
     key_count: _builtins.int
-    """Counts its samples."""
+    """Number of its samples."""
     ready_count: _builtins.int
-    """Counts its samples that have all required fields."""
+    """Number of its samples that have all required fields."""
     leased_count: _builtins.int
-    """Counts its samples under a lease."""
+    """Number of its samples under a lease."""
     stored_bytes: _builtins.int
-    """Gives the bytes of its samples."""
+    """Bytes of its samples."""
     quota_bytes: _builtins.int
-    """Gives the bytes that its run may take; 0 without a quota."""
+    """Max. bytes of its run; 0 without a quota."""
     revision: _builtins.int
-    """Counts its changes."""
+    """Number of its changes."""
     def __init__(
         self,
         *,
@@ -526,7 +526,7 @@ Global___PartitionStats: _TypeAlias = PartitionStats  # noqa: Y015
 
 @_typing.final
 class ShardStats(_message.Message):
-    """Describes the fill of a shard."""
+    """Fill of a shard."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -534,11 +534,11 @@ class ShardStats(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
-    """Names the shard."""
+    """Id of the shard."""
     stored_bytes: _builtins.int
-    """Gives the bytes in use, reservations included."""
+    """Bytes in use, including reservations."""
     capacity_bytes: _builtins.int
-    """Gives the bytes that it can hold in memory."""
+    """Bytes that it can hold in memory and on disk."""
     def __init__(
         self,
         *,
@@ -556,13 +556,13 @@ Global___ShardStats: _TypeAlias = ShardStats  # noqa: Y015
 
 @_typing.final
 class ConnectClientRequest(_message.Message):
-    """Introduces a client of the data sockets."""
+    """Connects a client of the data sockets."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PUBLIC_KEY_FIELD_NUMBER: _builtins.int
     public_key: _builtins.str
-    """Holds the client's CURVE public key in Z85; empty where the sockets are not encrypted."""
+    """CURVE public key of the client in Z85; empty if the sockets are not encrypted."""
     def __init__(
         self,
         *,
@@ -585,7 +585,7 @@ class ConnectClientResponse(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shard]:
-        """Describes them."""
+        """All shards."""
 
     def __init__(
         self,
@@ -602,7 +602,7 @@ Global___ConnectClientResponse: _TypeAlias = ConnectClientResponse  # noqa: Y015
 
 @_typing.final
 class Shard(_message.Message):
-    """Says how to reach a storage shard."""
+    """Address of a storage shard."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -613,18 +613,18 @@ class Shard(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     OBJECT_STORE_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
-    """Names the shard."""
+    """Id of the shard."""
     endpoint: _builtins.str
-    """Gives the ZeroMQ endpoint, for example "tcp://10.0.0.3:7100"."""
+    """ZeroMQ endpoint, for example "tcp://10.0.0.3:7100"."""
     public_key: _builtins.str
-    """Holds its CURVE public key in Z85; empty where the sockets are not encrypted."""
+    """CURVE public key in Z85; empty if the sockets are not encrypted."""
     arena_socket: _builtins.str
-    """Gives the path of the unix socket that hands out the memory; empty if there is none."""
+    """Path of the Unix socket that passes on the shared memory; empty if there is none."""
     instance_id: _builtins.str
-    """Names this life of the shard's process."""
+    """Id of the current lifetime of the shard's process."""
     @_builtins.property
     def object_store(self) -> Global___ObjectStoreAddress:
-        """Says where its bytes are when they are in Mooncake Store."""
+        """Store that holds its bytes, if they are in Mooncake Store."""
 
     def __init__(
         self,
@@ -646,7 +646,7 @@ Global___Shard: _TypeAlias = Shard  # noqa: Y015
 
 @_typing.final
 class ObjectStoreAddress(_message.Message):
-    """Says how to reach Mooncake Store."""
+    """Address of a Mooncake Store."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -654,11 +654,11 @@ class ObjectStoreAddress(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     REPLICA_COUNT_FIELD_NUMBER: _builtins.int
     master: _builtins.str
-    """Gives the master as "host:port"; empty where Mooncake Store is not used."""
+    """Master as "host:port"; empty if Mooncake Store is not used."""
     protocol: _builtins.str
-    """Names the transport: "tcp" or "rdma"."""
+    """Transport: "tcp" or "rdma"."""
     replica_count: _builtins.int
-    """Counts the copies of each object."""
+    """Number of copies of each object."""
     def __init__(
         self,
         *,
@@ -676,16 +676,16 @@ Global___ObjectStoreAddress: _TypeAlias = ObjectStoreAddress  # noqa: Y015
 
 @_typing.final
 class SaveSnapshotRequest(_message.Message):
-    """Names a snapshot to save."""
+    """Request to save a snapshot."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Names the run."""
+    """Id of the run."""
     snapshot_id: _builtins.str
-    """Names the snapshot; letters, digits, dot, dash and underscore."""
+    """Name of the snapshot; letters, digits, dot, dash and underscore."""
     def __init__(
         self,
         *,
@@ -702,16 +702,16 @@ Global___SaveSnapshotRequest: _TypeAlias = SaveSnapshotRequest  # noqa: Y015
 
 @_typing.final
 class SaveSnapshotResponse(_message.Message):
-    """Tells what was saved."""
+    """Reports the saved samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_COUNT_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     key_count: _builtins.int
-    """Counts the samples."""
+    """Number of samples."""
     size_bytes: _builtins.int
-    """Gives the size of the snapshot."""
+    """Size of the snapshot."""
     def __init__(
         self,
         *,
@@ -728,16 +728,16 @@ Global___SaveSnapshotResponse: _TypeAlias = SaveSnapshotResponse  # noqa: Y015
 
 @_typing.final
 class RestoreSnapshotRequest(_message.Message):
-    """Names a snapshot to restore."""
+    """Request to restore a snapshot."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Names the run."""
+    """Id of the run."""
     snapshot_id: _builtins.str
-    """Names the snapshot."""
+    """Name of the snapshot."""
     def __init__(
         self,
         *,
@@ -754,13 +754,13 @@ Global___RestoreSnapshotRequest: _TypeAlias = RestoreSnapshotRequest  # noqa: Y0
 
 @_typing.final
 class RestoreSnapshotResponse(_message.Message):
-    """Tells what was restored."""
+    """Reports the restored samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_COUNT_FIELD_NUMBER: _builtins.int
     key_count: _builtins.int
-    """Counts the samples."""
+    """Number of samples."""
     def __init__(
         self,
         *,
@@ -776,7 +776,7 @@ Global___RestoreSnapshotResponse: _TypeAlias = RestoreSnapshotResponse  # noqa: 
 
 @_typing.final
 class KeepSamplesRequest(_message.Message):
-    """Says what of a run's kept samples stays."""
+    """Request to record the samples of a run, with limits."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -784,11 +784,11 @@ class KeepSamplesRequest(_message.Message):
     MAX_BYTES_FIELD_NUMBER: _builtins.int
     MAX_STEPS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Names the run."""
+    """Id of the run."""
     max_bytes: _builtins.int
-    """Gives the bytes that they may take; the oldest go first."""
+    """Max. bytes of the records; the oldest are deleted first."""
     max_steps: _builtins.int
-    """Counts the newest steps whose samples stay; 0 for all."""
+    """Number of newest steps whose samples stay; 0 for all."""
     def __init__(
         self,
         *,
@@ -806,7 +806,7 @@ Global___KeepSamplesRequest: _TypeAlias = KeepSamplesRequest  # noqa: Y015
 
 @_typing.final
 class KeepSamplesResponse(_message.Message):
-    """Is empty."""
+    """Empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -823,7 +823,7 @@ Global___KeepSamplesResponse: _TypeAlias = KeepSamplesResponse  # noqa: Y015
 
 @_typing.final
 class ReadSamplesRequest(_message.Message):
-    """Asks for kept samples."""
+    """Request for sample records."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -845,39 +845,39 @@ class ReadSamplesRequest(_message.Message):
     WITH_TURNS_FIELD_NUMBER: _builtins.int
     WITH_TOKENS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Names the run."""
+    """Id of the run."""
     split: _builtins.str
-    """Says whether those of training or of evaluations: "train" or "heldout"; empty for both."""
+    """Split, training or evaluations: "train" or "heldout"; empty for both."""
     step: _builtins.int
-    """Names the step that trained them, or the weight version that was evaluated."""
+    """Step that trained the samples, or the weight version that was evaluated."""
     weight_version: _builtins.int
-    """Names a weight version that sampled one of their tokens."""
+    """Weight version that sampled at least one of a sample's tokens."""
     group_id: _builtins.str
-    """Names their group."""
+    """Id of the samples' group."""
     row: _builtins.int
-    """Names the row of their prompt."""
+    """Row of the prompt in the data."""
     min_reward: _builtins.float
-    """Bounds their reward from below."""
+    """Min. reward."""
     max_reward: _builtins.float
-    """Bounds their reward from above."""
+    """Max. reward."""
     finish_reason: _builtins.str
-    """Says how they ended: "stop", "length" or "failed"."""
+    """End of the response: "stop", "length" or "failed"."""
     text: _builtins.str
-    """Is part of their prompt or response."""
+    """Substring of the prompt or response."""
     order_by: _builtins.str
-    """Says which come first: "newest", "best" or "worst"."""
+    """Order: "newest", "best" or "worst" first."""
     sample_id: _builtins.str
-    """Names one sample; empty for all."""
+    """Id of one sample; empty for all."""
     after: _builtins.str
-    """Begins behind this sample."""
+    """Id of the sample after which the result begins."""
     limit: _builtins.int
-    """Bounds their number; 0 for all."""
+    """Max. number of samples; 0 for all."""
     excerpt: _builtins.int
-    """Bounds the characters of prompt and response; absent for all of them."""
+    """Max. characters of prompt and response; absent for all of them."""
     with_turns: _builtins.bool
-    """Says whether turns and answer are part of them."""
+    """Includes turns and answer."""
     with_tokens: _builtins.bool
-    """Says whether tokens are part of them."""
+    """Includes tokens."""
     def __init__(
         self,
         *,
@@ -932,13 +932,13 @@ Global___ReadSamplesRequest: _TypeAlias = ReadSamplesRequest  # noqa: Y015
 
 @_typing.final
 class ReadSamplesResponse(_message.Message):
-    """Is a stretch of the JSON lines, which may end within a line."""
+    """Chunk of the JSON lines, which may end within a line."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LINES_FIELD_NUMBER: _builtins.int
     lines: _builtins.bytes
-    """Holds the stretch."""
+    """Bytes of the chunk."""
     def __init__(
         self,
         *,
@@ -954,13 +954,13 @@ Global___ReadSamplesResponse: _TypeAlias = ReadSamplesResponse  # noqa: Y015
 
 @_typing.final
 class ForgetSamplesRequest(_message.Message):
-    """Names a run."""
+    """Id of the run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Names the run."""
+    """Id of the run."""
     def __init__(
         self,
         *,
@@ -976,7 +976,7 @@ Global___ForgetSamplesRequest: _TypeAlias = ForgetSamplesRequest  # noqa: Y015
 
 @_typing.final
 class ForgetSamplesResponse(_message.Message):
-    """Is empty."""
+    """Empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -993,17 +993,17 @@ Global___ForgetSamplesResponse: _TypeAlias = ForgetSamplesResponse  # noqa: Y015
 
 @_typing.final
 class RegisterShardRequest(_message.Message):
-    """Introduces a shard."""
+    """Registers a shard."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SHARD_FIELD_NUMBER: _builtins.int
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     capacity_bytes: _builtins.int
-    """Gives the bytes that it can hold."""
+    """Bytes that it can hold."""
     @_builtins.property
     def shard(self) -> Global___Shard:
-        """Describes it."""
+        """The shard."""
 
     def __init__(
         self,
@@ -1021,7 +1021,7 @@ Global___RegisterShardRequest: _TypeAlias = RegisterShardRequest  # noqa: Y015
 
 @_typing.final
 class RegisterShardResponse(_message.Message):
-    """Is empty."""
+    """Empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1038,7 +1038,7 @@ Global___RegisterShardResponse: _TypeAlias = RegisterShardResponse  # noqa: Y015
 
 @_typing.final
 class HeartbeatShardRequest(_message.Message):
-    """Tells that a shard is alive."""
+    """Heartbeat of a shard."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1047,13 +1047,13 @@ class HeartbeatShardRequest(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     DELETED_COUNT_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
-    """Names the shard."""
+    """Id of the shard."""
     instance_id: _builtins.str
-    """Names this life of its process."""
+    """Id of the current lifetime of its process."""
     stored_bytes: _builtins.int
-    """Gives its bytes in use."""
+    """Bytes in use."""
     deleted_count: _builtins.int
-    """Counts the blobs that it was told to delete so far and has deleted."""
+    """Number of blobs that the shard has deleted so far at the index's request."""
     def __init__(
         self,
         *,
@@ -1072,14 +1072,14 @@ Global___HeartbeatShardRequest: _TypeAlias = HeartbeatShardRequest  # noqa: Y015
 
 @_typing.final
 class HeartbeatShardResponse(_message.Message):
-    """Tells a shard what to delete."""
+    """Blobs that a shard must delete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOB_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def blob_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Names the blobs after the first "deleted_count" ones."""
+        """Ids of the blobs after the first "deleted_count" ones."""
 
     def __init__(
         self,
@@ -1096,7 +1096,7 @@ Global___HeartbeatShardResponse: _TypeAlias = HeartbeatShardResponse  # noqa: Y0
 
 @_typing.final
 class ReserveBytesRequest(_message.Message):
-    """Asks for room in a quota."""
+    """Request to charge a quota."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1106,15 +1106,15 @@ class ReserveBytesRequest(_message.Message):
     WAIT_S_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
-    """Names the shard."""
+    """Id of the shard."""
     partition_id: _builtins.str
-    """Names the partition."""
+    """Id of the partition."""
     size_bytes: _builtins.int
-    """Gives the bytes."""
+    """Number of bytes."""
     wait_s: _builtins.float
-    """Gives the longest wait in seconds."""
+    """Max. seconds to wait."""
     instance_id: _builtins.str
-    """Names this life of the shard's process."""
+    """Id of the current lifetime of the shard's process."""
     def __init__(
         self,
         *,
@@ -1134,7 +1134,7 @@ Global___ReserveBytesRequest: _TypeAlias = ReserveBytesRequest  # noqa: Y015
 
 @_typing.final
 class ReserveBytesResponse(_message.Message):
-    """Is empty."""
+    """Empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1151,7 +1151,7 @@ Global___ReserveBytesResponse: _TypeAlias = ReserveBytesResponse  # noqa: Y015
 
 @_typing.final
 class CancelBytesRequest(_message.Message):
-    """Gives room back."""
+    """Request to revert a charge."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1160,13 +1160,13 @@ class CancelBytesRequest(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
-    """Names the shard."""
+    """Id of the shard."""
     partition_id: _builtins.str
-    """Names the partition."""
+    """Id of the partition."""
     size_bytes: _builtins.int
-    """Gives the bytes."""
+    """Number of bytes."""
     instance_id: _builtins.str
-    """Names this life of the shard's process."""
+    """Id of the current lifetime of the shard's process."""
     def __init__(
         self,
         *,
@@ -1185,7 +1185,7 @@ Global___CancelBytesRequest: _TypeAlias = CancelBytesRequest  # noqa: Y015
 
 @_typing.final
 class CancelBytesResponse(_message.Message):
-    """Is empty."""
+    """Empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1202,7 +1202,7 @@ Global___CancelBytesResponse: _TypeAlias = CancelBytesResponse  # noqa: Y015
 
 @_typing.final
 class CommitPutRequest(_message.Message):
-    """Describes a put whose bytes are in."""
+    """Describes a put whose bytes are stored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1211,11 +1211,11 @@ class CommitPutRequest(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     put_id: _builtins.str
-    """Names the put."""
+    """Id of the put."""
     shard_id: _builtins.str
-    """Names the shard."""
+    """Id of the shard."""
     instance_id: _builtins.str
-    """Names this life of the shard's process."""
+    """Id of the current lifetime of the shard's process."""
     @_builtins.property
     def batch(self) -> _batch_pb2.KVBatchMeta:
         """Describes the samples."""
@@ -1238,13 +1238,13 @@ Global___CommitPutRequest: _TypeAlias = CommitPutRequest  # noqa: Y015
 
 @_typing.final
 class CommitPutResponse(_message.Message):
-    """Tells what became of a put."""
+    """Result of a put."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REVISION_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
-    """Counts the changes of the partition."""
+    """Revision of the partition."""
     def __init__(
         self,
         *,
@@ -1260,13 +1260,13 @@ Global___CommitPutResponse: _TypeAlias = CommitPutResponse  # noqa: Y015
 
 @_typing.final
 class CheckClientRequest(_message.Message):
-    """Names a client."""
+    """Request to check a client."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PUBLIC_KEY_FIELD_NUMBER: _builtins.int
     public_key: _builtins.str
-    """Holds its CURVE public key in Z85."""
+    """CURVE public key in Z85."""
     def __init__(
         self,
         *,
@@ -1282,16 +1282,16 @@ Global___CheckClientRequest: _TypeAlias = CheckClientRequest  # noqa: Y015
 
 @_typing.final
 class CheckClientResponse(_message.Message):
-    """Tells about a client."""
+    """Admission of a client."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ADMITTED_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     admitted: _builtins.bool
-    """Says whether it is admitted."""
+    """True if it is admitted."""
     run_id: _builtins.str
-    """Names the run whose data it may use; "*" for all."""
+    """Id of the run whose data it may use; "*" for all."""
     def __init__(
         self,
         *,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TransferQueueServiceStub:
-    """Holds what is known about the stored samples. The samples' bytes never pass through it.
+    """Serves the metadata of stored samples. The samples' bytes never pass through it.
     """
 
     def __init__(self, channel):
@@ -98,7 +98,7 @@ class TransferQueueServiceStub:
 
 
 class TransferQueueServiceServicer:
-    """Holds what is known about the stored samples. The samples' bytes never pass through it.
+    """Serves the metadata of stored samples. The samples' bytes never pass through it.
     """
 
     def CreatePartition(self, request, context):
@@ -116,38 +116,39 @@ class TransferQueueServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetBatch(self, request, context):
-        """Describes samples by key. Fails with NOT_FOUND and the list of keys if one does not exist.
+        """Describes samples by key. Fails with NOT_FOUND and the list of missing keys.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchBatches(self, request, context):
-        """Pushes samples whose required fields are present: first those that changed after the given
-        revision, then new and changed ones as they come.
+        """Streams samples that have all required fields: first those that changed after the given
+        revision, then new and changed ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchLosses(self, request, context):
-        """Pushes the keys of samples that were lost with a storage shard before anyone acknowledged them.
+        """Streams the keys of samples that were lost with a storage shard before a consumer acknowledged
+        them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AcquireBatch(self, request, context):
-        """Leases samples to a consumer. Waits until enough are ready; fails with DEADLINE_EXCEEDED and
-        leases nothing when they are not.
+        """Leases samples to a consumer. Waits until enough are ready; otherwise fails with
+        DEADLINE_EXCEEDED and leases nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AckLease(self, request, context):
-        """Says that the samples of a lease were used; they are not handed to this consumer again. Safe to
-        repeat. Fails with FAILED_PRECONDITION if the lease expired.
+        """Acknowledges that the samples of a lease were used; this consumer does not receive them again.
+        Safe to repeat. Fails with FAILED_PRECONDITION if the lease expired.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -168,8 +169,8 @@ class TransferQueueServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ConnectClient(self, request, context):
-        """Admits a client to the data sockets for as long as the stream is open, and pushes where they are
-        whenever shards come or go.
+        """Admits a client to the data sockets for as long as the stream is open, and streams the list of
+        shards, at once and after each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,7 +184,7 @@ class TransferQueueServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RestoreSnapshot(self, request, context):
-        """Restores the samples of a run, which must have none. Leased samples are handed out again.
+        """Restores the samples of a run, which must have none. Leased samples are delivered again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -261,7 +262,7 @@ def add_TransferQueueServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TransferQueueService:
-    """Holds what is known about the stored samples. The samples' bytes never pass through it.
+    """Serves the metadata of stored samples. The samples' bytes never pass through it.
     """
 
     @staticmethod
@@ -590,7 +591,7 @@ class TransferQueueService:
 
 
 class KeptSampleServiceStub:
-    """Keeps some samples of each run to be read, with their texts, beyond the life of their keys.
+    """Records samples of each run with their texts for people to read, beyond the life of their keys.
     """
 
     def __init__(self, channel):
@@ -617,25 +618,25 @@ class KeptSampleServiceStub:
 
 
 class KeptSampleServiceServicer:
-    """Keeps some samples of each run to be read, with their texts, beyond the life of their keys.
+    """Records samples of each run with their texts for people to read, beyond the life of their keys.
     """
 
     def KeepSamples(self, request, context):
-        """Begins to keep what is put into the partition "kept" of a run. Safe to repeat.
+        """Starts to record samples that are put into the partition "kept" of a run. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadSamples(self, request, context):
-        """Streams kept samples as JSON lines.
+        """Streams sample records as JSON lines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForgetSamples(self, request, context):
-        """Deletes what is kept of a run. Safe to repeat.
+        """Deletes the sample records of a run. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -668,7 +669,7 @@ def add_KeptSampleServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KeptSampleService:
-    """Keeps some samples of each run to be read, with their texts, beyond the life of their keys.
+    """Records samples of each run with their texts for people to read, beyond the life of their keys.
     """
 
     @staticmethod
@@ -754,7 +755,7 @@ class KeptSampleService:
 
 
 class ShardRegistryServiceStub:
-    """Lets storage shards in other processes take part. Called by shards only.
+    """Registers storage shards of other processes. Called only by shards.
     """
 
     def __init__(self, channel):
@@ -796,33 +797,33 @@ class ShardRegistryServiceStub:
 
 
 class ShardRegistryServiceServicer:
-    """Lets storage shards in other processes take part. Called by shards only.
+    """Registers storage shards of other processes. Called only by shards.
     """
 
     def RegisterShard(self, request, context):
-        """Adds a shard. What an earlier life of the shard held counts as lost.
+        """Adds a shard. The data of an earlier lifetime of the shard counts as lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HeartbeatShard(self, request, context):
-        """Keeps a shard alive. Returns when there are blobs to delete, or after about a second. Fails with
-        NOT_FOUND if the shard was given up; it must end and register anew.
+        """Keeps a shard registered. Returns when there are blobs to delete, or after about a second.
+        Fails with NOT_FOUND if the shard was given up; it must exit and register again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReserveBytes(self, request, context):
-        """Charges the quota of a run, waiting for room.
+        """Charges the quota of a run; waits until there is space.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelBytes(self, request, context):
-        """Takes a charge back.
+        """Reverts a charge.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -836,7 +837,7 @@ class ShardRegistryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CheckClient(self, request, context):
-        """Tells whether a client was admitted to the data sockets.
+        """Returns whether a client is admitted to the data sockets.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -884,7 +885,7 @@ def add_ShardRegistryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ShardRegistryService:
-    """Lets storage shards in other processes take part. Called by shards only.
+    """Registers storage shards of other processes. Called only by shards.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TransferQueueServiceStub:
-    """Holds what is known about the stored samples. The samples' bytes never pass through it."""
+    """Serves the metadata of stored samples. The samples' bytes never pass through it."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,37 +38,39 @@ class TransferQueueServiceStub:
     DropPartition: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.DropPartitionRequest, _transferqueue_pb2.DropPartitionResponse]
     """Drops a partition and all its samples. Safe to repeat."""
     GetBatch: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.GetBatchRequest, _transferqueue_pb2.GetBatchResponse]
-    """Describes samples by key. Fails with NOT_FOUND and the list of keys if one does not exist."""
+    """Describes samples by key. Fails with NOT_FOUND and the list of missing keys."""
     WatchBatches: _grpc.UnaryStreamMultiCallable[_transferqueue_pb2.WatchBatchesRequest, _transferqueue_pb2.WatchBatchesResponse]
-    """Pushes samples whose required fields are present: first those that changed after the given
-    revision, then new and changed ones as they come.
+    """Streams samples that have all required fields: first those that changed after the given
+    revision, then new and changed ones.
     """
     WatchLosses: _grpc.UnaryStreamMultiCallable[_transferqueue_pb2.WatchLossesRequest, _transferqueue_pb2.WatchLossesResponse]
-    """Pushes the keys of samples that were lost with a storage shard before anyone acknowledged them."""
+    """Streams the keys of samples that were lost with a storage shard before a consumer acknowledged
+    them.
+    """
     AcquireBatch: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.AcquireBatchRequest, _transferqueue_pb2.AcquireBatchResponse]
-    """Leases samples to a consumer. Waits until enough are ready; fails with DEADLINE_EXCEEDED and
-    leases nothing when they are not.
+    """Leases samples to a consumer. Waits until enough are ready; otherwise fails with
+    DEADLINE_EXCEEDED and leases nothing.
     """
     AckLease: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.AckLeaseRequest, _transferqueue_pb2.AckLeaseResponse]
-    """Says that the samples of a lease were used; they are not handed to this consumer again. Safe to
-    repeat. Fails with FAILED_PRECONDITION if the lease expired.
+    """Acknowledges that the samples of a lease were used; this consumer does not receive them again.
+    Safe to repeat. Fails with FAILED_PRECONDITION if the lease expired.
     """
     ReleaseKeys: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.ReleaseKeysRequest, _transferqueue_pb2.ReleaseKeysResponse]
     """Deletes samples. Safe to repeat: keys that do not exist are not counted."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.GetStatsRequest, _transferqueue_pb2.GetStatsResponse]
     """Returns the fill of partitions and shards."""
     ConnectClient: _grpc.UnaryStreamMultiCallable[_transferqueue_pb2.ConnectClientRequest, _transferqueue_pb2.ConnectClientResponse]
-    """Admits a client to the data sockets for as long as the stream is open, and pushes where they are
-    whenever shards come or go.
+    """Admits a client to the data sockets for as long as the stream is open, and streams the list of
+    shards, at once and after each change.
     """
     SaveSnapshot: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.SaveSnapshotRequest, _transferqueue_pb2.SaveSnapshotResponse]
     """Saves the samples of a run in the service's snapshot folder."""
     RestoreSnapshot: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.RestoreSnapshotRequest, _transferqueue_pb2.RestoreSnapshotResponse]
-    """Restores the samples of a run, which must have none. Leased samples are handed out again."""
+    """Restores the samples of a run, which must have none. Leased samples are delivered again."""
 
 @_typing.type_check_only
 class TransferQueueServiceAsyncStub(TransferQueueServiceStub):
-    """Holds what is known about the stored samples. The samples' bytes never pass through it."""
+    """Serves the metadata of stored samples. The samples' bytes never pass through it."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreatePartition: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.CreatePartitionRequest, _transferqueue_pb2.CreatePartitionResponse]  # type: ignore[assignment]
@@ -76,36 +78,38 @@ class TransferQueueServiceAsyncStub(TransferQueueServiceStub):
     DropPartition: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.DropPartitionRequest, _transferqueue_pb2.DropPartitionResponse]  # type: ignore[assignment]
     """Drops a partition and all its samples. Safe to repeat."""
     GetBatch: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.GetBatchRequest, _transferqueue_pb2.GetBatchResponse]  # type: ignore[assignment]
-    """Describes samples by key. Fails with NOT_FOUND and the list of keys if one does not exist."""
+    """Describes samples by key. Fails with NOT_FOUND and the list of missing keys."""
     WatchBatches: _aio.UnaryStreamMultiCallable[_transferqueue_pb2.WatchBatchesRequest, _transferqueue_pb2.WatchBatchesResponse]  # type: ignore[assignment]
-    """Pushes samples whose required fields are present: first those that changed after the given
-    revision, then new and changed ones as they come.
+    """Streams samples that have all required fields: first those that changed after the given
+    revision, then new and changed ones.
     """
     WatchLosses: _aio.UnaryStreamMultiCallable[_transferqueue_pb2.WatchLossesRequest, _transferqueue_pb2.WatchLossesResponse]  # type: ignore[assignment]
-    """Pushes the keys of samples that were lost with a storage shard before anyone acknowledged them."""
+    """Streams the keys of samples that were lost with a storage shard before a consumer acknowledged
+    them.
+    """
     AcquireBatch: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.AcquireBatchRequest, _transferqueue_pb2.AcquireBatchResponse]  # type: ignore[assignment]
-    """Leases samples to a consumer. Waits until enough are ready; fails with DEADLINE_EXCEEDED and
-    leases nothing when they are not.
+    """Leases samples to a consumer. Waits until enough are ready; otherwise fails with
+    DEADLINE_EXCEEDED and leases nothing.
     """
     AckLease: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.AckLeaseRequest, _transferqueue_pb2.AckLeaseResponse]  # type: ignore[assignment]
-    """Says that the samples of a lease were used; they are not handed to this consumer again. Safe to
-    repeat. Fails with FAILED_PRECONDITION if the lease expired.
+    """Acknowledges that the samples of a lease were used; this consumer does not receive them again.
+    Safe to repeat. Fails with FAILED_PRECONDITION if the lease expired.
     """
     ReleaseKeys: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.ReleaseKeysRequest, _transferqueue_pb2.ReleaseKeysResponse]  # type: ignore[assignment]
     """Deletes samples. Safe to repeat: keys that do not exist are not counted."""
     GetStats: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.GetStatsRequest, _transferqueue_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Returns the fill of partitions and shards."""
     ConnectClient: _aio.UnaryStreamMultiCallable[_transferqueue_pb2.ConnectClientRequest, _transferqueue_pb2.ConnectClientResponse]  # type: ignore[assignment]
-    """Admits a client to the data sockets for as long as the stream is open, and pushes where they are
-    whenever shards come or go.
+    """Admits a client to the data sockets for as long as the stream is open, and streams the list of
+    shards, at once and after each change.
     """
     SaveSnapshot: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.SaveSnapshotRequest, _transferqueue_pb2.SaveSnapshotResponse]  # type: ignore[assignment]
     """Saves the samples of a run in the service's snapshot folder."""
     RestoreSnapshot: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.RestoreSnapshotRequest, _transferqueue_pb2.RestoreSnapshotResponse]  # type: ignore[assignment]
-    """Restores the samples of a run, which must have none. Leased samples are handed out again."""
+    """Restores the samples of a run, which must have none. Leased samples are delivered again."""
 
 class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Holds what is known about the stored samples. The samples' bytes never pass through it."""
+    """Serves the metadata of stored samples. The samples' bytes never pass through it."""
 
     @_abc_1.abstractmethod
     def CreatePartition(
@@ -129,7 +133,7 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.GetBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.GetBatchResponse, _abc.Awaitable[_transferqueue_pb2.GetBatchResponse]]:
-        """Describes samples by key. Fails with NOT_FOUND and the list of keys if one does not exist."""
+        """Describes samples by key. Fails with NOT_FOUND and the list of missing keys."""
 
     @_abc_1.abstractmethod
     def WatchBatches(
@@ -137,8 +141,8 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.WatchBatchesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transferqueue_pb2.WatchBatchesResponse], _abc.AsyncIterator[_transferqueue_pb2.WatchBatchesResponse]]:
-        """Pushes samples whose required fields are present: first those that changed after the given
-        revision, then new and changed ones as they come.
+        """Streams samples that have all required fields: first those that changed after the given
+        revision, then new and changed ones.
         """
 
     @_abc_1.abstractmethod
@@ -147,7 +151,9 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.WatchLossesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transferqueue_pb2.WatchLossesResponse], _abc.AsyncIterator[_transferqueue_pb2.WatchLossesResponse]]:
-        """Pushes the keys of samples that were lost with a storage shard before anyone acknowledged them."""
+        """Streams the keys of samples that were lost with a storage shard before a consumer acknowledged
+        them.
+        """
 
     @_abc_1.abstractmethod
     def AcquireBatch(
@@ -155,8 +161,8 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.AcquireBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.AcquireBatchResponse, _abc.Awaitable[_transferqueue_pb2.AcquireBatchResponse]]:
-        """Leases samples to a consumer. Waits until enough are ready; fails with DEADLINE_EXCEEDED and
-        leases nothing when they are not.
+        """Leases samples to a consumer. Waits until enough are ready; otherwise fails with
+        DEADLINE_EXCEEDED and leases nothing.
         """
 
     @_abc_1.abstractmethod
@@ -165,8 +171,8 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.AckLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.AckLeaseResponse, _abc.Awaitable[_transferqueue_pb2.AckLeaseResponse]]:
-        """Says that the samples of a lease were used; they are not handed to this consumer again. Safe to
-        repeat. Fails with FAILED_PRECONDITION if the lease expired.
+        """Acknowledges that the samples of a lease were used; this consumer does not receive them again.
+        Safe to repeat. Fails with FAILED_PRECONDITION if the lease expired.
         """
 
     @_abc_1.abstractmethod
@@ -191,8 +197,8 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.ConnectClientRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transferqueue_pb2.ConnectClientResponse], _abc.AsyncIterator[_transferqueue_pb2.ConnectClientResponse]]:
-        """Admits a client to the data sockets for as long as the stream is open, and pushes where they are
-        whenever shards come or go.
+        """Admits a client to the data sockets for as long as the stream is open, and streams the list of
+        shards, at once and after each change.
         """
 
     @_abc_1.abstractmethod
@@ -209,38 +215,38 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.RestoreSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.RestoreSnapshotResponse, _abc.Awaitable[_transferqueue_pb2.RestoreSnapshotResponse]]:
-        """Restores the samples of a run, which must have none. Leased samples are handed out again."""
+        """Restores the samples of a run, which must have none. Leased samples are delivered again."""
 
 def add_TransferQueueServiceServicer_to_server(servicer: TransferQueueServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class KeptSampleServiceStub:
-    """Keeps some samples of each run to be read, with their texts, beyond the life of their keys."""
+    """Records samples of each run with their texts for people to read, beyond the life of their keys."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KeptSampleServiceAsyncStub: ...
     KeepSamples: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.KeepSamplesRequest, _transferqueue_pb2.KeepSamplesResponse]
-    """Begins to keep what is put into the partition "kept" of a run. Safe to repeat."""
+    """Starts to record samples that are put into the partition "kept" of a run. Safe to repeat."""
     ReadSamples: _grpc.UnaryStreamMultiCallable[_transferqueue_pb2.ReadSamplesRequest, _transferqueue_pb2.ReadSamplesResponse]
-    """Streams kept samples as JSON lines."""
+    """Streams sample records as JSON lines."""
     ForgetSamples: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.ForgetSamplesRequest, _transferqueue_pb2.ForgetSamplesResponse]
-    """Deletes what is kept of a run. Safe to repeat."""
+    """Deletes the sample records of a run. Safe to repeat."""
 
 @_typing.type_check_only
 class KeptSampleServiceAsyncStub(KeptSampleServiceStub):
-    """Keeps some samples of each run to be read, with their texts, beyond the life of their keys."""
+    """Records samples of each run with their texts for people to read, beyond the life of their keys."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     KeepSamples: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.KeepSamplesRequest, _transferqueue_pb2.KeepSamplesResponse]  # type: ignore[assignment]
-    """Begins to keep what is put into the partition "kept" of a run. Safe to repeat."""
+    """Starts to record samples that are put into the partition "kept" of a run. Safe to repeat."""
     ReadSamples: _aio.UnaryStreamMultiCallable[_transferqueue_pb2.ReadSamplesRequest, _transferqueue_pb2.ReadSamplesResponse]  # type: ignore[assignment]
-    """Streams kept samples as JSON lines."""
+    """Streams sample records as JSON lines."""
     ForgetSamples: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.ForgetSamplesRequest, _transferqueue_pb2.ForgetSamplesResponse]  # type: ignore[assignment]
-    """Deletes what is kept of a run. Safe to repeat."""
+    """Deletes the sample records of a run. Safe to repeat."""
 
 class KeptSampleServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Keeps some samples of each run to be read, with their texts, beyond the life of their keys."""
+    """Records samples of each run with their texts for people to read, beyond the life of their keys."""
 
     @_abc_1.abstractmethod
     def KeepSamples(
@@ -248,7 +254,7 @@ class KeptSampleServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.KeepSamplesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.KeepSamplesResponse, _abc.Awaitable[_transferqueue_pb2.KeepSamplesResponse]]:
-        """Begins to keep what is put into the partition "kept" of a run. Safe to repeat."""
+        """Starts to record samples that are put into the partition "kept" of a run. Safe to repeat."""
 
     @_abc_1.abstractmethod
     def ReadSamples(
@@ -256,7 +262,7 @@ class KeptSampleServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.ReadSamplesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transferqueue_pb2.ReadSamplesResponse], _abc.AsyncIterator[_transferqueue_pb2.ReadSamplesResponse]]:
-        """Streams kept samples as JSON lines."""
+        """Streams sample records as JSON lines."""
 
     @_abc_1.abstractmethod
     def ForgetSamples(
@@ -264,54 +270,54 @@ class KeptSampleServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.ForgetSamplesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.ForgetSamplesResponse, _abc.Awaitable[_transferqueue_pb2.ForgetSamplesResponse]]:
-        """Deletes what is kept of a run. Safe to repeat."""
+        """Deletes the sample records of a run. Safe to repeat."""
 
 def add_KeptSampleServiceServicer_to_server(servicer: KeptSampleServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class ShardRegistryServiceStub:
-    """Lets storage shards in other processes take part. Called by shards only."""
+    """Registers storage shards of other processes. Called only by shards."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ShardRegistryServiceAsyncStub: ...
     RegisterShard: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.RegisterShardRequest, _transferqueue_pb2.RegisterShardResponse]
-    """Adds a shard. What an earlier life of the shard held counts as lost."""
+    """Adds a shard. The data of an earlier lifetime of the shard counts as lost."""
     HeartbeatShard: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.HeartbeatShardRequest, _transferqueue_pb2.HeartbeatShardResponse]
-    """Keeps a shard alive. Returns when there are blobs to delete, or after about a second. Fails with
-    NOT_FOUND if the shard was given up; it must end and register anew.
+    """Keeps a shard registered. Returns when there are blobs to delete, or after about a second.
+    Fails with NOT_FOUND if the shard was given up; it must exit and register again.
     """
     ReserveBytes: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.ReserveBytesRequest, _transferqueue_pb2.ReserveBytesResponse]
-    """Charges the quota of a run, waiting for room."""
+    """Charges the quota of a run; waits until there is space."""
     CancelBytes: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.CancelBytesRequest, _transferqueue_pb2.CancelBytesResponse]
-    """Takes a charge back."""
+    """Reverts a charge."""
     CommitPut: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.CommitPutRequest, _transferqueue_pb2.CommitPutResponse]
     """Makes a put visible. Safe to repeat."""
     CheckClient: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.CheckClientRequest, _transferqueue_pb2.CheckClientResponse]
-    """Tells whether a client was admitted to the data sockets."""
+    """Returns whether a client is admitted to the data sockets."""
 
 @_typing.type_check_only
 class ShardRegistryServiceAsyncStub(ShardRegistryServiceStub):
-    """Lets storage shards in other processes take part. Called by shards only."""
+    """Registers storage shards of other processes. Called only by shards."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     RegisterShard: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.RegisterShardRequest, _transferqueue_pb2.RegisterShardResponse]  # type: ignore[assignment]
-    """Adds a shard. What an earlier life of the shard held counts as lost."""
+    """Adds a shard. The data of an earlier lifetime of the shard counts as lost."""
     HeartbeatShard: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.HeartbeatShardRequest, _transferqueue_pb2.HeartbeatShardResponse]  # type: ignore[assignment]
-    """Keeps a shard alive. Returns when there are blobs to delete, or after about a second. Fails with
-    NOT_FOUND if the shard was given up; it must end and register anew.
+    """Keeps a shard registered. Returns when there are blobs to delete, or after about a second.
+    Fails with NOT_FOUND if the shard was given up; it must exit and register again.
     """
     ReserveBytes: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.ReserveBytesRequest, _transferqueue_pb2.ReserveBytesResponse]  # type: ignore[assignment]
-    """Charges the quota of a run, waiting for room."""
+    """Charges the quota of a run; waits until there is space."""
     CancelBytes: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.CancelBytesRequest, _transferqueue_pb2.CancelBytesResponse]  # type: ignore[assignment]
-    """Takes a charge back."""
+    """Reverts a charge."""
     CommitPut: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.CommitPutRequest, _transferqueue_pb2.CommitPutResponse]  # type: ignore[assignment]
     """Makes a put visible. Safe to repeat."""
     CheckClient: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.CheckClientRequest, _transferqueue_pb2.CheckClientResponse]  # type: ignore[assignment]
-    """Tells whether a client was admitted to the data sockets."""
+    """Returns whether a client is admitted to the data sockets."""
 
 class ShardRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Lets storage shards in other processes take part. Called by shards only."""
+    """Registers storage shards of other processes. Called only by shards."""
 
     @_abc_1.abstractmethod
     def RegisterShard(
@@ -319,7 +325,7 @@ class ShardRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.RegisterShardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.RegisterShardResponse, _abc.Awaitable[_transferqueue_pb2.RegisterShardResponse]]:
-        """Adds a shard. What an earlier life of the shard held counts as lost."""
+        """Adds a shard. The data of an earlier lifetime of the shard counts as lost."""
 
     @_abc_1.abstractmethod
     def HeartbeatShard(
@@ -327,8 +333,8 @@ class ShardRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.HeartbeatShardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.HeartbeatShardResponse, _abc.Awaitable[_transferqueue_pb2.HeartbeatShardResponse]]:
-        """Keeps a shard alive. Returns when there are blobs to delete, or after about a second. Fails with
-        NOT_FOUND if the shard was given up; it must end and register anew.
+        """Keeps a shard registered. Returns when there are blobs to delete, or after about a second.
+        Fails with NOT_FOUND if the shard was given up; it must exit and register again.
         """
 
     @_abc_1.abstractmethod
@@ -337,7 +343,7 @@ class ShardRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.ReserveBytesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.ReserveBytesResponse, _abc.Awaitable[_transferqueue_pb2.ReserveBytesResponse]]:
-        """Charges the quota of a run, waiting for room."""
+        """Charges the quota of a run; waits until there is space."""
 
     @_abc_1.abstractmethod
     def CancelBytes(
@@ -345,7 +351,7 @@ class ShardRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.CancelBytesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.CancelBytesResponse, _abc.Awaitable[_transferqueue_pb2.CancelBytesResponse]]:
-        """Takes a charge back."""
+        """Reverts a charge."""
 
     @_abc_1.abstractmethod
     def CommitPut(
@@ -361,6 +367,6 @@ class ShardRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.CheckClientRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.CheckClientResponse, _abc.Awaitable[_transferqueue_pb2.CheckClientResponse]]:
-        """Tells whether a client was admitted to the data sockets."""
+        """Returns whether a client is admitted to the data sockets."""
 
 def add_ShardRegistryServiceServicer_to_server(servicer: ShardRegistryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

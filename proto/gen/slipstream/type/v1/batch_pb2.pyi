@@ -20,8 +20,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class KVBatchMeta(_message.Message):
-    """Describes stored samples without holding any of their values. It is the only description of data
-    that passes through the controller. Everything is in columns, so it grows by a few bytes a key.
+    """Describes stored samples without any of their values. It is the only description of data that
+    passes through the controller. All content is in columns, so it grows by a few bytes per key.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -34,26 +34,26 @@ class KVBatchMeta(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     partition_id: _builtins.str
-    """Names the partition: one run and one purpose, for example "run_1/train"."""
+    """Id of the partition, of run and purpose, for example "run_1/train"."""
     lease_id: _builtins.str
-    """Identifies the lease under which the samples were acquired; empty if there is none."""
+    """Id of the lease under which the samples were acquired; empty if there is none."""
     revision: _builtins.int
-    """Counts changes of the partition; a meta of a higher revision knows more."""
+    """Revision of the partition; a meta with a higher revision is newer."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names the samples, in training order."""
+        """Keys of the samples, in training order."""
 
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___FieldColumn]:
-        """Describes the fields, each with one entry per key."""
+        """Fields, each with one entry per key."""
 
     @_builtins.property
     def blobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlobRef]:
-        """Lists the blobs that the fields point into."""
+        """Blobs that the fields point into."""
 
     @_builtins.property
     def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___TagColumn]:
-        """Holds small facts about the samples, each column with one entry per key."""
+        """Small facts about the samples, each column with one entry per key."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ Global___KVBatchMeta: _TypeAlias = KVBatchMeta  # noqa: Y015
 
 @_typing.final
 class FieldColumn(_message.Message):
-    """Says where the values of one field lie."""
+    """Location of the values of one field."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -88,26 +88,26 @@ class FieldColumn(_message.Message):
     BLOB_INDEXES_FIELD_NUMBER: _builtins.int
     OFFSETS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the field, as in the data dictionary."""
+    """Name of the field, as in the data dictionary."""
     dtype: _builtins.str
-    """Names the element type, for example "float32", "bfloat16" or "msgpack"."""
+    """Element type, for example "float32", "bfloat16" or "msgpack"."""
     row_rank: _builtins.int
-    """Gives the number of dimensions of one sample: 0 for scalars, 1 for token sequences."""
+    """Number of dimensions of one sample: 0 for scalars, 1 for token sequences."""
     @_builtins.property
     def tail_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Gives the trailing dimensions behind the first one, equal for all samples."""
+        """Dimensions after the first one, equal for all samples."""
 
     @_builtins.property
     def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Gives the length of each sample's first dimension, per key; 1 for scalars."""
+        """Length of each sample's first dimension, per key; 1 for scalars."""
 
     @_builtins.property
     def blob_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Points into blobs, per key; -1 where the key does not have the field yet."""
+        """Index into blobs, per key; -1 if the key does not have the field yet."""
 
     @_builtins.property
     def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Gives the byte offset inside the blob, per key."""
+        """Byte offset inside the blob, per key."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ Global___FieldColumn: _TypeAlias = FieldColumn  # noqa: Y015
 
 @_typing.final
 class BlobRef(_message.Message):
-    """Names an immutable blob on a shard."""
+    """Reference to an immutable blob on a shard."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -139,13 +139,13 @@ class BlobRef(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
-    """Names the storage shard."""
+    """Id of the storage shard."""
     blob_id: _builtins.int
-    """Names the blob inside the shard; never used again for other bytes."""
+    """Id of the blob inside the shard; never reused for other bytes."""
     size_bytes: _builtins.int
-    """Gives the size of the blob in bytes."""
+    """Size of the blob in bytes."""
     checksum: _builtins.int
-    """Holds the checksum over the whole blob."""
+    """Checksum over the whole blob."""
     def __init__(
         self,
         *,
@@ -164,7 +164,7 @@ Global___BlobRef: _TypeAlias = BlobRef  # noqa: Y015
 
 @_typing.final
 class TagColumn(_message.Message):
-    """Holds one tag of all samples; exactly one of the value lists is filled."""
+    """One tag of all samples; exactly one of the value lists is filled."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -173,18 +173,18 @@ class TagColumn(_message.Message):
     FLOATS_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the tag, as in the data dictionary."""
+    """Name of the tag, as in the data dictionary."""
     @_builtins.property
     def ints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Holds integer values."""
+        """Integer values."""
 
     @_builtins.property
     def floats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Holds floating-point values."""
+        """Floating-point values."""
 
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Holds text values."""
+        """Text values."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class _WorkerRole:
 class _WorkerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerRole.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     WORKER_ROLE_UNSPECIFIED: _WorkerRole.ValueType  # 0
-    """Is never sent."""
+    """Never sent."""
     WORKER_ROLE_TRAINER: _WorkerRole.ValueType  # 1
     """Trains."""
     WORKER_ROLE_ROLLOUT: _WorkerRole.ValueType  # 2
@@ -36,10 +36,10 @@ class _WorkerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerRole
     """Trains the critic and computes its values."""
 
 class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
-    """Says what a worker does for its run."""
+    """Role of a worker in its run."""
 
 WORKER_ROLE_UNSPECIFIED: WorkerRole.ValueType  # 0
-"""Is never sent."""
+"""Never sent."""
 WORKER_ROLE_TRAINER: WorkerRole.ValueType  # 1
 """Trains."""
 WORKER_ROLE_ROLLOUT: WorkerRole.ValueType  # 2
@@ -59,31 +59,31 @@ class _WorkerState:
 class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     WORKER_STATE_UNSPECIFIED: _WorkerState.ValueType  # 0
-    """Is never sent."""
+    """Never sent."""
     WORKER_STATE_LOADING: _WorkerState.ValueType  # 1
     """Loads its model; it cannot work yet."""
     WORKER_STATE_LOADED: _WorkerState.ValueType  # 2
-    """Is loaded and waits for its first weights."""
+    """Has loaded its model and waits for its first weights."""
     WORKER_STATE_READY: _WorkerState.ValueType  # 3
     """Serves a verified weight version."""
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 4
-    """Finishes its work and takes no more."""
+    """Finishes its work and accepts no more."""
     WORKER_STATE_FAILED: _WorkerState.ValueType  # 5
-    """Cannot work; the activity says why."""
+    """Cannot work; the activity has the reason."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
-    """Says how far a worker is."""
+    """State of a worker."""
 
 WORKER_STATE_UNSPECIFIED: WorkerState.ValueType  # 0
-"""Is never sent."""
+"""Never sent."""
 WORKER_STATE_LOADING: WorkerState.ValueType  # 1
 """Loads its model; it cannot work yet."""
 WORKER_STATE_LOADED: WorkerState.ValueType  # 2
-"""Is loaded and waits for its first weights."""
+"""Has loaded its model and waits for its first weights."""
 WORKER_STATE_READY: WorkerState.ValueType  # 3
 """Serves a verified weight version."""
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 4
-"""Finishes its work and takes no more."""
+"""Finishes its work and accepts no more."""
 WORKER_STATE_FAILED: WorkerState.ValueType  # 5
-"""Cannot work; the activity says why."""
+"""Cannot work; the activity has the reason."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015

@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class TensorSpec(_message.Message):
-    """Describes one tensor on the wire."""
+    """One tensor on the wire."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -28,12 +28,12 @@ class TensorSpec(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Names the tensor as in a Hugging Face checkpoint."""
+    """Name as in a Hugging Face checkpoint."""
     dtype: _builtins.str
-    """Names its element type on the wire."""
+    """Element type on the wire."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Gives its dimensions."""
+        """Dimensions."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
 
 @_typing.final
 class DescribeWeightsRequest(_message.Message):
-    """Asks what can be sent."""
+    """Request for the tensors that can be sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -69,7 +69,7 @@ Global___DescribeWeightsRequest: _TypeAlias = DescribeWeightsRequest  # noqa: Y0
 
 @_typing.final
 class DescribeWeightsResponse(_message.Message):
-    """Says what can be sent."""
+    """Tensors that can be sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -77,15 +77,15 @@ class DescribeWeightsResponse(_message.Message):
     SOURCE_ADDRESSES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     device: _builtins.str
-    """Names where the weights lie: "cpu", or "cuda:" and the GPU."""
+    """Device of the weights: "cpu", or "cuda:" and the UUID of the GPU."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
-        """Lists the tensors in sending order."""
+        """Tensors in sending order."""
 
     @_builtins.property
     def source_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Gives host:port of every trainer rank that sends, in the order of their rows; empty if the member
-        that answers sends everything.
+        """Addresses (host:port) of the trainer ranks that send, in the order of their rows; empty if the
+        responding member sends everything.
         """
 
     def __init__(
@@ -115,16 +115,16 @@ class AgreePlanRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     bucket_bytes: _builtins.int
-    """Bounds the bytes of one collective."""
+    """Max. bytes of one collective."""
     source_count: _builtins.int
-    """Counts the trainer ranks that send; each holds the rows that FSDP2 gives it."""
+    """Number of trainer ranks that send; each holds the rows that FSDP2 assigns to it."""
     source: _builtins.int
-    """Gives this member's number among them, from 0; -1 for a receiver."""
+    """This member's number among them, from 0; -1 for a receiver."""
     mode: _builtins.str
-    """Names how weights travel: "shadow", "inplace", "cpu_async" or "delta"."""
+    """Mode: "shadow", "inplace", "cpu_async" or "delta"."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
-        """Lists the tensors in sending order."""
+        """Tensors in sending order."""
 
     def __init__(
         self,
@@ -152,9 +152,9 @@ class AgreePlanResponse(_message.Message):
     PLAN_HASH_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     plan_hash: _builtins.str
-    """Holds the hash of the plan that this member made from the request."""
+    """Hash of the plan that this member built from the request."""
     device: _builtins.str
-    """Names where this member's weights lie: "cpu", or "cuda:" and the UUID of the GPU."""
+    """Device of this member's weights: "cpu", or "cuda:" and the UUID of the GPU."""
     def __init__(
         self,
         *,
@@ -171,7 +171,7 @@ Global___AgreePlanResponse: _TypeAlias = AgreePlanResponse  # noqa: Y015
 
 @_typing.final
 class FormGroupRequest(_message.Message):
-    """Builds a group."""
+    """Forms a group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -182,17 +182,17 @@ class FormGroupRequest(_message.Message):
     SCOPE_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Numbers the groups of a run; grows with every change of membership."""
+    """Number of the group in its run; grows with every change of membership."""
     receiver: _builtins.int
-    """Gives this member's number among the receivers, from 0; -1 for a source."""
+    """This member's number among the receivers, from 0; -1 for a source."""
     receiver_count: _builtins.int
-    """Counts the receivers."""
+    """Number of receivers."""
     backend: _builtins.str
-    """Names the backend: "gloo", "nccl" or "handle"."""
+    """Backend: "gloo", "nccl" or "handle"."""
     scope: _builtins.str
-    """Names the rendezvous scope."""
+    """Rendezvous scope."""
     timeout_s: _builtins.float
-    """Bounds the wait for the other members in seconds."""
+    """Max. seconds to wait for the other members."""
     def __init__(
         self,
         *,
@@ -238,11 +238,11 @@ class PrepareTransferRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     PLAN_HASH_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Names the group."""
+    """Epoch of the group."""
     version: _builtins.int
-    """Names the version that will be sent."""
+    """Version that will be sent."""
     plan_hash: _builtins.str
-    """Holds the agreed plan's hash."""
+    """Hash of the agreed plan."""
     def __init__(
         self,
         *,
@@ -260,15 +260,13 @@ Global___PrepareTransferRequest: _TypeAlias = PrepareTransferRequest  # noqa: Y0
 
 @_typing.final
 class PrepareTransferResponse(_message.Message):
-    """Says that the member is ready."""
+    """Confirms that the member is ready."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HELD_VERSION_FIELD_NUMBER: _builtins.int
     held_version: _builtins.int
-    """Names the version whose bytes this member still holds, so that only changes need to be sent; -1 for
-    none.
-    """
+    """Version whose bytes this member still holds, so that only changes need to be sent; -1 for none."""
     def __init__(
         self,
         *,
@@ -293,13 +291,13 @@ class TransferWeightsRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Names the group."""
+    """Epoch of the group."""
     version: _builtins.int
-    """Names the version."""
+    """Weight version."""
     timeout_s: _builtins.float
-    """Bounds the transfer in seconds."""
+    """Max. seconds of the transfer."""
     base_version: _builtins.int
-    """Names the version that all members hold and whose changes are sent; -1 to send everything."""
+    """Version that all members hold and whose changes are sent; -1 to send everything."""
     def __init__(
         self,
         *,
@@ -326,12 +324,12 @@ class TransferWeightsResponse(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
-    """Counts the bytes."""
+    """Number of bytes sent or received."""
     duration_s: _builtins.float
-    """Gives the member's own seconds."""
+    """Seconds that the member measured."""
     @_builtins.property
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Holds the digest of what each source sent: one for a source, all, in order, for a receiver."""
+        """Digest of what each source sent: one for a source, all, in order, for a receiver."""
 
     def __init__(
         self,
@@ -358,11 +356,11 @@ class AdoptWeightsRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Names the group."""
+    """Epoch of the group."""
     version: _builtins.int
-    """Names the version."""
+    """Weight version."""
     digest: _builtins.str
-    """Holds the version's digest, made of those that the sources reported."""
+    """Digest of the version, computed from those that the sources reported."""
     def __init__(
         self,
         *,
@@ -386,7 +384,7 @@ class AdoptWeightsResponse(_message.Message):
 
     STALL_S_FIELD_NUMBER: _builtins.int
     stall_s: _builtins.float
-    """Gives the seconds in which no token was produced."""
+    """Seconds in which no token was produced."""
     def __init__(
         self,
         *,
@@ -402,7 +400,7 @@ Global___AdoptWeightsResponse: _TypeAlias = AdoptWeightsResponse  # noqa: Y015
 
 @_typing.final
 class ScoreWeightsRequest(_message.Message):
-    """Asks for the trainer's logprobs."""
+    """Request for the trainer's logprobs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -419,7 +417,7 @@ Global___ScoreWeightsRequest: _TypeAlias = ScoreWeightsRequest  # noqa: Y015
 
 @_typing.final
 class ScoreWeightsResponse(_message.Message):
-    """Holds the trainer's logprobs."""
+    """Trainer's logprobs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -427,11 +425,11 @@ class ScoreWeightsResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Holds the text."""
+        """Tokens of the text."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Holds the logprob of each token but the first, at temperature 1."""
+        """Logprob of each token but the first, at temperature 1."""
 
     def __init__(
         self,
@@ -458,16 +456,16 @@ class CheckWeightsRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TOLERANCE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Names the version in service."""
+    """Version in service."""
     tolerance: _builtins.float
-    """Bounds the mean absolute difference."""
+    """Max. accepted mean absolute difference."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Holds the text."""
+        """Tokens of the text."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Holds the trainer's logprob of each token but the first."""
+        """Trainer's logprob of each token but the first."""
 
     def __init__(
         self,
@@ -493,7 +491,7 @@ class CheckWeightsResponse(_message.Message):
 
     DIFFERENCE_FIELD_NUMBER: _builtins.int
     difference: _builtins.float
-    """Gives the mean absolute difference."""
+    """Mean absolute difference."""
     def __init__(
         self,
         *,
@@ -509,16 +507,16 @@ Global___CheckWeightsResponse: _TypeAlias = CheckWeightsResponse  # noqa: Y015
 
 @_typing.final
 class AbortGroupRequest(_message.Message):
-    """Gives up a group."""
+    """Aborts a group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Names the group."""
+    """Epoch of the group."""
     reason: _builtins.str
-    """Says why."""
+    """Reason of the abort."""
     def __init__(
         self,
         *,

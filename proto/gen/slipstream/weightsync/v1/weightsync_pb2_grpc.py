@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class WeightSyncServiceStub:
-    """Moves weights between the members of a run: served by trainer and rollout workers, called by the
-    controller. Tensors never pass here. Every call names its epoch, and a call of an older epoch is
-    refused with FAILED_PRECONDITION.
+    """Controls weight transfers between the members of a run: served by trainer and rollout workers,
+    called by the controller. Tensors never pass through it. Every call has an epoch; a call with an
+    older one fails with FAILED_PRECONDITION.
     """
 
     def __init__(self, channel):
@@ -85,34 +85,34 @@ class WeightSyncServiceStub:
 
 
 class WeightSyncServiceServicer:
-    """Moves weights between the members of a run: served by trainer and rollout workers, called by the
-    controller. Tensors never pass here. Every call names its epoch, and a call of an older epoch is
-    refused with FAILED_PRECONDITION.
+    """Controls weight transfers between the members of a run: served by trainer and rollout workers,
+    called by the controller. Tensors never pass through it. Every call has an epoch; a call with an
+    older one fails with FAILED_PRECONDITION.
     """
 
     def DescribeWeights(self, request, context):
-        """Returns what a sender can send.
+        """Returns the tensors that a sender can send.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AgreePlan(self, request, context):
-        """Agrees on order and buckets. Every member answers with the hash of the plan it made.
+        """Agrees on order and buckets. Every member returns the hash of the plan that it built.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FormGroup(self, request, context):
-        """Builds the collective group of an epoch. All members are asked at once.
+        """Forms the collective group of an epoch. The controller calls all members at the same time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrepareTransfer(self, request, context):
-        """Asks whether the member can take part in a transfer now; no collective starts before all can. A
+        """Asks if the member can take part in a transfer now; no collective starts before all can. A
         source copies its weights here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -134,22 +134,22 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ScoreWeights(self, request, context):
-        """Has the trainer score a short text of its choice under the weights that it sent.
+        """Makes the trainer score a short text of its choice under the sent weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckWeights(self, request, context):
-        """Has a receiver score the same text; if its logprobs differ too much, it is not ready any more and
-        answers DATA_LOSS. Safe to repeat.
+        """Makes a receiver score the same text; if its logprobs differ too much, it is no longer ready
+        and fails with DATA_LOSS. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortGroup(self, request, context):
-        """Gives up an epoch; live weights stay as they are. Safe to repeat.
+        """Aborts an epoch; live weights stay unchanged. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,9 +212,9 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightSyncService:
-    """Moves weights between the members of a run: served by trainer and rollout workers, called by the
-    controller. Tensors never pass here. Every call names its epoch, and a call of an older epoch is
-    refused with FAILED_PRECONDITION.
+    """Controls weight transfers between the members of a run: served by trainer and rollout workers,
+    called by the controller. Tensors never pass through it. Every call has an epoch; a call with an
+    older one fails with FAILED_PRECONDITION.
     """
 
     @staticmethod

@@ -27,9 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WeightSyncServiceStub:
-    """Moves weights between the members of a run: served by trainer and rollout workers, called by the
-    controller. Tensors never pass here. Every call names its epoch, and a call of an older epoch is
-    refused with FAILED_PRECONDITION.
+    """Controls weight transfers between the members of a run: served by trainer and rollout workers,
+    called by the controller. Tensors never pass through it. Every call has an epoch; a call with an
+    older one fails with FAILED_PRECONDITION.
     """
 
     @_typing.overload
@@ -37,13 +37,13 @@ class WeightSyncServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WeightSyncServiceAsyncStub: ...
     DescribeWeights: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.DescribeWeightsRequest, _weightsync_pb2.DescribeWeightsResponse]
-    """Returns what a sender can send."""
+    """Returns the tensors that a sender can send."""
     AgreePlan: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.AgreePlanRequest, _weightsync_pb2.AgreePlanResponse]
-    """Agrees on order and buckets. Every member answers with the hash of the plan it made."""
+    """Agrees on order and buckets. Every member returns the hash of the plan that it built."""
     FormGroup: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.FormGroupRequest, _weightsync_pb2.FormGroupResponse]
-    """Builds the collective group of an epoch. All members are asked at once."""
+    """Forms the collective group of an epoch. The controller calls all members at the same time."""
     PrepareTransfer: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.PrepareTransferRequest, _weightsync_pb2.PrepareTransferResponse]
-    """Asks whether the member can take part in a transfer now; no collective starts before all can. A
+    """Asks if the member can take part in a transfer now; no collective starts before all can. A
     source copies its weights here.
     """
     TransferWeights: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.TransferWeightsRequest, _weightsync_pb2.TransferWeightsResponse]
@@ -51,30 +51,30 @@ class WeightSyncServiceStub:
     AdoptWeights: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.AdoptWeightsRequest, _weightsync_pb2.AdoptWeightsResponse]
     """Puts a received version into service. Safe to repeat."""
     ScoreWeights: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ScoreWeightsRequest, _weightsync_pb2.ScoreWeightsResponse]
-    """Has the trainer score a short text of its choice under the weights that it sent."""
+    """Makes the trainer score a short text of its choice under the sent weights."""
     CheckWeights: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.CheckWeightsRequest, _weightsync_pb2.CheckWeightsResponse]
-    """Has a receiver score the same text; if its logprobs differ too much, it is not ready any more and
-    answers DATA_LOSS. Safe to repeat.
+    """Makes a receiver score the same text; if its logprobs differ too much, it is no longer ready
+    and fails with DATA_LOSS. Safe to repeat.
     """
     AbortGroup: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.AbortGroupRequest, _weightsync_pb2.AbortGroupResponse]
-    """Gives up an epoch; live weights stay as they are. Safe to repeat."""
+    """Aborts an epoch; live weights stay unchanged. Safe to repeat."""
 
 @_typing.type_check_only
 class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
-    """Moves weights between the members of a run: served by trainer and rollout workers, called by the
-    controller. Tensors never pass here. Every call names its epoch, and a call of an older epoch is
-    refused with FAILED_PRECONDITION.
+    """Controls weight transfers between the members of a run: served by trainer and rollout workers,
+    called by the controller. Tensors never pass through it. Every call has an epoch; a call with an
+    older one fails with FAILED_PRECONDITION.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeWeights: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.DescribeWeightsRequest, _weightsync_pb2.DescribeWeightsResponse]  # type: ignore[assignment]
-    """Returns what a sender can send."""
+    """Returns the tensors that a sender can send."""
     AgreePlan: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.AgreePlanRequest, _weightsync_pb2.AgreePlanResponse]  # type: ignore[assignment]
-    """Agrees on order and buckets. Every member answers with the hash of the plan it made."""
+    """Agrees on order and buckets. Every member returns the hash of the plan that it built."""
     FormGroup: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.FormGroupRequest, _weightsync_pb2.FormGroupResponse]  # type: ignore[assignment]
-    """Builds the collective group of an epoch. All members are asked at once."""
+    """Forms the collective group of an epoch. The controller calls all members at the same time."""
     PrepareTransfer: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.PrepareTransferRequest, _weightsync_pb2.PrepareTransferResponse]  # type: ignore[assignment]
-    """Asks whether the member can take part in a transfer now; no collective starts before all can. A
+    """Asks if the member can take part in a transfer now; no collective starts before all can. A
     source copies its weights here.
     """
     TransferWeights: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.TransferWeightsRequest, _weightsync_pb2.TransferWeightsResponse]  # type: ignore[assignment]
@@ -82,18 +82,18 @@ class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
     AdoptWeights: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.AdoptWeightsRequest, _weightsync_pb2.AdoptWeightsResponse]  # type: ignore[assignment]
     """Puts a received version into service. Safe to repeat."""
     ScoreWeights: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ScoreWeightsRequest, _weightsync_pb2.ScoreWeightsResponse]  # type: ignore[assignment]
-    """Has the trainer score a short text of its choice under the weights that it sent."""
+    """Makes the trainer score a short text of its choice under the sent weights."""
     CheckWeights: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.CheckWeightsRequest, _weightsync_pb2.CheckWeightsResponse]  # type: ignore[assignment]
-    """Has a receiver score the same text; if its logprobs differ too much, it is not ready any more and
-    answers DATA_LOSS. Safe to repeat.
+    """Makes a receiver score the same text; if its logprobs differ too much, it is no longer ready
+    and fails with DATA_LOSS. Safe to repeat.
     """
     AbortGroup: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.AbortGroupRequest, _weightsync_pb2.AbortGroupResponse]  # type: ignore[assignment]
-    """Gives up an epoch; live weights stay as they are. Safe to repeat."""
+    """Aborts an epoch; live weights stay unchanged. Safe to repeat."""
 
 class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Moves weights between the members of a run: served by trainer and rollout workers, called by the
-    controller. Tensors never pass here. Every call names its epoch, and a call of an older epoch is
-    refused with FAILED_PRECONDITION.
+    """Controls weight transfers between the members of a run: served by trainer and rollout workers,
+    called by the controller. Tensors never pass through it. Every call has an epoch; a call with an
+    older one fails with FAILED_PRECONDITION.
     """
 
     @_abc_1.abstractmethod
@@ -102,7 +102,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.DescribeWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.DescribeWeightsResponse, _abc.Awaitable[_weightsync_pb2.DescribeWeightsResponse]]:
-        """Returns what a sender can send."""
+        """Returns the tensors that a sender can send."""
 
     @_abc_1.abstractmethod
     def AgreePlan(
@@ -110,7 +110,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.AgreePlanRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.AgreePlanResponse, _abc.Awaitable[_weightsync_pb2.AgreePlanResponse]]:
-        """Agrees on order and buckets. Every member answers with the hash of the plan it made."""
+        """Agrees on order and buckets. Every member returns the hash of the plan that it built."""
 
     @_abc_1.abstractmethod
     def FormGroup(
@@ -118,7 +118,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.FormGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.FormGroupResponse, _abc.Awaitable[_weightsync_pb2.FormGroupResponse]]:
-        """Builds the collective group of an epoch. All members are asked at once."""
+        """Forms the collective group of an epoch. The controller calls all members at the same time."""
 
     @_abc_1.abstractmethod
     def PrepareTransfer(
@@ -126,7 +126,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.PrepareTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.PrepareTransferResponse, _abc.Awaitable[_weightsync_pb2.PrepareTransferResponse]]:
-        """Asks whether the member can take part in a transfer now; no collective starts before all can. A
+        """Asks if the member can take part in a transfer now; no collective starts before all can. A
         source copies its weights here.
         """
 
@@ -152,7 +152,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.ScoreWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.ScoreWeightsResponse, _abc.Awaitable[_weightsync_pb2.ScoreWeightsResponse]]:
-        """Has the trainer score a short text of its choice under the weights that it sent."""
+        """Makes the trainer score a short text of its choice under the sent weights."""
 
     @_abc_1.abstractmethod
     def CheckWeights(
@@ -160,8 +160,8 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.CheckWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.CheckWeightsResponse, _abc.Awaitable[_weightsync_pb2.CheckWeightsResponse]]:
-        """Has a receiver score the same text; if its logprobs differ too much, it is not ready any more and
-        answers DATA_LOSS. Safe to repeat.
+        """Makes a receiver score the same text; if its logprobs differ too much, it is no longer ready
+        and fails with DATA_LOSS. Safe to repeat.
         """
 
     @_abc_1.abstractmethod
@@ -170,6 +170,6 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.AbortGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.AbortGroupResponse, _abc.Awaitable[_weightsync_pb2.AbortGroupResponse]]:
-        """Gives up an epoch; live weights stay as they are. Safe to repeat."""
+        """Aborts an epoch; live weights stay unchanged. Safe to repeat."""
 
 def add_WeightSyncServiceServicer_to_server(servicer: WeightSyncServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
