@@ -1,1 +1,1 @@
-"""Code shared by the services; it never imports one of them."""
+"""Code that all services share; it never imports one of them."""

@@ -1,4 +1,4 @@
-"""``KVBatchMeta``: the description of stored samples that services hand to each other."""
+"""``KVBatchMeta``: the description of stored samples that services exchange."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,12 +20,12 @@ MISSING = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobRef:
-    """An immutable run of bytes on a shard: one field's values of one put."""
+    """Reference to immutable bytes on a shard: the values of one field in one put."""
 
     shard_id: str
-    """The storage shard."""
+    """Id of the storage shard."""
     blob_id: int
-    """Number of the blob on its shard, never used again for other bytes."""
+    """Number of the blob on its shard, never reused for other bytes."""
     size_bytes: int
     """Size of the blob."""
     checksum: int
@@ -34,25 +34,25 @@ class BlobRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldColumn:
-    """Where the values of one field lie, with one entry per key in each tuple."""
+    """Location of the values of one field, with one entry per key in each tuple."""
 
     name: str
-    """Field, as in the data dictionary."""
+    """Name of the field, as in the data dictionary."""
     dtype: str
     """Element type, for example ``float32``."""
     row_rank: int
     """Number of dimensions of one sample; 0 for scalars."""
     tail_shape: tuple[int, ...]
-    """Dimensions behind the first one, equal for all samples."""
+    """Dimensions after the first one, equal for all samples."""
     lengths: tuple[int, ...]
     """Length of each sample's first dimension; 1 for scalars."""
     blob_indexes: tuple[int, ...]
-    """Index into the meta's blobs; ``MISSING`` where the key lacks the field."""
+    """Index into the meta's blobs; ``MISSING`` if the key lacks the field."""
     offsets: tuple[int, ...]
-    """Byte offset inside the blob."""
+    """Byte offset in the blob."""
 
     def select(self, indexes: Sequence[int]) -> "FieldColumn":
-        """The entries of some keys, in the given order."""
+        """Returns the entries of some keys, in the given order."""
         return replace(
             self,
             lengths=pick(self.lengths, indexes),
@@ -61,33 +61,33 @@ class FieldColumn:
         )
 
     def renumber(self, numbers: Mapping[int, int]) -> "FieldColumn":
-        """The same entries with other blob indexes; ``numbers`` knows that of ``MISSING`` too."""
+        """Replaces the blob indexes by ``numbers``, which must also map ``MISSING``."""
         return replace(self, blob_indexes=tuple(map(numbers.__getitem__, self.blob_indexes)))
 
     def without_values(self, num_keys: int) -> "FieldColumn":
-        """A column of this type for keys that lack the field."""
+        """Returns a column of this type for keys that lack the field."""
         zeros = (0,) * num_keys
         return replace(self, lengths=zeros, blob_indexes=(MISSING,) * num_keys, offsets=zeros)
 
 
 def as_tag(values: Iterable[int | float | str]) -> TagValues:
-    """The values of one tag, which are all of one type."""
+    """Returns the values of a tag as a tuple; all must have one type."""
     return tuple(values)  # type: ignore[return-value]
 
 
 def pick(values: _Values, indexes: Sequence[int]) -> _Values:
-    """Some of the values, in the given order."""
+    """Returns the values at ``indexes``, in that order."""
     if isinstance(indexes, range) and indexes.step == 1:
         return cast("_Values", values[indexes.start : indexes.stop])
     picked: Any = tuple(values[index] for index in indexes[:1])
     if len(indexes) > 1:
-        # Several times as fast as a loop, and a controller picks millions a second.
+        # Several times faster than a loop, and a controller picks millions per second.
         picked = itemgetter(*indexes)(values)
     return cast("_Values", picked)
 
 
 def concat_columns(columns: Sequence[FieldColumn]) -> FieldColumn:
-    """One column with the entries of several, whose blob indexes mean the same blobs already.
+    """Concatenates columns whose blob indexes already refer to the same list of blobs.
 
     Raises:
         ValueError: If their types differ.
@@ -105,7 +105,7 @@ def concat_columns(columns: Sequence[FieldColumn]) -> FieldColumn:
 
 
 def check_column(column: FieldColumn, num_keys: int, num_blobs: int) -> None:
-    """Check a column that came from outside.
+    """Checks a column that another process sent.
 
     Raises:
         ValueError: If it does not have one entry per key, or points outside the blobs.
@@ -123,17 +123,17 @@ def check_column(column: FieldColumn, num_keys: int, num_blobs: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVBatchMeta:
-    """Stored samples in training order, without any of their values.
+    """Description of stored samples in training order, without any of their values.
 
-    It holds all that a reader needs: one data round trip fetches the tensors.
+    It has all that a reader needs: one round trip to the data plane fetches the tensors.
     """
 
     partition_id: str
-    """One run and one purpose, for example ``run_1/train``."""
+    """Run and purpose, for example ``run_1/train``."""
     keys: tuple[str, ...]
-    """The samples, in training order."""
+    """Keys of the samples, in training order."""
     fields: tuple[FieldColumn, ...] = ()
-    """Their fields."""
+    """Fields of the samples."""
     blobs: tuple[BlobRef, ...] = ()
     """Blobs that the fields point into."""
     tags: Mapping[str, TagValues] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class KVBatchMeta:
     lease_id: str = ""
     """Lease under which the samples were acquired; empty if there is none."""
     revision: int = 0
-    """Count of changes of the partition when this was built."""
+    """Revision of the partition when this was built."""
 
     def __post_init__(self) -> None:
         columns = {f"tag {name}": values for name, values in self.tags.items()}
@@ -161,7 +161,7 @@ class KVBatchMeta:
         return tuple(column.name for column in self.fields)
 
     def column(self, name: str) -> FieldColumn:
-        """The field ``name``.
+        """Returns the column of the field ``name``.
 
         Raises:
             ValueError: If the samples do not have it.
@@ -172,7 +172,7 @@ class KVBatchMeta:
         raise ValueError(f"no field {name!r}; these samples have {', '.join(self.field_names)}")
 
     def tag(self, name: str) -> TagValues:
-        """Values of the tag ``name``, one per key.
+        """Returns the values of the tag ``name``, one per key.
 
         Raises:
             ValueError: If the samples do not have it.
@@ -182,10 +182,10 @@ class KVBatchMeta:
         return self.tags[name]
 
     def select(self, chosen: Iterable[int] | Iterable[str]) -> "KVBatchMeta":
-        """Some samples, by index or by key, in the given order.
+        """Returns some samples, by index or by key, in the given order.
 
         Raises:
-            ValueError: If a key or an index is not here.
+            ValueError: If a key or an index does not exist.
         """
         wanted = list(chosen)
         names = [key for key in wanted if isinstance(key, str)]
@@ -204,7 +204,7 @@ class KVBatchMeta:
 
     @classmethod
     def concat(cls, metas: Sequence["KVBatchMeta"]) -> "KVBatchMeta":
-        """The samples of several, one after the other.
+        """Concatenates the samples of several metas.
 
         A field that some of them lack is marked missing there. The lease is kept if all share it.
 
@@ -242,7 +242,7 @@ class KVBatchMeta:
         )
 
     def to_proto(self) -> batch_pb2.KVBatchMeta:
-        """The wire form."""
+        """Converts to the wire form."""
         return batch_pb2.KVBatchMeta(
             partition_id=self.partition_id,
             keys=self.keys,
@@ -255,10 +255,11 @@ class KVBatchMeta:
 
     @classmethod
     def from_proto(cls, proto: batch_pb2.KVBatchMeta) -> "KVBatchMeta":
-        """Read the wire form.
+        """Converts from the wire form.
 
         Raises:
-            InvalidArgumentError: If columns do not have one entry per key or point outside the blobs.
+            InvalidArgumentError: If columns do not have one entry per key or point outside the
+                blobs.
         """
         try:
             meta = cls(
@@ -277,12 +278,12 @@ class KVBatchMeta:
         return meta
 
     def to_bytes(self) -> bytes:
-        """The wire form, serialized."""
+        """Serializes the wire form."""
         return self.to_proto().SerializeToString()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "KVBatchMeta":
-        """Read the serialized wire form.
+        """Parses the serialized wire form.
 
         Raises:
             InvalidArgumentError: If the bytes are not a consistent ``KVBatchMeta``.

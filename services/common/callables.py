@@ -1,4 +1,4 @@
-"""User code by reference: ``module:function`` or ``file.py:function`` to the callable itself."""
+"""Loads user code by reference: ``module:function`` or ``file.py:function``."""
 
 import hashlib
 import importlib
@@ -14,13 +14,13 @@ from types import ModuleType
 from typing import Any
 
 _LOADING = threading.RLock()
-"""Held while a user's file is executed: another thread must not see half of the module."""
+"""Held while a user's file is executed: another thread must not see a partly initialized module."""
 _MOST_ERROR_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Names a callable by where it is defined. The gate judges, and the loader imports, what this says."""
+    """Location and name of a callable, as the gate judges it and the loader imports it."""
 
     location: str
     """Path of a Python file, as written, or the dotted name of a module."""
@@ -29,12 +29,12 @@ class Reference:
 
     @property
     def is_file(self) -> bool:
-        """Whether a file is named, not a module."""
+        """True for a file, False for a module."""
         return self.location.endswith(".py")
 
     @property
     def file(self) -> Path | None:
-        """The file, with links followed; None for a module.
+        """Path of the file with links resolved; None for a module.
 
         Raises:
             ValueError: If its links form a circle.
@@ -51,12 +51,12 @@ class Reference:
 
 
 def parse_reference(text: str) -> Reference:
-    """Read ``package.module:name`` or ``path/to/file.py:name``.
+    """Parses ``package.module:name`` or ``path/to/file.py:name``.
 
-    Everything else is refused, so that no text means one thing to the gate and another to the loader.
+    All other forms are rejected, so that gate and loader always interpret a text the same way.
 
     Raises:
-        ValueError: If the text has no such form.
+        ValueError: If the text has another form.
     """
     location, _, name = text.rpartition(":")
     is_file = location.endswith(".py") and location.isprintable() and "://" not in location
@@ -66,7 +66,7 @@ def parse_reference(text: str) -> Reference:
 
 
 def is_reference(text: str) -> bool:
-    """Whether a text has the form of a reference."""
+    """Returns whether a text has the form of a reference."""
     try:
         parse_reference(text)
     except ValueError:
@@ -75,16 +75,16 @@ def is_reference(text: str) -> bool:
 
 
 def load_callable(reference: str) -> Callable[..., Any]:
-    """Import the callable that a specification names.
+    """Imports the callable that a specification names.
 
-    What the user's module itself raises while it is imported travels unchanged.
+    Exceptions that the user's module raises during import pass through unchanged.
 
     Args:
         reference: ``package.module:name`` or ``path/to/file.py:name``.
 
     Raises:
-        ValueError: If the reference has no such form, or names no callable; the message names the
-            reference, what was found, and the fix.
+        ValueError: If the reference has another form, or names no callable; the message has the
+            reference, the finding, and the fix.
     """
     parsed = parse_reference(reference)
     file, name = parsed.file, parsed.name
@@ -105,15 +105,15 @@ def load_callable(reference: str) -> Callable[..., Any]:
 def bind_callable(
     reference: str, arguments: Mapping[str, Any], *, key: str
 ) -> Callable[[Any], Any]:
-    """Import a function of one positional argument and give it its keyword arguments.
+    """Imports a function of one positional argument and binds its keyword arguments.
 
     Args:
-        reference: As :func:`load_callable` takes it.
+        reference: A reference as for :func:`load_callable`.
         arguments: Keyword arguments.
         key: Key of the specification, for messages.
 
     Raises:
-        ValueError: If there is no such function, or it does not take the arguments.
+        ValueError: If there is no such function, or it does not accept the arguments.
     """
     try:
         function = load_callable(reference)
@@ -131,7 +131,7 @@ def bind_callable(
 
 
 def source_digest(reference: str) -> str:
-    """SHA-256 of the source file that defines a callable, in hex.
+    """Returns the SHA-256 of the source file that defines a callable, in hex.
 
     Raises:
         ValueError: As :func:`load_callable`, or if the callable has no source file.
@@ -144,7 +144,7 @@ def source_digest(reference: str) -> str:
 
 
 def describe_error(error: Exception) -> str:
-    """What a user's code raised, for whoever called it: its kind, and the beginning of its text."""
+    """Formats an exception of user code for its caller: its class, and the beginning of its text."""
     return f"{type(error).__name__}: {error}"[:_MOST_ERROR_CHARACTERS]
 
 
@@ -170,7 +170,7 @@ def _load_file(path: Path, reference: str) -> ModuleType:
 
 
 def _loaded_once(path: Path) -> ModuleType:
-    """One module per file, however often it is named, so that its state and classes exist once."""
+    """Loads a file as one module, even if several references name it, so that its state exists once."""
     module_name = (
         f"slipstream_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     )

@@ -1,13 +1,13 @@
-"""Time as an argument, so that tests are exact. The module ``time`` is the clock of the host."""
+"""Interface of a clock, so that tests can control time. The module ``time`` is the clock of the host."""
 
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Tells the time."""
+    """Source of the current time."""
 
     def time(self) -> float:
-        """Seconds since the epoch."""
+        """Returns seconds since the epoch."""
 
     def monotonic(self) -> float:
-        """Seconds that never go back."""
+        """Returns seconds that never decrease."""

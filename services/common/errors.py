@@ -1,21 +1,22 @@
-"""Errors that cross a service boundary, and their form on the wire.
+"""Errors that cross a service boundary, and their wire form.
 
     ServiceError
     |-- InvalidArgumentError     the request breaks a rule          INVALID_ARGUMENT
-    |-- NotFoundError            what it names does not exist       NOT_FOUND
+    |-- NotFoundError            a named object does not exist      NOT_FOUND
     |-- AlreadyExistsError       same id, other content             ALREADY_EXISTS
     |-- FailedPreconditionError  wrong state for this request       FAILED_PRECONDITION
     |-- AbortedError             a concurrent writer was faster     ABORTED
-    |-- ResourceExhaustedError   no room now; says when to retry    RESOURCE_EXHAUSTED
+    |-- ResourceExhaustedError   no space now; has a retry time     RESOURCE_EXHAUSTED
     |-- UnavailableError         the peer cannot be reached         UNAVAILABLE
     |-- DeadlineExceededError    the deadline passed                DEADLINE_EXCEEDED
-    |-- DataLossError            bytes are damaged or gone          DATA_LOSS
-    |-- UnauthenticatedError     who asks is not known              UNAUTHENTICATED
-    |-- PermissionDeniedError    who asks may not                   PERMISSION_DENIED
-    `-- InternalError            a fault of ours                    INTERNAL
+    |-- DataLossError            bytes are damaged or lost          DATA_LOSS
+    |-- UnauthenticatedError     the caller is unknown              UNAUTHENTICATED
+    |-- PermissionDeniedError    the caller lacks permission        PERMISSION_DENIED
+    `-- InternalError            a fault in the service             INTERNAL
 
-On the wire an error is a ``google.rpc.Status`` with one ``ErrorInfo`` (AIP-193): ``reason`` is the class's
-stable code, ``metadata`` holds everything variable in the message.
+On the wire an error is a ``google.rpc.Status`` with one ``ErrorInfo`` (AIP-193): ``reason`` is the
+class's
+stable code, ``metadata`` has the variable parts of the message.
 """
 
 from typing import ClassVar
@@ -29,10 +30,10 @@ DOMAIN = "slipstream"
 
 
 class ServiceError(Exception):
-    """Base of all errors that a service reports to its callers.
+    """Base class of all errors that a service reports to its callers.
 
     Args:
-        message: What was expected, what came, and what to do.
+        message: Expected value, actual value, and the fix.
         metadata: The variable parts of the message, by name.
     """
 
@@ -40,7 +41,7 @@ class ServiceError(Exception):
     reason: ClassVar[str] = "INTERNAL"
 
     def __init_subclass__(cls) -> None:
-        """A class with a code of its own, and no reason, has the code's name as its reason."""
+        """Sets ``reason`` to the name of the code for a class that defines only ``code``."""
         if "code" in vars(cls) and "reason" not in vars(cls):
             cls.reason = cls.code.name
 
@@ -50,24 +51,24 @@ class ServiceError(Exception):
         self.metadata = {name: str(value) for name, value in metadata.items()}
 
     def __str__(self) -> str:
-        # Whoever hands an error on may say in its message who it is of.
+        # Callers that pass an error on may prefix its message, so this is not args[0].
         return self.message
 
 
 class InvalidArgumentError(ServiceError):
-    """The request breaks a rule, whatever the state of the service."""
+    """The request breaks a rule, independent of the state of the service."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class NotFoundError(ServiceError):
-    """What the request names does not exist."""
+    """An object that the request names does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
 
 
 class AlreadyExistsError(ServiceError):
-    """What the request would create exists with other content."""
+    """An object that the request would create exists with other content."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
 
@@ -85,7 +86,7 @@ class AbortedError(ServiceError):
 
 
 class ResourceExhaustedError(ServiceError):
-    """There is no room now."""
+    """There is no space now."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -94,7 +95,7 @@ class ResourceExhaustedError(ServiceError):
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds after which another try makes sense."""
+        """Seconds after which a retry makes sense."""
         return float(self.metadata["retry_after_s"])
 
 
@@ -105,35 +106,35 @@ class UnavailableError(ServiceError):
 
 
 class DeadlineExceededError(ServiceError):
-    """The deadline passed before an answer came."""
+    """The deadline passed before a response arrived."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class DataLossError(ServiceError):
-    """Bytes are damaged or gone."""
+    """Bytes are damaged or lost."""
 
     code = grpc.StatusCode.DATA_LOSS
 
 
 class UnauthenticatedError(ServiceError):
-    """Who asks is not known."""
+    """The caller is unknown."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class PermissionDeniedError(ServiceError):
-    """Who asks may not do this."""
+    """The caller lacks permission."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class InternalError(ServiceError):
-    """A fault of ours."""
+    """A fault in the service."""
 
 
 def to_status(error: ServiceError) -> grpc.Status:
-    """The gRPC status that carries ``error``."""
+    """Returns the gRPC status that carries ``error``."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
     detail = any_pb2.Any()
     detail.Pack(info)
@@ -145,11 +146,11 @@ def to_status(error: ServiceError) -> grpc.Status:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
-    """The error that a peer reported, as the class that the peer raised.
+    """Converts a gRPC error to the class that the peer raised.
 
     Args:
-        error: What grpc raised.
-        peer: Names the peer and method, for errors that grpc made itself.
+        error: Error that grpc raised.
+        peer: Name of the peer and method, for errors that grpc itself created.
     """
     info = _error_info(error)
     if info is None:
@@ -160,7 +161,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
 
 
 def from_reason(reason: str, message: str, metadata: dict[str, str]) -> ServiceError:
-    """The error that a peer reported by its stable reason, on a plane that is not gRPC."""
+    """Builds the error for a stable reason that a peer reported without gRPC."""
     return _build(_by_reason().get(reason, InternalError), message, metadata)
 
 
@@ -193,7 +194,7 @@ def _by_reason() -> dict[str, type[ServiceError]]:
     pending = [ServiceError]
     while pending:
         cls = pending.pop()
-        # A class without a reason of its own is not what its reason names.
+        # A class that inherits its reason does not replace the class that defines it.
         classes.setdefault(cls.reason, cls)
         pending.extend(cls.__subclasses__())
     classes["INTERNAL"] = InternalError

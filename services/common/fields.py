@@ -1,7 +1,8 @@
 """Data dictionary: the fields and tags of a sample, their types and meaning.
 
-A sample's tensors are fields and live in the transferqueue. Its small facts are tags, travel in
-``KVBatchMeta`` and are all that the controller sees.
+The tensors of a sample are fields, stored in the transferqueue. Its small facts are tags, which are
+part of
+``KVBatchMeta`` and all that the controller sees.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Final, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One tensor of a sample."""
+    """Definition of one tensor of a sample."""
 
     name: str
     """Name on the wire."""
@@ -20,9 +21,9 @@ class Field:
     """Shape of one sample; ``P`` prompt tokens, ``R`` response tokens, ``K`` runs of versions, ``L`` layers
     of experts, of which ``E`` are chosen."""
     producer: str
-    """Who writes it: ``rollout``, ``logp``, ``ref_logp`` or ``critic``."""
+    """Role that writes it: ``rollout``, ``logp``, ``ref_logp`` or ``critic``."""
     meaning: str
-    """What it holds."""
+    """Meaning of the values."""
 
 
 FIELDS: Final = tuple(
@@ -64,12 +65,12 @@ FIELDS: Final = tuple(
 )  # fmt: skip
 
 KEPT_RECORDS: Final = ("kept_record", "trained_record")
-"""JSON, uint8 ``[B]``, of a rollout and of the trainer; in the partition ``kept``, beside columns."""
+"""Fields of the partition ``kept`` with the JSON record, uint8 ``[B]``, of a rollout or of the trainer."""
 
 TOOL_VERSION: Final = -1
 """Weight version of tokens that no policy sampled."""
 PROMPT_VERSION: Final = -2
-"""Weight version of a prompt inside of a response: another sequence of the same sample begins with it."""
+"""Weight version of a prompt inside a response: it starts another sequence of the same sample."""
 TOKEN_REWARDS: Final = "token_rewards"  # noqa: S105 -- tokens of a text
 ROUTED_EXPERTS: Final = "routed_experts"
 ROLLOUT_FIELDS: Final = tuple(
@@ -77,7 +78,7 @@ ROLLOUT_FIELDS: Final = tuple(
     for field in FIELDS
     if field.producer == "rollout" and field.name not in (ROUTED_EXPERTS, TOKEN_REWARDS)
 )
-"""What every sample has."""
+"""Fields that every sample has."""
 
 TAGS: Final = {
     "group_id": "text: the group, one prompt's samples",
@@ -99,20 +100,20 @@ TAGS: Final = {
 
 
 def partition_id(run_id: str, purpose: Literal["train", "validation", "partial", "kept"]) -> str:
-    """Name of a run's partition in the transferqueue."""
+    """Returns the id of a run's partition in the transferqueue."""
     return f"{run_id}/{purpose}"
 
 
 def sample_key(group_id: str, member: int) -> str:
-    """Key of a group's member in the transferqueue."""
+    """Returns the key of a group's member in the transferqueue."""
     return f"{group_id}.{member}"
 
 
 def group_of(key: str) -> str:
-    """The group in a sample's key; the key itself if it has no member."""
+    """Returns the group in a sample's key; the key itself if it has no member."""
     return key.rpartition(".")[0] or key
 
 
 def run_of(partition_id: str) -> str:
-    """The run that a partition belongs to."""
+    """Returns the run that a partition belongs to."""
     return partition_id.partition("/")[0]

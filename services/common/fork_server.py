@@ -1,17 +1,22 @@
-"""Starts processes that have their imports done: forks of this one, which imports what they will need.
+"""Fork server: forks processes from a parent that has already imported their modules.
 
-``python -m services.common.fork_server MODULE...`` imports the modules, and then does what the lines of
-standard input say, one after the other. Each is a JSON object and is answered by one on standard output:
+``python -m services.common.fork_server MODULE...`` imports the modules, and then executes the
+commands on
+standard input in order. Each is a line with a JSON object, answered by one line on standard output:
 
     {"module": "services.rollout", "environment": {...}, "log": "rollout-0.log"}    {"pid": 17}
     {"ended": 17}                                                                   {"status": -9}
 
-The first starts what ``python -m services.rollout`` would, in a session of its own, with that environment and
-no other, and with its output at the end of that file. The second asks for the status of a process that has
-ended; until then its id belongs to nobody else. Standard input's end is this process's end; what it started
-lives on.
+The first starts the equivalent of ``python -m services.rollout``, in its own session, with exactly
+that
+environment, and appends its output to that file. The second requests the status of an ended
+process; until
+then its pid is not reused. The server ends with standard input; the processes that it started live
+on.
 
-There is one thread: a fork has only the thread that forked, so locks that others hold stay locked in it.
+The server has one thread: a fork has only the thread that forked, so locks that other threads hold
+would
+stay locked in it.
 """
 
 import ctypes
@@ -28,14 +33,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# Where /proc/self/stat says, after the program's name, from where to where the command line lies in memory.
+# Fields of /proc/self/stat, after the program's name, with the bounds of the command line in
+# memory.
 _ARGUMENTS_BEGIN, _ARGUMENTS_END = 45, 46
 
 
 class _Orders:
-    """Lines that come in and lines that go out.
+    """Reads commands and writes answers.
 
-    Whatever imports print goes to standard error, and what they read is empty.
+    Redirects the process's own standard output to standard error and its input to nothing, so that
+    imports
+    cannot disturb the protocol.
     """
 
     def __init__(self) -> None:
@@ -48,11 +56,11 @@ class _Orders:
         os.dup2(2, 1)
 
     def is_over(self) -> bool:
-        """Whether nobody waits for answers, even if orders are left."""
+        """Returns whether the client has gone, even if commands are left."""
         return bool(self._hangup.poll(0))
 
     def next(self) -> dict[str, Any] | None:
-        """The next order; None if there will be none."""
+        """Returns the next command; None at the end."""
         line = self._input.readline()
         if not line or self.is_over():
             return None
@@ -60,28 +68,28 @@ class _Orders:
         return order
 
     def answer(self, **content: int | str | None) -> None:
-        """Answer the newest order."""
+        """Answers the latest command."""
         self._output.write(json.dumps(content).encode() + b"\n")
 
     def close(self) -> None:
-        """Leave both ends to others."""
+        """Closes both ends in a fork."""
         self._input.close()
         self._output.close()
 
 
 def serve(modules: Sequence[str]) -> str | None:
-    """Import modules and fork on order.
+    """Imports modules and forks on command.
 
     Args:
-        modules: What to import. What cannot be imported is left to those who need it.
+        modules: Modules to import. Those that cannot be imported are left to the forks.
 
     Returns:
-        In a fork, the module that it shall run; None in the server, once its orders end.
+        In a fork, the module to run; None in the server after its last command.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     orders = _Orders()
-    # Nothing of what is imported is garbage. Looking for some takes a quarter of the time, and would later
-    # write to memory that all forks share.
+    # Imports produce no garbage. Collection would take a quarter of the time, and would later write
+    # to memory that all forks share.
     gc.disable()
     for module in modules:
         if orders.is_over():
@@ -113,7 +121,7 @@ def serve(modules: Sequence[str]) -> str | None:
 
 
 def _status(pid: int) -> int | None:
-    """The exit status of a child that ended, negative for a signal; None if it is no child."""
+    """Returns the exit status of an ended child, negative for a signal; None if it is no child."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except ChildProcessError:
@@ -121,17 +129,17 @@ def _status(pid: int) -> int | None:
 
 
 def _become(module: str, environment: Mapping[str, str]) -> None:
-    """Make this fork what a process would be that was started to run this module."""
+    """Gives this fork the state of a newly started process that runs the module."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [module]
     _show(sys.executable, "-m", module)
-    # `random` does this by itself, NumPy does not.
+    # `random` reseeds itself after a fork, NumPy does not.
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed(random.SystemRandom().getrandbits(32))
-    # OpenMP has read its variable when it was loaded.
+    # OpenMP read its variable when it was loaded.
     num_threads = environment.get("OMP_NUM_THREADS", "")
     if (torch := sys.modules.get("torch")) is not None and num_threads.isdecimal():
         torch.set_num_threads(int(num_threads))
@@ -139,7 +147,7 @@ def _become(module: str, environment: Mapping[str, str]) -> None:
 
 
 def _show(*arguments: str) -> None:
-    """Show a command line to ``ps`` and to all who look for a process by it, as far as there is room."""
+    """Replaces the command line that ``ps`` and similar tools show, as far as it fits."""
     facts = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     begin, end = int(facts[_ARGUMENTS_BEGIN]), int(facts[_ARGUMENTS_END])
     if room := end - begin:
@@ -148,10 +156,10 @@ def _show(*arguments: str) -> None:
 
 
 def main() -> None:
-    """Entry point of the server, and of each fork."""
+    """Runs the server, and the module in each fork."""
     module = serve(sys.argv[1:])
     if module is not None:
-        # Above this frame is nothing of the server, so the process ends as any other does.
+        # No frame of the server is above this one, so the process ends like any other.
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -1,4 +1,4 @@
-"""What identifies this host, so that processes on it can use what they share."""
+"""Facts about this host: its identity, processors, processes, and compilers."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ import psutil
 
 
 def host_id() -> str:
-    """A short digest of host name and boot: equal for all processes of one host, until it reboots."""
+    """Returns a short digest of host name and boot: equal for all processes of one host, until it reboots."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     start = boot.read_text(encoding="ascii").strip() if boot.exists() else ""
     return hashlib.sha256(f"{socket.gethostname()}:{start}".encode()).hexdigest()[:16]
@@ -21,7 +21,7 @@ def host_id() -> str:
 
 @contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """Another path of a socket: its own may be longer than the 107 bytes that an address holds."""
+    """Yields a short alias of a socket's path: a socket address holds at most 107 bytes."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
@@ -33,13 +33,14 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_processors(groups: Path = _GROUPS) -> int:
-    """Processors that the scheduler and the container's limit leave to this process, at least 1.
+    """Returns the processors that affinity and the container's limit leave to this process, at least 1.
 
-    Threads beyond a limit of cgroups do not run beside the others: all of them stand still for the rest of
-    each period of 100 ms, and whoever waits for the last one with them.
+    Threads beyond a cgroup limit do not run in parallel: all of them are throttled for the rest of
+    each period
+    of 100 ms, and work that waits for the last one waits, too.
 
     Args:
-        groups: Where control groups are, of version 1 or 2.
+        groups: Root of the control groups, of version 1 or 2.
     """
     allowed = len(os.sched_getaffinity(0))
     limit = _limit(groups)
@@ -47,7 +48,7 @@ def usable_processors(groups: Path = _GROUPS) -> int:
 
 
 def _limit(groups: Path) -> int | None:
-    """Processors' worth of time in a period, rounded down; None without a limit."""
+    """Returns the CPU limit in processors, rounded down; None without a limit."""
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
             texts = [(groups / file).read_text(encoding="ascii") for file in files]
@@ -59,22 +60,22 @@ def _limit(groups: Path) -> int | None:
 
 
 def identity_of(pid: int) -> dict[str, Any]:
-    """What is written down of a process that lives.
+    """Returns host, pid and start time, which identify a running process.
 
     Raises:
-        psutil.NoSuchProcess: If it does not.
+        psutil.NoSuchProcess: If it does not run.
     """
     start_time = psutil.Process(pid).create_time()
     return {"host": socket.gethostname(), "pid": pid, "start_time": start_time}
 
 
 def own_identity() -> dict[str, Any]:
-    """What is written down of this process."""
+    """Returns the identity of this process."""
     return identity_of(os.getpid())
 
 
 def is_alive(identity: Mapping[str, Any]) -> bool:
-    """Whether a process of this host still runs."""
+    """Returns whether a process of this host still runs."""
     try:
         process = psutil.Process(int(identity["pid"]))
         is_same = process.create_time() == identity["start_time"]
@@ -84,15 +85,16 @@ def is_alive(identity: Mapping[str, Any]) -> bool:
 
 
 def is_gone(identity: Mapping[str, Any]) -> bool:
-    """Whether a process ran on this host and has ended; of other hosts nothing is known."""
+    """Returns whether a process ran on this host and has ended; False for processes of other hosts."""
     return identity["host"] == socket.gethostname() and not is_alive(identity)
 
 
 def missing_compiler() -> str:
-    """What to do where there is no C compiler; empty where one is found.
+    """Returns the fix if there is no C compiler; empty if one is found.
 
-    Triton, whose kernels torch and the weight plane use, has it make a launcher for each of them at run time.
-    It takes ``CC``, else gcc or clang.
+    Triton, whose kernels torch and weight synchronization use, compiles a launcher for each kernel
+    at run time,
+    with ``CC`` or else gcc or clang.
     """
     compiler = os.environ.get("CC")
     if shutil.which(compiler) if compiler else shutil.which("gcc") or shutil.which("clang"):
@@ -105,9 +107,10 @@ def missing_compiler() -> str:
 
 
 def missing_cxx_compiler() -> str:
-    """Return what to do if there is no C++ compiler; empty if one is found.
+    """Returns the fix if there is no C++ compiler; empty if one is found.
 
-    torch.compile makes C++ of layers that run on a CPU. It takes ``CXX``, else g++.
+    torch.compile generates C++ for layers that run on a CPU and compiles it with ``CXX`` or else
+    g++.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler):

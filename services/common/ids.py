@@ -1,11 +1,11 @@
-"""New identifiers."""
+"""Generates identifiers."""
 
 import os
 import time
 
 
 def new_run_id() -> str:
-    """``run_`` and a UUIDv7 in hex: later runs sort later."""
+    """Returns ``run_`` and a UUIDv7 in hex: later runs sort later."""
     milliseconds = time.time_ns() // 1_000_000
     value = (milliseconds << 80) | int.from_bytes(os.urandom(10), "big")
     value = (value & ~(0xF << 76)) | (0x7 << 76)
@@ -14,5 +14,5 @@ def new_run_id() -> str:
 
 
 def new_id(prefix: str) -> str:
-    """``prefix`` and 16 random hexadecimal digits."""
+    """Returns ``prefix`` and 16 random hexadecimal digits."""
     return f"{prefix}_{os.urandom(8).hex()}"

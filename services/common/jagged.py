@@ -9,17 +9,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Jagged:
-    """``N`` rows laid end to end.
+    """``N`` rows, concatenated in one tensor.
 
     Row ``i`` has shape ``[lengths[i], *tail]``, or ``[]`` if the rows are scalars.
 
     Args:
         values: ``[sum(lengths), *tail]``, any dtype.
         lengths: ``[N]`` int64, on the CPU; all 1 for scalars.
-        is_scalar: Whether each row is a single number; then ``values`` is ``[N]``.
+        is_scalar: True if each row is a single number; then ``values`` is ``[N]``.
 
     Raises:
-        ValueError: If the shapes do not fit together.
+        ValueError: If the shapes do not match.
     """
 
     values: Tensor
@@ -42,13 +42,13 @@ class Jagged:
 
     @classmethod
     def from_list(cls, rows: Sequence[Tensor]) -> "Jagged":
-        """Copy rows into one tensor.
+        """Copies rows into one tensor.
 
         Args:
             rows: At least one tensor; all of one dtype, number of dimensions and tail shape.
 
         Raises:
-            ValueError: If the rows do not agree or there are none.
+            ValueError: If the rows differ in these or there are none.
         """
         if not rows:
             raise ValueError("there are no rows; the dtype would be unknown, so pass at least one")
@@ -67,23 +67,23 @@ class Jagged:
         return cls(torch.cat(list(rows)), lengths)
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Returns the number of rows."""
         return len(self.lengths)
 
     def offsets(self) -> Tensor:
-        """``[N + 1]`` int64: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
+        """Returns ``[N + 1]`` int64: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
         offsets = torch.zeros(len(self.lengths) + 1, dtype=torch.int64)
         torch.cumsum(self.lengths, dim=0, out=offsets[1:])
         return offsets
 
     def unbind(self) -> list[Tensor]:
-        """The rows, as views."""
+        """Returns the rows as views."""
         if self.is_scalar:
             return list(self.values.unbind())
         return list(self.values.split(self.lengths.tolist()))
 
     def select(self, indices: Sequence[int] | Tensor) -> "Jagged":
-        """Copy some rows, in the given order."""
+        """Copies some rows, in the given order."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         lengths = self.lengths[chosen]
         starts = self.offsets()[:-1][chosen]

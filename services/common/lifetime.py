@@ -1,4 +1,4 @@
-"""How a process learns that it should end."""
+"""Start and end of a process: reports readiness and waits for shutdown."""
 
 import asyncio
 import json
@@ -10,10 +10,11 @@ from pathlib import Path
 
 
 async def wait_for_shutdown(*, stop_on_stdin_eof: bool = False) -> None:
-    """Return at SIGTERM or SIGINT or, if asked for, when standard input ends.
+    """Returns at SIGTERM or SIGINT or, if requested, when standard input ends.
 
-    A parent that keeps the other end of standard input open need not do anything: when it dies in
-    whatever way, its children end too.
+    A parent only has to keep the other end of standard input open: when it dies, for any reason,
+    its children
+    end, too.
     """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
@@ -25,7 +26,7 @@ async def wait_for_shutdown(*, stop_on_stdin_eof: bool = False) -> None:
 
 
 def report_ready(ready_file: Path | None, addresses: Mapping[str, str]) -> None:
-    """Write the bound addresses as one line of JSON; readers see all of it or nothing."""
+    """Writes the bound addresses as one line of JSON; atomic for readers."""
     if ready_file is None:
         return
     unfinished = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")

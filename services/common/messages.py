@@ -1,4 +1,4 @@
-"""Dataclasses as messages whose fields have the same names, where ``num_keys`` is called ``key_count``."""
+"""Converts dataclasses to protobuf messages with the same fields; ``num_keys`` maps to ``key_count``."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -13,15 +13,15 @@ _Value = TypeVar("_Value")
 
 
 def to_message(value: Any, kind: type[_Message], **given: Any) -> _Message:
-    """The message with the values of a dataclass; ``given`` are those that differ from its own."""
+    """Builds a message from a dataclass; ``given`` overrides or adds fields."""
     pairs = _pairs(kind.DESCRIPTOR, value.__class__)
     return kind(**{name: getattr(value, field) for name, field, _ in pairs} | given)
 
 
 def from_message(message: Message, kind: Callable[..., _Value], **given: Any) -> _Value:
-    """The dataclass with the values of a message, and those that are ``given``.
+    """Builds a dataclass from a message; ``given`` overrides or adds fields.
 
-    Repeated values become tuples, a message inside that is not there None.
+    Repeated values become tuples; an absent nested message becomes None.
     """
     own: dict[str, Any] = {}
     for name, field, is_repeated in _pairs(message.DESCRIPTOR, kind):
@@ -34,10 +34,10 @@ def from_message(message: Message, kind: Callable[..., _Value], **given: Any) ->
 
 @cache
 def _pairs(message: Descriptor, kind: Any) -> list[tuple[str, str, bool]]:
-    """Each field of a message, that of the dataclass, and whether it is repeated.
+    """Returns each message field with its dataclass field and whether it is repeated.
 
     Raises:
-        KeyError: If the dataclass lacks one.
+        KeyError: If the dataclass lacks a field of the message.
     """
     known = {_counted(field.name): field.name for field in fields(kind)}
     return [(each.name, known[each.name], each.is_repeated) for each in message.fields]

@@ -1,4 +1,4 @@
-"""Serves ``/metrics`` of this process with the limits that its other HTTP servers have."""
+"""Serves ``/metrics`` of this process with the limits of its other HTTP servers."""
 
 import asyncio
 import hmac
@@ -23,15 +23,15 @@ _CONNECTIONS_PER_PEER = 16
 async def serve_metrics(
     bind: str, port: int, *, token_file: Path | None = None
 ) -> AsyncIterator[int]:
-    """Serve ``/metrics`` until the block ends; port 0 serves nothing.
+    """Serves ``/metrics`` until the block ends; port 0 serves nothing.
 
     Args:
-        bind: ``host:port`` of the process's gRPC server: metrics are on the same host.
-        port: Their port.
-        token_file: File with the bearer token that scrapes must show; None asks for none.
+        bind: ``host:port`` of the process's gRPC server; metrics use the same host.
+        port: Port of the metrics.
+        token_file: File with the bearer token that scrapes must send; None requires none.
 
     Yields:
-        The port that is served, or 0.
+        The port, or 0.
 
     Raises:
         InvalidArgumentError: If the address cannot be bound.
@@ -61,7 +61,7 @@ def _app(token: bytes) -> Starlette:
 
 
 class _Page:
-    """The metrics as text, written once for all who ask within a second, and not in the event loop."""
+    """Metrics as text, rendered in a thread at most once a second for all requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -70,7 +70,7 @@ class _Page:
         self._writing = asyncio.Lock()
 
     async def read(self) -> bytes:
-        """The text."""
+        """Returns the text."""
         async with self._writing:
             if time.monotonic() - self._write_time >= _KNOWN_FOR_S:
                 self._text = await asyncio.to_thread(generate_latest, self._registry)

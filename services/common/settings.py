@@ -1,4 +1,4 @@
-"""Where a process lives: the settings that every service has."""
+"""Settings that every service has, read from environment variables."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -20,49 +20,51 @@ _LOOPBACK = ("127.", "localhost:", "[::1]:")
 
 
 def set_defaults(values: Mapping[str, str]) -> None:
-    """Set what other packages read from the environment when they begin; what is set already stays."""
+    """Sets environment variables that other packages read at start; keeps values that are already set."""
     for name, value in values.items():
         os.environ.setdefault(name, value)  # noqa: TID251 -- this is the settings module
 
 
 def is_loopback(bind: str) -> bool:
-    """Whether ``host:port`` is reached from this host only."""
+    """Returns whether only this host can reach ``host:port``."""
     return bind.startswith(_LOOPBACK)
 
 
 class ServiceSettings(BaseSettings):
-    """Base of the settings of each service; subclasses set their own ``env_prefix``."""
+    """Base class of the settings of each service; subclasses set their own ``env_prefix``."""
 
     model_config = SettingsConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True
     )
 
     bind: str = "127.0.0.1:0"
-    """``host:port`` of the gRPC server; port 0 takes a free one."""
+    """``host:port`` of the gRPC server; port 0 chooses a free one."""
     advertise_host: str = "127.0.0.1"
     """Host name or address under which other services reach this one."""
     ready_file: Path | None = None
-    """File that gets one line of JSON with the bound addresses once the service is up."""
+    """File that receives one line of JSON with the bound addresses after the service has started."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of ``/metrics`` on the host of ``bind``; 0 serves none."""
     metrics_token_file: Path | None = None
     """File with the bearer token that whoever asks for metrics must show; without it all who reach the port
     see them. Those of the controller and the transferqueue name the runs of all projects."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Least level that is logged."""
+    """Min. level of logged records."""
     log_format: Literal["text", "json"] = "text"
-    """Form of a log line."""
+    """Format of log lines."""
     trace_endpoint: str = Field("", validation_alias="SLIPSTREAM_TRACE_ENDPOINT")
     """Where spans are sent: ``http://host:4317`` of an OpenTelemetry collector; empty sends none. The
     same for all services, and so without their prefix."""
     trace_ratio: float = Field(0.01, ge=0, le=1, validation_alias="SLIPSTREAM_TRACE_RATIO")
-    """Part of the sample groups whose spans are sent; those of steps and weight syncs are sent always."""
+    """Fraction of the sample groups whose spans are sent; spans of steps and weight syncs are always sent."""
     stop_on_stdin_eof: bool = False
-    """Whether to stop when standard input ends, that is, when the parent process is gone."""
+    """Stop when standard input ends, that is, when the parent process has ended."""
     tls_certificate: Path | None = None
-    """PEM file with the certificate that this process shows to services and workers, for the DNS name
-    ``controller.slipstream``, ``transferqueue.slipstream``, or of a worker ``RUN.worker.slipstream``, with
-    ``-`` for ``_`` in the run's id, or ``*.worker.slipstream``. A new one is noticed."""
+    """PEM file with the certificate that this process presents to services and workers, for the DNS name
+    ``controller.slipstream``, ``transferqueue.slipstream``, or of a worker
+    ``RUN.worker.slipstream``, with
+    ``-`` for ``_`` in the run's id, or ``*.worker.slipstream``. It is reloaded when it changes.
+    """
     tls_key: Path | None = None
     """PEM file with the certificate's key."""
     tls_authority: Path | None = None
@@ -78,19 +80,19 @@ class ServiceSettings(BaseSettings):
         return self
 
     def serving_metrics(self) -> AbstractAsyncContextManager[int]:
-        """Serve ``/metrics`` until the block ends, if they have a port."""
+        """Serves ``/metrics`` until the block ends, if ``metrics_port`` is set."""
         return serve_metrics(self.bind, self.metrics_port, token_file=self.metrics_token_file)
 
     @contextmanager
     def tracing(self, service: str, **facts: str) -> Iterator[None]:
-        """Send this process's spans to the collector, if there is one, until the block ends.
+        """Sends this process's spans to the collector, if there is one, until the block ends.
 
         Args:
             service: Name of the service.
-            facts: What else the process is.
+            facts: Further attributes of the process.
 
         Raises:
-            InvalidArgumentError: If the packages for it are not installed.
+            InvalidArgumentError: If the required packages are not installed.
         """
         if not self.trace_endpoint:
             yield
@@ -107,7 +109,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def tls(self) -> TlsFiles | None:
-        """The files for mutual TLS, if there are any."""
+        """Files for mutual TLS; None if they are not set."""
         if self.tls_certificate is None or self.tls_key is None or self.tls_authority is None:
             return None
         return TlsFiles(
@@ -127,7 +129,7 @@ class KeySettings(ServiceSettings):
     place of ``tls_certificate``, ``tls_key`` and ``tls_authority``."""
 
     peer: ClassVar[Peer]
-    """What this service is in its certificate."""
+    """Role of this service in its certificate."""
 
     @model_validator(mode="after")
     def _certificate_has_one_source(self) -> Self:
@@ -144,7 +146,7 @@ class KeySettings(ServiceSettings):
         return self
 
     def identity(self) -> Identity:
-        """Who this process is.
+        """Returns the identity of this process.
 
         Raises:
             InvalidArgumentError: If the key or the issuer cannot be read.
@@ -152,7 +154,7 @@ class KeySettings(ServiceSettings):
         key = read_key(self.service_key_file) if self.service_key_file else b""
         if self.tls_issuer is None:
             return Identity(tls=self.tls, key=key)
-        # Only services need what signs.
+        # Only services with an issuer need its dependencies.
         from services.common.security.issuer import IssuedTls, Issuer
 
         issuer = Issuer(self.tls_issuer)
@@ -161,10 +163,10 @@ class KeySettings(ServiceSettings):
 
 
 class SpecSettings(ServiceSettings):
-    """Settings of whoever reads specifications: the controller and workers."""
+    """Settings of the processes that read specifications: the controller and workers."""
 
     allowed_roots: tuple[Path, ...] = ()
-    """Folders, as workers see them, that a specification may name files in; none allows all."""
+    """Folders, as workers see them, in which a specification may name files; empty allows all."""
     code_roots: tuple[Path, ...] = ()
     """Folders with Python code that a specification may name; only with ``allowed_roots``."""
     allowed_commands: tuple[tuple[str, ...], ...] = ()
@@ -173,7 +175,7 @@ class SpecSettings(ServiceSettings):
 
     @property
     def allowance(self) -> CodePolicy:
-        """What specifications may name."""
+        """Policy for the files, code and commands that specifications may name."""
         return CodePolicy(
             roots=self.allowed_roots, code_roots=self.code_roots, commands=self.allowed_commands
         )
@@ -185,17 +187,17 @@ class WorkerSettings(SpecSettings):
     controller_address: str
     """``host:port`` of the controller's gRPC server."""
     run_id: str
-    """The run that this worker belongs to."""
+    """Id of the run that this worker belongs to."""
     worker_id: str
     """Name of this worker inside its run, for example ``rollout-1``; stable over restarts."""
     controller_timeout_s: float = Field(120.0, gt=0)
-    """A worker that cannot reach its controller for this long ends itself."""
+    """Seconds without a reachable controller after which the worker exits."""
     run_token: SecretStr = SecretStr("")
     """Token of the run; the controller gives it to the workers that it starts. Required unless gRPC is bound
     to a loopback address."""
 
     secrets_directory: Path | None = None
-    """Folder with a file per secret, for specifications that say ``{"secret": "NAME"}``."""
+    """Folder with a file per secret, for specifications that contain ``{"secret": "NAME"}``."""
 
     @model_validator(mode="after")
     def _open_only_on_loopback(self) -> Self:
@@ -206,5 +208,5 @@ class WorkerSettings(SpecSettings):
         return self
 
     def identity(self) -> Identity:
-        """Who this process is."""
+        """Returns the identity of this process."""
         return Identity(tls=self.tls, run_token=self.run_token.get_secret_value())

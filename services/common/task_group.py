@@ -1,4 +1,4 @@
-"""Task groups: without the cancellation that they leave behind before Python 3.13; races; errors by class."""
+"""Task groups: a fix for Python before 3.13, races, and errors unwrapped from exception groups."""
 
 import asyncio
 import sys
@@ -14,12 +14,15 @@ if sys.version_info >= (3, 13):
 else:
 
     class TaskGroup(asyncio.TaskGroup):
-        """A task group whose parent is not counted as being cancelled after the group's error was caught.
+        """Task group that leaves its parent uncancelled after the group's error was caught.
 
-        A group whose task fails while the group waits for its end cancels its parent and never takes that
-        back (https://github.com/python/cpython/issues/116720). The parent's next deadline that passes then
-        raises CancelledError in place of TimeoutError (in 3.11.2, which Debian 12 has), and ``cancelling()``
-        says that the parent is ending.
+        In older Python, a group whose task fails while the group waits for its end cancels its
+        parent and never
+        reverts that (https://github.com/python/cpython/issues/116720). The parent's next deadline
+        that passes then
+        raises CancelledError in place of TimeoutError (in 3.11.2, which Debian 12 has), and
+        ``cancelling()`` reports
+        that the parent is ending.
         """
 
         _parent_task: asyncio.Task[None]
@@ -42,7 +45,7 @@ else:
 
 
 async def until_first(*works: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
-    """Work until one is done, which ends the others: their tasks are cancelled. Tasks are in order."""
+    """Runs coroutines until the first is done; cancels the others. Returns the tasks in order."""
     async with TaskGroup() as tasks:
         running = [tasks.create_task(work) for work in works]
         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -55,7 +58,7 @@ async def together(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Resul
     """Results of works that run at once. The first that fails ends the others, and its error is raised."""
     some = list(works)
     if len(some) == 1:
-        return [await some[0]]  # needs no task of its own
+        return [await some[0]]  # a single one needs no task
     with unwrapped():
         async with TaskGroup() as tasks:
             running = [tasks.create_task(work) for work in some]
@@ -64,9 +67,11 @@ async def together(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Resul
 
 @contextmanager
 def unwrapped(kind: type[BaseException] = BaseException) -> Iterator[None]:
-    """Raise the first error of a task group as it is, so that callers can catch it by its class.
+    """Raises the first error of a task group directly, so that callers can catch it by its class.
 
-    The others were consequences, or say the same. A group whose first error is not of ``kind`` stays whole.
+    The other errors are consequences or repetitions. A group whose first error is not of ``kind``
+    is re-raised
+    unchanged.
     """
     try:
         yield
@@ -78,7 +83,7 @@ def unwrapped(kind: type[BaseException] = BaseException) -> Iterator[None]:
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """The errors inside nested groups, or the error itself."""
+    """Returns the errors inside nested groups, or the error itself."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for inner in error.exceptions for leaf in leaves(inner)]

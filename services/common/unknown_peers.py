@@ -22,12 +22,12 @@ from services.common.telemetry.logging import RareLog
 logger = logging.getLogger(__name__)
 
 MAX_UNKNOWN_BYTES = 24 << 20
-"""What all unknown peers of a port may have sent over the connections that are open."""
+"""Max. bytes that all unknown peers of a port may have sent over the open connections."""
 MAX_UNKNOWN_CONNECTIONS = 1024
 _LOOKS_EVERY_S = 0.005
 _QUIET_LOOKS_EVERY_S = 0.05
 _KEPT_S = 5.0
-# tcpi_bytes_received of struct tcp_info (linux/tcp.h).
+# Field tcpi_bytes_received of struct tcp_info (linux/tcp.h).
 _BYTES_RECEIVED = struct.Struct("128xQ")
 
 
@@ -36,7 +36,7 @@ class _Connection:
     fd: int
     inode: int
     peer: str = ""
-    """As gRPC writes it."""
+    """Address in gRPC's format."""
     num_bytes: int = 0
 
 
@@ -44,8 +44,9 @@ class UnknownPeers:
     """Watches the connections to one TCP port of this process.
 
     Args:
-        max_bytes: Bytes that unknown peers may have sent over the connections that are open.
-        max_connections: Connections of unknown peers at once; the oldest is shut down first.
+        max_bytes: Max. bytes that unknown peers may have sent over the open connections.
+        max_connections: Max. simultaneous connections of unknown peers; the oldest is shut down
+            first.
     """
 
     def __init__(
@@ -65,17 +66,17 @@ class UnknownPeers:
         self._is_over = threading.Event()
 
     def know(self, peer: str) -> None:
-        """Stop watching the connection of a peer, as gRPC names it: who it is is known."""
+        """Stops watching the connection of an authenticated peer, in gRPC's address format."""
         if peer not in self._known:
             self._known[peer] = time.monotonic()
 
     def know_fd(self, fd: int) -> None:
-        """As :meth:`know`, by the connection's descriptor in this process."""
+        """Does the same as :meth:`know`, by the connection's descriptor in this process."""
         self._known_fds.add(fd)
 
     @contextmanager
     def watching(self, port: int) -> Iterator[None]:
-        """Watch the connections to a port until the block ends."""
+        """Watches the connections to a port until the block ends."""
         self._port = port
         thread = threading.Thread(target=self._watch, name="unknown-peers", daemon=True)
         thread.start()
@@ -91,7 +92,7 @@ class UnknownPeers:
             wait_s = _LOOKS_EVERY_S if self.look() else _QUIET_LOOKS_EVERY_S
 
     def look(self) -> int:
-        """Look once, and shut down what is too much; returns how many connections have unknown peers."""
+        """Checks once and shuts down connections beyond the limits; returns the number of unknown peers."""
         self._find()
         unknown = [each for each in self._found.values() if each and not self._is_known(each)]
         for each in unknown:
@@ -115,7 +116,7 @@ class UnknownPeers:
         return connection.peer in self._known or connection.fd in self._known_fds
 
     def _find(self) -> None:
-        """Find new connections, and forget those that are gone."""
+        """Adds new connections and drops those that are gone."""
         before, self._found = self._found, {}
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 -- often, and of thousands
             fd = int(name)
@@ -137,7 +138,7 @@ class UnknownPeers:
         connection = _Connection(fd, inode)
         if (own := _duplicate(connection)) is None:
             return None
-        with own, suppress(OSError):  # one that listens has no peer
+        with own, suppress(OSError):  # a listening socket has no peer
             if own.family in (socket.AF_INET, socket.AF_INET6):
                 connection.peer = _named(*own.getpeername()[:2])
                 return connection if own.getsockname()[1] == self._port else None
@@ -145,7 +146,7 @@ class UnknownPeers:
 
 
 def _duplicate(connection: _Connection) -> socket.socket | None:
-    """The connection's socket, which its owner may close meanwhile; None if it did."""
+    """Duplicates the connection's socket; None if its owner has closed it meanwhile."""
     own = -1
     try:
         own = os.dup(connection.fd)
@@ -159,9 +160,10 @@ def _duplicate(connection: _Connection) -> socket.socket | None:
 
 
 def _received(connection: _Connection) -> int:
-    """Bytes that came over a connection, by the kernel's count."""
+    """Returns the bytes received over a connection, as counted by the kernel."""
     with suppress(OSError, struct.error):  # it was closed meanwhile
-        # Without a duplicate: a look at another socket by mistake does no harm, and this is done often.
+        # Without a duplicate, as this is frequent: reading the count of another socket by mistake
+        # is harmless.
         borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=connection.fd)
         try:
             info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
@@ -172,6 +174,6 @@ def _received(connection: _Connection) -> int:
 
 
 def _named(address: str, port: int) -> str:
-    """An address as gRPC writes it: IPv4 as such where a socket of IPv6 takes it."""
+    """Formats an address like gRPC: IPv4-mapped IPv6 addresses as IPv4."""
     address = address.removeprefix("::ffff:")
     return f"ipv6:%5B{address}%5D:{port}" if ":" in address else f"ipv4:{address}:{port}"

@@ -1,8 +1,10 @@
-"""Bounds what the connections of an HTTP server cost it: descriptors, memory, and time.
+"""Limits the descriptors, memory and time that connections cost an HTTP server.
 
-A request's line and headers have at most 64 KiB and 100 fields. Requests that are being received or answered
-have a bound for all connections together: the largest is ended first, so a small one is served however many
-large ones come. What is slow is ended by deadlines.
+A request's line and headers have at most 64 KiB and 100 fields. Requests in progress have a limit
+for all
+connections together: the largest is ended first, so that a small one is served regardless of large
+ones.
+Deadlines end slow connections.
 """
 
 import asyncio
@@ -21,35 +23,36 @@ from services.common.telemetry.logging import PERIOD_S, RareLog
 logger = logging.getLogger(__name__)
 
 HEADER_DEADLINE_S = 10.0
-"""Seconds from a connection, or from the first byte of a further request, to the end of the headers; and
-before it as many for the handshake of TLS."""
+"""Max. seconds from the connection, or from the first byte of a further request, to the end of the headers;
+the TLS handshake before has the same deadline.
+"""
 MAX_HEADER_BYTES = 64 << 10
-"""Size of a request's line and headers, as they are sent."""
+"""Max. size of a request's line and headers, as sent."""
 MAX_HEADERS = 100
 MAX_REQUEST_BYTES = 16 << 20
-"""Size of all requests that are being received or answered, headers and bodies, of one server."""
+"""Max. size of all requests in progress of one server, headers and bodies."""
 _READ_DEADLINE_S = 30.0
-"""Seconds in which a peer must take something of an answer that waits for it."""
+"""Seconds within which a peer must read some of a waiting response."""
 _WRITE_BUFFER_BYTES = 16 << 10
-# So much of the next request may come with the end of one before it is counted.
+# Up to this much of the next request may arrive with the end of one before it is counted.
 _PIECE_BYTES = 16 << 10
-# What Python takes for a header besides its bytes.
+# Python's memory for a header besides its bytes.
 _HEADER_COST_BYTES = 200
 
 
 class Holder(Protocol):
-    """A connection that holds memory."""
+    """Connection that holds memory."""
 
     def end(self, reason: str) -> None:
-        """Close the connection at once."""
+        """Closes the connection at once."""
 
 
 class Connections:
-    """Connections that are open, by peer, and what their requests take. Belongs to the event loop's thread.
+    """Open connections by peer, and the size of their requests. Use only in the event loop's thread.
 
     Args:
-        max_per_peer: Connections of one address at once; 0 for no bound.
-        max_request_bytes: Size of the requests of all connections together.
+        max_per_peer: Max. simultaneous connections of one address; 0 for no limit.
+        max_request_bytes: Max. total size of the requests of all connections.
     """
 
     def __init__(self, max_per_peer: int, max_request_bytes: int = MAX_REQUEST_BYTES) -> None:
@@ -61,7 +64,7 @@ class Connections:
         self._log = RareLog(logger)
 
     def hold(self, holder: Holder, num_bytes: int) -> None:
-        """Record what a connection's request takes now; if all take too much, the largest are ended."""
+        """Records the current size of a connection's request; ends the largest requests beyond the limit."""
         self._held_bytes += num_bytes - self._held.get(holder, 0)
         self._held[holder] = num_bytes
         while self._held_bytes > self._max_request_bytes:
@@ -70,11 +73,11 @@ class Connections:
             largest.end("the requests of all connections are too large, and its was the largest")
 
     def release(self, holder: Holder) -> None:
-        """Forget what a connection's request took."""
+        """Drops the size of a connection's request."""
         self._held_bytes -= self._held.pop(holder, 0)
 
     def open(self, peer: str) -> bool:
-        """Count a connection, unless its peer has as many as it may."""
+        """Counts a connection; returns False if its peer has reached the limit."""
         if 0 < self._most <= self._open[peer]:
             self.refuse(peer, "too many connections")
             return False
@@ -82,30 +85,30 @@ class Connections:
         return True
 
     def close(self, peer: str) -> None:
-        """Forget a connection that was counted."""
+        """Stops counting a connection."""
         self._open[peer] -= 1
         if not self._open[peer]:
             del self._open[peer]
 
     def refuse(self, peer: str, reason: str) -> None:
-        """Tell of a connection that was ended."""
+        """Logs that a connection was ended."""
         self._log.warning("a connection was ended", peer=peer, reason=reason)
 
 
 class CountedListener(socket.socket):
-    """Accepts connections that are counted until they are closed, those that only shake hands among them."""
+    """Accepts connections that are counted until they close, including those in a handshake."""
 
     connections: Connections
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept one.
+        """Accepts a connection.
 
         Raises:
-            ConnectionAbortedError: If its peer has as many as it may; it is closed.
+            ConnectionAbortedError: If its peer has reached the limit; the connection is closed.
         """
         accepted, address = super().accept()
         counted = _Counted(accepted.family, accepted.type, accepted.proto, accepted.detach())
-        # Processes of this machine that come over a Unix socket have no address.
+        # Local processes that connect over a Unix socket have no address.
         peer = str(address[0]) if address else ""
         if not self.connections.open(peer):
             counted.close()
@@ -126,7 +129,7 @@ class _Counted(socket.socket):
 
 
 def counted(listener: socket.socket, connections: Connections) -> CountedListener:
-    """The same listening socket, whose connections are counted."""
+    """Converts a listening socket to one whose connections are counted."""
     parts = listener.family, listener.type, listener.proto
     made = CountedListener(*parts, listener.detach())
     made.connections = connections
@@ -134,10 +137,10 @@ def counted(listener: socket.socket, connections: Connections) -> CountedListene
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A connection with limits: size and number of headers, requests of all connections, and deadlines.
+    """HTTP connection with limits on headers, on requests of all connections, and with deadlines.
 
-    Requests are read one by one: a peer that sends the next one before the answer (pipelining) is cut off,
-    because one piece of what it sends may hold thousands.
+    Requests are read one by one: a peer that sends the next one before the response (pipelining) is
+    disconnected, because one chunk of its data may hold thousands.
     """
 
     connections_by_peer: ClassVar[Connections]
@@ -146,20 +149,20 @@ class LimitedProtocol(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None
     _read_deadline: asyncio.TimerHandle | None = None
     _is_before_body = True
-    """Whether the next bytes belong to a request's line and headers, or come before them."""
+    """True if the next bytes belong to a request's line and headers, or precede them."""
     _header_bytes = 0
     _body_bytes = 0
     _refusal = ""
 
     def connection_made(self, transport: Any) -> None:
-        """Wait for the first request."""
+        """Starts the deadline of the first request."""
         self._peer = str((transport.get_extra_info("peername") or ("",))[0])
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         self._wait_for_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
+        """Cancels deadlines and releases the request's memory."""
         self._headers_are_here()
         self.resume_writing()
         self.connections_by_peer.release(self)
@@ -167,9 +170,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came piece by piece, each within the limits.
+        """Parses data piece by piece, each within the limits.
 
-        Most requests bring all of their headers at once, and need no timer.
+        Most requests arrive with all of their headers at once, and need no timer.
         """
         self._unset_keepalive_if_required()
         try:
@@ -183,7 +186,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 if self._is_before_body and self._header_bytes > MAX_HEADER_BYTES:
                     self._refuse("its headers are too large")
         except httptools.HttpParserUpgrade:
-            pass  # it is served as the request that it also is
+            pass  # served as an ordinary request, which it also is
         except httptools.HttpParserError:
             self.send_400_response(self._refusal or "it is no HTTP request")
             return
@@ -192,10 +195,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._wait_for_headers()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what came, and end the connection."""
+        """Rejects the data and closes the connection."""
         self.connections_by_peer.refuse(self._peer, msg)
         if not self._is_idle():
-            self.transport.abort()  # an answer has begun
+            self.transport.abort()  # a response has begun
             return
         status = b"431 Request Header Fields Too Large" if self._refusal else b"400 Bad Request"
         self.transport.write(
@@ -204,37 +207,37 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def end(self, reason: str) -> None:
-        """Close the connection at once."""
+        """Closes the connection at once."""
         self.connections_by_peer.refuse(self._peer, reason)
         self._forget_body()
         self.transport.abort()
 
     def on_message_begin(self) -> None:
-        """Take in a request."""
+        """Starts a request; rejects pipelining."""
         if not self._is_idle():
             self._refuse("it sends requests without waiting for answers")
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take in a header."""
+        """Adds a header, up to the limit."""
         if len(self.headers) >= MAX_HEADERS:
             self._refuse("it has too many headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Have what was waited for."""
+        """Cancels the header deadline."""
         self._headers_are_here()
         self._is_before_body = False
         self._body_bytes = 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Take in a part of the body."""
+        """Counts a part of the body."""
         self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Have a whole request."""
+        """Ends the body of a request."""
         super().on_message_complete()
         self._is_before_body = True
         self._header_bytes = 0
@@ -248,7 +251,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._wait_for_headers()
 
     def pause_writing(self) -> None:
-        """Wait for the peer to read what it asked for."""
+        """Starts the deadline within which the peer must read the response."""
         super().pause_writing()
         self.connections_by_peer.hold(self, self.transport.get_write_buffer_size())
         if self._read_deadline is None:
@@ -257,23 +260,23 @@ class LimitedProtocol(HttpToolsProtocol):
             )
 
     def resume_writing(self) -> None:
-        """Go on."""
+        """Cancels the read deadline."""
         if self._read_deadline is not None:
             self._read_deadline.cancel()
             self._read_deadline = None
         super().resume_writing()
 
     def _is_idle(self) -> bool:
-        """Whether no request is being answered."""
+        """Returns whether no response is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def _forget_body(self) -> None:
-        """Drop what the application has not read: it may go on for long after the connection."""
+        """Drops the unread body: the application may outlive the connection for long."""
         if self.cycle is not None:
             self.cycle.body = bytearray()
 
     def _refuse(self, reason: str) -> None:
-        """Leave the parser; what came is refused.
+        """Stops the parser to reject the data.
 
         Raises:
             HttpParserError: Always.
@@ -282,7 +285,7 @@ class LimitedProtocol(HttpToolsProtocol):
         raise httptools.HttpParserError(reason)
 
     def _hold(self) -> None:
-        """Count what the request takes, unless it is answered already."""
+        """Records the size of the request, unless it is already answered."""
         if self.transport.is_closing():
             return
         if self._is_before_body and self._is_idle():
@@ -307,13 +310,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def limited(connections: Connections, header_deadline_s: float) -> type[asyncio.Protocol]:
-    """A protocol with its limits."""
+    """Returns a protocol class with the given limits."""
     given = {"connections_by_peer": connections, "header_deadline_s": header_deadline_s}
     return type("Limited", (LimitedProtocol,), given)
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process have as many open files as it may; returns how many that are."""
+    """Raises the limit of open files of this process to its maximum; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -321,12 +324,12 @@ def raise_descriptor_limit() -> int:
 
 
 class OncePerMinute(logging.Filter):
-    """Lets asyncio tell once a minute that it can take no connection, not of each of them."""
+    """Log filter that passes asyncio's failures to accept connections once a minute."""
 
     _told = -PERIOD_S
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is told."""
+        """Returns whether a record is logged."""
         if not str(record.msg).startswith("socket.accept()"):
             return True
         now = time.monotonic()

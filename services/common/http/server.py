@@ -1,4 +1,4 @@
-"""Serves an ASGI application with uvicorn inside this process's event loop."""
+"""Serves an ASGI application with uvicorn in this process's event loop."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ from services.common.task_group import TaskGroup
 
 _STOP_GRACE_S = 1
 _BACKLOG = 1024
-# A record of TLS; asyncio fills a buffer of 256 KiB for each connection.
+# Size of a TLS record; asyncio allocates a buffer of 256 KiB for each connection.
 sslproto.SSLProtocol.max_size = 16 << 10
 _ACCEPTS = OncePerMinute()
 
@@ -43,20 +43,20 @@ async def serve_http(
     header_deadline_s: float = HEADER_DEADLINE_S,
     keep_alive_s: int = 5,
 ) -> AsyncIterator[int]:
-    """Serve until the block ends, within the limits of :mod:`services.common.http.limits`.
+    """Serves until the block ends, within the limits of :mod:`services.common.http.limits`.
 
     Args:
-        bind: As :func:`listen` takes it.
+        bind: Address as for :func:`listen`.
         app: The application.
-        certificate: PEM file with a certificate chain, to serve HTTPS; read again when it changes.
+        certificate: PEM file with a certificate chain, to serve HTTPS; reloaded when it changes.
         key: PEM file with its key.
-        connections_per_peer: Connections of one address at once; 0 for no bound.
-        max_request_bytes: Size of all requests that are being received or answered at once.
-        header_deadline_s: Seconds in which a connection must say what it wants, and those of a handshake.
-        keep_alive_s: Seconds after an answer in which a connection may bring another request.
+        connections_per_peer: Max. simultaneous connections of one address; 0 for no limit.
+        max_request_bytes: Max. total size of all requests in progress.
+        header_deadline_s: Max. seconds until the headers of a request, and of a TLS handshake.
+        keep_alive_s: Seconds after a response in which a connection may send another request.
 
     Yields:
-        The port that is served; 0 for a Unix socket.
+        The port; 0 for a Unix socket.
 
     Raises:
         InvalidArgumentError: If the address cannot be bound.
@@ -71,7 +71,7 @@ async def serve_http(
         timeout_graceful_shutdown=_STOP_GRACE_S,
         timeout_keep_alive=keep_alive_s,
         lifespan="off",
-        # An upgrade would lead around the limits.
+        # WebSockets would bypass the limits.
         ws="none",
         http=limited(connections, header_deadline_s),
         ssl_certfile=certificate,
@@ -90,10 +90,10 @@ async def serve_http(
 
 
 def listen(bind: str) -> socket.socket:
-    """A listening socket whose connections send what is written at once.
+    """Returns a listening socket whose connections send data without delay (TCP_NODELAY).
 
     Args:
-        bind: ``host:port``, where port 0 takes a free one, or ``unix:PATH``.
+        bind: ``host:port``, where port 0 chooses a free one, or ``unix:PATH``.
 
     Raises:
         InvalidArgumentError: If the address cannot be bound.
@@ -108,13 +108,14 @@ def listen(bind: str) -> socket.socket:
             f"cannot listen on {bind}: {error.strerror}; choose another port, or 0 for any free one",
             bind=bind,
         ) from error
-    # Connections inherit it. Without it a body waits for the client to acknowledge the headers, 40 ms.
+    # Connections inherit it. Without it a body waits for the client to acknowledge the headers, 40
+    # ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def _listen_here(path: str) -> socket.socket:
-    """A listening socket for processes of this machine that may open its file."""
+    """Returns a listening Unix socket for local processes that may open its file."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(_BACKLOG)
@@ -122,7 +123,7 @@ def _listen_here(path: str) -> socket.socket:
 
 
 def _renew(config: uvicorn.Config, certificate: Path, key: Path | None) -> None:
-    """Load the certificate again when it has changed: each handshake looks, the next one shows it."""
+    """Reloads a changed certificate: each handshake checks, the next one uses it."""
     loaded_ns = certificate.stat().st_mtime_ns
 
     def look(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
@@ -136,14 +137,14 @@ def _renew(config: uvicorn.Config, certificate: Path, key: Path | None) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process, and waits for handshakes of TLS no longer than for headers."""
+    """Server that leaves signals to the process and applies the header deadline to TLS handshakes."""
 
     def __init__(self, config: uvicorn.Config, deadline_s: float) -> None:
         super().__init__(config)
         self._deadline_s = deadline_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve on the sockets."""
+        """Serves on the given sockets."""
         await super().startup(sockets=[])
         loop, given = asyncio.get_running_loop(), self.config.ssl
         for listener in sockets or ():
@@ -158,7 +159,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Captures no signals."""
         yield
 
     def _protocol(self) -> asyncio.Protocol:

@@ -1,1 +1,1 @@
-"""gRPC: clients, servers, headers, messages."""
+"""gRPC: clients, servers, headers."""

@@ -1,4 +1,4 @@
-"""One way to call gRPC: deadlines, bounded retries, errors as the classes that the peer raised."""
+"""gRPC client: channels and calls with deadlines, bounded retries, and the peer's error classes."""
 
 import asyncio
 import random
@@ -28,7 +28,8 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Or a stream on which only the peer sends would wait for a silent one for more than a minute.
+    # Otherwise a stream on which only the peer sends would wait more than a minute for a silent
+    # one.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -38,14 +39,14 @@ CHANNEL_OPTIONS = (
 
 
 def open_channel(address: str, peer: Peer, *, run_id: str = "") -> grpc.aio.Channel:
-    """A channel to ``host:port`` that notices a dead peer within about 20 seconds.
+    """Opens a channel to ``host:port`` that detects a dead peer within about 20 seconds.
 
-    It shows this process's identity with every call, also when its certificate is renewed.
+    It sends this process's identity with every call, and uses renewed certificates.
 
     Args:
-        address: Where the peer is.
-        peer: What it is; with TLS its certificate must say so.
-        run_id: The run of a worker that is called.
+        address: ``host:port`` of the peer.
+        peer: Role of the peer; with TLS its certificate must confirm it.
+        run_id: Run of the called worker.
     """
     identity = current_identity()
     token = identity.token_for(run_id)
@@ -54,7 +55,8 @@ def open_channel(address: str, peer: Peer, *, run_id: str = "") -> grpc.aio.Chan
         return grpc.aio.insecure_channel(
             address, interceptors=interceptors, options=CHANNEL_OPTIONS
         )
-    # Addresses of workers are not known when certificates are made, so the name says what the peer is.
+    # Addresses of workers are unknown when certificates are issued, so their names have the role of
+    # the peer.
     name = ("grpc.ssl_target_name_override", peer_name(peer, run_id))
 
     def show(certificate: Certificate) -> grpc.aio.Channel:
@@ -75,17 +77,18 @@ async def call(
     timeout_s: float,
     idempotent: bool = False,
 ) -> ResponseT:
-    """Call a unary method.
+    """Calls a unary method.
 
     Args:
         method: A method of a generated stub.
         request: Its request.
-        timeout_s: Deadline of the call, all retries included.
-        idempotent: Whether the call may be repeated when the peer could not be reached.
+        timeout_s: Deadline of the call, including all retries.
+        idempotent: Allows retries if the peer could not be reached.
 
     Raises:
-        ServiceError: The class that the peer raised; UnavailableError or DeadlineExceededError if it
-            did not answer.
+        ServiceError: The class that the peer raised; UnavailableError or DeadlineExceededError if
+            it
+            did not respond.
     """
     deadline = time.monotonic() + timeout_s
     delay_s = _FIRST_DELAY_S

@@ -1,4 +1,4 @@
-"""What every call carries beside its request: who makes it, and what for."""
+"""Client interceptors that add identity and trace headers to calls and measure message sizes."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import cache
@@ -16,7 +16,7 @@ class _Headers:
     """Adds headers to calls.
 
     Args:
-        token: Who makes the calls; empty for nobody in particular.
+        token: Bearer token of the caller; empty for none.
     """
 
     def __init__(self, token: str) -> None:
@@ -28,7 +28,7 @@ class _Headers:
         client_call_details: grpc.aio.ClientCallDetails,
         request: Any,
     ) -> Any:
-        """Make a call with the headers."""
+        """Executes a call with the headers."""
         return await continuation(_with_headers(client_call_details, self._token), request)
 
 
@@ -39,7 +39,7 @@ class UnaryHeaders(_Headers, grpc.aio.UnaryUnaryClientInterceptor):
 
 
 class StreamHeaders(_Headers, grpc.aio.UnaryStreamClientInterceptor):
-    """Adds headers to calls that are answered by a stream."""
+    """Adds headers to calls with a response stream."""
 
     intercept_unary_stream = _Headers.go_on
 
@@ -62,12 +62,12 @@ MESSAGE_BYTES = Histogram(
 
 
 def sent(method: str, message: Any) -> None:
-    """Record a message that this process sent."""
+    """Records the size of a message that this process sent."""
     _sizes(method, "sent").observe(message.ByteSize())
 
 
 def received(method: str, message: Any) -> None:
-    """Record a message that this process received."""
+    """Records the size of a message that this process received."""
     _sizes(method, "received").observe(message.ByteSize())
 
 
@@ -77,7 +77,7 @@ def _sizes(method: str, direction: str) -> Histogram:
 
 
 class MeasuredStreams(grpc.aio.UnaryStreamClientInterceptor):
-    """Records the messages of server streams; unary calls are recorded where they are made."""
+    """Records message sizes of response streams; ``call`` records those of unary calls."""
 
     async def intercept_unary_stream(
         self,
@@ -85,7 +85,7 @@ class MeasuredStreams(grpc.aio.UnaryStreamClientInterceptor):
         client_call_details: grpc.aio.ClientCallDetails,
         request: Any,
     ) -> AsyncIterator[Any]:
-        """Wrap the responses of a call."""
+        """Wraps the responses of a call."""
         method = client_call_details.method
         name = method.decode() if isinstance(method, bytes) else method
         sent(name, request)

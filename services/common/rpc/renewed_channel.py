@@ -1,8 +1,10 @@
-"""A gRPC channel that outlives the certificate it was opened with.
+"""gRPC channel that outlives the certificate it was opened with.
 
-gRPC binds a certificate to a channel: one whose certificate has ended cannot connect again. So each new
-certificate gets a channel of its own, for the calls that begin from then on; those under way end on theirs,
-which has no connection once the server finds it idle.
+gRPC binds a certificate to a channel: after the certificate has expired, the channel cannot
+reconnect. So
+each new certificate gets a new channel for later calls; running calls end on the old one, whose
+connection
+the server closes when it is idle.
 """
 
 from collections.abc import Callable
@@ -16,11 +18,11 @@ Open = Callable[[Certificate], grpc.aio.Channel]
 
 
 class RenewedChannel:
-    """What generated stubs use of a channel.
+    """Channel with the methods that generated stubs use.
 
     Args:
-        tls: Where the certificate comes from.
-        open_channel: Opens a channel that shows a certificate.
+        tls: Source of the certificate.
+        open_channel: Opens a channel with a certificate.
     """
 
     def __init__(self, tls: Tls, open_channel: Open) -> None:
@@ -30,7 +32,7 @@ class RenewedChannel:
         self._channels = [open_channel(self._shown)]
 
     def current(self) -> grpc.aio.Channel:
-        """The channel of the newest certificate."""
+        """Returns the channel with the newest certificate."""
         shown = self._tls.current()
         if shown is not self._shown:
             self._channels.append(self._open(shown))
@@ -38,15 +40,15 @@ class RenewedChannel:
         return self._channels[-1]
 
     def unary_unary(self, method: str, *arguments: Any, **options: Any) -> "_Method":
-        """A method that takes one message and returns one."""
+        """Returns a callable for a method with one request and one response."""
         return _Method(self, "unary_unary", method, arguments, options)
 
     def unary_stream(self, method: str, *arguments: Any, **options: Any) -> "_Method":
-        """A method that takes one message and returns a stream of them."""
+        """Returns a callable for a method with one request and a response stream."""
         return _Method(self, "unary_stream", method, arguments, options)
 
     async def close(self, grace: float | None = None) -> None:
-        """End all calls."""
+        """Closes all channels and ends their calls."""
         for channel in self._channels:
             await channel.close(grace)
 
@@ -58,7 +60,7 @@ class RenewedChannel:
 
 
 class _Method:
-    """A method of whichever channel is current."""
+    """Method bound to the current channel at each call."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class _Method:
     ) -> None:
         self._renewed = channel
         self._make = (kind, method, arguments, options)
-        self._method = method.encode()  # as gRPC's own have it
+        self._method = method.encode()  # same attribute as in gRPC's own callables
         self._channel: grpc.aio.Channel | None = None
         self._bound: Any = None
 

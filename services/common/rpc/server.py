@@ -1,4 +1,4 @@
-"""One way to serve gRPC: limits, health, error mapping, graceful stop."""
+"""gRPC server: limits, health, authentication, error mapping, graceful stop."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -20,22 +20,22 @@ from services.common.unknown_peers import UnknownPeers
 
 logger = logging.getLogger(__name__)
 
-# KVBatchMeta of 100,000 samples is about 10 MiB; nothing on this plane is larger.
+# The KVBatchMeta of 100,000 samples has about 10 MiB; no other message is larger.
 MAX_MESSAGE_BYTES = 64 << 20
 STOP_GRACE_S = 1.0
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Check = Callable[[str, Any, _Context], None]
 Know = Callable[[str], Awaitable[None]]
-"""Sees who calls by the ``authorization`` header, or raises a ServiceError."""
+"""Authenticates the caller by the ``authorization`` header, or raises a ServiceError."""
 SERVER_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A connection that says nothing, or does not end its handshake, is ended.
+    # Ends silent connections and unfinished handshakes.
     ("grpc.server_handshake_timeout_ms", 10_000),
-    # Channels connect again when they are used again.
+    # Clients reconnect when they use a channel again.
     ("grpc.max_connection_idle_ms", 600_000),
     ("grpc.so_reuseport", 0),
-    # Clients ping every 10 s, also while nothing is under way.
+    # Clients ping every 10 s, also while no call is running.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
@@ -49,19 +49,20 @@ async def serve(
     users: Mapping[str, Know] | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> AsyncIterator[int]:
-    """Serve until the block ends, then stop gracefully.
+    """Serves until the block ends, then stops gracefully.
 
-    Callers are known by this process's identity: by certificates of its authority, and by tokens. Of one that
-    is not known nothing is read.
+    Callers are authenticated with this process's identity: by certificates of its authority, and by
+    tokens.
+    Requests of unknown callers are not read.
 
     Args:
-        bind: ``host:port``; port 0 takes a free one.
+        bind: ``host:port``; port 0 chooses a free one.
         register: Adds the servicers to the server.
-        users: Services whose callers are known otherwise, by full name.
-        max_message_bytes: Size of a request; a larger one is RESOURCE_EXHAUSTED.
+        users: Services with their own authentication, by full name.
+        max_message_bytes: Max. size of a request; a larger one fails with RESOURCE_EXHAUSTED.
 
     Yields:
-        The port that is served.
+        The port.
 
     Raises:
         InvalidArgumentError: If the address cannot be bound.
@@ -97,12 +98,12 @@ async def serve(
 
 
 class _Edge(grpc.aio.ServerInterceptor):
-    """Admits callers; turns ServiceErrors into statuses, and what is unforeseen into INTERNAL with a log.
+    """Authenticates callers; converts ServiceErrors to statuses, and logs other exceptions as INTERNAL.
 
     Args:
-        identity: By what callers are known.
-        users: Services whose callers are known otherwise.
-        peers: Hears of connections whose peer is known.
+        identity: Authenticates callers.
+        users: Services with their own authentication.
+        peers: Receives the connections of authenticated peers.
     """
 
     def __init__(self, identity: Identity, users: Mapping[str, Know], peers: UnknownPeers) -> None:
@@ -118,7 +119,7 @@ class _Edge(grpc.aio.ServerInterceptor):
     ) -> Any:
         method = handler_call_details.method
         user = self._users.get(method[1:].partition("/")[0])
-        # Made once for each method, as services may have thousands of calls a second.
+        # Built once per method, as services may receive thousands of calls a second.
         guarded = self._guarded.get(method)
         if guarded is None:
             handler: Any = await continuation(handler_call_details)
@@ -137,7 +138,7 @@ class _Edge(grpc.aio.ServerInterceptor):
         return guarded
 
     def _check(self, method: str, request: Any, context: _Context) -> None:
-        """See that the request is one, and that the caller may make it."""
+        """Checks the request and that the caller may make it."""
         _read(method, request, context)
         if self._identity.tls is not None:
             check_peer_certificate(
@@ -168,7 +169,7 @@ class _Edge(grpc.aio.ServerInterceptor):
 
 
 def _or_none(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """None for what is no message: gRPC would say of it that the server failed."""
+    """Returns None for malformed messages, which gRPC would report as a failure of the server."""
 
     def deserialized(data: bytes) -> Any:
         try:
@@ -180,14 +181,14 @@ def _or_none(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _read(method: str, request: Any, context: _Context) -> None:
-    """See that the request is one."""
+    """Checks that the request was parsed, and records its size."""
     if request is None:
         raise InvalidArgumentError(f"what came is no request of {method}", method=method)
     headers.received(method, request)
 
 
 def _refusal(method: str, error: Exception) -> Any:
-    """A handler that refuses a call without reading its request."""
+    """Returns a handler that rejects a call without reading its request."""
 
     async def refuse(requests: Any, context: _Context) -> None:
         await _refuse(context, method, error)
@@ -230,7 +231,7 @@ def _guard_stream(behavior: Any, method: str, check: _Check) -> Any:
 
 
 async def _refuse(context: _Context, method: str, error: Exception) -> None:
-    """End a call with the status of what was raised; a fault that nobody foresaw is logged."""
+    """Ends a call with the status of an exception; logs unexpected exceptions."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     trace = tracing.parse(_header(context.invocation_metadata(), "traceparent")) or tracing.fresh()

@@ -1,1 +1,1 @@
-"""Certificates, tokens, authorization, and limits on user code."""
+"""Security: certificates, tokens, authorization, and limits on user code."""

@@ -1,7 +1,8 @@
-"""Which calls a run's token allows: those that name that run, and nothing else.
+"""Authentication and authorization of gRPC calls: a run's token allows only calls that name that run.
 
-The rule is about requests, not about methods, so a method added tomorrow is covered: one whose request
-names no run is closed to workers unless it is listed here.
+The rule depends on the request, not on the method, so it covers new methods: if a request names no
+run, the
+method is closed to workers unless it is listed here.
 """
 
 import logging
@@ -28,9 +29,9 @@ AUTH_FAILURES = Counter(
 for _reason in ("unauthenticated", "permission_denied"):
     AUTH_FAILURES.labels(_reason)
 
-# Their requests name no run; what they give is restricted to the caller's run elsewhere.
+# Their requests name no run; the methods themselves restrict the result to the caller's run.
 _OPEN_TO_RUNS = frozenset({"/slipstream.transferqueue.v1.TransferQueueService/ConnectClient"})
-# They name a run, but belong to the one who drives it: a run does not set its own quota.
+# They name a run, but only the controller may call them: a run must not set its own quota.
 _CLOSED_TO_RUNS = frozenset(
     f"/slipstream.transferqueue.v1.{name}"
     for name in (
@@ -48,21 +49,21 @@ _caller: ContextVar[str] = ContextVar("caller", default=SERVICES)
 
 
 def caller_run() -> str | None:
-    """Run of the worker whose request is being served; None if a service made it."""
+    """Returns the run of the worker whose request is being served; None if a service sent it."""
     caller = _caller.get()
     return None if caller == SERVICES else caller
 
 
 def authenticate(identity: Identity, method: str, authorization: str) -> None:
-    """See who calls, before the request is read, and remember it while that is served.
+    """Identifies the caller before its request is read, and stores it for the rest of the call.
 
     Args:
-        identity: Of the process that serves.
+        identity: Identity of the serving process.
         method: Full name of the method.
-        authorization: The header of that name; empty if none came.
+        authorization: Value of the ``authorization`` header; empty if there is none.
 
     Raises:
-        UnauthenticatedError: If the caller is not known.
+        UnauthenticatedError: If the caller is unknown.
     """
     if not identity.is_known or method.startswith(HEALTH):
         return
@@ -75,14 +76,14 @@ def authenticate(identity: Identity, method: str, authorization: str) -> None:
 
 
 def check_peer_certificate(method: str, names: Iterable[bytes]) -> None:
-    """See that the caller that is known by its token shows a certificate of the same bearer.
+    """Checks that the caller's certificate belongs to the bearer of its token.
 
     Args:
         method: Full name of the method.
         names: DNS names of its certificate.
 
     Raises:
-        PermissionDeniedError: If the certificate is another's.
+        PermissionDeniedError: If the certificate belongs to another bearer.
     """
     if method.startswith(HEALTH):
         return
@@ -103,14 +104,14 @@ def check_peer_certificate(method: str, names: Iterable[bytes]) -> None:
 
 
 def authorize(method: str, request: Any) -> None:
-    """See that the caller that is known may make a request.
+    """Checks that the authenticated caller may make a request.
 
     Args:
         method: Full name of the method.
         request: The request.
 
     Raises:
-        PermissionDeniedError: If it belongs to another run.
+        PermissionDeniedError: If the caller is a worker, and the request names another run or none.
     """
     bearer = _caller.get()
     if bearer != SERVICES and not _is_open(method, request, bearer):
@@ -123,14 +124,14 @@ def authorize(method: str, request: Any) -> None:
 
 
 def _is_open(method: str, request: Any, run_id: str) -> bool:
-    """Whether a worker of a run may make a request."""
+    """Returns whether a worker of a run may make a request."""
     if method in _CLOSED_TO_RUNS:
         return False
     return method in _OPEN_TO_RUNS or run_named_by(request) == run_id
 
 
 def run_named_by(request: Any) -> str | None:
-    """The run that a request is about; None if it names none."""
+    """Returns the run that a request concerns; None if it names none."""
     fields = request.DESCRIPTOR.fields_by_name
     if "run_id" in fields:
         run_id: str = request.run_id

@@ -1,8 +1,10 @@
-"""The gate for specifications: what they may start and load, on one list of the installation.
+"""Gate for specifications: restricts the files, code and commands that they may name.
 
-Every key of a specification that can hold text has a kind in :data:`KINDS`, which says how its values are
-judged. The controller judges by the text what a user submits. Workers judge again where the files are, with
-links followed, because only there links and modules can be seen.
+Every key of a specification that can hold text has a kind in :data:`KINDS`, which decides how its
+values are
+judged. The controller judges a submitted specification by its text. Workers judge it again on their
+hosts with
+links resolved, because only there links and modules are visible.
 """
 
 import importlib.util
@@ -33,15 +35,21 @@ Kind = Literal[
     "rows arguments",
     "workflow arguments",
 ]
-"""How a value is judged.
+"""Kind of a value, which decides how it is judged.
 
-``free``: not at all; a slash means nothing in it. ``text``: anything, which may be a path or a reference to
-code. ``path``: a file or a folder. ``model``: a preset, the id of a hub, or a folder. ``code``: a reference
-for :func:`~services.common.callables.load_callable`, the name of something built in, or an address, which
-workers judge when they connect (:mod:`services.rollout.calls.reach`). ``function``: a function that verifiers
-loads, ``package.module.name`` too. ``package``: a plugin that verifiers imports by its name. ``command``: a
-program with its arguments. ``rows``: ``path`` of a prompt source, whose kind follows from ``source``; ``rows
-arguments`` and ``workflow arguments`` follow from what takes them.
+``free``: not judged; a slash has no meaning in it. ``text``: anything, which may be a path or a
+reference to
+code. ``path``: a file or a folder. ``model``: a preset, a hub id, or a folder. ``code``: a
+reference for
+:func:`~services.common.callables.load_callable`, the name of something built in, or an address,
+which workers
+judge when they connect (:mod:`services.rollout.calls.reach`). ``function``: a function that
+verifiers loads,
+also as ``package.module.name``. ``package``: a plugin that verifiers imports by its name.
+``command``: a
+program with its arguments. ``rows``: ``path`` of a prompt source, whose kind depends on ``source``;
+the kinds
+of ``rows arguments`` and ``workflow arguments`` depend on their consumer.
 """
 
 _MODELS: Final[Mapping[str, Kind]] = {
@@ -99,8 +107,9 @@ KINDS: Final[Mapping[str, Kind]] = {
     "trackers.N.project": "text",
     "trackers.N.tags": "free",
 }
-"""Kind of each key that can hold a user's text, named as by ``services.common.runspec.keys.fields_of``.
-A key that is not here is judged as ``text``."""
+"""Kind of each key that can hold a user's text, named as by ``services.common.runspec.keys.fields_of``. Other
+keys are judged as ``text``.
+"""
 
 _WORKFLOW_ARGUMENTS: Final[Mapping[str, Kind]] = {
     "agent": "code",
@@ -117,7 +126,7 @@ _DATA_KINDS: Final[Mapping[str, Kind]] = {
     "verifiers": "package",
 }
 _URLS = ("http://", "https://", "grpc://", "grpcs://", "openenv+http://", "openenv+https://")
-# What is made on the spot: presets of models and of tokenizers.
+# Presets of models and tokenizers, which are generated without files.
 _PRESETS = ("tiny:", "chars:")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _PLUGIN = re.compile(r"(\w[\w.-]*/)?(?P<module>[A-Za-z_][\w-]*)(@[\w.-]+)?")
@@ -127,7 +136,7 @@ _RUN = re.compile(r"run_[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodePolicy:
-    """What specifications may name. Without folders, everything: a machine that only its owner uses."""
+    """Names that specifications may contain. Without folders everything is allowed: a single-user machine."""
 
     roots: tuple[Path, ...] = ()
     """Folders with data, models and checkpoints."""
@@ -137,10 +146,10 @@ class CodePolicy:
     """Programs that may be started, each with all its arguments."""
 
     def problems(self, spec: RunSpec) -> list[str]:
-        """What a specification names and may not, judged by its text.
+        """Returns the forbidden names in a specification, judged by its text.
 
         Returns:
-            One line per name: its key, what it is, what is allowed.
+            One line per name: its key, its value, and the allowed ones.
         """
         judge = _Judge(self, lambda path: Path(os.path.normpath(path)), is_here=False)
         return judge.all_problems(spec)
@@ -179,11 +188,11 @@ class _Judge:
         elif kind == "model" and value.startswith(_PRESETS):
             return
         elif kind == "path" or not self._is_hub_id(value):
-            # Not every library that opens it expands what begins with ~ or file:.
+            # Not every library that opens the path expands a leading ~ or file:.
             yield from self._path(value, self.allowance.roots, {Path(value), _plain(value)})
 
     def _code_or_text(self, value: str, *, is_code: bool) -> Iterator[str]:
-        # Whatever the loader takes for a reference, wherever it is.
+        # Anything that the loader would accept as a reference, in any key.
         if (reference := _reference(value)) is not None:
             yield from self._reference(reference, must_exist=is_code and self.is_here)
         elif _is_path(value):
@@ -215,7 +224,7 @@ class _Judge:
         try:
             paths = sorted(map(self.resolved, meanings))
             inside = [self.resolved(root) for root in roots]
-        except (OSError, RuntimeError) as error:  # links in a circle
+        except (OSError, RuntimeError) as error:  # circular links
             yield f"{text!r} leads nowhere ({error}); name something inside of {_listed(roots)}"
             return
         for path in paths:
@@ -239,20 +248,20 @@ class _Judge:
             )
 
     def _is_hub_id(self, value: str) -> bool:
-        """Whether it names something of a hub; a folder of that name would win."""
+        """Returns whether a value is a hub id; an existing folder of that name takes precedence."""
         if _HUB_ID.fullmatch(value) is None:
             return False
         return not (self.is_here and Path(value).exists())
 
 
 def runs_named(spec: RunSpec) -> set[str]:
-    """Runs whose folders a specification names, for example to start from a checkpoint."""
+    """Returns the runs whose folders a specification names, for example to start from a checkpoint."""
     texts = _texts(spec.model_dump(mode="json"), "")
     return {run_id for _, value in texts for run_id in _RUN.findall(value)}
 
 
 def paths_named(spec: RunSpec) -> set[Path]:
-    """Absolute paths that a specification names, without ``..``; links are not followed."""
+    """Returns the absolute paths that a specification names, without ``..``; links are not resolved."""
     paths = {
         Path(os.path.normpath(_plain(value)))
         for _, value in _texts(spec.model_dump(mode="json"), "")
@@ -261,10 +270,10 @@ def paths_named(spec: RunSpec) -> set[Path]:
 
 
 def _names(spec: RunSpec) -> Iterator[tuple[str, Kind, Any]]:
-    """What a specification names, by key, and how it is judged."""
+    """Yields the names in a specification: key, kind, value."""
     is_played = spec.rollout.workflow_arguments.get("agent") == "verifiers"
     for split, rows in spec.data.sets.items() if is_played else ():
-        if rows.source != "verifiers":  # then rows say what runs
+        if rows.source != "verifiers":  # otherwise the rows decide what runs
             yield f"data.{split}.source", "command", ["verifiers", rows.source]
     for key, kind, value, part in _fields(spec, "", ""):
         if kind == "rows":
@@ -280,12 +289,12 @@ def _names(spec: RunSpec) -> Iterator[tuple[str, Kind, Any]]:
 
 
 def _fields(part: BaseModel, key: str, known: str) -> Iterator[tuple[str, Kind, Any, BaseModel]]:
-    """Values of a specification: their keys, their kinds, and the part that each is of.
+    """Yields values of a specification: key, kind, value, and the part that holds it.
 
     Args:
-        part: A part of it.
-        key: What stands before the keys of the part.
-        known: The same, as keys of :data:`KINDS` have it.
+        part: A part of the specification.
+        key: Prefix of the keys of the part.
+        known: The same prefix in the notation of :data:`KINDS`.
     """
     for name, value in part:
         yield from _field(value, f"{key}{name}", f"{known}{name}", part)
@@ -309,7 +318,7 @@ def _field(
 def _workflow_names(
     spec: RunSpec, key: str, arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, Kind, Any]]:
-    """What a workflow is given: code and commands have names, anything else is text."""
+    """Yields the arguments of a workflow: code and commands by known keys, all others as text."""
     for name, value in arguments.items():
         yield f"{key}.{name}", "text", name
         kind = _WORKFLOW_ARGUMENTS.get(name, "text")
@@ -321,7 +330,7 @@ def _workflow_names(
 
 
 def _verifiers_names(key: str, arguments: Any) -> Iterator[tuple[str, Kind, Any]]:
-    """What a configuration of verifiers names: plugins, functions, and where programs run."""
+    """Yields the names in a configuration of verifiers: plugins, functions, and runtimes of programs."""
     kinds: Mapping[str, Kind] = {"id": "package", "fn": "function"}
     for name, value in _texts(arguments, key):
         leaf = name.rpartition(".")[2]
@@ -332,7 +341,7 @@ def _verifiers_names(key: str, arguments: Any) -> Iterator[tuple[str, Kind, Any]
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """All texts of a value, with their keys. Names that the user chose are texts too: loops read them."""
+    """Yields all texts of a value with their keys; also keys that the user chose, as loops read them."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
@@ -352,7 +361,7 @@ def _reference(text: str) -> Reference | None:
 
 
 def _module_specs(module: str) -> Iterator[ModuleSpec]:
-    """Where a module and the packages around it are, as far as that is known without running any of them."""
+    """Yields the specs of a module and its parent packages, as far as known without executing them."""
     name, *below = module.split(".")
     try:
         found = importlib.util.find_spec(name)
@@ -368,7 +377,7 @@ def _module_specs(module: str) -> Iterator[ModuleSpec]:
 
 
 def _is_within(found: ModuleSpec, roots: Sequence[Path]) -> bool:
-    """Whether all code of a module is in one of the folders."""
+    """Returns whether all code of a module is in one of the folders."""
     places = list(found.submodule_search_locations or ())
     if found.has_location and found.origin:
         places.append(found.origin)
@@ -380,7 +389,7 @@ def _is_path(text: str) -> bool:
 
 
 def _plain(path: str) -> Path:
-    # Path.expanduser raises for a user that is not there.
+    # Path.expanduser raises for an unknown user.
     return Path(os.path.expanduser(path.removeprefix("file://").removeprefix("file:")))  # noqa: PTH111
 
 

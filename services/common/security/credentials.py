@@ -1,7 +1,8 @@
-"""What a process shows to its peers and by what it knows them: certificates and tokens.
+"""Identity of a process: its certificate and tokens, and the verification of its peers'.
 
-A process takes its identity on once, in its ``main``; servers and channels opened inside that block use it.
-A process without one trusts whoever reaches it, which the settings allow on loopback only.
+A process sets its identity once, in its ``main``; servers and channels opened inside that block use
+it. A
+process without one trusts every peer, which the settings allow only on loopback.
 """
 
 import hmac
@@ -20,37 +21,37 @@ MIN_KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who this process is."""
+    """Certificate, keys and token of this process."""
 
     tls: Tls | None = None
-    """Certificate for mutual TLS; None talks in plain text."""
+    """Certificate for mutual TLS; None for plain text."""
     issue: Callable[[str], Certificate] | None = field(default=None, repr=False)
-    """Makes the certificate of a DNS name; only services have it, and not all of them."""
+    """Issues a certificate for a DNS name; only some services have it."""
     key: bytes = field(default=b"", repr=False)
-    """Signs and checks the tokens of all runs; only services have it."""
+    """Key that signs and verifies the tokens of all runs; only services have it."""
     run_token: str = field(default="", repr=False)
     """Token of the one run that a worker belongs to."""
 
     @property
     def is_known(self) -> bool:
-        """Whether this process shows and asks for tokens."""
+        """True if this process sends and requires tokens."""
         return bool(self.key or self.run_token)
 
     def token_for(self, run_id: str = "") -> str:
-        """The token to show to a worker of a run, or with no run to a service; empty without identity."""
+        """Returns the token for calls to a worker of a run, or else to a service; empty without identity."""
         if self.key:
             return issue_token(self.key, run_id or SERVICES)
         return self.run_token
 
     def certificate_for(self, run_id: str) -> Certificate | None:
-        """A new certificate for the workers of a run; None where this process makes none."""
+        """Returns a new certificate for the workers of a run; None if this process issues none."""
         return self.issue(peer_name("worker", run_id)) if self.issue else None
 
     def bearer(self, authorization: str) -> str:
-        """Whose token an ``authorization`` header holds: a run's id, or ``services``.
+        """Returns the bearer of the token in an ``authorization`` header: a run's id, or ``services``.
 
         Raises:
-            UnauthenticatedError: If it holds none that this process knows.
+            UnauthenticatedError: If it has no token that this process can verify.
         """
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() == "bearer":
@@ -68,13 +69,13 @@ _identity: ContextVar[Identity] = ContextVar("identity", default=Identity())  # 
 
 
 def current_identity() -> Identity:
-    """The identity of this process."""
+    """Returns the identity of this process."""
     return _identity.get()
 
 
 @contextmanager
 def acting_as(identity: Identity) -> Iterator[None]:
-    """Take an identity on until the block ends."""
+    """Uses an identity until the block ends."""
     token = _identity.set(identity)
     try:
         yield
@@ -83,7 +84,7 @@ def acting_as(identity: Identity) -> Iterator[None]:
 
 
 def read_key(file: Path) -> bytes:
-    """The key of the installation.
+    """Reads the service key of the installation.
 
     Raises:
         InvalidArgumentError: If the file cannot be read or the key is too short to be secret.

@@ -1,7 +1,6 @@
-"""Makes certificates of days: for the service itself, in memory, and for the workers of each run.
+"""Issues short-lived certificates: for the service itself, in memory, and for the workers of each run.
 
-Who has the issuer of an installation is trusted like whoever has its service key: the services, and nobody
-else.
+The issuer of an installation must be protected like its service key: only the services may have it.
 """
 
 import logging
@@ -24,18 +23,19 @@ from services.common.telemetry.logging import RareLog
 logger = logging.getLogger(__name__)
 
 LIFETIME = timedelta(days=3)
-# Clocks of nodes differ.
+# Tolerates clock differences between nodes.
 _EARLIER = timedelta(minutes=5)
 _failures = RareLog(logger)
 
 
 class Issuer:
-    """Signs certificates with an authority of the installation, which is read again when it changes.
+    """Signs certificates with an authority of the installation, which is reloaded when it changes.
 
     Args:
-        folder: With ``tls.crt`` and ``tls.key`` of the authority, and ``ca.crt``, by which all are known:
-            the same certificate, or one above it.
-        clock: Tells the time.
+        folder: Folder with ``tls.crt`` and ``tls.key`` of the authority, and ``ca.crt``, with which
+            all peers
+            are verified: the same certificate, or one above it.
+        clock: Source of the current time.
     """
 
     def __init__(self, folder: Path, *, clock: Clock = time) -> None:
@@ -46,10 +46,10 @@ class Issuer:
         )
 
     def issue(self, name: str) -> Certificate:
-        """A certificate for a DNS name, which is due to be renewed when half of its time is over.
+        """Issues a certificate for a DNS name, due for renewal after half of its lifetime.
 
         Raises:
-            InvalidArgumentError: If the authority cannot be read, may not sign, or has ended.
+            InvalidArgumentError: If the authority cannot be read, may not sign, or has expired.
         """
         authority = self._files.current()
         signer, signing_key = self._load(authority)
@@ -86,7 +86,7 @@ class Issuer:
         )
 
     def is_due(self, certificate: Certificate) -> bool:
-        """Whether another certificate should take the place of one, because of its age or its authority."""
+        """Returns whether a certificate must be replaced, because of its age or a changed authority."""
         is_known = certificate.authority == self._files.current().authority
         return not is_known or self._clock.time() >= certificate.renew_at
 
@@ -110,11 +110,11 @@ class Issuer:
 
 
 class IssuedTls:
-    """A certificate that its process makes for itself, again and again; it is never written down.
+    """Certificate that its process issues for itself and renews; it is never written to disk.
 
     Args:
-        issuer: Signs it.
-        name: Its DNS name.
+        issuer: Signs the certificate.
+        name: DNS name of the certificate.
 
     Raises:
         InvalidArgumentError: If the issuer cannot sign.
@@ -126,7 +126,7 @@ class IssuedTls:
         self._current = issuer.issue(name)
 
     def current(self) -> Certificate:
-        """What to show now; one that could not be renewed is shown to its end."""
+        """Returns the current certificate; if renewal fails, the old one until it expires."""
         if self._issuer.is_due(self._current):
             try:
                 self._current = self._issuer.issue(self._name)

@@ -1,7 +1,8 @@
-"""Tokens by which the services of one installation know each other and the workers of a run.
+"""Tokens that authenticate services of one installation and the workers of a run.
 
-A token names its bearer and carries a keyed digest of that name, so whoever holds the key checks it
-without asking anybody. Workers get the token of their run and never the key.
+A token has the name of its bearer and a keyed digest of that name, so any holder of the key can
+verify it
+locally. Workers get the token of their run and never the key.
 """
 
 import base64
@@ -10,21 +11,21 @@ import hmac
 
 PREFIX = "slr_"
 SERVICES = "services"
-"""The bearer that may act for every run: the controller, the transferqueue and its shards."""
+"""Bearer that may act for every run: the controller, the transferqueue and its shards."""
 
 
 def issue_token(key: bytes, bearer: str) -> str:
-    """The token of a run, or of the services themselves.
+    """Returns the token of a run, or of the services.
 
     Args:
-        key: Secret of the installation.
+        key: Service key of the installation.
         bearer: Id of a run, or :data:`SERVICES`.
     """
     return f"{PREFIX}{bearer}.{_digest(key, bearer)}"
 
 
 def bearer_of(key: bytes, token: str) -> str | None:
-    """Whose token this is; None if it was not issued with the key."""
+    """Returns the bearer of a token; None if it was not issued with the key."""
     bearer, _, digest = token.removeprefix(PREFIX).partition(".")
     if not token.startswith(PREFIX) or not bearer:
         return None

@@ -1,6 +1,6 @@
-"""Secrets by reference: a specification holds ``{"secret": "NAME"}``, a worker has the file ``NAME``.
+"""Secrets by reference: a specification has ``{"secret": "NAME"}``, a worker has the file ``NAME``.
 
-A secret that is written out would be stored, shown and logged with its run, so it is refused.
+A literal secret would be stored, shown and logged with its run, so it is rejected.
 """
 
 import re
@@ -14,9 +14,9 @@ from services.common.runspec.run import RunSpec
 
 _Part = TypeVar("_Part", bound=SpecPart)
 
-# Words of a name, however it is spelt: api_key, apiKey, X-API-Key.
+# Words of a name in any spelling: api_key, apiKey, X-API-Key.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-# Names of secrets, in words; eos_token and the like are names of tokens of a text.
+# Names of secrets, in words; eos_token and similar are names of text tokens.
 _SECRET_NAME = re.compile(
     r"(^|.* )(apikey|auth|authorization|bearer|cookie|credentials?|passphrase|passwd|password|pwd|secrets?"
     r"|token|(access|account|admin|api|auth|client|encryption|private|secret|service|signing) keys?)"
@@ -25,7 +25,7 @@ _TEXT_TOKEN = re.compile(
     r"(.* )?(answer|assistant|audio|begin|bos|cls|end|eos|first|image|last|mask|next|pad|per|prompt|sep"
     r"|special|start|stop|system|think|thinking|tool|unk|user|video) token"
 )
-# Every repetition is bounded: texts are as long as a specification may be.
+# Every repetition is bounded, as a text may be as long as a specification.
 _URL_USER = re.compile(r"\w://[^/?#\s@:]{0,200}:[^/?#\s@]{1,500}@")
 _SECRET_VALUE = re.compile(
     r"^bearer\s+\S+$|^(basic|token)\s+(?=\S*\d)[\w.~+/=-]{8,}$"
@@ -48,7 +48,7 @@ _FIX_URL: Final = (
 
 
 def find_plain_secrets(spec: RunSpec) -> list[str]:
-    """Values of a specification that look like secrets and would be stored as they are.
+    """Returns the keys of a specification whose values look like literal secrets.
 
     Returns:
         One line per key: the key and the fix, never the value.
@@ -66,7 +66,7 @@ def _plain_secrets(value: Any, key: str, *, is_secret: bool) -> Iterator[tuple[s
     elif isinstance(value, Mapping):
         if _is_by_name(value):
             return
-        # As headers and variables are listed: {"name": "Authorization", "value": ...}.
+        # The usual form of headers and variables: {"name": "Authorization", "value": ...}.
         is_pair = any(_is_secret_name(value.get(name)) for name in ("name", "key", "header"))
         for name, inner in value.items():
             yield from _plain_secrets(name, key, is_secret=False)
@@ -97,14 +97,16 @@ def _is_secret_name(name: Any) -> bool:
 
 
 def with_secrets(part: _Part, folder: Path | None) -> _Part:
-    """A copy of a part of a specification that has its secrets; it must not be stored or logged.
+    """Returns a copy of a part of a specification with its secrets filled in; never store or log it.
 
     Args:
-        part: Refers to secrets, or to none.
-        folder: Holds a file per secret.
+        part: Part of a specification, with or without references to secrets.
+        folder: Folder with a file per secret.
 
     Raises:
-        FailedPreconditionError: If a secret is not there; names it and the folder, never a value.
+        FailedPreconditionError: If a secret does not exist; the message has its name and the
+            folder, never
+            a value.
     """
     return type(part).model_validate(_filled(part.model_dump(mode="json"), folder))
 

@@ -1,4 +1,4 @@
-"""What a process shows to its peers over mutual TLS, and takes up again when it is renewed."""
+"""Certificates of a process for mutual TLS, and their renewal."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,17 +10,17 @@ import grpc
 from services.common.errors import InvalidArgumentError
 
 Peer = Literal["controller", "transferqueue", "worker"]
-"""Who is called; its certificate must hold its :func:`peer_name`."""
+"""Role of a peer; its certificate must have its :func:`peer_name`."""
 
 ANY_WORKER = "*.worker.slipstream"
-"""Name in a certificate that serves the workers of every run, where somebody else makes certificates."""
+"""Name in a certificate for the workers of every run, if certificates are issued externally."""
 
 
 def peer_name(peer: Peer, run_id: str = "") -> str:
-    """The DNS name that a certificate holds: it says what the peer is, and of a worker, of which run.
+    """Returns the DNS name in a certificate: role of the peer and, for a worker, its run.
 
     Args:
-        peer: What it is.
+        peer: Role of the peer.
         run_id: The run of a worker.
     """
     label = f"{run_id.replace('_', '-')}." if run_id and peer == "worker" else ""
@@ -29,41 +29,41 @@ def peer_name(peer: Peer, run_id: str = "") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """A certificate with its key, and by what others are known; all in PEM."""
+    """Certificate with its key, and the authority that verifies others; all in PEM."""
 
     chain: bytes
-    """The certificate, and those that lead from it to the authority."""
+    """The certificate and the intermediate ones up to the authority."""
     key: bytes = field(repr=False)
     authority: bytes
-    """Who signs everybody's."""
+    """Authority that signs the certificates of all peers."""
     renew_at: float = math.inf
-    """When another is due, in seconds since the epoch."""
+    """Time of its renewal, in seconds since the epoch."""
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a channel, whose connections all show this certificate."""
+        """Returns credentials of a channel, whose connections all present this certificate."""
         return grpc.ssl_channel_credentials(self.authority, self.key, self.chain)
 
     def server_configuration(self) -> grpc.ServerCertificateConfiguration:
-        """For a server that asks its clients for certificates."""
+        """Returns the configuration of a server that requires client certificates."""
         return grpc.ssl_server_certificate_configuration(
             [(self.key, self.chain)], root_certificates=self.authority
         )
 
 
 class Tls(Protocol):
-    """Where the certificate of a process comes from."""
+    """Source of a process's certificate."""
 
     def current(self) -> Certificate:
-        """What to show now: the same object until there is a new one."""
+        """Returns the current certificate: the same object until there is a new one."""
 
 
 class TlsFiles:
-    """A certificate in files, which are read again when they change.
+    """Certificate in files, which are reloaded when they change.
 
     Args:
-        certificate: Certificate and those that lead from it to the authority.
-        key: Its key.
-        authority: Who signs everybody's.
+        certificate: The certificate and the intermediate ones up to the authority.
+        key: Key of the certificate.
+        authority: Authority that signs the certificates of all peers.
     """
 
     def __init__(self, *, certificate: Path, key: Path, authority: Path) -> None:
@@ -72,16 +72,17 @@ class TlsFiles:
         self._current: Certificate | None = None
 
     def current(self) -> Certificate:
-        """What the files hold; what they held, while they are being written.
+        """Returns the certificate in the files; the previous one while they are being written.
 
         Raises:
-            InvalidArgumentError: If they cannot be read, the first time.
+            InvalidArgumentError: If they cannot be read the first time.
         """
         try:
             stamp = self._times()
             if self._current is None or stamp != self._stamp:
                 chain, key, authority = (file.read_bytes() for file in self._files)
-                # Or they may not belong together, and are read again the next time.
+                # If they changed during the read they may not match; the next call reads them
+                # again.
                 if self._current is None or self._times() == stamp:
                     self._current = Certificate(chain=chain, key=key, authority=authority)
                     self._stamp = stamp
@@ -97,11 +98,11 @@ class TlsFiles:
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
-    """For a server that asks its clients for certificates, and shows a renewed one from then on."""
+    """Returns credentials of a server that requires client certificates and uses renewed certificates."""
     shown = tls.current()
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
-        """Called at each handshake; None keeps what there is."""
+        """Returns the new configuration at a handshake; None keeps the current one."""
         nonlocal shown
         before, shown = shown, tls.current()
         return None if shown is before else shown.server_configuration()

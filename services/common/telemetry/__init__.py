@@ -1,1 +1,1 @@
-"""Logs, metrics, traces."""
+"""Telemetry: logs, metrics, traces."""

@@ -1,4 +1,4 @@
-"""Log lines for people or for machines, with the fields of the process in each."""
+"""Configures log lines for people or machines, with the fields of the process in each."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from typing import Literal
 
 from services.common.telemetry import tracing
 
-# API tokens, run tokens, and whatever else is sent to prove who somebody is.
+# API tokens, run tokens, and other bearer credentials.
 _SECRET = re.compile(r"\b(slp_|slr_|[Bb]earer )[\w.~+/=-]{8,}")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -18,12 +18,12 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 def configure(
     *, level: str = "INFO", log_format: Literal["text", "json"] = "text", **fields: object
 ) -> None:
-    """Send all log records to standard error.
+    """Sends all log records to standard error.
 
     Args:
-        level: Least level that is logged.
+        level: Min. level of logged records.
         log_format: ``text`` for people, ``json`` for machines.
-        fields: Facts of this process that each line carries, such as ``service`` and ``run``.
+        fields: Attributes of this process that each line has, such as ``service`` and ``run``.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(fields) if log_format == "json" else _TextFormatter(fields))
@@ -50,10 +50,10 @@ class _TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one JSON object.
+    """Formats a record as one JSON object.
 
     Args:
-        fields: Facts that each line carries.
+        fields: Attributes that each line has.
     """
 
     def __init__(self, fields: dict[str, object]) -> None:
@@ -61,7 +61,7 @@ class JsonFormatter(logging.Formatter):
         self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as a line."""
+        """Formats a record as a line."""
         line: dict[str, object] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname,
@@ -83,11 +83,11 @@ PERIOD_S = 60.0
 
 
 class RareLog:
-    """Warns at most once a minute for each message.
+    """Logs each message at most once a minute.
 
     Args:
-        logger: Gets the lines.
-        now: Monotonic seconds.
+        logger: Receives the lines.
+        now: Returns monotonic seconds.
     """
 
     def __init__(self, logger: logging.Logger, now: Callable[[], float] = time.monotonic) -> None:
@@ -97,11 +97,11 @@ class RareLog:
         self._num_untold: dict[str, int] = {}
 
     def warning(self, message: str, **facts: object) -> None:
-        """Tell it, with how often it happened untold since the last time.
+        """Logs a warning with the number of suppressed ones since the last line.
 
         Args:
-            message: The same text for the same thing; one line a minute of each.
-            facts: What varies.
+            message: Constant text that identifies the warning; one line a minute of each.
+            facts: Variable parts.
         """
         now = self._now()
         if now - self._told.get(message, -PERIOD_S) < PERIOD_S:

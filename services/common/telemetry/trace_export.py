@@ -1,4 +1,4 @@
-"""Spans to an OpenTelemetry collector, by OTLP over gRPC; needs the extra ``tracing``."""
+"""Exports spans to an OpenTelemetry collector, by OTLP over gRPC; needs the extra ``tracing``."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +13,11 @@ from services.common.telemetry import tracing
 
 
 class OpenTelemetrySink:
-    """Hands spans on as OpenTelemetry's own.
+    """Converts spans to OpenTelemetry's and passes them to a processor.
 
     Args:
-        processor: Exports them.
-        facts: What the process is: ``service.name`` and so on.
+        processor: Exports the spans.
+        facts: Attributes of the process: ``service.name`` and so on.
     """
 
     def __init__(self, processor: SpanProcessor, facts: dict[str, str]) -> None:
@@ -25,7 +25,7 @@ class OpenTelemetrySink:
         self._resource = Resource.create(facts)
 
     def take(self, span: tracing.Span) -> None:
-        """Take a span that ended."""
+        """Exports an ended span."""
         parent = None
         if span.parent_id:
             parent = _context(tracing.Trace(span.trace.trace_id, span.parent_id, is_collected=True))
@@ -46,12 +46,12 @@ class OpenTelemetrySink:
 
 @contextmanager
 def exporting(endpoint: str, *, ratio: float, facts: dict[str, str]) -> Iterator[None]:
-    """Send this process's spans to a collector until the block ends.
+    """Sends this process's spans to a collector until the block ends.
 
     Args:
         endpoint: ``http://host:port`` of OTLP over gRPC, or ``https://`` with TLS.
-        ratio: Part of the sample groups that is collected.
-        facts: What the process is.
+        ratio: Fraction of the sample groups that is collected.
+        facts: Attributes of the process.
     """
     processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint))
     try:

@@ -1,14 +1,15 @@
-"""Traces: what a process works for, in its log lines, in its calls, and as spans for a collector.
+"""Traces: connect the log lines, calls and spans of all services that work on a group, step or sync.
 
 A sample group has one trace from its prompt to its gradient::
 
     controller   group.issue ............................. group.acquire ........... group.settle
     rollout         rollout.group [rollout.generate, reward.score, samples.put]
     trainer                                                         group.train
-                 step [train.step], weight.sync    traces of their own, linked to what they work on
+                 step [train.step], weight.sync    own traces, linked to the groups they work on
 
-Ids follow from names, so that every service knows the trace of a group without being told, also after it was
-started again, and all of them agree on the part of the groups that is collected.
+Ids are derived from names, so every service knows the trace of a group without communication, even
+after a
+restart, and all agree on the fraction of groups that is collected.
 """
 
 import hashlib
@@ -20,37 +21,37 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
-# Of the groups of a batch, a step is linked to this many.
+# Max. groups of a batch to which a step is linked.
 MAX_LINKS = 128
 Attribute = str | int | float
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A place in a trace: what comes next is a part of it."""
+    """Position in a trace: the parent of spans that start within it."""
 
     trace_id: str
     """32 hexadecimal digits."""
     span_id: str
     """16 hexadecimal digits."""
     is_collected: bool
-    """Whether its spans go to a collector."""
+    """True if its spans are sent to a collector."""
 
     @property
     def traceparent(self) -> str:
-        """As W3C Trace Context writes it in headers."""
+        """Header value in the format of W3C Trace Context."""
         return f"00-{self.trace_id}-{self.span_id}-{self.is_collected:02x}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that was done, in nanoseconds since 1970."""
+    """Ended operation, with times in nanoseconds since 1970."""
 
     name: str
     trace: Trace
-    """The span itself."""
+    """Position of the span itself."""
     parent_id: str
-    """Empty for the first of its trace."""
+    """Id of the parent span; empty for the first span of a trace."""
     begin_ns: int
     end_ns: int
     attributes: Mapping[str, Attribute]
@@ -60,10 +61,10 @@ class Span:
 
 
 class SpanSink(Protocol):
-    """Takes spans; it must not block."""
+    """Receives spans; must not block."""
 
     def take(self, span: Span) -> None:
-        """Take a span that ended."""
+        """Receives an ended span."""
 
 
 @dataclass(slots=True)
@@ -74,10 +75,10 @@ class _Collecting:
 
 @dataclass(slots=True)
 class OpenSpan:
-    """A span that has not ended."""
+    """Span that has not ended."""
 
     attributes: dict[str, Attribute] = field(default_factory=dict)
-    """What it says at its end."""
+    """Attributes that are recorded at its end."""
 
 
 _collecting = _Collecting()
@@ -86,11 +87,12 @@ _current: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 @contextmanager
 def collecting(sink: SpanSink, *, ratio: float) -> Iterator[None]:
-    """Collect this process's spans until the block ends.
+    """Collects this process's spans until the block ends.
 
     Args:
-        sink: Takes them.
-        ratio: Part of the sample groups that is collected. Steps and weight syncs are collected always.
+        sink: Receives the spans.
+        ratio: Fraction of the sample groups that is collected. Steps and weight syncs are always
+            collected.
     """
     _collecting.sink, _collecting.ratio = sink, ratio
     try:
@@ -100,45 +102,45 @@ def collecting(sink: SpanSink, *, ratio: float) -> Iterator[None]:
 
 
 def is_collecting() -> bool:
-    """Whether anybody collects this process's spans."""
+    """Returns whether this process's spans are collected."""
     return _collecting.sink is not None
 
 
 def current() -> Trace | None:
-    """What this task is working for."""
+    """Returns the current trace of this task."""
     return _current.get()
 
 
 def headers() -> dict[str, str]:
-    """What a call to another service carries, so that its part joins the trace."""
+    """Returns the headers with which a call to another service joins the trace."""
     trace = _current.get()
     return {} if trace is None else {"traceparent": trace.traceparent}
 
 
 def of_group(run_id: str, group_id: str) -> Trace:
-    """The first span of a sample group's trace."""
+    """Returns the first span of a sample group's trace."""
     trace_id, span_id = _ids(f"{run_id}/{group_id}")
     is_collected = is_collecting() and int(trace_id[16:], 16) < _collecting.ratio * 2**64
     return Trace(trace_id, span_id, is_collected)
 
 
 def of_step(run_id: str, step: int) -> Trace:
-    """The first span of a step's trace."""
+    """Returns the first span of a step's trace."""
     return Trace(*_ids(f"{run_id}/step/{step}"), is_collecting())
 
 
 def of_sync(run_id: str, version: int) -> Trace:
-    """The first span of the trace of a weight version's way to the rollouts."""
+    """Returns the first span of the trace of a weight version's transfer to the rollouts."""
     return Trace(*_ids(f"{run_id}/sync/{version}"), is_collecting())
 
 
 def fresh() -> Trace:
-    """A place that nobody collects, to find log lines by."""
+    """Returns a new trace that is not collected, only to correlate log lines."""
     return Trace(secrets.token_hex(16), secrets.token_hex(8), is_collected=False)
 
 
 def parse(traceparent: str) -> Trace | None:
-    """Read a header of W3C Trace Context; None if it is none."""
+    """Parses a W3C Trace Context header; returns None if it is malformed."""
     parts = traceparent.split("-")
     if [len(part) for part in parts] != [2, 32, 16, 2]:
         return None
@@ -151,7 +153,7 @@ def parse(traceparent: str) -> Trace | None:
 
 @contextmanager
 def within(trace: Trace | None) -> Iterator[None]:
-    """Work for a trace until the block ends."""
+    """Makes a trace the current one until the block ends."""
     token = _current.set(trace)
     try:
         yield
@@ -168,12 +170,12 @@ def span(
     links: Sequence[Trace] = (),
     **attributes: Attribute,
 ) -> Iterator[OpenSpan]:
-    """Do a part of what ``parent``, or else the current trace, is about.
+    """Runs the block as a span of ``parent``, or else of the current trace.
 
     Args:
-        name: What is done.
-        parent: What it is a part of.
-        is_first: Whether it is ``parent`` itself: the first span of its trace.
+        name: Name of the operation.
+        parent: Parent of the span.
+        is_first: True if the span is ``parent`` itself: the first span of its trace.
         links: Traces that it works on.
         attributes: Facts; never the text of a prompt or a response.
     """
@@ -215,7 +217,7 @@ def record(
     links: Sequence[Trace] = (),
     **attributes: Attribute,
 ) -> None:
-    """Note something that was done until now for each of several traces."""
+    """Records a span from ``begin_ns`` to now for each of several traces."""
     end_ns = time.time_ns()
     for trace in traces:
         if not trace.is_collected:
@@ -235,7 +237,7 @@ def record(
 
 
 def of_groups(run_id: str, group_ids: Iterable[str]) -> list[Trace]:
-    """Traces of the groups of a batch that are collected."""
+    """Returns the collected traces of a batch's groups."""
     if not is_collecting():
         return []
     traces = [of_group(run_id, group_id) for group_id in dict.fromkeys(group_ids)]
@@ -243,7 +245,7 @@ def of_groups(run_id: str, group_ids: Iterable[str]) -> list[Trace]:
 
 
 def _place(parent: Trace, *, is_first: bool) -> tuple[Trace, str]:
-    """Where a new span is, and the id of the span that it is a part of."""
+    """Returns the position of a new span, and the id of its parent."""
     if is_first:
         return parent, ""
     return Trace(parent.trace_id, secrets.token_hex(8), is_collected=True), parent.span_id
