@@ -18,8 +18,9 @@ class Field:
     dtype: str
     """Element type."""
     shape: str
-    """Shape of one sample; ``P`` prompt tokens, ``R`` response tokens, ``K`` runs of versions, ``L`` layers
-    of experts, of which ``E`` are chosen."""
+    """Shape of one sample; ``P`` prompt tokens, ``R`` response tokens, ``K`` runs of versions, ``L``
+    layers of experts, of which ``E`` are chosen.
+    """
     producer: str
     """Role that writes it: ``rollout``, ``logp``, ``ref_logp`` or ``critic``."""
     meaning: str

@@ -46,15 +46,17 @@ class ServiceSettings(BaseSettings):
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of ``/metrics`` on the host of ``bind``; 0 serves none."""
     metrics_token_file: Path | None = None
-    """File with the bearer token that whoever asks for metrics must show; without it all who reach the port
-    see them. Those of the controller and the transferqueue name the runs of all projects."""
+    """File with the bearer token that scrapes must send; without it everyone who reaches the port can
+    read the metrics. Those of the controller and the transferqueue name the runs of all projects.
+    """
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Min. level of logged records."""
     log_format: Literal["text", "json"] = "text"
     """Format of log lines."""
     trace_endpoint: str = Field("", validation_alias="SLIPSTREAM_TRACE_ENDPOINT")
-    """Where spans are sent: ``http://host:4317`` of an OpenTelemetry collector; empty sends none. The
-    same for all services, and so without their prefix."""
+    """``http://host:4317`` of an OpenTelemetry collector that receives spans; empty sends none. The
+    variable is the same for all services and so does not have their prefix.
+    """
     trace_ratio: float = Field(0.01, ge=0, le=1, validation_alias="SLIPSTREAM_TRACE_RATIO")
     """Fraction of the sample groups whose spans are sent; spans of steps and weight syncs are always sent."""
     stop_on_stdin_eof: bool = False
@@ -121,12 +123,16 @@ class KeySettings(ServiceSettings):
     """Settings of the services that act for every run: controller and transferqueue."""
 
     service_key_file: Path | None = None
-    """File with the secret by which the services know each other and sign the tokens of runs: the same for
-    all of them, 32 random bytes or more. Required unless gRPC is bound to a loopback address."""
+    """File with the secret by which the services authenticate each other and sign the tokens of runs: the
+    same for all of them, 32 random bytes or more. Required unless gRPC is bound to a loopback
+    address.
+    """
     tls_issuer: Path | None = None
-    """Folder with ``tls.crt`` and ``tls.key`` of an authority, and ``ca.crt``, by which everybody is known.
-    With it, services make certificates of three days themselves, and the controller those of its runs, in
-    place of ``tls_certificate``, ``tls_key`` and ``tls_authority``."""
+    """Folder with ``tls.crt`` and ``tls.key`` of an authority, and ``ca.crt``, with which all peers are
+    verified. With it, services issue their own certificates, valid for three days, and the
+    controller
+    those of its runs, in place of ``tls_certificate``, ``tls_key`` and ``tls_authority``.
+    """
 
     peer: ClassVar[Peer]
     """Role of this service in its certificate."""
@@ -171,7 +177,8 @@ class SpecSettings(ServiceSettings):
     """Folders with Python code that a specification may name; only with ``allowed_roots``."""
     allowed_commands: tuple[tuple[str, ...], ...] = ()
     """Commands that a specification may start, such as those of MCP servers, each with all its arguments;
-    only with ``allowed_roots``."""
+    only with ``allowed_roots``.
+    """
 
     @property
     def allowance(self) -> CodePolicy:
@@ -193,8 +200,9 @@ class WorkerSettings(SpecSettings):
     controller_timeout_s: float = Field(120.0, gt=0)
     """Seconds without a reachable controller after which the worker exits."""
     run_token: SecretStr = SecretStr("")
-    """Token of the run; the controller gives it to the workers that it starts. Required unless gRPC is bound
-    to a loopback address."""
+    """Token of the run; the controller gives it to the workers that it starts. Required unless gRPC is
+    bound to a loopback address.
+    """
 
     secrets_directory: Path | None = None
     """Folder with a file per secret, for specifications that contain ``{"secret": "NAME"}``."""

@@ -55,7 +55,7 @@ async def until_first(*works: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any
 
 
 async def together(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """Results of works that run at once. The first that fails ends the others, and its error is raised."""
+    """Runs coroutines concurrently; returns their results. The first error cancels the others."""
     some = list(works)
     if len(some) == 1:
         return [await some[0]]  # a single one needs no task

@@ -1,9 +1,12 @@
-"""Bounds what connections of unknown peers cost the servers of gRPC and ZeroMQ, whose libraries do not.
+"""Limits the memory that unknown peers cost gRPC and ZeroMQ servers, which have no such limits.
 
-gRPC's core keeps the header frames of a call until their end, however many come, and libzmq allocates a frame
-before it knows its peer. Neither has a limit for all connections together, or lets a server accept them. So a
-thread looks at the kernel's count of what came over each connection to the port. Once unknown peers have
-sent too much together, it shuts down those that sent the most.
+gRPC's core keeps all header frames of a call until its end, and libzmq allocates a frame before it
+knows its
+peer. Neither has a limit for all connections together, or lets a server accept them itself. So a
+thread
+reads the kernel's count of received bytes for each connection to the port. When unknown peers have
+sent too
+much in total, it shuts down those that sent the most.
 """
 
 import logging

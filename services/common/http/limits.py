@@ -243,7 +243,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_bytes = 0
 
     def on_response_complete(self) -> None:
-        """Forget the request; what is left of its body is read for a while, and the peer sees the answer."""
+        """Releases the request; reads the rest of its body for a while so that the peer sees the response."""
         self.connections_by_peer.release(self)
         self._forget_body()
         super().on_response_complete()

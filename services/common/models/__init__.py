@@ -1,1 +1,1 @@
-"""Models and tokenizers as trainer and rollouts both load them."""
+"""Models and tokenizers, as trainer and rollouts both load them."""

@@ -1,4 +1,4 @@
-"""The ``config.json`` of a model, read without torch."""
+"""Reads the ``config.json`` of a model without torch."""
 
 import functools
 import json
@@ -13,10 +13,10 @@ from services.common.runspec.run import ModelSpec
 
 
 def find_file(model: ModelSpec, name: str) -> Path | None:
-    """Where a file of ``model.path`` lies; None if the model has none of that name.
+    """Returns the path of a file of ``model.path``, which is fetched if necessary; None if there is none.
 
     Raises:
-        OSError: If it is to be fetched and cannot be.
+        OSError: If it cannot be fetched.
     """
     if Path(model.path).is_dir():
         path = Path(model.path) / name
@@ -27,12 +27,13 @@ def find_file(model: ModelSpec, name: str) -> Path | None:
     try:
         return Path(hf_hub_download(model.path, name, revision=model.revision))
     except LocalEntryNotFoundError:
-        raise  # nobody could be asked, so nothing is known
+        raise  # the hub could not be reached, so the file may exist
     except EntryNotFoundError:
         return None
 
 
-# More than any model has: layers, heads and the like, of which families make lists, and all other numbers.
+# Upper bounds beyond any model: of counts such as layers and heads, from which families build
+# lists, and of all other numbers.
 _COUNT = re.compile(
     r"(^|_)(layers?|heads|experts|blocks|groups|labels|stages)($|_)|^n_(layer|head)$|depth"
 )
@@ -43,14 +44,14 @@ _SIZES = ("vocab_size", "max_position_embeddings", "num_attention_heads", "slidi
 
 
 def read_config(model: ModelSpec, tokenizer: Vocabulary | None) -> dict[str, Any]:
-    """What a model says of itself: a preset's shape, a folder's file, or that of a Hugging Face id.
+    """Returns the ``config.json`` of a model: a preset, a folder, or a Hugging Face id.
 
     Args:
         model: The model.
-        tokenizer: Of a preset, which has a place for each of its tokens.
+        tokenizer: Tokenizer of a preset, which sets the size of its vocabulary.
 
     Raises:
-        ValueError: If ``model.path`` names none.
+        ValueError: If ``model.path`` names no model.
     """
     if model.is_tiny:
         assert tokenizer is not None
@@ -72,10 +73,11 @@ def read_config(model: ModelSpec, tokenizer: Vocabulary | None) -> dict[str, Any
 
 
 def full_config(model: ModelSpec) -> Any:
-    """The Hugging Face configuration of a folder or an id, its own rules checked: needs transformers.
+    """Returns the Hugging Face configuration of a folder or an id, with its own checks; needs transformers.
 
     Raises:
-        ValueError: If ``model.path`` names none, what it says contradicts itself, or is too large to be made.
+        ValueError: If ``model.path`` names no model, or its configuration is inconsistent or too
+            large.
     """
     from transformers import AutoConfig
 
@@ -89,13 +91,14 @@ def full_config(model: ModelSpec) -> Any:
 
 
 def check_evaluates(model: ModelSpec) -> None:
-    """See that a ``config.json``, if there is one, can be evaluated: in a process that has limits.
+    """Checks that a ``config.json``, if there is one, can be evaluated, in a process with limits.
 
-    Code that comes with a model may run only if an admin has read it, so then there is no such process.
+    Code that comes with a model may run only after an admin has reviewed it, so then there is no
+    such process.
 
     Raises:
         ValueError: If it cannot.
-        OSError: If it is to be fetched and cannot be.
+        OSError: If it cannot be fetched.
     """
     path = None if model.trust_remote_code else find_file(model, "config.json")
     if path is not None:
@@ -121,7 +124,7 @@ def _read(path: Path) -> Any:
 
 
 def _check(config: Any) -> None:
-    """Raises TypeError for a table that is none, or sizes that are no numbers."""
+    """Raises TypeError if the config is not a table, or its sizes are not whole numbers."""
     if not isinstance(config, dict):
         raise TypeError(f"its config.json holds a {type(config).__name__}, not a table")
     for key in _SIZES:
@@ -131,7 +134,7 @@ def _check(config: Any) -> None:
 
 
 def _check_numbers(value: Any, key: str) -> None:
-    """Raises ValueError for a number that no model has."""
+    """Raises ValueError for a number beyond any model."""
     if isinstance(value, int) and not isinstance(value, bool):
         leaf = key.rpartition(".")[2]
         most = _MAX_COUNT if _COUNT.search(leaf) else _MAX_NUMBER
@@ -146,9 +149,9 @@ def _check_numbers(value: Any, key: str) -> None:
 
 
 def load_problem(model: ModelSpec, error: Exception) -> str:
-    """Why a model does not load, and what to name instead."""
+    """Returns why a model does not load, and the fix."""
     text = str(error).strip()
-    # Hugging Face tells which rule is broken in one line, and how in the next.
+    # Hugging Face reports the broken rule in one line, and the details in the next.
     reason = " ".join(text.split("\n")[:2]) if text else type(error).__name__
     return (
         f"model.path {model.path!r} does not load ({reason}); name a folder with config.json and "

@@ -1,8 +1,9 @@
-"""Evaluates what came with a model in a process of its own, with a deadline and a limit of its memory.
+"""Evaluates files of a model in a separate process, with a deadline and a memory limit.
 
-A chat template is a program, and a ``config.json`` has numbers that its family loops over: either may take
-for ever, or all memory, of whoever evaluates it. Requests and answers are JSON, with eight bytes of length
-before them.
+A chat template is a program, and a ``config.json`` has numbers that its family loops over: either
+may run
+forever, or use all memory of its process. Requests and answers are JSON with a length prefix of
+eight bytes.
 """
 
 import atexit
@@ -26,18 +27,18 @@ _START_TIMEOUT_S: Final = 300.0
 _TIMEOUT_S: Final[Mapping[_Kind, float]] = {"template": 5.0, "config": 60.0}
 _MEMORY_BYTES: Final = 1 << 30
 _MAX_ANSWER_BYTES: Final = 16 << 20
-# A template that was stopped so often is not tried again in this process.
+# A template that was stopped this often is not tried again in this process.
 _MAX_STOPS: Final = 3
 _LENGTH_BYTES: Final = 8
 
 
 class Evaluator:
-    """A process that evaluates one kind of thing; started when it is needed, and again when it was stopped.
+    """Process that evaluates templates or configs; started on demand, and again after it was stopped.
 
-    Threads may share it; they take turns.
+    Thread-safe; evaluations run one after the other.
 
     Args:
-        kind: ``template``: renders chats. ``config``: makes a family's configuration.
+        kind: ``template`` renders chats; ``config`` builds a family's configuration.
         timeout_s: Deadline of one evaluation.
     """
 
@@ -50,14 +51,16 @@ class Evaluator:
         self._stops: Counter[str] = Counter()
 
     def evaluate(self, source: str, arguments: Mapping[str, Any] | None = None) -> Any:
-        """What comes of it, as JSON has it.
+        """Evaluates a file; returns the result as JSON values.
 
         Args:
             source: The template, or the text of ``config.json``.
-            arguments: Of transformers' ``render_jinja_template``.
+            arguments: Arguments of transformers' ``render_jinja_template``.
 
         Raises:
-            ValueError: If it fails, is not done in time, or takes too much memory; says which.
+            ValueError: If it fails, exceeds the deadline, or exceeds the memory limit; the message
+                has the
+                reason.
         """
         with self._lock:
             if self._stops[source] >= _MAX_STOPS:
@@ -73,7 +76,7 @@ class Evaluator:
         return answer["value"]
 
     def close(self) -> None:
-        """End the process."""
+        """Ends the process."""
         with self._lock:
             self._stop()
 
@@ -94,7 +97,7 @@ class Evaluator:
             ) from error
 
     def _started(self) -> subprocess.Popen[bytes]:
-        # A fork of this process has another one's pipes.
+        # A fork of this process must not use its parent's pipes.
         if (
             self._process is not None
             and self._owner == os.getpid()
@@ -129,7 +132,7 @@ class Evaluator:
             assert pipe is not None
             try:
                 pipe.close()
-            except OSError:  # what was not written yet is of no use
+            except OSError:  # unwritten bytes are of no use
                 continue
 
 
@@ -148,7 +151,7 @@ def _spawn(kind: _Kind) -> subprocess.Popen[bytes]:
 
 
 def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
-    """So many bytes of what a process writes. Raises TimeoutError, or EOFError if it ends before."""
+    """Reads ``size`` bytes from a process. Raises TimeoutError, or EOFError if it ends before."""
     assert process.stdout is not None
     pipe = process.stdout.fileno()
     poll = select.poll()
@@ -166,18 +169,18 @@ def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes
 
 
 def render(template: str, **arguments: Any) -> tuple[str, list[tuple[int, int]]]:
-    """Render a chat here, by a template that is known to end.
+    """Renders a chat in this process, with a template that is known to terminate.
 
     Args:
         template: The template.
-        arguments: Of transformers' ``render_jinja_template``; one conversation.
+        arguments: Arguments of transformers' ``render_jinja_template``; one conversation.
 
     Returns:
-        The text, and where the template marks what is generated, in characters.
+        The text, and the character ranges that the template marks as generated.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    # Its annotation says that it returns a text alone.
+    # transformers' annotation lists only the text.
     rendered: Any = render_jinja_template(chat_template=template, **arguments)
     (text,), places = rendered
     return text, places[0] if places else []
@@ -189,19 +192,19 @@ atexit.register(CHATS.close)
 
 
 def main() -> None:
-    """Entry point of the process: ``python -m services.common.models.evaluator KIND``."""
+    """Runs the evaluating process: ``python -m services.common.models.evaluator KIND``."""
     requests: io.BufferedIOBase = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     evaluate = render if sys.argv[1] == "template" else _config()
     if evaluate is render:
-        render("", conversations=[[]])  # it imports what it needs
+        render("", conversations=[[]])  # imports the modules that rendering needs
     _write(answers, {"value": None})
     _limit_memory()
     while length := requests.read(_LENGTH_BYTES):
         request = requests.read(int.from_bytes(length, "big"))
         source, arguments, timeout_s = json.loads(request)
-        # Whoever asked may have been killed, and nobody else would end this.
+        # The client may have been killed, and nothing else would end this process.
         signal.setitimer(signal.ITIMER_REAL, timeout_s + 1.0)
         _write(answers, _result(evaluate, source, arguments))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -229,7 +232,7 @@ def _write(answers: io.BufferedIOBase, answer: dict[str, Any]) -> None:
 def _config() -> Callable[..., Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    # It imports what all families need, which takes seconds.
+    # Imports the modules that all families need, which takes seconds.
     CONFIG_MAPPING["qwen2"]()
 
     def make(text: str) -> None:

@@ -1,8 +1,9 @@
-"""The experts of a layer: fused in memory, one by one in checkpoints.
+"""Names of experts: fused in memory, separate matrices in checkpoints.
 
 transformers keeps all experts of a layer in ``experts.gate_up_proj`` ``[E, 2 I, H]`` and
-``experts.down_proj`` ``[E, H, I]``; checkpoints of most families have matrices of their own for every expert.
-Those are views of the fused tensors. gpt-oss is fused in its checkpoints as well.
+``experts.down_proj`` ``[E, H, I]``; checkpoints of most families have separate matrices for every
+expert, which
+are views of the fused tensors. gpt-oss has fused checkpoints as well.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,10 +17,10 @@ from services.common.models.families import FAMILIES, ExpertParts, Family, is_mi
 def checkpoint_names(
     name: str, value: Tensor, config: Mapping[str, Any], *, first: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
-    """A tensor of a model under the names that its checkpoint has.
+    """Yields a tensor of a model under its checkpoint names.
 
     Args:
-        name: As transformers names it in memory.
+        name: Name in memory, as in transformers.
         value: The tensor, or some of its experts.
         config: The model's ``config.json``.
         first: Number of the first expert in ``value``.
@@ -45,12 +46,12 @@ def checkpoint_names(
 
 
 def is_fused(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor has other names in the checkpoint, one for each expert."""
+    """Returns whether a tensor is divided in the checkpoint, with one name per expert."""
     return _parts(config) is not None and ".mlp.experts." in name
 
 
 def is_fused_on_hub(config: Mapping[str, Any]) -> bool:
-    """Whether checkpoints of a mixture have the experts of a layer in one tensor too."""
+    """Returns whether checkpoints of a mixture also have the experts of a layer in one tensor."""
     return is_mixture(config) and _parts(config) is None
 
 

@@ -1,7 +1,8 @@
-"""Which models are computed exactly everywhere, judged by their ``config.json`` alone: nothing is loaded.
+"""Families of models that are computed exactly everywhere, judged by their ``config.json`` alone.
 
-A family is here because a test compares its packed forward and backward pass, and the torch engine's
-decoding, with the model's own.
+A family is listed if a test compares its packed forward and backward pass, and the torch engine's
+decoding,
+with the model's own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Routing = Literal["softmax", "softmax_of_chosen", "sigmoid"]
-"""How a router makes weights of its logits: over all experts, over the chosen ones, or of each for itself."""
+"""Conversion of logits to weights: over all experts, over the chosen ones, or for each separately."""
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
-"""Kinds of rotary embedding whose frequencies do not depend on the longest sequence of a batch."""
+"""Types of rotary embedding whose frequencies do not depend on the longest sequence of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertParts:
-    """How a checkpoint names an expert: ``LAYER.block.experts.NUMBER.gate.weight``."""
+    """Names of an expert's parts in a checkpoint: ``LAYER.block.experts.NUMBER.gate.weight``."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -28,22 +29,22 @@ class ExpertParts:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What is done with an architecture, beyond training and serving it."""
+    """Properties of an architecture that affect training and serving."""
 
     tensor_parallel: bool = False
-    """Whether its layers can be divided: separate projections, and norms of single heads if any."""
+    """True if its layers can be divided: separate projections, and any norms per head."""
     windowed: bool = False
-    """Whether ``sliding_window`` holds for all layers; else only for those that ``layer_types`` names."""
+    """True if ``sliding_window`` applies to all layers; otherwise only to those in ``layer_types``."""
     routing: Routing | None = None
-    """How its mixtures of experts weight the chosen ones; None for a dense family."""
+    """Weighting of the chosen experts; None for a dense family."""
     expert_parts: ExpertParts | None = None
-    """Names of single experts in checkpoints; None if they are fused there too."""
+    """Names of single experts in checkpoints; None if they are also fused there."""
     attention_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Linear modules of its attention, which adapters take."""
+    """Linear modules of its attention, to which adapters apply."""
     sinks: bool = False
-    """Whether a score of each attention head takes weight and gives nothing."""
+    """True if each attention head has a sink: a score that takes weight and contributes no value."""
     fixed_by_alpha: bool = False
-    """Whether rotary frequencies of type ``dynamic`` are fixed by their ``alpha``."""
+    """True if ``alpha`` fixes rotary frequencies of type ``dynamic``."""
 
 
 _LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
@@ -97,7 +98,7 @@ COMPARED: Mapping[str, tuple[str, ...]] = {
         *("qwen3_moe", "mixtral", "glm4_moe"),
     ),
 }
-"""Families whose logprobs in an engine are the trainer's, on a CPU; ``make test-families`` sees to it."""
+"""Families whose logprobs in an engine equal the trainer's on a CPU; ``make test-families`` checks it."""
 
 TELLS_NOT: Mapping[str, tuple[str, ...]] = {"vllm": ("deepseek_v3",), "sglang": ("mixtral",)}
 """Compared mixtures whose experts an engine does not tell on a CPU: without prefix caching; or it ends."""
@@ -105,7 +106,7 @@ TELLS_NOT: Mapping[str, tuple[str, ...]] = {"vllm": ("deepseek_v3",), "sglang": 
 WINDOWED: Mapping[str, tuple[str, ...]] = {
     "sglang": ("olmo3", "exaone4", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
 }
-"""Families whose sliding windows an engine computes, where it does not compute those of all."""
+"""Families whose sliding windows an engine computes, for engines that do not support those of all."""
 
 UNEQUAL: Mapping[str, Mapping[str, str]] = {
     "vllm": {},
@@ -121,7 +122,7 @@ UNEQUAL: Mapping[str, Mapping[str, str]] = {
         "gpt_oss": "needs attention kernels of a GPU",
     },
 }
-"""Families that were tried in an engine on a CPU and did not pass, each with the reason."""
+"""Families that failed the comparison in an engine on a CPU, with the reason."""
 
 
 def check_trainer(
@@ -131,7 +132,7 @@ def check_trainer(
     expert_parallel: int = 1,
     context_parallel: int = 1,
 ) -> list[str]:
-    """Why the trainer would not compute a model exactly; empty if it does.
+    """Returns the reasons why the trainer would not compute a model exactly; empty if it does.
 
     Args:
         config: A ``config.json``.
@@ -182,7 +183,7 @@ def check_trainer(
 
 
 def _shape_problems(config: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """What its own forward pass would end with, tokens in hand."""
+    """Yields inconsistent sizes, with which the model's forward pass would fail."""
     heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads and shared and heads % shared:
         yield (
@@ -195,7 +196,7 @@ def _shape_problems(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     groups = kept = 1
     if family.routing == "sigmoid":
         groups, kept = config.get("n_group") or 1, config.get("topk_group") or 1
-        # A group is worth what its two best experts are.
+        # The score of a group is the sum of its two best experts.
         least = 2 * groups
     else:
         least = 1
@@ -226,27 +227,27 @@ def _context_problems(
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Routed experts of a layer, by whatever name a configuration has for them; 0 if it says none."""
+    """Returns the number of routed experts of a layer, under any of the usual names; 0 if there is none."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((int(config[name]) for name in names if config.get(name) is not None), 0)
 
 
 def attention_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Linear modules of a model's attention."""
+    """Returns the names of the linear modules of a model's attention."""
     own = FAMILIES.get(str(config.get("model_type")), Family()).attention_modules
     has_plain_queries = "q_a_proj" in own and config.get("q_lora_rank", 0) is None
     return ("q_proj", *own[2:]) if has_plain_queries else own
 
 
 def is_mixture(config: Mapping[str, Any]) -> bool:
-    """Whether a model has layers of experts."""
+    """Returns whether a model has layers of experts."""
     return FAMILIES.get(str(config.get("model_type")), Family()).routing is not None
 
 
 def has_plain_scores(config: Mapping[str, Any]) -> bool:
-    """Whether fused attention kernels compute a model's scores: without caps and sinks.
+    """Returns whether fused attention kernels can compute a model's scores: without caps and sinks.
 
-    They are not used for Gemma 2 without its caps either: transformers refuses them for that family.
+    Gemma 2 without its caps is excluded, too: transformers refuses the kernels for that family.
     """
     if config.get("model_type") == "gemma2" or config.get("attn_logit_softcapping") is not None:
         return False
@@ -254,10 +255,11 @@ def has_plain_scores(config: Mapping[str, Any]) -> bool:
 
 
 def windows_of(config: Mapping[str, Any]) -> dict[str, int | None]:
-    """Tokens that a layer attends to, itself included, by kind of layer; None is all earlier ones.
+    """Returns the number of tokens that a layer attends to, including its own; None for all earlier ones.
 
     Args:
-        config: A ``config.json``. A model with one kind of layers has the entry ``full_attention`` or
+        config: A ``config.json``. A model with one kind of layers has the entry ``full_attention``
+            or
             ``sliding_attention``.
     """
     kinds = config.get("layer_types")
@@ -269,7 +271,7 @@ def windows_of(config: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def exact_tokens(config: Mapping[str, Any], engine: str) -> int | None:
-    """Longest context that an engine computes as the model does; None for any: it may know no windows.
+    """Returns the max. context that an engine computes exactly; None for any. Some engines ignore windows.
 
     Args:
         config: A ``config.json``.
@@ -282,8 +284,8 @@ def exact_tokens(config: Mapping[str, Any], engine: str) -> int | None:
 
 
 def _rope_types(config: Mapping[str, Any]) -> set[str]:
-    """Kinds of rotary embedding, one for the model or one for each kind of layer."""
-    # The older key counts where a configuration has both.
+    """Returns the types of rotary embedding, one for the model or one per kind of layer."""
+    # The older key takes precedence if a configuration has both.
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     tables = [found, *(value for value in found.values() if isinstance(value, Mapping))]
     is_fixed = FAMILIES.get(str(config.get("model_type")), Family()).fixed_by_alpha

@@ -1,7 +1,7 @@
-"""The output head of a language model, whose logits are never rounded to the dtype of its weights.
+"""Output head of a language model that computes float32 logits, whatever the dtype of its weights.
 
-Rounded to bfloat16, logits move a logprob by .02 in the mean (ScaleRL, arXiv:2510.13786; MiniMax-M1,
-arXiv:2506.13585), and by another amount in the trainer than in an engine.
+Rounding to bfloat16 changes a logprob by .02 on average (ScaleRL, arXiv:2510.13786; MiniMax-M1,
+arXiv:2506.13585), and differently in the trainer than in an engine.
 """
 
 from typing import Any
@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 
 def float32_products(hidden: Tensor, weight: Tensor) -> Tensor:
-    """``[..., V]`` float32 products of ``[..., H]`` hidden states with a ``[V, H]`` output embedding."""
+    """Returns ``[..., V]`` float32 products of ``[..., H]`` states and a ``[V, H]`` output embedding."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
-        # Sums are kept in float32 by the kernel anyway; here they are also stored so.
+        # The kernel accumulates in float32 anyway; here it also stores float32.
         rows = hidden.reshape(-1, hidden.shape[-1])
         products = torch.mm(rows, weight.T, out_dtype=torch.float32)
         return products.view(*hidden.shape[:-1], -1)
@@ -23,7 +23,7 @@ def float32_products(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def use_float32_head(model: PreTrainedModel) -> None:
-    """Let a model's logits be float32; its tensors keep their names, and tied ones stay tied."""
+    """Makes a model's logits float32; its tensors keep their names, and tied ones stay tied."""
     untyped: Any = model
     untyped.set_output_embeddings(_Float32Head(untyped.get_output_embeddings()))
 

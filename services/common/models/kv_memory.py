@@ -1,4 +1,4 @@
-"""What keys and values of a rollout take: pure arithmetic."""
+"""Memory of a rollout's keys and values: pure arithmetic."""
 
 from typing import Final
 
@@ -13,7 +13,7 @@ _BLOCKS_SPARE: Final = 1.05
 
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one token, in all layers."""
+    """Returns the bytes of the keys and values of one token, in all layers."""
     text = config.get_text_config()
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
@@ -21,7 +21,7 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def most_kv_tokens(spec: RunSpec, config: PretrainedConfig) -> int:
-    """Tokens of which a rollout can use keys and values at once: every place with the longest response.
+    """Returns the max. tokens in a rollout's KV cache: every slot with the longest response.
 
     At least the longest context of the engine, without which it does not start.
     """
@@ -35,7 +35,7 @@ def most_kv_tokens(spec: RunSpec, config: PretrainedConfig) -> int:
 
 
 def kv_bytes(spec: RunSpec, config: PretrainedConfig, dtype: torch.dtype) -> float:
-    """Bytes of the KV cache that a rollout is given, or can use."""
+    """Returns the bytes of a rollout's KV cache: the configured size, or the size that it can use."""
     kind, arguments = engine_kind(spec.rollout.engine), spec.rollout.engine_arguments
     given = arguments.get(kind.cache_argument or "")
     if given is not None and kind.cache_in_bytes:

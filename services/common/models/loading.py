@@ -1,4 +1,4 @@
-"""Models by specification: a folder, a Hugging Face id, or a preset made on the spot."""
+"""Loads models by specification: a folder, a Hugging Face id, or a generated preset."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +17,10 @@ from services.common.runspec.run import ModelSpec
 
 
 def load_config(model: ModelSpec, tokenizer: Tokenizer) -> PretrainedConfig:
-    """The Hugging Face configuration of a model.
+    """Returns the Hugging Face configuration of a model.
 
     Raises:
-        ValueError: If ``model.path`` names none.
+        ValueError: If ``model.path`` names no model.
     """
     if model.is_tiny:
         return AutoConfig.for_model(**read_config(model, tokenizer))
@@ -34,15 +34,15 @@ def build_model(
     device: torch.device | str,
     seed: int = 0,
 ) -> PreTrainedModel:
-    """A causal language model with random weights, the same for the same seed.
+    """Builds a causal language model with random weights, the same for the same seed.
 
-    Rollouts start with this: the weights they serve arrive over the weight plane.
+    Rollouts start with it: their weights arrive later through weight synchronization.
 
     Args:
         config: Shape of the model.
-        dtype: Of the weights.
-        device: Where the weights are made.
-        seed: Of the weights; the global random state stays as it was.
+        dtype: Dtype of the weights.
+        device: Device on which the weights are created.
+        seed: Seed of the weights; the global random state does not change.
     """
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
@@ -53,13 +53,13 @@ def build_model(
     if devices:
         compute_frequencies(model, device=device)
     for buffer in stored_buffers(model).values():
-        # Models that are loaded from a folder keep them so too.
+        # As in models that are loaded from a folder.
         buffer.data = buffer.data.float()
     return cast("PreTrainedModel", model.eval())
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds besides parameters, such as what balances the choice of experts."""
+    """Returns the buffers in a checkpoint, such as those that balance the choice of experts."""
     return {
         name: buffer
         for name, buffer in model.named_buffers()
@@ -69,15 +69,16 @@ def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All that a checkpoint holds, by name; tied weights once. Live, and without gradients of its own."""
+    """Returns all tensors of a checkpoint by name, tied weights once: the live ones, not copies."""
     return {**dict(model.named_parameters()), **stored_buffers(model)}
 
 
 def compute_frequencies(model: PreTrainedModel, *, device: torch.device | str) -> None:
-    """Give a model the frequencies of its rotary embedding, in place: float32, computed and never stored.
+    """Sets the rotary frequencies of a model in place: float32, computed and never stored.
 
-    A CPU computes them, as for a model that is loaded from a folder. A GPU's powers differ in the last bit,
-    and so would the logprobs of trainer and rollout under the same weights.
+    A CPU computes them, as for a model that is loaded from a folder. Powers on a GPU differ in the
+    last bit, and
+    so would the logprobs of trainer and rollout under the same weights.
     """
     decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
     if hasattr(decoder, "rotary_emb"):
@@ -92,7 +93,7 @@ def load_model(
     device: torch.device | str,
     seed: int = 0,
 ) -> PreTrainedModel:
-    """A causal language model with its weights.
+    """Loads a causal language model with its weights.
 
     A preset gets random weights; the trainer turns them into a base model (``warm_start``).
 
@@ -110,10 +111,10 @@ def load_model(
 
 
 def find_folder(model: ModelSpec) -> Path:
-    """The folder of a model's files; those of a Hugging Face id are fetched unless they are there.
+    """Returns the folder of a model's files; fetches those of a Hugging Face id unless they are cached.
 
     Raises:
-        ValueError: If ``model.path`` names none.
+        ValueError: If ``model.path`` names no model.
     """
     if Path(model.path).is_dir():
         return Path(model.path)
@@ -126,7 +127,7 @@ def find_folder(model: ModelSpec) -> Path:
 
 
 def load_folder(folder: Path, *, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
-    """A model that :meth:`PreTrainedModel.save_pretrained` wrote."""
+    """Loads a model that :meth:`PreTrainedModel.save_pretrained` wrote."""
     return _from_pretrained(ModelSpec(path=str(folder)), {}, dtype, device)
 
 
@@ -137,7 +138,8 @@ def _from_pretrained(
     device: torch.device | str,
 ) -> PreTrainedModel:
     full_config(model)
-    # With what was found, so that it can be told; without, weights that are missing are drawn at random.
+    # The loading info is needed to report missing weights; otherwise they are initialized at
+    # random.
     arguments = {**arguments, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
         read: Any = AutoModelForCausalLM.from_pretrained(
@@ -151,7 +153,7 @@ def _from_pretrained(
 
 
 def _check_found(found: Mapping[str, Any]) -> None:
-    """Raises ValueError for weights that are missing or of another shape."""
+    """Raises ValueError for weights that are missing or have another shape."""
     lacking = sorted(found["missing_keys"])
     if lacking:
         raise ValueError(f"its weights lack {named(lacking)}, which its config.json asks for")

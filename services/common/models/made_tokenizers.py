@@ -1,4 +1,4 @@
-"""Tokenizers that are made on the spot, ``chars:SYMBOLS`` and ``bytes``, and what is known of any."""
+"""Built-in tokenizers ``chars:SYMBOLS`` and ``bytes``, and the interface of any vocabulary."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,11 +12,11 @@ PAD, EOS = "<pad>", "<eos>"
 
 
 class Vocabulary(Protocol):
-    """What a model's shape and a run's rules need of a tokenizer."""
+    """Properties of a tokenizer that a model's shape and the rules of a run depend on."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
+        """Number of tokens, including added ones."""
         ...
 
     @property
@@ -26,18 +26,18 @@ class Vocabulary(Protocol):
 
     @property
     def pad_id(self) -> int:
-        """Token that fills up; the end token where the model has no other."""
+        """Padding token; the end token if the model has no other."""
         ...
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether it renders chats."""
+        """True if it renders chats."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltinVocabulary:
-    """That of a tokenizer that is made on the spot, known without making it."""
+    """Vocabulary of a built-in tokenizer."""
 
     vocab_size: int
     eos_id: int
@@ -46,20 +46,21 @@ class BuiltinVocabulary:
 
 
 def tokenizer_name(model: ModelSpec) -> str:
-    """Folder, id, ``chars:SYMBOLS`` or ``bytes``."""
+    """Returns the tokenizer of a model: a folder, an id, ``chars:SYMBOLS`` or ``bytes``."""
     return model.tokenizer or ("bytes" if model.is_tiny else model.path)
 
 
 def is_builtin_tokenizer(name: str) -> bool:
-    """Whether a tokenizer is made on the spot."""
+    """Returns whether a tokenizer is built in."""
     return name == "bytes" or name.startswith(CHARS_PREFIX)
 
 
 def make_builtin_tokenizer(name: str) -> Tokenizer | None:
-    """The tokenizer of a name; None if it is not made here.
+    """Builds the tokenizer of a name; returns None if it is not a built-in one.
 
-    ``chars:SYMBOLS`` has ``<pad>`` (0), ``<eos>`` (1), then one token for each symbol; ``bytes`` has
-    ``<pad>``, ``<eos>``, then one token for each byte value.
+    ``chars:SYMBOLS`` has ``<pad>`` (0), ``<eos>`` (1), then one token for each symbol; ``bytes``
+    has ``<pad>``,
+    ``<eos>``, then one token for each byte value.
 
     Raises:
         ValueError: If symbols are missing or repeated.
@@ -70,7 +71,7 @@ def make_builtin_tokenizer(name: str) -> Tokenizer | None:
 
 
 def builtin_vocabulary(name: str) -> BuiltinVocabulary | None:
-    """What is known of a tokenizer that is made here; None if it is another one.
+    """Returns the vocabulary of a built-in tokenizer; None for any other name.
 
     Raises:
         ValueError: As :func:`make_builtin_tokenizer`.

@@ -1,4 +1,4 @@
-"""Tiny models that are made on the spot: their shapes, without torch."""
+"""Shapes of the tiny preset models, which are generated without files; without torch."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ _EXPERTS = {
         "router_aux_loss_coef": 0.001,
     },
 }
-"""What mixtures of experts have besides."""
+"""Additional keys of mixtures of experts."""
 _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -33,20 +33,20 @@ _MAX_POSITIONS = 32_768
 
 
 def preset_names() -> tuple[str, ...]:
-    """Every preset, as ``model.path`` spells it."""
+    """Returns all presets, as written in ``model.path``."""
     return tuple(TINY_PREFIX + name for name in _SHAPES)
 
 
 def preset_config(path: str, *, vocab_size: int, eos_id: int, pad_id: int) -> dict[str, Any]:
-    """The Hugging Face configuration of a preset, as a dictionary.
+    """Returns the Hugging Face configuration of a preset, as a dictionary.
 
-    ``tiny:qwen2-3m`` has heads of 64 dimensions, which GPU engines ask for.
+    ``tiny:qwen2-3m`` has heads of 64 dimensions, which GPU engines require.
 
     Args:
         path: A preset such as ``tiny:qwen2-0.4m``.
         vocab_size: Number of tokens of the tokenizer.
         eos_id: Token that ends a response.
-        pad_id: Token that fills up.
+        pad_id: Padding token.
 
     Raises:
         ValueError: If there is no such preset.

@@ -1,4 +1,4 @@
-"""Reads the weights of a model's folder into tensors that are there already, whole or sharded."""
+"""Reads the weights of a model's folder into existing tensors, whole or sharded."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,15 +17,15 @@ from services.common.models.expert_names import checkpoint_names, is_fused
 def read_weights(
     tensors: Mapping[str, torch.Tensor], folder: Path, config: Mapping[str, Any]
 ) -> None:
-    """Fill tensors from safetensors, in place; values are cast to the tensors' dtypes.
+    """Fills tensors from safetensors, in place; values are cast to the tensors' dtypes.
 
     Args:
-        tensors: By their names in the model. Of a DTensor, this rank's shard is read.
-        folder: With safetensors and config.json.
-        config: The model's.
+        tensors: Tensors by their names in the model. Of a DTensor, this rank's shard is read.
+        folder: Folder with safetensors and config.json.
+        config: The model's ``config.json``.
 
     Raises:
-        ValueError: If the folder does not hold them.
+        ValueError: If the folder lacks one of the tensors or cannot be read.
     """
     try:
         stored = as_stored(tensors, config)
@@ -39,7 +39,7 @@ def read_weights(
 def as_stored(
     tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Tensors under the names of a checkpoint; of fused experts those that this rank holds, one by one."""
+    """Returns tensors by their checkpoint names; fused experts are divided into those of this rank."""
     stored: dict[str, torch.Tensor] = {}
     for name, value in tensors.items():
         first = 0

@@ -1,7 +1,8 @@
-"""The routers of a mixture of experts, and what they chose.
+"""Routers of a mixture of experts, and their choices.
 
-All families of transformers have routers that return logits ``[T, E]``, weights ``[T, K]`` and the numbers of
-the chosen experts ``[T, K]``, in one call for each layer.
+All families of transformers have routers that return logits ``[T, E]``, weights ``[T, K]`` and the
+numbers of
+the chosen experts ``[T, K]``, in one call per layer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,23 +20,23 @@ _MOST_IN_A_BYTE = 255
 
 @dataclass(frozen=True, slots=True)
 class RoutingShape:
-    """Of a mixture of experts."""
+    """Layers and experts of a mixture of experts."""
 
     layers: tuple[int, ...]
     """Numbers of the layers that have experts."""
     num_chosen: int
-    """Experts of a token in each of them."""
+    """Number of experts per token in each of them."""
     num_experts: int
-    """Experts of a layer."""
+    """Number of experts per layer."""
 
     @property
     def dtype(self) -> str:
-        """The smallest that tells all experts, and nothing, apart."""
+        """Smallest dtype for all experts and ``missing``."""
         return "uint8" if self.num_experts <= _MOST_IN_A_BYTE else "int16"
 
     @property
     def missing(self) -> int:
-        """Stands where the choice is not known: the highest value, which is no expert."""
+        """Marks an unknown choice: the highest value of the dtype, which is no expert."""
         return _MOST_IN_A_BYTE if self.dtype == "uint8" else 2**15 - 1
 
     @property
@@ -45,10 +46,10 @@ class RoutingShape:
 
 
 def routing_shape(config: Mapping[str, Any]) -> RoutingShape | None:
-    """The choices of a model's routers; None if it has none.
+    """Returns the routing shape of a model; None if it has no routers.
 
     Args:
-        config: A model's configuration, defaults included.
+        config: A model's configuration, including defaults.
     """
     if FAMILIES.get(str(config.get("model_type")), Family()).routing is None:
         return None
@@ -68,7 +69,7 @@ def routing_shape(config: Mapping[str, Any]) -> RoutingShape | None:
 
 
 def routers_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The routers of a model, layer by layer."""
+    """Yields the routers of a model, layer by layer."""
     for module in model.modules():
         if isinstance(getattr(module, "experts", None), nn.Module):
             router = getattr(module, "gate", None) or getattr(module, "router", None)
@@ -77,7 +78,7 @@ def routers_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class RouterWatch:
-    """Notes what the routers of a model choose in each forward pass."""
+    """Records the choices of a model's routers in each forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self._chosen: dict[int, Tensor] = {}
@@ -85,7 +86,7 @@ class RouterWatch:
             router.register_forward_hook(partial(self._note, place))
 
     def chosen(self) -> Tensor:
-        """``[T, layers, K]`` of the newest pass."""
+        """Returns the choices of the latest pass: ``[T, layers, K]``."""
         return torch.stack([self._chosen[place] for place in sorted(self._chosen)], 1)
 
     def _note(

@@ -1,14 +1,14 @@
-"""Whether a teacher can say how likely a policy's tokens are: both must mean the same by them."""
+"""Checks that a teacher can score a policy's tokens: both must have the same vocabulary."""
 
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import RunSpec
 
 
 def check_teacher(spec: RunSpec) -> None:
-    """See that the teacher of a run, if it has one, has the tokens of its policy.
+    """Checks that the teacher of a run, if it has one, has the tokens of its policy.
 
     Raises:
-        ValueError: With the first difference.
+        ValueError: If they differ; the message has the first difference.
     """
     if spec.teacher is None:
         return

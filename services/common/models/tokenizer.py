@@ -18,7 +18,7 @@ from services.common.models.made_tokenizers import (
 )
 from services.common.runspec.run import ModelSpec
 
-# How a template marks what the assistant says.
+# Marks of the assistant's text in a template.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -27,13 +27,13 @@ _CHAT_TEMPLATE = (
 
 
 class Tokenizer:
-    """Text to token ids and back, by a ``PreTrainedTokenizerFast``.
+    """Converts between text and token ids with a ``PreTrainedTokenizerFast``.
 
     Args:
         inner: The tokenizer.
-        name: What it is called in messages.
+        name: Its name in messages.
         stop_ids: Further tokens that end a response.
-        template_arguments: What the chat template reads besides messages and tools.
+        template_arguments: Arguments of the chat template besides messages and tools.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Tokenizer:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Every token that ends a response: the end token, and those of the model's ``generation_config``."""
+        """All tokens that end a response: the end token, and those of the model's ``generation_config``."""
         return self._stop_ids
 
     @property
     def pad_id(self) -> int:
-        """Token that fills up; the end token where the model has no other."""
+        """Padding token; the end token if the model has no other."""
         pad = self._inner.pad_token_id
         return self.eos_id if pad is None else int(pad)
 
@@ -88,30 +88,31 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
+        """Number of tokens, including added ones."""
         return len(self._inner)
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
-        """Every token, added ones included, and its id."""
+        """All tokens, including added ones, with their ids."""
         return dict(self._inner.get_vocab())
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Tokens that :meth:`decode` leaves out, and their ids."""
+        """Tokens that :meth:`decode` skips, with their ids."""
         return self._special_tokens
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether it renders chats."""
+        """True if it renders chats."""
         return self._inner.chat_template is not None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens around it.
+        """Returns the token ids of a text, without special tokens around it.
 
         Raises:
-            ValueError: If a ``chars:`` tokenizer has no token for one of the characters, or one of them
-                is half of one (a surrogate).
+            ValueError: If a ``chars:`` tokenizer has no token for one of the characters, or the
+                text has a
+                lone surrogate.
         """
         if self._name.startswith(CHARS_PREFIX):
             unknown = sorted(set(text) - set(self._inner.get_vocab()))
@@ -122,22 +123,23 @@ class Tokenizer:
                 )
         try:
             if self._backend is not None:
-                # A batch of one is the way to ids without the place of each token in the text: half the work.
+                # Encoding a batch of one skips the tokens' positions in the text: half the work.
                 encoded = self._backend.encode_batch_fast([text], add_special_tokens=False)
                 return list(encoded[0].ids)
             return list(self._inner.encode(text, add_special_tokens=False))
-        except TypeError as error:  # what JSON may write as an escape, and UTF-8 cannot
+        except TypeError as error:  # for a lone surrogate, which JSON can express and UTF-8 cannot
             raise ValueError(f"{text[:80]!r} has a surrogate that is no character") from error
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a text that begins a context: after the first token that the model expects.
+        """Returns the token ids of a text that begins a context, after the model's first token, if any.
 
-        Llama's base models, for one, know no context without their beginning-of-sequence token.
+        For example, Llama's base models never saw a context without their beginning-of-sequence
+        token.
         """
         return [*self._first_ids, *self.encode(text)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Returns the text of token ids, without special tokens."""
         if self._backend is not None:
             return str(self._backend.decode(list(ids), skip_special_tokens=True))
         return str(
@@ -147,7 +149,7 @@ class Tokenizer:
         )
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a chat, up to where the assistant's answer begins.
+        """Returns the token ids of a chat, up to the start of the assistant's answer.
 
         Raises:
             ValueError: If the tokenizer has no chat template.
@@ -161,12 +163,13 @@ class Tokenizer:
         *,
         opens_answer: bool = True,
     ) -> str:
-        """Text of a chat, special tokens included.
+        """Returns the text of a chat, including special tokens.
 
         Args:
-            messages: ``role``, ``content`` and whatever else the template reads, such as ``tool_calls``.
-            tools: Tools that the assistant may call, as OpenAI's API describes them.
-            opens_answer: Whether it goes up to where the assistant's next answer begins.
+            messages: ``role``, ``content`` and further keys that the template reads, such as
+                ``tool_calls``.
+            tools: Tools that the assistant may call, in the format of OpenAI's API.
+            opens_answer: True to include the start of the assistant's next answer.
 
         Raises:
             ValueError: If the tokenizer has no chat template, or the template refuses the messages.
@@ -177,9 +180,9 @@ class Tokenizer:
     def marked_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[list[int], list[bool]] | None:
-        """Token ids of a whole chat, and which of them the template marks as generated.
+        """Returns the token ids of a whole chat, and a mask of those that the template marks as generated.
 
-        None if it marks nothing (``{% generation %}``).
+        Returns None if the template has no marks (``{% generation %}``).
 
         Raises:
             ValueError: As :meth:`render_chat`.
@@ -192,7 +195,7 @@ class Tokenizer:
         for begin, end in places:
             first = encoded.char_to_token(0, begin)
             last = encoded.char_to_token(0, end - 1)
-            if first is not None:  # else it is out of bounds
+            if first is not None:  # otherwise it is out of bounds
                 past = len(marks) if last is None else last + 1
                 marks[first:past] = [True] * (past - first)
         return list(encoded["input_ids"]), marks
@@ -203,7 +206,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]],
         **options: bool,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Text of a chat, and where the template marks what is generated, in characters."""
+        """Returns the text of a chat, and the character ranges that the template marks as generated."""
         if self._inner.chat_template is None:
             raise ValueError(
                 f"tokenizer {self._name!r} has no chat template; set data.chat_template to false, "
@@ -211,7 +214,7 @@ class Tokenizer:
             )
         offered = [dict(tool) for tool in tools] or None
         arguments = {
-            # As transformers has it: many templates write None where a key has that value.
+            # As in transformers: many templates print None for a key with that value.
             "conversations": [
                 [{key: each for key, each in one.items() if each is not None} for one in messages]
             ],
@@ -234,15 +237,16 @@ class Tokenizer:
         return text, places
 
     def save(self, folder: Path) -> None:
-        """Write the files from which Hugging Face's ``AutoTokenizer`` loads it."""
+        """Writes the files from which Hugging Face's ``AutoTokenizer`` loads it."""
         self._inner.save_pretrained(folder)
 
 
 def _plain_backend(inner: Any) -> Any:
-    """What encodes and decodes inside a tokenizer; None if its class does more than to call that.
+    """Returns the inner tokenizer's backend; None if its class does more than call that.
 
-    The way through ``inner`` makes a batch of each text, for which it wakes threads, and looks at each token
-    in Python. For the few hundred tokens of a turn that is more than the work itself.
+    ``inner`` itself makes a batch of each text, for which it wakes threads, and inspects each token
+    in Python. For
+    the few hundred tokens of a turn that takes longer than the encoding.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -262,14 +266,14 @@ def _plain_backend(inner: Any) -> Any:
 def load_tokenizer(
     model: ModelSpec, template_arguments: Mapping[str, Any] | None = None
 ) -> Tokenizer:
-    """The tokenizer of a model.
+    """Loads the tokenizer of a model.
 
     Args:
         model: The model.
-        template_arguments: What its chat template reads besides messages and tools.
+        template_arguments: Arguments of the chat template besides messages and tools.
 
     Raises:
-        ValueError: If there is no such tokenizer; the message names the key and the fix.
+        ValueError: If there is no such tokenizer; the message has the key and the fix.
     """
     name = tokenizer_name(model)
     made = make_builtin_tokenizer(name)
@@ -279,7 +283,7 @@ def load_tokenizer(
 
 
 def _end_ids(model: ModelSpec) -> list[int]:
-    """What a model's ``generation_config.json`` ends a response with; instruct models list several tokens."""
+    """Returns the end tokens in a model's ``generation_config.json``; instruct models list several."""
     path = find_file(model, "generation_config.json")
     if path is None:
         return []
@@ -301,7 +305,7 @@ def _pretrained(name: str, model: ModelSpec) -> Any:
 
     key = "model.tokenizer" if model.tokenizer else "model.path"
     try:
-        # Its class may follow from the model's configuration.
+        # The tokenizer's class may depend on the model's configuration.
         with suppress(OSError):
             check_evaluates(model.model_copy(update={"path": name}))
         inner = AutoTokenizer.from_pretrained(
@@ -312,7 +316,7 @@ def _pretrained(name: str, model: ModelSpec) -> Any:
             f"{key} {name!r} has no tokenizer that loads ({_first_line(error)}); name a folder or "
             "a Hugging Face id with one, 'chars:SYMBOLS' or 'bytes'"
         ) from error
-    # Of a folder without its files, transformers makes an empty tokenizer of some families.
+    # If the folder lacks its files, transformers creates an empty tokenizer for some families.
     if len(inner) <= len(set(inner.all_special_ids)):
         raise ValueError(
             f"{key} {name!r} has no tokenizer: it has no tokens but special ones; add its tokenizer.json"
@@ -327,7 +331,7 @@ def _fast(backend: Any) -> Any:
         tokenizer_object=backend,
         pad_token=PAD,
         eos_token=EOS,
-        # Without one, a model's own class would add a token of its own to what was exported.
+        # Otherwise a model's own class would add a further token to the exported ones.
         unk_token=PAD,
         clean_up_tokenization_spaces=False,
     )

@@ -1,9 +1,12 @@
-"""What each GPU of a trainer will hold, before anything is started: pure arithmetic.
+"""Predicts the memory of each trainer GPU before a start: pure arithmetic.
 
-Weights, gradients and optimizer follow from the layout (``trainer/model/parallel.py``) and are exact.
-Activations are counted as what the compiled layers of a decoder keep for the backward pass; that came within
-5 % of the peak of two runs on H200s (a 1.5B model, packs of 41k tokens: 110 GiB on one GPU, 96 on two with
-``zero_stage`` 1).
+Weights, gradients and optimizer follow from the layout (``trainer/model/parallel.py``) and are
+exact. The
+estimate of activations counts the tensors that the compiled layers of a decoder keep for the
+backward pass; it
+was within 5 % of the peak of two runs on H200s (a 1.5B model, packs of 41k tokens: 110 GiB on one
+GPU, 96 on
+two with ``zero_stage`` 1).
 """
 
 import json
@@ -25,34 +28,35 @@ from services.common.runspec.weight_modes import MODES
 
 _GB: Final = 1e9
 STATE: Final = ("weights, float32", "weights, frozen", "optimizer", "gradients", "reference")
-"""Parts that are there between two micro-batches, however small these are."""
+"""Parts that exist between two micro-batches, of any size."""
 SLEEPING: Final = "rollouts that sleep"
-"""Part of a trainer's GPU that is theirs."""
+"""Part of a trainer's GPU that sleeping rollouts use."""
 SPARE: Final = 1.05
-"""What a trainer's allocator holds for what is in use."""
+"""Memory that a trainer's allocator reserves, relative to the used memory."""
 _FLOAT32: Final = 4
 _MOMENTS: Final = 2 * _FLOAT32
-# Chunks of logits with what is made of them; see ``trainer/algorithm/logprobs.py``.
+# Chunks of logits and tensors derived from them; see ``trainer/algorithm/logprobs.py``.
 _LOGITS: Final = 5.0e9
 _CONTEXT: Final = 1.5e9
-# What an engine that sleeps keeps beside received weights: contexts, graphs, the buffers of its collectives.
+# Memory of a sleeping engine besides received weights: contexts, graphs, buffers of its
+# collectives.
 _SLEEPING: Final = 6.0e9
 ENGINE: Final = 8.0e9
-"""What an engine has beside weights and its KV cache: activations, graphs, contexts, buckets."""
+"""Memory of an engine besides weights and KV cache: activations, graphs, contexts, buckets."""
 _KV_SHARE: Final = 0.1
-"""Of a GPU: the KV cache that an engine is left beside a trainer, if it can use so much."""
+"""Fraction of a GPU for the KV cache of an engine that shares it with a trainer, if it can use that much."""
 _LEAST_FIRST: Final = (False, "selective", True)
-"""What ``trainer.activation_checkpointing: auto`` tries."""
+"""Values that ``trainer.activation_checkpointing: auto`` tries, in order."""
 ROOM: Final = 256 << 20
-"""What is lent for a weight handover by ``weightsync/handle.py``."""
-# Of the hidden size, of all queries and of all keys: what a layer keeps of each token beside its feed-forward
-# part, which keeps gate, up and their product.
+"""Size of the shared buffer that ``weightsync/handle.py`` exports."""
+# Tensors that a layer keeps of each token, in multiples of the hidden size, of all queries, and of
+# all keys, besides its feed-forward part, which keeps gate, up and their product.
 _HIDDENS, _QUERIES, _KEY_VALUES, _FEED_FORWARD = 4, 2, 2, 3
-# The same of ``selective``, whose feed-forward part keeps gate and up.
+# The same for ``selective``, whose feed-forward part keeps gate and up.
 _SELECTED_HIDDENS, _SELECTED_FEED_FORWARD = 3, 2
-# Layers whose activations are on the GPU where they are offloaded: one that computes, one on its way.
+# Layers whose activations are on the GPU if they are offloaded: one that computes, one in transfer.
 _LAYERS_HERE: Final = 2
-# Without torch.compile the norms keep their float32 input as well, and the activation its own.
+# Without torch.compile the norms also keep their float32 input, and the activation its input.
 _EAGER_NORMS: Final = 2
 
 
@@ -64,25 +68,25 @@ class TrainerMemory:
     """Memory of the GPU."""
     parts: Mapping[str, float]
     host: Mapping[str, float]
-    """Bytes of host memory for each GPU, of what is kept there."""
+    """Bytes of host memory per GPU, by part."""
 
     @property
     def used(self) -> float:
-        """All parts."""
+        """Sum of all parts."""
         return sum(self.parts.values())
 
     def table(self, num_gpus: int) -> str:
-        """What the GPU holds, line by line."""
+        """Formats the parts as a table."""
         head = f"each of {num_gpus} GPU(s) of the trainer, of {self.total / _GB:.1f} GB"
         rows = [*self.parts.items(), ("left", self.total - self.used)]
         rows += [(f"in host memory: {name}", size) for name, size in self.host.items()]
         return "\n".join([head, *(f"  {name:<34}{size / _GB:8.1f} GB" for name, size in rows)])
 
     def check(self, num_gpus: int) -> None:
-        """Refuse what cannot fit.
+        """Checks that the parts fit on the GPU.
 
         Raises:
-            ValueError: With the figures, and what to change.
+            ValueError: If they do not; the message has the figures and the fix.
         """
         if self.used > self.total:
             raise ValueError(
@@ -102,14 +106,14 @@ def trainer_memory(
     engines: int = 0,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> TrainerMemory:
-    """What a run's trainer will hold on GPUs of a size.
+    """Predicts the memory of a run's trainer on GPUs of a given size.
 
     Args:
         spec: The run.
         config: Shape of its model.
         gpu_bytes: Memory of one GPU.
         engines: Rollouts that decode on the same GPU while it trains.
-        shapes: :func:`shapes_of` its model, for those who have them.
+        shapes: Result of :func:`shapes_of` for its model, if already known.
     """
     shapes = shapes_of(config) if shapes is None else shapes
     spec = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines, shapes=shapes)
@@ -124,9 +128,9 @@ def fitted(
     engines: int = 0,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> RunSpec:
-    """The run with ``trainer.activation_checkpointing`` chosen, if it is ``auto``.
+    """Returns the run with a value for ``trainer.activation_checkpointing``, if it is ``auto``.
 
-    Every process of a run finds the same from the same numbers. Arguments are those of
+    All processes of a run choose the same value from the same numbers. The arguments are those of
     :func:`trainer_memory`.
     """
     if spec.trainer.activation_checkpointing != "auto":
@@ -142,7 +146,7 @@ def fitted(
 
 
 def weight_copies(spec: RunSpec) -> int:
-    """Copies of all weights that a rollout holds on its GPUs: the live ones, and those on their way."""
+    """Returns the number of copies of all weights on a rollout's GPUs: live ones, and ones being received."""
     return 1 if spec.sends_adapters or MODES[spec.weight_sync.mode].is_in_place else 2
 
 
@@ -153,7 +157,7 @@ def _least_engine(
     *,
     gpu_bytes: int,
 ) -> float:
-    """Bytes that an engine is left on a GPU which it shares with a trainer at work."""
+    """Returns the min. bytes of an engine on a GPU that it shares with a running trainer."""
     dtype: torch.dtype = getattr(torch, spec.trainer.dtype)
     weights = dtype.itemsize * _num_weights(shapes) / spec.engine_gpus
     cache = min(kv_bytes(spec, config, dtype), _KV_SHARE * gpu_bytes)
@@ -173,12 +177,12 @@ def _memory_of(
     frozen = 0.0 if trainer.lora is None else weights
     item = getattr(torch, trainer.dtype).itemsize
     ranks = trainer.world_size
-    # Frozen weights are whole where gathered ones would be.
+    # Frozen weights are replicated where gathered weights would be.
     frozen_ranks = 1 if _keeps_gathered(trainer) and not trainer.offloads_weights else ranks
     critics = int(
         spec.algorithm.advantage_kind.needs_critic and not spec.topology.own_gpus("critic")
     )
-    # A critic is trained whole.
+    # A critic is trained without adapters.
     trained_in_all = trained + critics * weights
     activations = _activations(trainer, config, item=item)
     num_tokens = _most_tokens(spec)
@@ -211,24 +215,24 @@ def _memory_of(
 
 
 def resting_memory(spec: RunSpec, config: PretrainedConfig) -> float:
-    """Bytes that a trainer keeps on each of its GPUs while rollouts have them: what it sends, its context."""
+    """Returns the bytes that a trainer keeps per GPU in the rollouts' turn: sent weights and context."""
     item = getattr(torch, spec.trainer.dtype).itemsize
     return _sent(spec, shapes_of(config), item=item) + _CONTEXT
 
 
 def state_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
-    """Bytes that a trainer has on each of its GPUs between two steps: weights, optimizer and reference."""
+    """Returns the bytes of a trainer on each GPU between two steps: weights, optimizer and reference."""
     parts = trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts
     return sum(parts.get(name, 0.0) for name in STATE if name != "gradients")
 
 
 def weight_bytes(config: PretrainedConfig, dtype: torch.dtype) -> float:
-    """Bytes of all weights in a dtype, tied ones once."""
+    """Returns the bytes of all weights in a dtype, tied ones once."""
     return dtype.itemsize * _num_weights(shapes_of(config))
 
 
 def shapes_of(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's weights by name."""
+    """Returns the shapes of a model's weights by name."""
     return _shapes_of(type(config), config.to_json_string(use_diff=False))  # type: ignore[arg-type]
 
 
@@ -244,7 +248,7 @@ def _num_weights(shapes: Mapping[str, tuple[int, ...]]) -> float:
 
 
 def _keeps_gathered(trainer: TrainerSpec) -> bool:
-    """As ``trainer/model/parallel.py`` decides it."""
+    """Returns the same as the decision in ``trainer/model/parallel.py``."""
     return trainer.zero_stage == 1 or trainer.world_size == trainer.tensor_parallel
 
 
@@ -253,7 +257,7 @@ def _has_mesh(trainer: TrainerSpec) -> bool:
 
 
 def _gradients(trainer: TrainerSpec, trained: float) -> float:
-    """Float32: whole ones where they are exchanged behind the last micro-batch alone."""
+    """Returns the bytes of float32 gradients: whole if reduced only after the last micro-batch."""
     if _keeps_gathered(trainer) and not trainer.offloads_weights:
         return _FLOAT32 * trained / trainer.tensor_parallel
     return _FLOAT32 * trained / trainer.world_size
@@ -262,7 +266,7 @@ def _gradients(trainer: TrainerSpec, trained: float) -> float:
 def _gathered(
     trainer: TrainerSpec, config: PretrainedConfig, trained: float, frozen: float, *, item: int
 ) -> float:
-    """Weights in the dtype of the pass: all trained ones, or two layers and what is outside of them."""
+    """Returns the bytes of weights in the dtype of the pass: all trained ones, or two layers and the rest."""
     if not _has_mesh(trainer):
         return 0.0
     if _keeps_gathered(trainer) and not trainer.offloads_weights:
@@ -275,7 +279,7 @@ def _gathered(
 
 
 def _most_tokens(spec: RunSpec) -> int:
-    """Of a micro-batch on one rank: a longer sequence is one of its own."""
+    """Returns the max. tokens of a micro-batch on one rank: a longer sequence is a micro-batch by itself."""
     longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
     own = -(-longest // spec.trainer.context_parallel)
     return max(spec.trainer.tokens_per_micro_batch, own)
@@ -283,23 +287,23 @@ def _most_tokens(spec: RunSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Activations:
-    """Bytes that layers keep of a token, at the peak."""
+    """Bytes that layers keep per token, at the peak."""
 
     here: float
-    """On the GPU."""
+    """Bytes on the GPU."""
     there: float = 0.0
-    """In host memory."""
+    """Bytes in host memory."""
 
 
 def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -> _Activations:
     shape: Any = config.get_text_config()
     heads = int(getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads)
-    # Repeated until each rank that shares the pack has as many.
+    # Heads are repeated until each rank that shares the pack has the same number.
     heads = lcm(heads, trainer.tensor_parallel * trainer.context_parallel)
     width = int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
     heads = _QUERIES * int(shape.num_attention_heads) + _KEY_VALUES * heads
     attended = item * heads * width / trainer.tensor_parallel
-    # An expert's tokens are copied for it, and what it makes of them is weighed.
+    # The tokens of an expert are copied, and its output is weighted.
     attended += item * _copied(shape)
     eager = 0 if trainer.compile else 1
     inner = item * _feed_forward(shape) / trainer.tensor_parallel
@@ -315,7 +319,7 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
         kept = [
             hidden if recomputed and number % recomputed == 0 else whole for number in range(layers)
         ]
-    # A layer that computes again has all of its own for a while.
+    # A layer that is recomputed temporarily has all of its activations.
     again = whole if recomputed else 0.0
     if not trainer.activation_offloading:
         return _Activations(sum(kept) + again)
@@ -325,7 +329,7 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
 
 
 def _feed_forward(shape: Any) -> float:
-    """Width of the feed-forward part that a token passes."""
+    """Returns the width of the feed-forward part that a token passes."""
     experts = num_experts(shape.to_dict())
     if not experts:
         return float(shape.intermediate_size)
@@ -334,7 +338,7 @@ def _feed_forward(shape: Any) -> float:
 
 
 def _copied(shape: Any) -> float:
-    """Width of what a mixture keeps of a token besides."""
+    """Returns the additional width that a mixture keeps per token."""
     if not num_experts(shape.to_dict()):
         return 0.0
     return float(shape.num_experts_per_tok * (shape.hidden_size + _expert_width(shape)))
@@ -345,7 +349,7 @@ def _expert_width(shape: Any) -> int:
 
 
 def adapter_weights(shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec) -> float:
-    """Numbers in the adapters of a model with weights of such shapes."""
+    """Returns the number of parameters in the adapters of a model with weights of these shapes."""
     modules = [
         shape
         for name, shape in shapes.items()
@@ -361,7 +365,7 @@ def adapter_weights(shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec) -> fl
 
 
 def _sent(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]], *, item: int) -> float:
-    """The copy that travels to the rollouts."""
+    """Returns the bytes of the copy that is sent to the rollouts."""
     if MODES[spec.weight_sync.mode].through_host:
         return 0.0
     trainer, weights = spec.trainer, _num_weights(shapes)
@@ -376,7 +380,7 @@ def _sent(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]], *, item: int) ->
 
 
 def _lent(spec: RunSpec) -> int:
-    """The room that a trainer lends to rollouts with which it shares its only GPU."""
+    """Returns the bytes of the shared buffer that a trainer exports to rollouts on its only GPU."""
     backend, num_here = spec.weight_sync.backend, spec.colocated_rollouts
     share_one = spec.trainer.world_size == 1 and 0 < num_here == spec.rollout.replicas
     return ROOM if backend == "handle" or (backend == "auto" and share_one) else 0

@@ -1,7 +1,8 @@
-"""What trainer and rollouts keep on GPUs that they have in turns: pure arithmetic.
+"""Memory that trainer and rollouts keep on time-shared GPUs: pure arithmetic.
 
-Whatever moves at a handover takes time in proportion to its bytes: the trainer's state on its way through
-host memory, and KV cache that an engine maps anew. So neither moves more than it must.
+The time of a switch is proportional to the bytes that move: the trainer's state to or from host
+memory, and
+the KV cache that an engine maps again. So each side moves only as much as it must.
 """
 
 from typing import Final, Literal
@@ -23,16 +24,17 @@ from services.common.models.training_memory import (
 from services.common.runspec.run import RunSpec
 
 Stays = Literal["all", "state", "nothing"]
-"""Of a trainer: whatever it holds, its state between two steps, or what is on its way to rollouts alone."""
+"""Part of a trainer that stays on the GPU: all, its state between steps, or only the sent weights."""
 
-# The rest is for allocators' remainders.
+# The rest is for memory that allocators cannot use.
 _LARGEST_SHARE: Final = 0.9
 
 
 def resident_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Stays:
-    """What a trainer in turns leaves on the GPU while rollouts decode: as much as fits beside them.
+    """Returns the part of a colocated trainer that stays on the GPU while rollouts decode: as much as fits.
 
-    Where all of it does, engines give up nothing either. Both sides reckon it, from the same numbers.
+    If everything fits, engines also keep their memory. Both sides compute the same result from the
+    same numbers.
 
     Args:
         spec: The run.
@@ -43,7 +45,7 @@ def resident_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) 
         return "nothing"
     dtype = getattr(torch, spec.trainer.dtype)
     weights, size = weight_bytes(config, dtype), spec.engine_gpus
-    # Keys and values of few heads are on all GPUs of an engine.
+    # If there are fewer KV heads than GPUs, each GPU of an engine has a copy of them.
     engine = weight_copies(spec) * weights / size + kv_bytes(spec, config, dtype) + ENGINE
     engines = spec.colocated_rollouts * size / spec.trainer.world_size
     for stays in ("all", "state"):
@@ -54,7 +56,7 @@ def resident_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) 
 
 
 def sleeping_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
-    """Bytes that a trainer in turns keeps on each of its GPUs while rollouts decode."""
+    """Returns the bytes that a colocated trainer keeps on each of its GPUs while rollouts decode."""
     stays = resident_memory(spec, config, gpu_bytes=gpu_bytes)
     return _kept(stays, spec, config, gpu_bytes=gpu_bytes)
 

@@ -1,4 +1,4 @@
-"""Weight files of a folder, judged by the heads of its safetensors: no tensor is read."""
+"""Checks the weight files of a folder by the headers of its safetensors; reads no tensors."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,15 +9,15 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _LONGEST_HEAD = 100_000_000
-"""Bytes; more is refused by the format itself."""
+"""Max. bytes of a header; the format itself rejects more."""
 _TRAINED = ("BF16", "F16", "F32", "F64")
 
 
 def file_problems(folder: Path) -> Iterator[str]:
-    """Why weights would not be read from a folder, each with the file.
+    """Yields the reasons why weights cannot be read from a folder, each with the file.
 
     Args:
-        folder: Of a model, with safetensors of some name.
+        folder: Folder of a model with safetensors of any name.
     """
     names = _files(folder)
     if names is None:
@@ -46,12 +46,12 @@ def file_problems(folder: Path) -> Iterator[str]:
 
 
 def named(names: Sequence[str]) -> str:
-    """The first of some tensors, and how many more there are."""
+    """Returns the first of some tensors, and the number of the others."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
 
 
 def _files(folder: Path) -> Mapping[str, list[str]] | None:
-    """Tensors that each file should have, by its name; None if nothing says so."""
+    """Returns the expected tensors of each file; None without a list."""
     if (folder / _SINGLE).is_file():
         return {_SINGLE: []}
     if not (folder / _INDEX).is_file():
@@ -69,10 +69,10 @@ def _files(folder: Path) -> Mapping[str, list[str]] | None:
 
 
 def _head(path: Path) -> dict[str, dict[str, Any]]:
-    """What a file says of its tensors, by name.
+    """Returns the header of a file: the facts of its tensors, by name.
 
     Raises:
-        ValueError: If it is missing, cut off, or another kind of file.
+        ValueError: If the file is missing, truncated, or of another kind.
     """
     if not path.is_file():
         raise ValueError(f"{path} is missing, though {_INDEX} names it; fetch it")

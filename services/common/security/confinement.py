@@ -155,7 +155,7 @@ class CodePolicy:
         return judge.all_problems(spec)
 
     def problems_here(self, spec: RunSpec) -> list[str]:
-        """As :meth:`problems`, on the host where the files are: links are followed, modules looked up."""
+        """Does the same as :meth:`problems` on the host of the files: resolves links, looks up modules."""
         return _Judge(self, Path.resolve, is_here=True).all_problems(spec)
 
 
