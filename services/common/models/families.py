@@ -101,7 +101,10 @@ COMPARED: Mapping[str, tuple[str, ...]] = {
 """Families whose logprobs in an engine equal the trainer's on a CPU; ``make test-families`` checks it."""
 
 TELLS_NOT: Mapping[str, tuple[str, ...]] = {"vllm": ("deepseek_v3",), "sglang": ("mixtral",)}
-"""Compared mixtures whose experts an engine does not tell on a CPU: without prefix caching; or it ends."""
+"""Compared mixtures whose experts an engine does not report on a CPU, by engine.
+
+vLLM reports them only with prefix caching, which it lacks on a CPU for this family; SGLang exits.
+"""
 
 WINDOWED: Mapping[str, tuple[str, ...]] = {
     "sglang": ("olmo3", "exaone4", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
