@@ -15,8 +15,7 @@
     `-- InternalError            a fault in the service             INTERNAL
 
 On the wire an error is a ``google.rpc.Status`` with one ``ErrorInfo`` (AIP-193): ``reason`` is the
-class's
-stable code, ``metadata`` has the variable parts of the message.
+class's stable code, ``metadata`` has the variable parts of the message.
 """
 
 from typing import ClassVar

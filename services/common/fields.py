@@ -1,8 +1,7 @@
 """Data dictionary: the fields and tags of a sample, their types and meaning.
 
 The tensors of a sample are fields, stored in the transferqueue. Its small facts are tags, which are
-part of
-``KVBatchMeta`` and all that the controller sees.
+part of ``KVBatchMeta`` and all that the controller sees.
 """
 
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ class Field:
     dtype: str
     """Element type."""
     shape: str
-    """Shape of one sample; ``P`` prompt tokens, ``R`` response tokens, ``K`` runs of versions, ``L``
-    layers of experts, of which ``E`` are chosen.
+    """Shape of one sample; ``P`` prompt tokens, ``R`` response tokens, ``K`` runs of versions,
+    ``L`` layers of experts, of which ``E`` are chosen.
     """
     producer: str
     """Role that writes it: ``rollout``, ``logp``, ``ref_logp`` or ``critic``."""

@@ -1,22 +1,19 @@
 """Fork server: forks processes from a parent that has already imported their modules.
 
 ``python -m services.common.fork_server MODULE...`` imports the modules, and then executes the
-commands on
-standard input in order. Each is a line with a JSON object, answered by one line on standard output:
+commands on standard input in order. Each is a line with a JSON object, answered by one line on
+standard output:
 
     {"module": "services.rollout", "environment": {...}, "log": "rollout-0.log"}    {"pid": 17}
     {"ended": 17}                                                                   {"status": -9}
 
 The first starts the equivalent of ``python -m services.rollout``, in its own session, with exactly
-that
-environment, and appends its output to that file. The second requests the status of an ended
-process; until
-then its pid is not reused. The server ends with standard input; the processes that it started live
-on.
+that environment, and appends its output to that file. The second requests the status of an ended
+process; until then its pid is not reused. The server ends with standard input; the processes that
+it started live on.
 
 The server has one thread: a fork has only the thread that forked, so locks that other threads hold
-would
-stay locked in it.
+would stay locked in it.
 """
 
 import ctypes
@@ -42,8 +39,7 @@ class _Orders:
     """Reads commands and writes answers.
 
     Redirects the process's own standard output to standard error and its input to nothing, so that
-    imports
-    cannot disturb the protocol.
+    imports cannot disturb the protocol.
     """
 
     def __init__(self) -> None:

@@ -36,8 +36,7 @@ def usable_processors(groups: Path = _GROUPS) -> int:
     """Returns the processors that affinity and the container's limit leave to this process, at least 1.
 
     Threads beyond a cgroup limit do not run in parallel: all of them are throttled for the rest of
-    each period
-    of 100 ms, and work that waits for the last one waits, too.
+    each period of 100 ms, and work that waits for the last one waits, too.
 
     Args:
         groups: Root of the control groups, of version 1 or 2.
@@ -93,8 +92,7 @@ def missing_compiler() -> str:
     """Returns the fix if there is no C compiler; empty if one is found.
 
     Triton, whose kernels torch and weight synchronization use, compiles a launcher for each kernel
-    at run time,
-    with ``CC`` or else gcc or clang.
+    at run time, with ``CC`` or else gcc or clang.
     """
     compiler = os.environ.get("CC")
     if shutil.which(compiler) if compiler else shutil.which("gcc") or shutil.which("clang"):

@@ -13,8 +13,7 @@ async def wait_for_shutdown(*, stop_on_stdin_eof: bool = False) -> None:
     """Returns at SIGTERM or SIGINT or, if requested, when standard input ends.
 
     A parent only has to keep the other end of standard input open: when it dies, for any reason,
-    its children
-    end, too.
+    its children end, too.
     """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()

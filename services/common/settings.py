@@ -46,8 +46,9 @@ class ServiceSettings(BaseSettings):
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of ``/metrics`` on the host of ``bind``; 0 serves none."""
     metrics_token_file: Path | None = None
-    """File with the bearer token that scrapes must send; without it everyone who reaches the port can
-    read the metrics. Those of the controller and the transferqueue name the runs of all projects.
+    """File with the bearer token that scrapes must send; without it everyone who reaches the port
+    can read the metrics. Those of the controller and the transferqueue name the runs of all
+    projects.
     """
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Min. level of logged records."""
@@ -62,10 +63,10 @@ class ServiceSettings(BaseSettings):
     stop_on_stdin_eof: bool = False
     """Stop when standard input ends, that is, when the parent process has ended."""
     tls_certificate: Path | None = None
-    """PEM file with the certificate that this process presents to services and workers, for the DNS name
-    ``controller.slipstream``, ``transferqueue.slipstream``, or of a worker
-    ``RUN.worker.slipstream``, with
-    ``-`` for ``_`` in the run's id, or ``*.worker.slipstream``. It is reloaded when it changes.
+    """PEM file with the certificate that this process presents to services and workers, for the DNS
+    name ``controller.slipstream``, ``transferqueue.slipstream``, or of a worker
+    ``RUN.worker.slipstream``, with ``-`` for ``_`` in the run's id, or ``*.worker.slipstream``. It
+    is reloaded when it changes.
     """
     tls_key: Path | None = None
     """PEM file with the certificate's key."""
@@ -123,15 +124,15 @@ class KeySettings(ServiceSettings):
     """Settings of the services that act for every run: controller and transferqueue."""
 
     service_key_file: Path | None = None
-    """File with the secret by which the services authenticate each other and sign the tokens of runs: the
-    same for all of them, 32 random bytes or more. Required unless gRPC is bound to a loopback
-    address.
+    """File with the secret by which the services authenticate each other and sign the tokens of
+    runs: the same for all of them, 32 random bytes or more. Required unless gRPC is bound to a
+    loopback address.
     """
     tls_issuer: Path | None = None
-    """Folder with ``tls.crt`` and ``tls.key`` of an authority, and ``ca.crt``, with which all peers are
-    verified. With it, services issue their own certificates, valid for three days, and the
-    controller
-    those of its runs, in place of ``tls_certificate``, ``tls_key`` and ``tls_authority``.
+    """Folder with ``tls.crt`` and ``tls.key`` of an authority, and ``ca.crt``, with which all peers
+    are verified. With it, services issue their own certificates, valid for three days, and the
+    controller those of its runs, in place of ``tls_certificate``, ``tls_key`` and
+    ``tls_authority``.
     """
 
     peer: ClassVar[Peer]
@@ -176,8 +177,8 @@ class SpecSettings(ServiceSettings):
     code_roots: tuple[Path, ...] = ()
     """Folders with Python code that a specification may name; only with ``allowed_roots``."""
     allowed_commands: tuple[tuple[str, ...], ...] = ()
-    """Commands that a specification may start, such as those of MCP servers, each with all its arguments;
-    only with ``allowed_roots``.
+    """Commands that a specification may start, such as those of MCP servers, each with all its
+    arguments; only with ``allowed_roots``.
     """
 
     @property
@@ -200,8 +201,8 @@ class WorkerSettings(SpecSettings):
     controller_timeout_s: float = Field(120.0, gt=0)
     """Seconds without a reachable controller after which the worker exits."""
     run_token: SecretStr = SecretStr("")
-    """Token of the run; the controller gives it to the workers that it starts. Required unless gRPC is
-    bound to a loopback address.
+    """Token of the run; the controller gives it to the workers that it starts. Required unless gRPC
+    is bound to a loopback address.
     """
 
     secrets_directory: Path | None = None

@@ -17,12 +17,9 @@ else:
         """Task group that leaves its parent uncancelled after the group's error was caught.
 
         In older Python, a group whose task fails while the group waits for its end cancels its
-        parent and never
-        reverts that (https://github.com/python/cpython/issues/116720). The parent's next deadline
-        that passes then
-        raises CancelledError in place of TimeoutError (in 3.11.2, which Debian 12 has), and
-        ``cancelling()`` reports
-        that the parent is ending.
+        parent and never reverts that (https://github.com/python/cpython/issues/116720). The
+        parent's next deadline that passes then raises CancelledError in place of TimeoutError (in
+        3.11.2, which Debian 12 has), and ``cancelling()`` reports that the parent is ending.
         """
 
         _parent_task: asyncio.Task[None]
@@ -70,8 +67,7 @@ def unwrapped(kind: type[BaseException] = BaseException) -> Iterator[None]:
     """Raises the first error of a task group directly, so that callers can catch it by its class.
 
     The other errors are consequences or repetitions. A group whose first error is not of ``kind``
-    is re-raised
-    unchanged.
+    is re-raised unchanged.
     """
     try:
         yield

@@ -1,12 +1,9 @@
 """Limits the memory that unknown peers cost gRPC and ZeroMQ servers, which have no such limits.
 
 gRPC's core keeps all header frames of a call until its end, and libzmq allocates a frame before it
-knows its
-peer. Neither has a limit for all connections together, or lets a server accept them itself. So a
-thread
-reads the kernel's count of received bytes for each connection to the port. When unknown peers have
-sent too
-much in total, it shuts down those that sent the most.
+knows its peer. Neither has a limit for all connections together, or lets a server accept them
+itself. So a thread reads the kernel's count of received bytes for each connection to the port. When
+unknown peers have sent too much in total, it shuts down those that sent the most.
 """
 
 import logging

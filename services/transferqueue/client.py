@@ -60,8 +60,7 @@ class TransferQueueClient:
             partition_id: Run and purpose, for example ``run_1/train``.
             required_fields: Fields that a sample needs before watchers see it.
             quota_bytes: Max. bytes of the run's samples; 0 sets no quota. The partitions of a run
-                share
-                the largest quota that one of them sets.
+                share the largest quota that one of them sets.
 
         Raises:
             FailedPreconditionError: If it exists with other required fields.
@@ -96,8 +95,7 @@ class TransferQueueClient:
         """Streams samples that have all required fields, when they become complete or change.
 
         The stream begins with the samples that changed after ``revision``. After a broken
-        connection,
-        resume from the revision of the last meta.
+        connection, resume from the revision of the last meta.
 
         Raises:
             NotFoundError: If the partition does not exist or is dropped.

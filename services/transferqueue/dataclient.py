@@ -1,7 +1,6 @@
 """Client that writes and reads the tensors of samples; used by rollouts and trainer.
 
-- put: reserve space (waits while the queue is full), send the bytes, commit; then samples are
-  visible
+- put: reserve space (waits while the queue is full), send the bytes, commit; then it is visible
 - get: one read per shard; needs only the ``KVBatchMeta``
 """
 
@@ -70,8 +69,7 @@ class DataClient:
             address: The metadata service.
             put_timeout_s: Max. seconds that a put waits for space.
             use_shared_memory: Use the memory of shards on this host directly; False forces the
-                network
-                path, for measurements.
+                network path, for measurements.
         """
         links = Links(use_shared_memory=use_shared_memory)
         async with TransferQueueClient.connect(address) as metadata, links.opened(metadata):

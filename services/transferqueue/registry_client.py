@@ -17,8 +17,7 @@ def place(group: str, shards: Sequence[Shard]) -> str:
     """Chooses the shard of a group by rendezvous hashing.
 
     All clients choose the same shard without communication, and adding or removing a shard moves
-    only
-    that shard's fraction of the groups.
+    only that shard's fraction of the groups.
 
     Raises:
         ValueError: If there is no shard.

@@ -20,20 +20,20 @@ class TransferQueueSettings(KeySettings):
     data_bind: str = "127.0.0.1:0"
     """``host:port`` of the ZeroMQ socket; port 0 chooses a free one."""
     index_address: str = ""
-    """``host:port`` of the process that holds the index; empty if this process holds it. A process with
-    an index address is only a storage shard and serves no gRPC.
+    """``host:port`` of the process that holds the index; empty if this process holds it. A process
+    with an index address is only a storage shard and serves no gRPC.
     """
     use_curve: bool = False
-    """Encrypts the data socket with CURVE and accepts only admitted clients. Required unless the socket
-    is bound to a loopback address.
+    """Encrypts the data socket with CURVE and accepts only admitted clients. Required unless the
+    socket is bound to a loopback address.
     """
     shard_id: str = "shard-0"
     """Name of this process's storage shard; stable over restarts."""
     capacity_bytes: int = Field(1 << 30, ge=1 << 20)
     """Memory for samples, allocated at start so that puts never wait for page faults."""
     backend: Literal["memory", "mooncake"] = "memory"
-    """Storage of the bytes: this process's memory, or Mooncake Store, to which this process contributes
-    its capacity.
+    """Storage of the bytes: this process's memory, or Mooncake Store, to which this process
+    contributes its capacity.
     """
     mooncake_master: str = "127.0.0.1:50051"
     """``host:port`` of ``mooncake_master``."""
@@ -52,8 +52,8 @@ class TransferQueueSettings(KeySettings):
     kept_bytes: int = Field(8 << 30, ge=1 << 20)
     """Max. bytes of all sample records. Records of ended runs are deleted first, the oldest first."""
     arena_folder: Path | None = Path(tempfile.gettempdir())
-    """Folder of the Unix socket through which processes of this host map the memory; in a cluster, a
-    folder of the node that the pods mount. None serves the network only.
+    """Folder of the Unix socket through which processes of this host map the memory; in a cluster,
+    a folder of the node that the pods mount. None serves the network only.
     """
 
     @model_validator(mode="after")

@@ -1,12 +1,9 @@
 """LoRA adapters that are sent without the weights they modify.
 
 The trainer sends ``OWNER.lora_A.weight`` and ``OWNER.lora_B.weight`` of each adapted module, all
-other
-tensors that it trains, and a digest of its frozen weights. A receiver merges the adapters into its
-own
-copy of the frozen weights, which must have the same digest. Trainer, receivers and exports all
-merge with
-``merged_weight``, so the results are bitwise equal on one kind of device.
+other tensors that it trains, and a digest of its frozen weights. A receiver merges the adapters
+into its own copy of the frozen weights, which must have the same digest. Trainer, receivers and
+exports all merge with ``merged_weight``, so the results are bitwise equal on one kind of device.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """Canary: a short text that trainer and rollouts score under the same weight version. No torch.
 
 Checksums prove that the bytes arrived; the canary shows that they are in the right tensors: a
-swapped or
-missing tensor changes logprobs by whole units, rounding by much less than the tolerance.
+swapped or missing tensor changes logprobs by whole units, rounding by much less than the tolerance.
 """
 
 import math

@@ -1,14 +1,10 @@
 """128-bit checksums of buckets that detect every changed and every misplaced word.
 
 On a CPU the checksum is XXH3. On a GPU a bucket's 64-bit words form a matrix with 1024 columns, and
-the
-checksum is two sums modulo 2**64: of each word times the odd factor ``2 * row + 1``, and of each
-word times
-``2 * column + 1``. A changed word changes both sums; two exchanged words change at least one. One
-kernel
-reads the bytes once. All members of a transfer keep its buffers on the same kind of device, so they
-compute
-the same checksum.
+the checksum is two sums modulo 2**64: of each word times the odd factor ``2 * row + 1``, and of
+each word times ``2 * column + 1``. A changed word changes both sums; two exchanged words change at
+least one. One kernel reads the bytes once. All members of a transfer keep its buffers on the same
+kind of device, so they compute the same checksum.
 """
 
 from functools import cache

@@ -16,10 +16,8 @@ def weighted_sums(  # type: ignore[no-untyped-def]  # noqa: ANN201
     """Adds the part of one program to ``sums``: ``[2]`` int64, by row factors and by column factors.
 
     Each program processes every n-th block of rows and prefetches the next ones while it sums one.
-    Threads
-    synchronize only at the end. Integer sums modulo 2**64 do not depend on the order, so atomic
-    additions are
-    deterministic.
+    Threads synchronize only at the end. Integer sums modulo 2**64 do not depend on the order, so
+    atomic additions are deterministic.
     """
     column = tl.arange(0, row_words)
     rows = tl.arange(0, block_rows)

@@ -81,8 +81,8 @@ class OwnThread:
     """Runs blocking collectives in a dedicated daemon thread.
 
     A collective whose peers are gone may hang for its whole deadline: in a shared pool it would
-    occupy a
-    worker, and it must not keep the process from ending. Such a thread is abandoned and replaced.
+    occupy a worker, and it must not keep the process from ending. Such a thread is abandoned and
+    replaced.
     """
 
     def __init__(self) -> None:

@@ -84,8 +84,7 @@ class Epochs:
 
         Raises:
             FailedPreconditionError: If a group of this or a newer epoch was formed or aborted
-                before, or the
-                backend cannot connect the members.
+                before, or the backend cannot connect the members.
             UnavailableError: If not all members joined in time.
         """
         if epoch <= self._epoch:

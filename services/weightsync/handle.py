@@ -1,17 +1,13 @@
 """Transport between processes on one device: the source exports a shared buffer of the device's memory.
 
     source      copies a chunk into one half of the buffer, notifies the receivers, and waits until
-    all
-                have copied it before it reuses that half
+                all have copied it before it reuses that half
     receiver    copies the chunk to its target and notifies the source
 
 Bytes move from the trainer's memory to the engine's on the device itself; only the notifications
-pass
-through the host. The buffer is small for any model size. Correctness does not depend on its
-content: if a
-member leaves during a transfer, the transfer ends at once, and received bytes are verified as with
-any
-transport.
+pass through the host. The buffer is small for any model size. Correctness does not depend on its
+content: if a member leaves during a transfer, the transfer ends at once, and received bytes are
+verified as with any transport.
 """
 
 import json

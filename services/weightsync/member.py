@@ -50,8 +50,7 @@ class WeightMember:
         rendezvous: Returns the store of a scope, in which members meet.
         on_ready: Called with each version that is in service, verified and checked.
         folder: Folder for a sender's files: the run's own, which its receivers see under the same
-            path;
-            None for the folder of temporary files.
+            path; None for the folder of temporary files.
     """
 
     def __init__(
@@ -159,8 +158,7 @@ class WeightMember:
         Args:
             epoch: Number of the group; higher than any before.
             receiver: Number of this member among the receivers, from 0; -1 for a source, and for a
-                rollout
-                that sends its weights to joining ones. Ignored for a trainer rank.
+                rollout that sends its weights to joining ones. Ignored for a trainer rank.
             num_receivers: Number of receivers in the group.
             backend: One of ``TRANSPORTS``.
             scope: Scope of the store in which the members meet.
@@ -205,8 +203,7 @@ class WeightMember:
 
         Raises:
             FailedPreconditionError: If epoch or plan are not this member's, or the version is older
-                than the
-                one in service.
+                than the one in service.
         """
         self._epochs.group(epoch)
         side = self._side()

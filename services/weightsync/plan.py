@@ -1,10 +1,9 @@
 """Layout of tensors on the wire: pure functions, no torch.
 
 A trainer of several ranks holds each tensor in shards of whole rows. Every rank sends its own
-shards, so
-each rank is a source with its own flat arena. All members lay out the arenas by the same rules from
-the
-same list: a transfer is the arenas, cut into buckets, and received arenas need no unpacking.
+shards, so each rank is a source with its own flat arena. All members lay out the arenas by the same
+rules from the same list: a transfer is the arenas, cut into buckets, and received arenas need no
+unpacking.
 
     source 0   | q_proj rows 0-1023    | pad | k_proj rows 0-127   | ...
     source 1   | q_proj rows 1024-2047 | pad | k_proj rows 128-255 | ...
@@ -139,8 +138,7 @@ def make_plan(
 
     Raises:
         ValueError: If there is no tensor, a name is repeated, an element type is unknown, a source
-            has
-            no shard, or the shards do not cover every row exactly once.
+            has no shard, or the shards do not cover every row exactly once.
     """
     _check_tensors(tensors, bucket_bytes)
     if shards is None:

@@ -1,8 +1,7 @@
 """Shared buffers: memory that other processes of this host open by a handle, on a GPU through CUDA's driver.
 
 Torch can share its allocations, too, but not in all cases those in expandable segments, which the
-trainer
-uses, and it never frees memory that a dead reader had opened.
+trainer uses, and it never frees memory that a dead reader had opened.
 """
 
 import ctypes
@@ -50,8 +49,8 @@ def allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, bytes]:
 
     Returns:
         ``[num_bytes]`` uint8, and the handle with which other processes open it. The memory is
-        freed with
-        the tensor, but stays while another process has it open.
+        freed
+        with the tensor, but stays while another process has it open.
 
     Raises:
         CudaMemoryError: If there is none, or it cannot be exported.
@@ -162,8 +161,7 @@ def open_room(handle: str, device: torch.device) -> Tensor:
 
     Raises:
         RoomError: If it cannot be opened here, for example from another host, or from a container
-            that
-            does not see the other process.
+            that does not see the other process.
     """
     # Reuse an open buffer: only newer CUDA versions allow opening it twice in one process.
     opened = _OPENED.get(handle)

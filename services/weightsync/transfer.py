@@ -8,8 +8,7 @@
                                             while the next one is on the wire, and compared
 
 All collectives start before any is waited for, the buckets first, so that the wire is never idle;
-on a GPU
-no call waits for the device until the end.
+on a GPU no call waits for the device until the end.
 """
 
 import struct
@@ -192,8 +191,7 @@ def make_header(
         order: The requested transfer.
         source: Number of the sending source.
         num_changed: With a base version, number of words that differ from it; -1 if everything is
-            sent
-            nevertheless.
+            sent nevertheless.
     """
     packed = _HEADER.pack(
         _MAGIC,

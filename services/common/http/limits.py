@@ -1,10 +1,8 @@
 """Limits the descriptors, memory and time that connections cost an HTTP server.
 
 A request's line and headers have at most 64 KiB and 100 fields. Requests in progress have a limit
-for all
-connections together: the largest is ended first, so that a small one is served regardless of large
-ones.
-Deadlines end slow connections.
+for all connections together: the largest is ended first, so that a small one is served regardless
+of large ones. Deadlines end slow connections.
 """
 
 import asyncio
@@ -23,8 +21,8 @@ from services.common.telemetry.logging import PERIOD_S, RareLog
 logger = logging.getLogger(__name__)
 
 HEADER_DEADLINE_S = 10.0
-"""Max. seconds from the connection, or from the first byte of a further request, to the end of the headers;
-the TLS handshake before has the same deadline.
+"""Max. seconds from the connection, or from the first byte of a further request, to the end of the
+headers; the TLS handshake before has the same deadline.
 """
 MAX_HEADER_BYTES = 64 << 10
 """Max. size of a request's line and headers, as sent."""

@@ -1,9 +1,8 @@
 """Evaluates files of a model in a separate process, with a deadline and a memory limit.
 
 A chat template is a program, and a ``config.json`` has numbers that its family loops over: either
-may run
-forever, or use all memory of its process. Requests and answers are JSON with a length prefix of
-eight bytes.
+may run forever, or use all memory of its process. Requests and answers are JSON with a length
+prefix of eight bytes.
 """
 
 import atexit
@@ -59,8 +58,7 @@ class Evaluator:
 
         Raises:
             ValueError: If it fails, exceeds the deadline, or exceeds the memory limit; the message
-                has the
-                reason.
+                has the reason.
         """
         with self._lock:
             if self._stops[source] >= _MAX_STOPS:

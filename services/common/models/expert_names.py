@@ -2,8 +2,7 @@
 
 transformers keeps all experts of a layer in ``experts.gate_up_proj`` ``[E, 2 I, H]`` and
 ``experts.down_proj`` ``[E, H, I]``; checkpoints of most families have separate matrices for every
-expert, which
-are views of the fused tensors. gpt-oss has fused checkpoints as well.
+expert, which are views of the fused tensors. gpt-oss has fused checkpoints as well.
 """
 
 from collections.abc import Iterator, Mapping

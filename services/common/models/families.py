@@ -1,8 +1,7 @@
 """Families of models that are computed exactly everywhere, judged by their ``config.json`` alone.
 
 A family is listed if a test compares its packed forward and backward pass, and the torch engine's
-decoding,
-with the model's own.
+decoding, with the model's own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -262,8 +261,7 @@ def windows_of(config: Mapping[str, Any]) -> dict[str, int | None]:
 
     Args:
         config: A ``config.json``. A model with one kind of layers has the entry ``full_attention``
-            or
-            ``sliding_attention``.
+            or ``sliding_attention``.
     """
     kinds = config.get("layer_types")
     if not kinds:

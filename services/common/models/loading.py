@@ -77,8 +77,7 @@ def compute_frequencies(model: PreTrainedModel, *, device: torch.device | str) -
     """Sets the rotary frequencies of a model in place: float32, computed and never stored.
 
     A CPU computes them, as for a model that is loaded from a folder. Powers on a GPU differ in the
-    last bit, and
-    so would the logprobs of trainer and rollout under the same weights.
+    last bit, and so would the logprobs of trainer and rollout under the same weights.
     """
     decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
     if hasattr(decoder, "rotary_emb"):

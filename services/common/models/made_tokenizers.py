@@ -59,8 +59,7 @@ def make_builtin_tokenizer(name: str) -> Tokenizer | None:
     """Builds the tokenizer of a name; returns None if it is not a built-in one.
 
     ``chars:SYMBOLS`` has ``<pad>`` (0), ``<eos>`` (1), then one token for each symbol; ``bytes``
-    has ``<pad>``,
-    ``<eos>``, then one token for each byte value.
+    has ``<pad>``, ``<eos>``, then one token for each byte value.
 
     Raises:
         ValueError: If symbols are missing or repeated.

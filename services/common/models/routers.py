@@ -1,8 +1,7 @@
 """Routers of a mixture of experts, and their choices.
 
 All families of transformers have routers that return logits ``[T, E]``, weights ``[T, K]`` and the
-numbers of
-the chosen experts ``[T, K]``, in one call per layer.
+numbers of the chosen experts ``[T, K]``, in one call per layer.
 """
 
 from collections.abc import Iterator, Mapping

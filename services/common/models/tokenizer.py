@@ -111,8 +111,7 @@ class Tokenizer:
 
         Raises:
             ValueError: If a ``chars:`` tokenizer has no token for one of the characters, or the
-                text has a
-                lone surrogate.
+                text has a lone surrogate.
         """
         if self._name.startswith(CHARS_PREFIX):
             unknown = sorted(set(text) - set(self._inner.get_vocab()))
@@ -245,8 +244,7 @@ def _plain_backend(inner: Any) -> Any:
     """Returns the inner tokenizer's backend; None if its class does more than call that.
 
     ``inner`` itself makes a batch of each text, for which it wakes threads, and inspects each token
-    in Python. For
-    the few hundred tokens of a turn that takes longer than the encoding.
+    in Python. For the few hundred tokens of a turn that takes longer than the encoding.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -1,12 +1,9 @@
 """Predicts the memory of each trainer GPU before a start: pure arithmetic.
 
 Weights, gradients and optimizer follow from the layout (``trainer/model/parallel.py``) and are
-exact. The
-estimate of activations counts the tensors that the compiled layers of a decoder keep for the
-backward pass; it
-was within 5 % of the peak of two runs on H200s (a 1.5B model, packs of 41k tokens: 110 GiB on one
-GPU, 96 on
-two with ``zero_stage`` 1).
+exact. The estimate of activations counts the tensors that the compiled layers of a decoder keep for
+the backward pass; it was within 5 % of the peak of two runs on H200s (a 1.5B model, packs of 41k
+tokens: 110 GiB on one GPU, 96 on two with ``zero_stage`` 1).
 """
 
 import json

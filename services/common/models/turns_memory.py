@@ -1,8 +1,7 @@
 """Memory that trainer and rollouts keep on time-shared GPUs: pure arithmetic.
 
 The time of a switch is proportional to the bytes that move: the trainer's state to or from host
-memory, and
-the KV cache that an engine maps again. So each side moves only as much as it must.
+memory, and the KV cache that an engine maps again. So each side moves only as much as it must.
 """
 
 from typing import Final, Literal

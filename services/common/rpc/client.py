@@ -87,8 +87,7 @@ async def call(
 
     Raises:
         ServiceError: The class that the peer raised; UnavailableError or DeadlineExceededError if
-            it
-            did not respond.
+            it did not respond.
     """
     deadline = time.monotonic() + timeout_s
     delay_s = _FIRST_DELAY_S

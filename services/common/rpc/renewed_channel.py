@@ -1,10 +1,8 @@
 """gRPC channel that outlives the certificate it was opened with.
 
 gRPC binds a certificate to a channel: after the certificate has expired, the channel cannot
-reconnect. So
-each new certificate gets a new channel for later calls; running calls end on the old one, whose
-connection
-the server closes when it is idle.
+reconnect. So each new certificate gets a new channel for later calls; running calls end on the old
+one, whose connection the server closes when it is idle.
 """
 
 from collections.abc import Callable

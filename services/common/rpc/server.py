@@ -52,8 +52,7 @@ async def serve(
     """Serves until the block ends, then stops gracefully.
 
     Callers are authenticated with this process's identity: by certificates of its authority, and by
-    tokens.
-    Requests of unknown callers are not read.
+    tokens. Requests of unknown callers are not read.
 
     Args:
         bind: ``host:port``; port 0 chooses a free one.

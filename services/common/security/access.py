@@ -1,8 +1,7 @@
 """Authentication and authorization of gRPC calls: a run's token allows only calls that name that run.
 
 The rule depends on the request, not on the method, so it covers new methods: if a request names no
-run, the
-method is closed to workers unless it is listed here.
+run, the method is closed to workers unless it is listed here.
 """
 
 import logging

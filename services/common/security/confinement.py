@@ -1,10 +1,8 @@
 """Gate for specifications: restricts the files, code and commands that they may name.
 
 Every key of a specification that can hold text has a kind in :data:`KINDS`, which decides how its
-values are
-judged. The controller judges a submitted specification by its text. Workers judge it again on their
-hosts with
-links resolved, because only there links and modules are visible.
+values are judged. The controller judges a submitted specification by its text. Workers judge it
+again on their hosts with links resolved, because only there links and modules are visible.
 """
 
 import importlib.util
@@ -38,18 +36,13 @@ Kind = Literal[
 """Kind of a value, which decides how it is judged.
 
 ``free``: not judged; a slash has no meaning in it. ``text``: anything, which may be a path or a
-reference to
-code. ``path``: a file or a folder. ``model``: a preset, a hub id, or a folder. ``code``: a
-reference for
-:func:`~services.common.callables.load_callable`, the name of something built in, or an address,
-which workers
-judge when they connect (:mod:`services.rollout.calls.reach`). ``function``: a function that
-verifiers loads,
-also as ``package.module.name``. ``package``: a plugin that verifiers imports by its name.
-``command``: a
+reference to code. ``path``: a file or a folder. ``model``: a preset, a hub id, or a folder.
+``code``: a reference for :func:`~services.common.callables.load_callable`, the name of something
+built in, or an address, which workers judge when they connect
+(:mod:`services.rollout.calls.reach`). ``function``: a function that verifiers loads, also as
+``package.module.name``. ``package``: a plugin that verifiers imports by its name. ``command``: a
 program with its arguments. ``rows``: ``path`` of a prompt source, whose kind depends on ``source``;
-the kinds
-of ``rows arguments`` and ``workflow arguments`` depend on their consumer.
+the kinds of ``rows arguments`` and ``workflow arguments`` depend on their consumer.
 """
 
 _MODELS: Final[Mapping[str, Kind]] = {
@@ -107,8 +100,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     "trackers.N.project": "text",
     "trackers.N.tags": "free",
 }
-"""Kind of each key that can hold a user's text, named as by ``services.common.runspec.keys.fields_of``. Other
-keys are judged as ``text``.
+"""Kind of each key that can hold a user's text, named as by
+``services.common.runspec.keys.fields_of``. Other keys are judged as ``text``.
 """
 
 _WORKFLOW_ARGUMENTS: Final[Mapping[str, Kind]] = {

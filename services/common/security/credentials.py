@@ -1,8 +1,7 @@
 """Identity of a process: its certificate and tokens, and the verification of its peers'.
 
 A process sets its identity once, in its ``main``; servers and channels opened inside that block use
-it. A
-process without one trusts every peer, which the settings allow only on loopback.
+it. A process without one trusts every peer, which the settings allow only on loopback.
 """
 
 import hmac

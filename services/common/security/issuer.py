@@ -33,8 +33,7 @@ class Issuer:
 
     Args:
         folder: Folder with ``tls.crt`` and ``tls.key`` of the authority, and ``ca.crt``, with which
-            all peers
-            are verified: the same certificate, or one above it.
+            all peers are verified: the same certificate, or one above it.
         clock: Source of the current time.
     """
 

@@ -1,8 +1,7 @@
 """Tokens that authenticate services of one installation and the workers of a run.
 
 A token has the name of its bearer and a keyed digest of that name, so any holder of the key can
-verify it
-locally. Workers get the token of their run and never the key.
+verify it locally. Workers get the token of their run and never the key.
 """
 
 import base64

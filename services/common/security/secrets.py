@@ -105,8 +105,7 @@ def with_secrets(part: _Part, folder: Path | None) -> _Part:
 
     Raises:
         FailedPreconditionError: If a secret does not exist; the message has its name and the
-            folder, never
-            a value.
+            folder, never a value.
     """
     return type(part).model_validate(_filled(part.model_dump(mode="json"), folder))
 

@@ -8,8 +8,7 @@ A sample group has one trace from its prompt to its gradient::
                  step [train.step], weight.sync    own traces, linked to the groups they work on
 
 Ids are derived from names, so every service knows the trace of a group without communication, even
-after a
-restart, and all agree on the fraction of groups that is collected.
+after a restart, and all agree on the fraction of groups that is collected.
 """
 
 import hashlib

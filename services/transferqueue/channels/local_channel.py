@@ -1,8 +1,7 @@
 """Messages between processes of one host, over a Unix socket.
 
 A round trip takes a fifth of its time through ZeroMQ, whose threads wake each other at both ends.
-Each
-message is a prefix with two lengths, the header, and the payload if there is one.
+Each message is a prefix with two lengths, the header, and the payload if there is one.
 """
 
 import asyncio
@@ -26,8 +25,7 @@ class LocalChannel(asyncio.Protocol):
         on_message: Receives the frames of each message in order: the header and at most one
             payload.
         on_end: Called once after the connection has ended; its argument is True if the peer
-            exceeded
-            the limits.
+            exceeded the limits.
     """
 
     def __init__(

@@ -41,8 +41,8 @@ def blob_checksum(data: bytes | bytearray | memoryview) -> int:
 
 VERSION: Final = 4
 FRAME_BYTES: Final = 1 << 20
-"""Size of a blob's part, which is the content of one frame; only the last part of a blob may be smaller.
-More frames cost more calls, larger ones page faults.
+"""Size of a blob's part, which is the content of one frame; only the last part of a blob may be
+smaller. More frames cost more calls, larger ones page faults.
 """
 MAX_HEADER_BYTES: Final = 16 << 20
 """The description of 100,000 samples takes about 10 MiB."""
@@ -239,8 +239,7 @@ class Data:
     """Answers Read, once per payload frame: the ranges, one after the other.
 
     The frames are sent directly from the blobs' memory, which stays pinned until Unpin; ``pin_id``
-    0
-    needs no Unpin.
+    0 needs no Unpin.
     """
 
     pin_id: Count

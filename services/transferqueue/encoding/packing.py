@@ -16,8 +16,8 @@ from services.common.jagged import Jagged
 from services.transferqueue.encoding.codec import ITEM_BYTES, checksum, combine, parts_of
 
 Values = Jagged | Tensor | Sequence[Tensor]
-"""Values of one field: rows as ``Jagged``, a tensor whose first dimension counts the samples, or a list
-of tensors.
+"""Values of one field: rows as ``Jagged``, a tensor whose first dimension counts the samples, or a
+list of tensors.
 """
 
 

@@ -19,8 +19,7 @@ class ColumnRange:
     """Metadata of several puts, with one entry per row in each column.
 
     Puts with the same fields and tags share a range until it is full: an object per put would take
-    more
-    memory than its content. The blobs of a put are released with its last row.
+    more memory than its content. The blobs of a put are released with its last row.
 
     Args:
         layout: Fields, shards and tags that all its puts have.

@@ -26,8 +26,7 @@ class Consumer:
     """One use of a partition's samples; receives each sample once.
 
     Each ready row is in exactly one state: queued, leased, or acknowledged. A lease that expires
-    returns
-    its rows to the head of the queue.
+    returns its rows to the head of the queue.
 
     Args:
         fields: Fields that a row needs to be ready.

@@ -1,10 +1,8 @@
 """Metadata of all partitions: visible samples, watchers, leases, and byte quotas of runs.
 
 All code here runs on one event loop and changes state only between awaits, so there are no locks.
-The
-bytes are stored elsewhere: a put is added after its bytes have arrived, and blobs that no row uses
-any
-more are passed to ``free``.
+The bytes are stored elsewhere: a put is added after its bytes have arrived, and blobs that no row
+uses any more are passed to ``free``.
 """
 
 from collections import OrderedDict

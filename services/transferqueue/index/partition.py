@@ -26,8 +26,7 @@ class Partition:
     """Samples of one run and one purpose.
 
     A sample's row is complete when all required fields are stored; then it enters the log, and
-    again on
-    each later change. Watchers follow the log.
+    again on each later change. Watchers follow the log.
 
     Args:
         partition_id: Run and purpose.

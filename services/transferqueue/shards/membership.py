@@ -53,8 +53,7 @@ class RemoteIndex:
 
         Raises:
             NotFoundError: If the index gave this shard up. Its samples count as lost, so the
-                process must
-                end and restart.
+                process must end and restart.
         """
         await self._client.register(shard, capacity_bytes=storage.capacity_bytes)
         with unwrapped():

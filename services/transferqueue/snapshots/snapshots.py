@@ -1,11 +1,9 @@
 """Saves and restores the samples of a run, index and bytes, as part of its checkpoint.
 
 A snapshot is a file of records, each with its length and checksum: for every partition one record
-that
-describes it, then one record per put followed by the bytes of its blobs, and an end mark. The bytes
-pass through the data sockets, so the shards may run anywhere. Leases are not saved: leased samples
-are
-delivered again.
+that describes it, then one record per put followed by the bytes of its blobs, and an end mark. The
+bytes pass through the data sockets, so the shards may run anywhere. Leases are not saved: leased
+samples are delivered again.
 """
 
 import asyncio

@@ -175,8 +175,7 @@ class Storage:
         """Completes the blobs of a put, which the sender describes.
 
         Blobs that arrived through ``write`` are verified here. Blobs that the client wrote directly
-        into
-        the arena are verified by their readers.
+        into the arena are verified by their readers.
 
         Raises:
             DataLossError: If the received bytes differ from the sent ones.

@@ -1,8 +1,7 @@
 """Data socket of a shard: decodes messages, executes them, answers, and counts rejected ones.
 
 Writes are handled in order of arrival, before the commit that follows them. Reservations and
-commits
-may wait, so each runs as its own task.
+commits may wait, so each runs as its own task.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """Blobs of a shard whose bytes are in Mooncake Store.
 
 Clients transfer the bytes themselves; the shard issues ids, counts bytes, and deletes. The blobs of
-a
-put form one object, as small objects are slow; a blob's id encodes its object and position.
+a put form one object, as small objects are slow; a blob's id encodes its object and position.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """``cpu_async``: transfer through pinned host memory and Gloo, for members without a common NCCL.
 
 For example members in different zones, or on CPUs and GPUs. Copies to and from the host overlap
-with the
-wire, training and generation.
+with the wire, training and generation.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """``delta``: sends only the words that changed since a version that all members hold, for slow links.
 
     source      header (number of changed words) | places | words | checksums of all whole buckets
-    receiver    writes them into its shadow, which holds the base version, and verifies the whole
-    buckets
+    receiver    writes them into its shadow, which holds the base version, and verifies the buckets
 
 If more than a third of the words changed, or a member does not hold the base, everything is sent.
 """

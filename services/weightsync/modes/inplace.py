@@ -1,8 +1,7 @@
 """``inplace``: receives directly into the live weights under a pause, if memory cannot hold a shadow.
 
 A transfer that started and was not adopted leaves the live weights mixed or of an unverified
-version: the
-engine stays paused until a complete version is adopted.
+version: the engine stays paused until a complete version is adopted.
 """
 
 from collections.abc import Sequence

@@ -61,8 +61,7 @@ class DividedReceiver:
     """Receives rows from several sources directly into the whole tensors of one shadow.
 
     A source's bucket holds rows of many tensors, so buckets pass through two slots per source. If
-    the engine
-    has several GPUs, each of them holds some of the tensors.
+    the engine has several GPUs, each of them holds some of the tensors.
 
     Args:
         plan: The layout.

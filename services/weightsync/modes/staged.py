@@ -90,8 +90,7 @@ def receive_staged(
     """Receives through the slots and verifies; see :func:`services.weightsync.transfer.receive_version`.
 
     A bucket is placed before its checksum can be compared, as the source sends the checksums last.
-    If this
-    raises, the target must not be used.
+    If this raises, the target must not be used.
     """
     group.bound(slots.plan)
     arriving = [
