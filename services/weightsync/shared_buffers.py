@@ -49,8 +49,7 @@ def allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, bytes]:
 
     Returns:
         ``[num_bytes]`` uint8, and the handle with which other processes open it. The memory is
-        freed
-        with the tensor, but stays while another process has it open.
+        freed with the tensor, but stays while another process has it open.
 
     Raises:
         CudaMemoryError: If there is none, or it cannot be exported.
