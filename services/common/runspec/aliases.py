@@ -1,4 +1,4 @@
-"""Replaces other names of keys by their own, and resolves what an override contradicts."""
+"""Replaces aliases of keys by canonical names and removes keys that an override contradicts."""
 
 from collections.abc import Collection, Mapping
 from copy import deepcopy
@@ -15,7 +15,7 @@ _RATIOS = "topology.ratios"
 _ALIASES = {
     "algorithm.generate_ahead_steps": _STALENESS,
     "trainer.generate_ahead_steps": _STALENESS,
-    # dots.rl's, its misspelt ones included.
+    # Names of dots.rl, including its misspelled ones.
     **{
         f"{part}.{spelling}_node_{what}": key
         for part in ("topology", "trainer")
@@ -24,26 +24,26 @@ _ALIASES = {
     },
 }
 
-# How long a run is: one of these keys says it.
+# Keys for the length of a run; exactly one of them is set.
 _LENGTHS = ("trainer.steps", "data.epochs")
-# Numbers of processes, which follow from task groups.
+# Process counts, which follow from task groups.
 _COUNTS = ("trainer.world_size", "rollout.replicas")
 _SPLIT = ("task_groups", "ratios", "gpus")
 
 
 @dataclass(slots=True)
 class Renamed:
-    """A specification without other names."""
+    """A specification without aliases."""
 
     document: dict[str, Any]
     notes: list[str] = field(default_factory=list)
-    """One for each other name that was used."""
+    """One note for each alias that was used."""
     problems: list[str] = field(default_factory=list)
-    """Keys that were given twice, with different values."""
+    """Keys that were set twice with different values."""
 
 
 def without_aliases(document: Mapping[str, Any]) -> Renamed:
-    """Rename the keys that have another name; the document stays as it is."""
+    """Returns a copy of a document with aliases replaced by canonical names."""
     result = Renamed(deepcopy(dict(document)))
     if isinstance(loss := result.document.get("algorithm"), str):
         result.document["algorithm"] = {"loss": loss}
@@ -61,12 +61,12 @@ def without_aliases(document: Mapping[str, Any]) -> Renamed:
 
 
 def own_name(key: str) -> str:
-    """The name that the specification has for a key."""
+    """Returns the canonical name of a key."""
     return _ALIASES.get(key, key)
 
 
 def make_way(document: dict[str, Any], key: str) -> None:
-    """Prepare a document for an override: remove other names of its key, expand a short form above it."""
+    """Prepares a document for an override: removes aliases of the key and expands a short form above it."""
     own = own_name(key)
     for name in {own, *(alias for alias, meant in _ALIASES.items() if meant == own)} - {key}:
         _remove(document, name)
@@ -76,11 +76,12 @@ def make_way(document: dict[str, Any], key: str) -> None:
 
 
 def let_win(document: dict[str, Any], given: Collection[str]) -> None:
-    """Remove what contradicts keys that a user has just set, so that these win.
+    """Removes keys that contradict those that a user has just set.
 
     Args:
-        document: A specification without other names, with the keys already set; it is changed.
-        given: Dotted keys that were set, or groups of keys.
+        document: A specification without aliases, with the new values already set; modified in
+            place.
+        given: Dotted names of the keys, or groups of keys, that were set.
     """
     if any(_is_set(key, document, given) for key in _LENGTHS):
         for key in _LENGTHS:
@@ -98,9 +99,9 @@ def let_win(document: dict[str, Any], given: Collection[str]) -> None:
 
 
 def _count_without_groups(document: dict[str, Any], given: Collection[str]) -> None:
-    """Take back a split into two groups, of which a user has just set a number of processes.
+    """Replace a split into two groups by process counts, after a user has set one of these counts.
 
-    Numbers of processes cannot express a group of ``logp``, ``ref_logp`` or ``critic``: the rules then
+    Process counts cannot express a group of ``logp``, ``ref_logp`` or ``critic``; the rules then
     report the contradiction.
     """
     trainer, rollout = document.get("trainer"), document.get("rollout")
@@ -124,7 +125,7 @@ def _count_without_groups(document: dict[str, Any], given: Collection[str]) -> N
 
 
 def _is_set(key: str, document: Mapping[str, Any], given: Collection[str]) -> bool:
-    """Whether a key has a value that a user has just set."""
+    """Return True if a key has a value that a user has just set."""
     part, _, name = key.partition(".")
     group = document.get(part)
     has_value = isinstance(group, Mapping) and group.get(name) is not None
@@ -151,7 +152,7 @@ def _rename(result: Renamed, alias: str, value: Any, key: str) -> None:
 
 
 def _count_gpus(result: Renamed) -> None:
-    """Among the options of the trainer, dots.rl's task groups are told of nodes, not of GPUs."""
+    """Convert node counts to GPU counts: dots.rl's task groups under ``trainer`` count nodes."""
     trainer, topology = result.document["trainer"], result.document["topology"]
     nodes, per_node = trainer.pop("nnodes", 1), trainer.pop("n_gpus_per_node", None)
     if per_node is None or not isinstance(topology, dict):

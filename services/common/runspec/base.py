@@ -1,4 +1,4 @@
-"""The base of every part of a RunSpec: frozen, documented, unknown keys refused."""
+"""Base class of all parts of a RunSpec: frozen, documented, without unknown keys."""
 
 from typing import Any, get_args
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 class SpecPart(BaseModel):
-    """A frozen piece of a :class:`~services.common.runspec.run.RunSpec`."""
+    """A frozen part of a :class:`~services.common.runspec.run.RunSpec`."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -19,7 +19,7 @@ class SpecPart(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _numbers_are_no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse YAML's ``yes`` and ``no`` for a number: they would count as 1 and 0."""
+        """Reject YAML's ``yes`` and ``no`` for numbers; they would count as 1 and 0."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         types = {annotation, *get_args(annotation)}
         if isinstance(value, bool) and types & {int, float} and bool not in types:

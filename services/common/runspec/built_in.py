@@ -1,6 +1,7 @@
-"""Rewards and workflows that come with Slipstream, by name.
+"""Built-in rewards, workflows and agents by name.
 
-By reference, because a process loads only what its run names: math-verify alone takes seconds.
+The tables hold import paths because a process loads only what its run names: the import of
+math-verify alone takes seconds.
 """
 
 from collections.abc import Mapping
@@ -15,10 +16,10 @@ REWARDS: Final[Mapping[str, str]] = {
     "reasoning_gym": f"{_REWARDS}.gym_answer:gym_answer",
     "code_tests": f"{_REWARDS}.code_tests:code_tests",
 }
-"""By the value of ``rollout.rewards.N.name``."""
+"""The rewards by the value of ``rollout.rewards.N.name``."""
 
 EARNED: Final = "environment"
-"""What the episode itself was given by its environment or its agent, named like a reward."""
+"""Name of the reward whose score the environment or the agent gave to the episode."""
 
 NEED_ANSWERS: Final = frozenset({"exact_match", "math_verify", "code_tests"})
 """Rewards that compare with the expected answer."""
@@ -29,10 +30,10 @@ WORKFLOWS: Final[Mapping[str, str]] = {
     "agent": "services.rollout.openai.agent:Agent",
     "environment": "services.rollout.environments.workflow:Environments",
 }
-"""By the value of ``rollout.workflow``."""
+"""The workflows by the value of ``rollout.workflow``."""
 
 AGENTS: Final[Mapping[str, str]] = {"verifiers": "services.rollout.environments.verifiers:play"}
-"""By the value of ``rollout.workflow_arguments.agent``."""
+"""The agents by the value of ``rollout.workflow_arguments.agent``."""
 
 SERVICES: Final = ("http://", "https://", "grpc://", "grpcs://")
-"""How the address of a reward service begins."""
+"""Prefixes of the addresses of reward services."""

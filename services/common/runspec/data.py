@@ -1,4 +1,4 @@
-"""Where prompts come from."""
+"""Prompt sources, filters and the curriculum of a run."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, Self
@@ -11,24 +11,25 @@ from services.common.runspec.rollout import RewardSpec
 
 
 class FilterSpec(SpecPart):
-    """Which rows of a set are used: by one column, or by a function."""
+    """Selects rows of a set, by conditions on one column or by a function."""
 
     column: str | None = None
-    """Column that all conditions beside it are about; a dotted name reaches into a nested one."""
+    """Column that the conditions refer to; a dotted name selects a nested column."""
     one_of: tuple[str | int | float | bool | None, ...] | None = None
     """Values that the column may have."""
     at_least: float | None = None
-    """Least number that it may be."""
+    """Min value of a number."""
     at_most: float | None = None
-    """Largest number that it may be."""
+    """Max value of a number."""
     min_length: int | None = Field(None, ge=0)
-    """Least characters of a text or a chat, or items of a list."""
+    """Min number of characters of a text or a chat, or of items of a list."""
     max_length: int | None = Field(None, ge=0)
-    """Most characters of a text or a chat, or items of a list."""
+    """Max number of characters of a text or a chat, or of items of a list."""
     matches: str | None = Field(None, max_length=1000)
-    """Regular expression that is found in its text."""
+    """Regular expression that must match somewhere in the column's text."""
     function: str | None = None
-    """``module:function`` or ``file.py:function``, called with the row; True keeps it."""
+    """``module:function`` or ``file.py:function``. The function receives the row and returns True
+    to keep it."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
@@ -57,69 +58,73 @@ class PromptSourceSpec(SpecPart):
     source: Literal[
         "jsonl", "parquet", "huggingface", "python", "reasoning_gym", "verifiers", "environment"
     ]
-    """Kind of source. ``environment`` has ``limit`` rows ``{split, index}``, for an environment that makes
-    prompts itself (``rollout.workflow: environment``)."""
+    """Kind of source. ``environment`` provides ``limit`` rows ``{split, index}`` for an environment
+    that creates its own prompts (``rollout.workflow: environment``)."""
     path: str
-    """A file (``jsonl``, ``parquet``), a dataset id (``huggingface``), ``module:function`` or
-    ``file.py:function`` (``python``), a task's name (``reasoning_gym``), a taskset's id (``verifiers``), or
-    what the environment calls its split (``environment``)."""
+    """Location of the prompts: a file (``jsonl``, ``parquet``), a dataset id (``huggingface``),
+    ``module:function`` or ``file.py:function`` (``python``), the name of a task
+    (``reasoning_gym``), the id of a taskset (``verifiers``), or the environment's name of the
+    split (``environment``)."""
     split: str = "train"
     """Split of a ``huggingface`` dataset. Unused otherwise."""
     subset: str | None = None
     """Configuration of a ``huggingface`` dataset. Unused otherwise."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a ``python`` function or a ``reasoning_gym`` task; of ``verifiers``, what its
-    ``EnvConfig`` says."""
+    """Keyword arguments of a ``python`` function or a ``reasoning_gym`` task; for ``verifiers``,
+    the fields of its ``EnvConfig``."""
     limit: int | None = Field(None, ge=1)
-    """Use only this many rows, from the start, of those that pass the filters."""
+    """Max number of rows, counted from the start among the rows that pass the filters."""
     filters: tuple[FilterSpec, ...] = ()
-    """What a row must pass, all of them, to be used."""
+    """Filters; a row is used if it passes all of them."""
     prompt_column: str | None = None
-    """Column with the prompt in this set; null is ``data.prompt_column``."""
+    """Column with the prompt in this set; null uses ``data.prompt_column``."""
     answer_column: str | None = None
-    """Column with the expected answer in this set; null is ``data.answer_column``."""
+    """Column with the expected answer in this set; null uses ``data.answer_column``."""
     prompt_template: str | None = None
-    """Text around each prompt of this set; null is ``data.prompt_template``."""
+    """Template of each prompt of this set; null uses ``data.prompt_template``."""
     rewards: tuple[RewardSpec, ...] | None = Field(None, min_length=1)
-    """What scores responses to this set; null is ``rollout.rewards``."""
+    """Rewards that score responses to this set; null uses ``rollout.rewards``."""
 
 
 class WeightedSetSpec(PromptSourceSpec):
-    """One of several sets of prompts that are mixed."""
+    """One of several sets of training prompts, which are mixed by weight."""
 
     weight: float | None = Field(None, gt=0)
-    """Share of the prompts, relative to the weights of the other sets. null, for all of them, is the number
-    of rows, so that an epoch has every row once."""
+    """Share of this set in the prompts, relative to the weights of the other sets. null, which must
+    then hold for all sets, weights them by their number of rows, so that an epoch has every row
+    once."""
 
 
 class HeldoutSetSpec(PromptSourceSpec):
-    """One of several sets of held-out prompts, with scores of its own."""
+    """One of several sets of held-out prompts, each with its own scores."""
 
     samples_per_prompt: int | None = Field(None, ge=0)
-    """Sampled responses per prompt of this set; null is ``validation.samples_per_prompt``."""
+    """Sampled responses per prompt of this set; null uses ``validation.samples_per_prompt``."""
 
 
 class CurriculumSpec(SpecPart):
-    """Which prompts are set aside for a while: by the running mean of their groups' rewards, or by you."""
+    """Skips prompts for some steps, by the running mean of their groups' rewards or by your own function."""
 
     function: str | None = None
-    """``module:function`` or ``file.py:function``, called with a row and with what is known of its
-    prompt, before it is answered; True has it answered now. ``solved_from`` and ``hopeless_to`` are then null
-    by default."""
+    """``module:function`` or ``file.py:function``, called before a prompt is issued with its row
+    and its statistics. The function returns True to issue the prompt now. With a function,
+    ``solved_from`` and ``hopeless_to`` default to null."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     timeout_s: float = Field(10.0, gt=0)
-    """Deadline of a call of the function; a late one is a failure of its prompt."""
+    """Max seconds of one call of the function; a later result counts as a failure of the prompt."""
     solved_from: float | None = 0.9
-    """Mean reward from which a prompt counts as solved; null sets none aside for that."""
+    """Mean reward at or above which a prompt counts as solved and is skipped; null skips no prompt
+    as solved."""
     hopeless_to: float | None = 0.0
-    """Mean reward up to which a prompt counts as hopeless; null sets none aside for that."""
+    """Mean reward at or below which a prompt counts as hopeless and is skipped; null skips no
+    prompt as hopeless."""
     min_tries: int = Field(1, ge=1, le=1000)
-    """Groups of a prompt before it may be set aside."""
+    """Min groups of a prompt before it can be skipped."""
     newest_share: float = Field(0.5, gt=0, le=1)
-    """Share of the newest group in the running mean."""
+    """Weight of the newest group in the running mean."""
     retry_after_steps: int = Field(50, ge=1)
-    """Steps after which a prompt that was set aside is tried again, at its next place in the order."""
+    """Steps after which a skipped prompt is tried again, at its next position in the data order."""
 
     @model_validator(mode="before")
     @classmethod
@@ -130,18 +135,18 @@ class CurriculumSpec(SpecPart):
 
 
 SetName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
-"""Name of a set: it is part of metrics' names."""
+"""Name of a set, which becomes part of metric names."""
 
 ONE_SET: Final = "(one set)"
 SEVERAL_SETS: Final = "(several sets)"
 FORMS: Final = frozenset({ONE_SET, SEVERAL_SETS})
-"""What pydantic calls the two forms in the places of problems; no part of any key."""
+"""Names that pydantic puts into error locations for the two forms; they are not part of any key."""
 
 _MOST_SETS = 64
 
 
 def _form(value: object) -> str:
-    """Whether prompts are given as one set or as several by name."""
+    """Return the form in which prompts are given: one set, or several by name."""
     if not isinstance(value, Mapping) or not value or value.keys() & PromptSourceSpec.model_fields:
         return ONE_SET
     are_parts = all(isinstance(part, Mapping | PromptSourceSpec | None) for part in value.values())
@@ -161,75 +166,78 @@ HeldoutSets = Annotated[
 
 
 class DemonstrationSpec(SpecPart):
-    """What of a row is trained under ``algorithm.loss: sft`` or ``dpo``, which learn from answers of rows."""
+    """Training on answers from the data (``algorithm.loss: sft`` or ``dpo``)."""
 
     turns: Literal["all", "last"] = "all"
-    """Which messages of the assistant are trained, where ``data.prompt_column`` has whole conversations.
-    ``last`` for chat templates that write earlier answers in another way, such as without their thoughts."""
+    """Assistant messages that are trained if ``data.prompt_column`` contains whole conversations.
+    Use ``last`` for chat templates that render earlier answers differently, for example without
+    their reasoning."""
     too_long: Literal["refuse", "cut"] = "refuse"
-    """What happens to a response of more than ``rollout.max_response_tokens``, or than the model's context
-    has room for: its row is set aside and counted, or its end is cut off."""
+    """Treatment of a response that is longer than ``rollout.max_response_tokens`` or than the rest
+    of the model's context. ``refuse``: its row is quarantined and counted. ``cut``: its end is
+    cut off."""
 
 
 class DataSpec(SpecPart):
-    """Training and held-out prompts, and the columns that hold them."""
+    """Training and held-out prompts, and the columns that contain them."""
 
     train: TrainSets
-    """Prompts to train on; issued in an order that depends on the seed and the epoch. One set, or several by
-    name that are mixed by weight."""
+    """Training prompts, issued in an order that depends on the seed and the epoch: one set, or
+    several named sets that are mixed by weight."""
     heldout: HeldoutSets | None = None
-    """Prompts that are only ever evaluated. One set, or several by name."""
+    """Prompts that are only evaluated: one set, or several named sets."""
     epochs: float | None = Field(None, gt=0)
-    """How often the run goes through its training prompts, in place of ``trainer.steps``. The last batch is
-    filled up from the beginning of the next epoch."""
+    """Length of the run as a number of passes over its training prompts, instead of
+    ``trainer.steps``. Prompts of the next epoch complete the last batch."""
     curriculum: CurriculumSpec | None = None
-    """Sets prompts aside that are solved or hopeless, and tries them again after a while; null issues all."""
+    """Skips solved and hopeless prompts and tries them again later; null issues all prompts."""
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages ``{role, content}``."""
     answer_column: str | None = "answer"
-    """Column with the expected answer, handed to the reward; a dotted name such as
-    ``reward_model.ground_truth`` reaches into a nested column. None if the reward needs none."""
+    """Column with the expected answer, which the reward receives; a dotted name such as
+    ``reward_model.ground_truth`` selects a nested column. None if the reward needs no answer."""
     rejected_column: str = "rejected"
-    """Column with the answer to which that of ``answer_column``, by default then ``chosen``, is preferred;
-    read under ``algorithm.loss: dpo`` alone."""
+    """For ``algorithm.loss: dpo`` only: column with the rejected answer. The preferred answer is in
+    ``answer_column``, whose default is then ``chosen``."""
     demonstration: DemonstrationSpec = DemonstrationSpec()
-    """What of a row is trained under ``algorithm.loss: sft`` or ``dpo``."""
+    """Training on answers from the data (``algorithm.loss: sft`` or ``dpo``)."""
     prompt_template: str = "{prompt}"
-    """Text around each prompt; ``{prompt}`` stands for the column's text."""
+    """Template of each prompt; ``{prompt}`` is replaced by the column's text."""
     chat_template: bool = False
-    """Whether prompts go through the tokenizer's chat template."""
+    """If true, prompts are rendered with the tokenizer's chat template."""
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """What the chat template reads besides messages and tools, for example ``enable_thinking: false``."""
+    """Variables of the chat template besides messages and tools, for example ``enable_thinking:
+    false``."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """A longer prompt is refused one by one: it is quarantined and counted, never cut."""
+    """Max tokens of a prompt. A longer prompt is quarantined and counted; it is never truncated."""
     shuffle: bool = True
-    """Whether each epoch has its own order."""
+    """If true, each epoch has a different order."""
 
     @property
     def train_sets(self) -> dict[str, PromptSourceSpec]:
-        """Sets of training prompts by split, which is ``train``, or ``train.NAME`` of several."""
+        """Sets of training prompts by split: ``train``, or ``train.NAME`` if there are several."""
         return _by_split("train", self.train)
 
     @property
     def heldout_sets(self) -> dict[str, PromptSourceSpec]:
-        """Sets of held-out prompts by split, which is ``heldout``, or ``heldout.NAME`` of several."""
+        """Sets of held-out prompts by split: ``heldout``, or ``heldout.NAME`` if there are several."""
         return {} if self.heldout is None else _by_split("heldout", self.heldout)
 
     @property
     def sets(self) -> dict[str, PromptSourceSpec]:
-        """All sets by split: ``data.`` before it makes the key of one."""
+        """All sets by split; the prefix ``data.`` makes a split the key of its set."""
         return {**self.train_sets, **self.heldout_sets}
 
     def prompt_column_of(self, part: PromptSourceSpec) -> str:
-        """Column with the prompt in a set."""
+        """Returns the column with the prompt in a set."""
         return part.prompt_column or self.prompt_column
 
     def answer_column_of(self, part: PromptSourceSpec) -> str | None:
-        """Column with the expected answer in a set; None if it has none."""
+        """Returns the column with the expected answer in a set; None if it has none."""
         return part.answer_column or self.answer_column
 
     def prompt_template_of(self, part: PromptSourceSpec) -> str:
-        """Text around each prompt of a set."""
+        """Returns the prompt template of a set."""
         return self.prompt_template if part.prompt_template is None else part.prompt_template
 
 
@@ -242,20 +250,20 @@ def _by_split(
 
 
 def kind_of(split: str) -> str:
-    """``train`` or ``heldout``."""
+    """Returns the kind of a split: ``train`` or ``heldout``."""
     return split.partition(".")[0]
 
 
 def set_name(split: str) -> str:
-    """The name of a set; where there is one alone, that of its kind."""
+    """Returns the name of a split's set; the kind if there is only one set."""
     return split.rpartition(".")[2]
 
 
 def set_documents(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The sets of a specification as JSON has it, with their keys.
+    """Yields the sets of a specification in JSON form, with their keys.
 
     Args:
-        data: The part ``data`` of a specification that is right.
+        data: The part ``data`` of a valid specification.
     """
     for kind in ("train", "heldout"):
         sets = data.get(kind)

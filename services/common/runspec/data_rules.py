@@ -1,4 +1,4 @@
-"""What sets of prompts must be to one another, to how long a run is, and to what is kept by their scores."""
+"""Rules on prompt sets, the length of a run, the curriculum, the best checkpoint and demonstrations."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -11,7 +11,7 @@ from services.common.runspec.suggestions import did_you_mean
 
 
 def data(spec: RunSpec) -> Iterator[str]:
-    """Everything that is wrong with the prompts of a run."""
+    """Yields problems of a run's prompts."""
     return chain.from_iterable(
         rule(spec) for rule in (_sets, _length, _weights, _curriculum, _best)
     )
@@ -131,23 +131,23 @@ def _best(spec: RunSpec) -> Iterator[str]:
 
 
 def _scores(count: int) -> list[str]:
-    """Scores of a set with so many sampled responses per prompt."""
+    """Return the scores of a set by the number of sampled responses per prompt."""
     if not count:
         return ["greedy"]
     powers = [1 << power for power in range(count.bit_length())]
     return ["greedy", "sampled", "best", "maj", *(f"pass@{k}" for k in sorted({*powers, count}))]
 
 
-# Keys of ``algorithm`` that mean the same for both.
+# Keys of ``algorithm`` that also apply to demonstrations.
 _COMMON: Final = frozenset(
     {"loss", "aggregation", "max_staleness", "stale_wait_timeout_s", "max_nonfinite_steps"}
 )
-# Those of losses of pairs, whose aggregation is the mean over these.
+# Keys that apply to losses of pairs, whose aggregation is always the mean over pairs.
 _OF_PAIRS: Final = _COMMON - {"aggregation"} | {"dpo_beta"}
 
 
 def demonstrations(spec: RunSpec) -> Iterator[str]:
-    """What is wrong with a run that learns demonstrations; nothing for others."""
+    """Yields problems of a run that trains on demonstrations; none for other runs."""
     count, loss = spec.algorithm.num_demonstrations, spec.algorithm.loss
     if spec.rollout.engine == "none" and (not count or spec.data.heldout is not None):
         answers = "held-out answers are sampled or scored" if count else "responses are sampled"

@@ -1,6 +1,6 @@
-"""The rollout engines: what has to be known of each before it starts. No engine is imported here.
+"""Properties of the rollout engines that are needed before an engine starts. Imports no engine.
 
-A new engine is an adapter of its own and a line in this table.
+A new engine needs an adapter and an entry in ``ENGINES``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,62 +13,68 @@ from services.common.runspec.suggestions import did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """An engine that a run may name."""
+    """An engine that a run can name."""
 
     adapter: str
-    """``module:function`` that takes an ``EngineOrder`` and returns an ``Engine``."""
+    """Reference ``module:function`` of a function that takes an ``EngineOrder`` and returns an
+    ``Engine``."""
     package: str | None = None
-    """What must be installed where it runs."""
+    """Package that must be installed where the engine runs."""
     arguments: frozenset[str] | None = None
-    """Names of its arguments; None if only its package knows them."""
+    """Names of the engine's arguments; None if only its package knows them."""
     harmless_arguments: frozenset[str] = frozenset()
-    """Those that load and start nothing, so that everybody may set them; others need an admin."""
+    """Arguments that load and start nothing, which every user may set; others require an admin."""
     given: Mapping[str, str] = field(default_factory=dict)
     """Arguments that follow from the run, each with the key to set instead."""
     gpu_arguments: Sequence[str] = ()
     """Arguments whose product is the number of GPUs of one rollout."""
     shared_gpu_arguments: Mapping[str, str] = field(default_factory=dict)
-    """Those of ``gpu_arguments`` that take no GPUs of their own when another argument is set: which one."""
+    """Arguments among ``gpu_arguments`` that need no GPUs if another argument is set, with the name
+    of that one."""
     replica_argument: str = ""
-    """That of ``gpu_arguments`` whose parts each hold all weights."""
+    """The one of ``gpu_arguments`` for data parallelism: each part holds all weights."""
     stage_argument: str = ""
-    """That of ``gpu_arguments`` whose parts hold some layers each."""
+    """The one of ``gpu_arguments`` for pipeline parallelism: each part holds some layers."""
     heads_argument: str | None = None
-    """That of ``gpu_arguments`` whose parts hold some heads of each layer."""
+    """The one of ``gpu_arguments`` for tensor parallelism: each part holds some heads of each
+    layer."""
     memory_argument: str | None = None
-    """Argument that says which part of a GPU's memory the engine takes."""
+    """Argument with the fraction of a GPU's memory that the engine takes."""
     memory_excludes_working: bool = False
-    """Whether that is for weights and KV cache alone, and of what is free when the engine starts."""
+    """True if that fraction covers weights and KV cache only, and is relative to the memory that is
+    free when the engine starts."""
     cache_argument: str | None = None
     """Argument that bounds the KV cache."""
     cache_in_bytes: bool = False
-    """Whether that is in bytes of one GPU, or in tokens."""
+    """True if ``cache_argument`` is in bytes per GPU, False if it is in tokens."""
     unplanned: Mapping[str, str] = field(default_factory=dict)
-    """Arguments that take memory of a GPU which no plan counts, each with what to set in its place."""
+    """Arguments that take GPU memory which the memory plan does not count, each with the one to set
+    instead."""
     length_argument: str | None = None
-    """Argument that bounds a prompt together with its response, in tokens."""
+    """Argument with the max tokens of a prompt and its response together."""
     has_model: bool = True
-    """Whether it loads one, and takes memory of a GPU."""
+    """True if the engine loads a model and takes GPU memory."""
     most_running: int = 1024
-    """Most samples decoded at once in a replica of a run that does not say how many."""
+    """Upper bound of the default of ``rollout.max_running_samples``."""
     is_writable: bool = False
-    """Whether weights can be received straight into the live ones (``weight_sync.mode: inplace``)."""
+    """True if the engine can receive weights into its live weights (``weight_sync.mode: inplace``)."""
     sleeps: bool = False
-    """Whether it can give its GPU memory up for a time (``topology.placement: colocated``)."""
+    """True if the engine can release its GPU memory temporarily (``topology.placement:
+    colocated``)."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What it reads when it is imported; what is set already stays."""
+    """Environment variables that the engine reads on import; those that are already set are kept."""
     environment_without: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """The same, where a package is not installed, by package."""
+    """Environment variables to set if a package is not installed, by package."""
     cpu_environment: Mapping[str, str] = field(default_factory=dict)
-    """The same, on a CPU only."""
+    """Environment variables to set on a CPU only."""
     cpu_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments that it needs on a CPU."""
+    """Arguments that the engine needs on a CPU."""
 
     def num_gpus(self, arguments: Mapping[str, Any]) -> int:
-        """GPUs of one rollout with these arguments.
+        """Returns the GPUs of one rollout with these arguments.
 
         Raises:
-            ValueError: If a size is none.
+            ValueError: If a size is not a positive integer.
         """
         sizes = {name: _size(name, arguments) for name in self.gpu_arguments}
         for name, other in self.shared_gpu_arguments.items():
@@ -77,19 +83,20 @@ class EngineKind:
         return prod(sizes.values())
 
     def unsized(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Arguments that are missing where an engine is to take a part of a GPU's memory that it is told."""
+        """Returns the arguments that bound the engine's memory and are not set."""
         names = (self.memory_argument, self.cache_argument)
         return [name for name in names if name is not None and name not in arguments]
 
     def check(self, arguments: Mapping[str, Any], *, most_tokens: int) -> None:
-        """Refuse arguments that the engine does not have, or that contradict the run.
+        """Checks arguments against the engine and the run.
 
         Args:
             arguments: The run's ``rollout.engine_arguments``.
-            most_tokens: Of the longest prompt with the longest response.
+            most_tokens: Max tokens of a prompt and its response together.
 
         Raises:
-            ValueError: With the argument's name, and the key or the figure that is right.
+            ValueError: If an argument is unknown or contradicts the run. The message names the
+                argument, and the key or value that is right.
         """
         unknown = sorted(set(arguments) - self.arguments) if self.arguments is not None else []
         if unknown:
@@ -126,7 +133,7 @@ def _size(name: str, arguments: Mapping[str, Any]) -> int:
     return size
 
 
-# The threads of an engine's processes and of torch would fight over the cores.
+# Threads of the engine's processes and of torch would compete for the cores.
 _FEW_THREADS: Final = {"OMP_NUM_THREADS": "1"}
 
 ENGINES: Final[Mapping[str, EngineKind]] = {
@@ -190,7 +197,8 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         environment={
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
-            # This process has asked the driver for its GPUs, after which a forked child cannot use them.
+            # This process has initialized the GPU driver, after which a forked child cannot use
+            # its GPUs.
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         },
         environment_without={"flashinfer": {"VLLM_USE_FLASHINFER_SAMPLER": "0"}},
@@ -266,7 +274,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
             "disable_cuda_graph": True,
             "disable_overlap_schedule": True,
             "max_total_tokens": 32768,
-            # Other processes use this memory too; what is taken is bounded by max_total_tokens.
+            # Other processes use this memory too; max_total_tokens bounds what the engine takes.
             "mem_fraction_static": 0.3,
         },
     ),
@@ -281,14 +289,14 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         adapter="services.rollout.engines.fake:build_none", arguments=frozenset(), has_model=False
     ),
 }
-"""By the value of ``rollout.engine``."""
+"""The engines by the value of ``rollout.engine``."""
 
 
 def engine_kind(name: str) -> EngineKind:
-    """The engine of a name.
+    """Returns the engine with a name.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the name is unknown.
     """
     if name not in ENGINES:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""All that is wrong with a specification, at once.
+"""Validates a specification and reports all problems at once.
 
-Wrong keys are told, then stand-ins take their places, so that rules across keys and what the other keys name
-can be checked too.
+Wrong keys are reported and then replaced by stand-ins, so that rules across keys, and the resources
+that other keys name, can be checked too.
 """
 
 import json
@@ -20,7 +20,7 @@ from services.common.runspec.rules import problems as broken_rules
 from services.common.runspec.run import RunSpec
 from services.common.runspec.suggestions import did_you_mean
 
-# For required keys; others go back to their defaults.
+# Values for required keys; other keys are reset to their defaults.
 _STAND_INS: Mapping[str, Any] = {
     "name": "run",
     "model": {"path": "tiny:qwen2-0.4m"},
@@ -39,7 +39,8 @@ _STAND_INS: Mapping[str, Any] = {
     "model.warm_start.examples": "examples.py:examples",
     "trackers.N.kind": "tensorboard",
 }
-# A key that takes values of several types has an error of each of them, placed below it.
+# pydantic reports one error per type for a key that accepts several types, with the type appended
+# to the location.
 _TYPE = re.compile(r"bool|int|float|str|literal\[.*\]|constrained-\w+")
 _OF_TYPES = ("bool", "int", "float", "string", "literal", "greater", "less")
 _TYPES = {
@@ -57,43 +58,43 @@ _TYPES = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
 }
-"""What pydantic's types of errors ask for."""
+"""Readable names of the types that pydantic's errors expect."""
 _SPELLINGS = {
     "name": "1 to 63 lower-case letters, digits and hyphens, with no hyphen at an end",
     "project": "letters, digits, '.', '_' and '-', with at most one '/'",
     "metric": "greedy, sampled, best, maj, pass@K or reward/TERM",
 }
 _SET_NAME = "named by 1 to 40 lower-case letters, digits, '-' and '_', the first no sign"
-"""What keys that have a pattern are written in; others are names of sets."""
+"""Readable forms of the keys' patterns; a key that is not listed is the name of a set."""
 _SHORT_FORMS = {
     "model": "path",
     "teacher": "path",
     "rollout.rewards.N": "name",
     "trackers.N": "kind",
 }
-"""The key of a group that somebody means who gives a text in its place."""
-# Each round mends what the one before uncovered.
+"""Key of a group that a text in place of the group most likely means."""
+# Each round replaces keys whose errors the previous round uncovered.
 _MAX_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
-    """A specification and what is wrong with it."""
+    """A validated specification and its problems."""
 
     spec: RunSpec | None
-    """With stand-ins for wrong keys; None if nothing of it can be read."""
+    """The specification with stand-ins for wrong keys; None if it cannot be read at all."""
     problems: tuple[str, ...]
-    """One line each: the key, what was expected, what came."""
+    """One line per problem: the key, the expected value, the actual value."""
     wrong_keys: frozenset[str] = frozenset()
     """Keys that have stand-ins."""
 
     def is_about_stand_ins(self, problem: str) -> bool:
-        """Whether a problem follows from one that was told already."""
+        """Returns True if a problem results from a wrong key that is already reported."""
         return any(_names(problem, key) for key in self.wrong_keys)
 
 
 def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
-    """Validate a mapping, whose keys have no other names."""
+    """Validates a mapping without aliases."""
     mended, problems, wrong = deepcopy(dict(document)), list[str](), set[str]()
     for _ in range(_MAX_ROUNDS):
         try:
@@ -117,7 +118,7 @@ def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
 
 
 def _place(error: Any) -> tuple[int | str, ...]:
-    """Where an error is, without the names of forms."""
+    """Return the location of an error without the names of forms and types."""
     place = tuple(step for step in error["loc"] if step not in FORMS and step != "[key]")
     is_of_type = error["type"].startswith(_OF_TYPES) and _TYPE.fullmatch(str(place[-1])) is not None
     return place[:-1] if is_of_type else place
@@ -128,13 +129,13 @@ def _key(place: tuple[int | str, ...]) -> str:
 
 
 def _names(problem: str, key: str) -> bool:
-    """Whether a message is about a key or one below it; single words are also words of English."""
+    """Return True if a message names a key or one below it; single words are also English words."""
     ending = r"(?=\.\w|: )" if "." not in key else r"\b"
     return re.search(rf"(?<![\w.]){re.escape(key)}{ending}", problem) is not None
 
 
 def _mend(document: dict[str, Any], place: tuple[int | str, ...]) -> bool:
-    """Take a wrong key out, or put a stand-in in; returns whether that was possible."""
+    """Remove a wrong key or replace it by a stand-in; return True on success."""
     while place and isinstance(place[-1], int):
         place = place[:-1]  # all of a list, if one of its items is wrong
     if not place:
@@ -158,7 +159,7 @@ def _mend(document: dict[str, Any], place: tuple[int | str, ...]) -> bool:
 
 
 def _too_large(value: Any, key: str = "") -> Iterator[str]:
-    """Keys of whole numbers that neither a database nor another language holds."""
+    """Yield a problem for integers beyond 64 bits, the limit of databases and other languages."""
     if isinstance(value, int) and abs(value) >= 1 << 63:
         yield f"{key}: must be a number below 2**63, but is larger"
     if isinstance(value, list):
@@ -168,7 +169,7 @@ def _too_large(value: Any, key: str = "") -> Iterator[str]:
 
 
 def _problem(errors: Sequence[Any]) -> str:
-    """A line about the errors of one place."""
+    """Return one line about the errors at one location."""
     error, key = errors[0], _key(_place(errors[0]))
     if error["type"] == "missing":
         return f"{key}: is required, but missing; see docs/runspec.md for what it means"

@@ -1,7 +1,7 @@
-"""Losses and advantages by name: what has to be known of each before it is computed. No torch.
+"""Properties of losses and advantage estimators by name. Imports no torch.
 
-A new one is a function in ``services/trainer/algorithm`` and a line in one of these tables. One of the user's
-own, ``module:function``, needs no line.
+A new one needs a function in ``services/trainer/algorithm`` and an entry in one of these tables. A
+user's own function, ``module:function``, needs no entry.
 """
 
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ _ESTIMATORS: Final = "services.trainer.algorithm.estimators"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """A function that a run names."""
+    """A loss or advantage function that a run names."""
 
     function: str
-    """``module:function``."""
+    """Reference ``module:function``."""
     keys: tuple[str, ...] = ()
-    """Keys of ``algorithm`` that it takes as arguments of these names."""
+    """Keys of ``algorithm`` that are passed as arguments with the same names."""
     is_own: bool = False
-    """Whether it is the user's."""
+    """True if the function is the user's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +29,16 @@ class LossKind(Formula):
     """A policy loss: takes ``LossTokens``, returns ``TokenLoss``."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of other keys that it brings with it, because it was defined with them."""
+    """Defaults of other keys with this loss, as its definition requires."""
     weighted: Literal["decoupled", "corrected", "never"] = "decoupled"
-    """When the weight of the correction multiplies it: if that is ``decoupled``, if there is one, never."""
+    """Correction under which the correction's weight multiplies the loss: ``decoupled`` only, any
+    correction, or never."""
     num_demonstrations: int = 0
-    """Responses that each row brings with it, trained in place of sampled ones; 0 where they are sampled."""
+    """Answers of each row that train instead of sampled responses; 0 if responses are sampled."""
     compares_members: bool = False
-    """Whether a group's members are compared with one another: they are then in one micro-batch."""
+    """True if the loss compares the members of a group, which must then be in one micro-batch."""
     needs_reference: bool = False
-    """Whether it looks at the reference policy, with or without a penalty for leaving it."""
+    """True if the loss needs the reference policy, even without a KL penalty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +46,12 @@ class AdvantageKind(Formula):
     """An advantage estimator: takes a ``ScoredBatch``, returns an advantage for each token."""
 
     needs_critic: bool = False
-    """Whether a critic gives values; then it returns advantages and the critic's targets."""
+    """True if a critic provides values; the estimator then returns advantages and the critic's
+    targets."""
     is_per_group: bool = False
-    """Whether a sample's advantage depends on its own group alone."""
+    """True if a sample's advantage depends only on its own group."""
     needs_greedy: bool = False
-    """Whether each group has one greedy response more."""
+    """True if each group has one additional greedy response."""
 
 
 LOSSES: Final[Mapping[str, LossKind]] = {
@@ -59,20 +61,21 @@ LOSSES: Final[Mapping[str, LossKind]] = {
         keys=("clip_low", "clip_high"),
         defaults={"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq-mean-token-mean"},
     ),
-    # Its paper has no lower bound: a weight is never below 0.
+    # The paper has no lower bound: clip_low 1 allows ratios down to 0.
     "cispo": LossKind(
         function=f"{_LOSSES}:cispo", keys=("clip_low", "clip_high"), defaults={"clip_low": 1.0}
     ),
-    # Its own ratio is the one to the rollout policy already.
+    # Its own ratio is already the one to the rollout policy.
     "aipo": LossKind(function=f"{_LOSSES}:aipo", keys=("ratio_max",), weighted="never"),
     "sapo": LossKind(
         function=f"{_LOSSES}:sapo",
         keys=("sapo_temperature_positive", "sapo_temperature_negative"),
         defaults={"aggregation": "seq-mean-token-mean"},
     ),
-    # It has no ratio at all, so the weight is its correction under bypass too.
+    # It has no ratio, so the correction's weight is its only correction, also under bypass.
     "reinforce": LossKind(function=f"{_LOSSES}:reinforce", weighted="corrected"),
-    # Cross entropy is the policy gradient of responses that are all worth the same. They never grow stale.
+    # Cross entropy is the policy gradient of equally rewarded responses. Demonstrations never
+    # become stale.
     "sft": LossKind(
         function=f"{_LOSSES}:reinforce",
         weighted="never",
@@ -84,7 +87,7 @@ LOSSES: Final[Mapping[str, LossKind]] = {
             "on_stale": "mask",
         },
     ),
-    # Of a pair, the advantage over the other member says which is preferred: 1 and -1.
+    # The advantage over the other member of the pair marks the preferred one: 1 and -1.
     "dpo": LossKind(
         function=f"{_LOSSES}:dpo",
         keys=("dpo_beta",),

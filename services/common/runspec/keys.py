@@ -1,4 +1,4 @@
-"""Which keys there are, which a document has, and what somebody meant who wrote another."""
+"""The keys of a specification, the keys of a document, and suggestions for unknown keys."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -38,11 +38,11 @@ _ELSEWHERE = {
     "wandb": "trackers",
     "project_name": "trackers.N.project",
 }
-"""What others call a key."""
+"""Names of keys in other libraries, with the corresponding key here."""
 
 
 def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key below a part of the specification, dotted, a group before its own; ``N`` is an index."""
+    """Yields the dotted keys below a part of the specification, groups first; ``N`` is an index."""
     for name, info in model.model_fields.items():
         yield f"{prefix}{name}", info
         for below, part in parts_of(info):
@@ -50,11 +50,11 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
 
 
 def parts_of(info: FieldInfo) -> list[tuple[str, type[BaseModel]]]:
-    """The parts that a field holds, in each of its forms; none if it holds a value.
+    """Returns the parts that a field contains, in each of its forms; none if it contains a value.
 
     Returns:
-        What stands between the field's key and those of the part, and the part: nothing, ``N.`` in a list,
-        ``NAME.`` in a mapping.
+        The infix between the field's key and the part's keys, and the part. The infix is empty,
+            ``N.`` for a list, or ``NAME.`` for a mapping.
     """
     return list(_parts_of(info.annotation, ""))
 
@@ -69,7 +69,7 @@ def _parts_of(annotation: Any, below: str) -> Iterator[tuple[str, type[BaseModel
 
 
 def flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys of a specification, dotted, with their values."""
+    """Yields the dotted keys of a specification with their values."""
     for key, value in document.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{key}.")
@@ -78,14 +78,14 @@ def flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def did_you_mean_key(key: str) -> str:
-    """The same for an unknown key: one beside it, or of its name elsewhere."""
+    """Returns a suggestion for an unknown key: a sibling with a similar name, or the same name elsewhere."""
     known = _keys()
     parent, _, leaf = key.rpartition(".")
     top = key.partition(".")[0]
-    # Of several with one name, that of the same part of the specification.
+    # Among keys with the same name, the last one wins: one in the same part of the specification.
     ordered = sorted(known, key=lambda name: name.partition(".")[0] == top)
     by_leaf = {name.rpartition(".")[2]: name for name in ordered}
-    # What is beside it may be below a name that the user chose.
+    # A sibling may be below a name that the user chose.
     parents = {parent, f"{parent.rpartition('.')[0]}.NAME"}
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] in parents}
     if meant := _ELSEWHERE.get(leaf) or by_leaf.get(leaf):
@@ -97,7 +97,7 @@ def did_you_mean_key(key: str) -> str:
 
 
 def is_required(key: str) -> bool:
-    """Whether a key has no default; ``N`` is an index."""
+    """Returns True if a key has no default; ``N`` is an index."""
     return any(name == key and info.is_required() for name, info in fields_of(RunSpec))
 
 

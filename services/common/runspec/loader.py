@@ -1,4 +1,4 @@
-"""From YAML or JSON to a RunSpec: overrides, canonical JSON, digest, readable errors."""
+"""Loads a RunSpec from YAML or JSON: overrides, canonical JSON, digest, readable errors."""
 
 import hashlib
 import json
@@ -16,13 +16,13 @@ from services.common.runspec.examining import ValidationResult, validate_spec
 from services.common.runspec.run import TINY_PREFIX, RunSpec
 
 MAX_DOCUMENT_BYTES = 256 << 10
-"""Of a request to the run API, over REST and over gRPC."""
+"""Max bytes of a request to the run API, over REST and over gRPC."""
 MAX_DEPTH = 20
 MAX_ITEMS = 10_000
 
 
 def shape_problem(document: Any) -> str:
-    """What makes a document too deep or too long to be looked into; empty if nothing does.
+    """Returns the reason why a document is too deep or too long to be examined; empty if it is not.
 
     Works level by level, so that depth cannot exhaust the stack.
     """
@@ -47,7 +47,7 @@ _SCALARS = (str, int, float, bool, type(None))
 
 
 class SpecError(ValueError):
-    """A run specification that cannot be used; the message names every key and its fix."""
+    """Reports a run specification that cannot be used; the message names every key and its fix."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -56,27 +56,28 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A specification file that was read, whatever is wrong with it."""
+    """A specification file that was read, valid or not."""
 
     examined: ValidationResult
     notes: tuple[str, ...] = ()
-    """Other names of keys that it uses."""
+    """Notes on the aliases that the file uses."""
     left_out: frozenset[str] = frozenset()
-    """Keys of :data:`MACHINE_KEYS` that neither the file nor the topology gives."""
+    """Keys of :data:`MACHINE_KEYS` that neither the file nor the topology sets."""
 
 
 def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
-    """Read a specification file and find all that is wrong with its keys.
+    """Reads a specification file and collects all problems with its keys.
 
-    Paths inside it (model, data, Python files) are relative to the file, and absolute in the result.
+    Paths in the file (model, data, Python files) are relative to the file, and absolute in the
+    result.
 
     Args:
         path: A YAML or JSON file.
-        overrides: Assignments such as ``algorithm.max_staleness=2``, applied in order. They win over
-            the file, whichever of its names a key has there.
+        overrides: Assignments such as ``algorithm.max_staleness=2``, applied in order. They win
+            over the file, even if the file uses an alias of the key.
 
     Raises:
-        SpecError: If the file is missing or is not a mapping, or an assignment is none.
+        SpecError: If the file is missing or is not a mapping, or an assignment is malformed.
     """
     document = _read(path)
     refused: list[str] = []
@@ -108,7 +109,7 @@ def _left_out(spec: RunSpec) -> frozenset[str]:
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
-    """Read a specification file, as :func:`read_draft`.
+    """Reads a specification file like :func:`read_draft`, but accepts only a valid one.
 
     Raises:
         SpecError: If the file is missing, is not a mapping, or breaks a rule.
@@ -117,10 +118,10 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 
 def parse_spec(document: Mapping[str, Any] | str) -> RunSpec:
-    """Validate a mapping or its JSON.
+    """Validates a mapping or its JSON text.
 
     Raises:
-        SpecError: With one line per problem: the key, what was expected, what came.
+        SpecError: With one line per problem: the key, the expected value, the actual value.
     """
     if isinstance(document, str):
         document = _parse_json(document)
@@ -168,7 +169,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses keys that are given twice, of which YAML would silently keep the last."""
+    """Rejects duplicate keys, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -182,19 +183,19 @@ class _Loader(yaml.SafeLoader):
 
 
 def canonical_json(spec: RunSpec) -> str:
-    """The specification with every default written out; equal specifications give equal text."""
+    """Returns the JSON of a specification with all defaults; equal specifications have equal text."""
     return json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
 
 def spec_digest(spec: RunSpec) -> str:
-    """SHA-256 of :func:`canonical_json`, in hex."""
+    """Returns the SHA-256 of :func:`canonical_json` in hex."""
     return hashlib.sha256(canonical_json(spec).encode()).hexdigest()
 
 
 def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
-    """Make the file paths of a specification absolute, taking them as relative to ``folder``.
+    """Returns the specification with absolute file paths; relative ones are relative to ``folder``.
 
-    Hugging Face ids, presets and import paths are left as they are.
+    Hugging Face ids, presets and import paths are not changed.
     """
     document = spec.model_dump(mode="json")
     _resolve_model(document["model"], folder)
@@ -222,7 +223,7 @@ def _resolve_model(model: dict[str, Any], folder: Path) -> None:
 
 
 def _resolve_arguments(arguments: dict[str, Any], folder: Path) -> None:
-    """Make what a workflow is given to call absolute."""
+    """Make the paths of functions in a workflow's arguments absolute."""
     for key in ("agent", "environment", "train"):
         if isinstance(arguments.get(key), str):
             arguments[key] = _absolute_callable(arguments[key], folder)
@@ -258,7 +259,7 @@ def _absolute_callable(reference: str, folder: Path) -> str:
 
 
 def _apply_override(document: dict[str, Any], assignment: str) -> str:
-    """Set a key, and forget what the document has under its other names; returns the key's own name."""
+    """Set a key and remove its aliases from the document; return the canonical name of the key."""
     key, separator, text = assignment.partition("=")
     if not separator or not key:
         raise SpecError(

@@ -1,4 +1,4 @@
-"""How responses are generated and scored."""
+"""Generation and scoring of responses."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -10,121 +10,138 @@ from services.common.runspec.engines import ENGINES, engine_kind
 
 
 class SamplingSpec(SpecPart):
-    """How the next token is drawn."""
+    """Sampling of the next token."""
 
     temperature: float = Field(1.0, ge=0, le=10)
-    """Divides the logits, in the engine and in the trainer. 0 is greedy (evaluation only)."""
+    """Divisor of the logits, in the engine and in the trainer. 0 is greedy (evaluation only)."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Keeps the smallest set of tokens with this much probability. Training needs 1.0."""
+    """Nucleus sampling: only the smallest set of tokens with this total probability is sampled.
+    Training requires 1.0."""
     top_k: int = Field(0, ge=0)
-    """Keeps this many tokens; 0 keeps all. Training needs 0."""
+    """Number of most likely tokens that are sampled; 0 sets no limit. Training requires 0."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, besides the end-of-sequence tokens of the model. A special token of the
-    tokenizer ends it as a token; a text that has one and something else is refused."""
+    """Texts that end a response, in addition to the model's end-of-sequence tokens. If a text is a
+    special token of the tokenizer, that token ends the response; a text that combines a special
+    token with other characters is rejected."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Tokens that end a response, besides the end-of-sequence tokens of the model."""
+    """Token ids that end a response, in addition to the model's end-of-sequence tokens."""
 
 
 class TermSpec(SpecPart):
-    """One named term of a reward that has several."""
+    """One named term of a reward."""
 
     weight: float = 1.0
-    """Factor of this term in the reward's sum; 0 only measures it."""
+    """Weight of this term in the reward's sum. 0 only records it."""
     bounds: tuple[float, float] | None = None
-    """Least and largest value that counts; anything outside fails as ``invalid_value``."""
+    """Min and max valid value of the term; a value outside fails the sample with ``invalid_value``."""
 
 
 class RewardSpec(SpecPart):
-    """One reward; training sees the sum of all."""
+    """One reward; training uses the weighted sum of all."""
 
     name: str
-    """``exact_match``, ``math_verify``, ``reasoning_gym``, ``code_tests``, the URL of a reward service
-    (``http://``, ``https://``, ``grpc://``, ``grpcs://``), or ``module:function`` / ``file.py:function``
-    called with ``(prompt, response, answer, row)``. Gives a number, or named terms that are added up."""
+    """A built-in reward (``exact_match``, ``math_verify``, ``reasoning_gym``, ``code_tests``),
+    ``environment`` for the score that the environment or agent gives to its own episode, the URL
+    of a reward service (``http://``, ``https://``, ``grpc://``, ``grpcs://``), or your own
+    function ``module:function`` / ``file.py:function``, which receives ``(prompt, response,
+    answer, row)``. A reward returns a number, or named terms that are summed."""
     weight: float = 1.0
-    """Factor of this reward in the sum."""
+    """Weight of this reward in the sum."""
     timeout_s: float = Field(30.0, gt=0)
-    """Deadline of one evaluation; past it the sample fails as ``timeout`` and is not scored 0."""
+    """Max seconds of one evaluation of the reward. After that, the sample fails with ``timeout``;
+    it is not scored 0."""
     bounds: tuple[float, float] | None = None
-    """Least and largest value that counts as a score, of named terms their sum; anything outside fails as
+    """Min and max valid score; for named terms, of their sum. A score outside fails the sample with
     ``invalid_value``."""
     terms: dict[str, TermSpec] = Field(default_factory=dict)
-    """Weights and bounds of named terms; a term that is not here has weight 1. A reward that leaves one of
-    these out fails as ``invalid_value``."""
+    """Weights and bounds of named terms. A term that is not listed has weight 1. A reward that does
+    not return a listed term fails with ``invalid_value``."""
     sees: Literal["response", "group", "pairs"] = "response"
-    """What a function of yours is called with. ``group``: ``(prompt, responses, answer, row)``, all responses
-    of a group, for a list of numbers or terms. ``pairs``: ``(prompt, first, second, answer, row)``, for a
-    preference of the first from 0 to 1; a response is worth its mean over all others, in both orders."""
+    """Arguments that your own function receives. ``response``: ``(prompt, response, answer, row)``.
+    ``group``: ``(prompt, responses, answer, row)`` with all responses of a group; the function
+    returns a list of numbers or terms. ``pairs``: ``(prompt, first, second, answer, row)``; the
+    function returns its preference for the first response, from 0 to 1. The score of a response
+    is its mean over all other responses, in both orders."""
     per: Literal["response", "turn", "token"] = "response"
-    """What a number is for. ``turn`` and ``token``: a reward of yours gives a list with a number for each
-    turn, or each token, that the policy sampled in the conversation that it judges. Token-level advantages
-    credit them there, others by their sum."""
+    """Unit that a number scores. ``response``: the whole response. ``turn`` and ``token``: your own
+    reward returns a list with one number for each turn, or for each token, that the policy
+    sampled in the conversation. Token-level advantages assign each number to its turn or token;
+    other advantages use the sum."""
     sees_episode: bool = False
-    """Whether it is also given the whole episode, as the keyword ``episode``: messages, tokens, versions and
-    times. One that sees several responses gets the list ``episodes``."""
+    """If true, the reward also receives the whole episode as the keyword argument ``episode``:
+    messages, tokens, versions and times. A reward that sees several responses receives the list
+    ``episodes``."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments handed to the reward. Of a reward service ``token`` alone, which it is shown as
-    ``Authorization: Bearer``: ``{"secret": "NAME"}``."""
+    """Keyword arguments of the reward. For a reward service only ``token`` is allowed, which is
+    sent as ``Authorization: Bearer``: ``{"secret": "NAME"}``."""
 
 
 class RolloutSpec(SpecPart):
-    """Engine, sampling and group handling."""
+    """Engine, sampling, workflow and rewards of rollouts."""
 
     engine: str = Field("torch", json_schema_extra={"enum": [*ENGINES]})
-    """Generation engine. ``vllm`` and ``sglang`` must be installed; ``fake`` has no model. ``none``, for rows
-    that bring their answers (``algorithm.loss: sft`` or ``dpo``) and their default if none are held out, has
-    none either, and generates nothing."""
+    """Generation engine. ``vllm`` and ``sglang`` must be installed. ``fake`` has no model. ``none``
+    has no model and generates nothing: it is for rows that contain their answers
+    (``algorithm.loss: sft`` or ``dpo``), and the default for them if there are no held-out
+    prompts."""
     engine_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the engine itself, by its own names."""
+    """Arguments of the engine, by the engine's own names."""
     replicas: int = Field(2, ge=1, le=4096)
-    """Rollout processes or pods."""
+    """Number of rollout processes or pods."""
     group_size: int = Field(8, ge=1, le=1024)
     """Responses per prompt."""
     max_response_tokens: int = Field(256, ge=1)
-    """Longest response; a longer one is truncated and flagged. After a prompt that leaves less of the model's
-    context, the longest one is what is left."""
+    """Max tokens of a response; a longer one is truncated and flagged. If the prompt leaves fewer
+    tokens of the model's context, that number is the limit."""
     max_running_samples: int = Field(256, ge=1)
-    """Samples decoded at once in one replica. A group of more than these is shared by several replicas.
-    Default: its share of what ``algorithm.max_staleness`` lets in, from 64 to 1,024 (256 with ``torch``)."""
+    """Max samples that one replica decodes at once. Several replicas share a group with more
+    members. Default: the replica's share of the samples that ``algorithm.max_staleness`` admits,
+    between 64 and 1,024 (256 with ``torch``)."""
     reproducible: bool = False
-    """Whether the same seed, weights and context draw the same tokens in ``vllm`` and ``sglang`` too, as they
-    do in ``torch``. Each request then has random numbers of its own, which makes every step slower."""
+    """If true, the same seed, weights and context produce the same tokens in ``vllm`` and
+    ``sglang``, as they always do in ``torch``. Each request then has its own random generator,
+    which makes every decode step slower."""
     sampling: SamplingSpec = SamplingSpec()
-    """How training responses are drawn."""
+    """Sampling of training responses."""
     kv_policy: Literal["recompute", "keep"] = "recompute"
-    """Whether a weight update recomputes the KV cache of running responses or keeps the old one."""
+    """KV cache of running responses after a weight update: ``recompute`` computes it again with the
+    new weights, ``keep`` keeps the old one."""
     routing_replay: Literal["off", "compare", "replay"] = "off"
-    """For mixtures of experts: ``replay`` lets the trainer choose the experts that the engine chose (R3,
-    arXiv:2510.11370), ``compare`` only reports for how many tokens they differ."""
+    """For mixtures of experts. ``replay``: the trainer uses the experts that the engine chose for
+    each token (R3, arXiv:2510.11370). ``compare``: the trainer only reports the share of tokens
+    for which the choices differ. ``off``: neither."""
     partial_rollout: bool = False
-    """Whether new weights are adopted between two decode steps, and running responses go on under them.
-    Otherwise rollouts finish what they generate first, and nothing new starts meanwhile. Default: true, but
-    false with ``algorithm.max_staleness`` 0."""
+    """If true, a rollout adopts new weights between two decode steps, and running responses
+    continue with them. If false, a rollout first finishes its running responses and starts no
+    new ones meanwhile. Default: true, or false if ``algorithm.max_staleness`` is 0."""
     segment_tokens: int | None = Field(None, ge=1)
-    """With partial rollout, tokens after which a response is put aside, so that others get its place; any
-    replica continues it, under the weights of then. Below ``max_response_tokens``; None interrupts only when
-    it has to."""
+    """With partial rollout, number of tokens after which a response is parked so that other
+    responses get its slot; any replica continues it later, with the weights of that time. Must
+    be below ``max_response_tokens``. None parks responses only if necessary."""
     max_segments: int | None = Field(None, ge=1)
-    """Most weight versions in one response; one with more fails. None leaves that to
+    """Max weight versions in one response; a response with more fails. None sets no limit besides
     ``algorithm.max_staleness``."""
     workflow: str = "single_turn"
-    """``single_turn``, ``multi_turn``, ``agent`` (your agent over an OpenAI-compatible endpoint), or
-    ``module:Class`` of your own."""
+    """``single_turn``, ``multi_turn``, ``agent`` (your agent over an OpenAI-compatible endpoint),
+    ``environment`` (episodes in an environment), or your own class ``module:Class`` /
+    ``file.py:Class``."""
     workflow_arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the workflow."""
     rewards: tuple[RewardSpec, ...] = ()
-    """What scores a response; training sees the weighted sum. Needed wherever responses are sampled to be
-    reinforced. Under ``algorithm.loss: sft`` it scores held-out answers; without it their likelihood is
-    measured."""
+    """Rewards that score a response; training uses their weighted sum. Required if sampled
+    responses are reinforced. With ``algorithm.loss: sft`` they score held-out answers; without
+    them, the likelihood of the held-out answers is measured."""
     reward_concurrency: int = Field(8, ge=1)
-    """Reward evaluations at once in one replica."""
+    """Max concurrent reward evaluations in one replica."""
     answer_pattern: str = Field("", max_length=1000)
-    """Regular expression whose last match in a response is its answer, or the match's first group; without a
-    match, all of the response is. maj@k of an evaluation votes over answers."""
+    """Regular expression for the answer in a response: the last match, or its first group. Without
+    a match, the whole response is the answer. The score maj@k of an evaluation votes over
+    answers."""
     on_reward_failure: Literal["regenerate", "mask"] = "regenerate"
-    """What happens to a sample whose reward, or agent, failed: generated again, or kept out of the loss."""
+    """Treatment of a sample whose reward or agent failed: ``regenerate`` generates it again,
+    ``mask`` excludes it from the loss."""
     max_attempts: int = Field(3, ge=1)
-    """Times a group is tried before its prompt is quarantined."""
+    """Max attempts of a group before its prompt is quarantined."""
 
     @field_validator("engine")
     @classmethod

@@ -1,6 +1,6 @@
-"""What the keys of a RunSpec must be to one another. Each rule yields its problems; all are told at once.
+"""Rules across the keys of a RunSpec. Each rule yields its problems; all are reported at once.
 
-A message begins with a key, and names all keys that it is about, what they are, and what would do.
+A message begins with a key and names all keys involved, their values, and a fix.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from services.common.runspec.weight_modes import HANDLE, MODES, transport_of
 
 
 def models(spec: RunSpec) -> Iterator[str]:
-    """What is wrong with a model by itself."""
+    """Yields problems of each model by itself."""
     for key, model in (("model", spec.model), ("teacher", spec.teacher)):
         if model is not None and model.warm_start is not None and not model.is_tiny:
             yield (
@@ -32,7 +32,7 @@ def models(spec: RunSpec) -> Iterator[str]:
 
 
 def teacher(spec: RunSpec) -> Iterator[str]:
-    """What is wrong with a teacher, or with a run that trains by a penalty alone."""
+    """Yields problems of a teacher, or of a run that trains with a penalty only."""
     algorithm = spec.algorithm
     is_compared = algorithm.kl.coefficient > 0
     if spec.teacher is not None and algorithm.num_demonstrations:
@@ -68,11 +68,13 @@ _ITEM_BYTES = {"bool": 1, "int32": 4, "float32": 4}
 
 
 def quota(spec: RunSpec, *, expert_bytes: int = 0) -> Iterator[str]:
-    """A batch is trained once all of it is stored, however long its responses became.
+    """Yields a problem if the quota is smaller than a batch of maximum length.
+
+    A batch is trained only after all of it is stored, whatever its length.
 
     Args:
         spec: The run.
-        expert_bytes: Of the experts that a token chose, where they are stored.
+        expert_bytes: Bytes per token of the chosen experts, if they are stored.
     """
     given, needed = spec.transferqueue.quota_bytes, batch_bytes(spec, expert_bytes=expert_bytes)
     prompts, group_size = spec.trainer.prompts_per_step, spec.samples_per_group
@@ -87,11 +89,11 @@ def quota(spec: RunSpec, *, expert_bytes: int = 0) -> Iterator[str]:
 
 
 def batch_bytes(spec: RunSpec, *, expert_bytes: int = 0) -> int:
-    """Return the max bytes of a batch in the transferqueue, if all of its responses are the longest.
+    """Returns the max bytes of a batch in the transferqueue, if all responses have the maximum length.
 
     Args:
         spec: The run.
-        expert_bytes: Bytes of a token's experts, if they are stored.
+        expert_bytes: Bytes per token of the chosen experts, if they are stored.
     """
     group_size = spec.samples_per_group
     response_bytes = spec.rollout.max_response_tokens * (_token_bytes(spec) + expert_bytes)
@@ -100,7 +102,7 @@ def batch_bytes(spec: RunSpec, *, expert_bytes: int = 0) -> int:
 
 
 def _token_bytes(spec: RunSpec) -> int:
-    """Of what a rollout stores of one response token."""
+    """Return the bytes that a rollout stores per response token."""
     are_placed = any(one.per != "response" for some in spec.rewards.values() for one in some)
     return sum(
         _ITEM_BYTES[field.dtype]
@@ -111,7 +113,7 @@ def _token_bytes(spec: RunSpec) -> int:
 
 
 def weight_sync(spec: RunSpec) -> Iterator[str]:
-    """What is wrong with the weight plane."""
+    """Yields problems of the weight transfer."""
     sync, lora = spec.weight_sync, spec.trainer.lora
     mode = MODES[sync.mode]
     if mode.through_host and sync.backend not in ("auto", HANDLE, transport_of("cpu")):
@@ -131,7 +133,7 @@ def weight_sync(spec: RunSpec) -> Iterator[str]:
 
 
 def _alone(spec: RunSpec, lora: LoraSpec) -> Iterator[str]:
-    """Say why adapters cannot travel without the weights that they belong to."""
+    """Yield reasons why adapters cannot be sent without their base weights."""
     if MODES[spec.weight_sync.mode].is_in_place:
         yield (
             "trainer.lora.sync adapter receives adapters beside the live weights, but weight_sync.mode is "
@@ -155,7 +157,7 @@ def _alone(spec: RunSpec, lora: LoraSpec) -> Iterator[str]:
 
 
 def problems(spec: RunSpec) -> Iterator[str]:
-    """Everything that is wrong with a specification whose keys are each right by themselves."""
+    """Yields all problems across keys of a specification whose keys are valid by themselves."""
     return chain.from_iterable(rule(spec) for rule in _RULES)
 
 
@@ -229,7 +231,7 @@ def _rewards_of(
 
 
 def _address(key: str, url: str) -> Iterator[str]:
-    """Yield what the address of a service lacks."""
+    """Yield a problem if a service's address is incomplete."""
     try:
         parts = urlsplit(url)
         is_whole = bool(parts.hostname) and (parts.port or not url.startswith("grpc"))
@@ -242,7 +244,7 @@ def _address(key: str, url: str) -> Iterator[str]:
 
 
 def _unearned(key: str, rewards: Sequence[RewardSpec], spec: RunSpec) -> Iterator[str]:
-    """Yield rewards of which every score would be 0, or none would come."""
+    """Yield problems of rewards whose scores would all be 0, or would never exist."""
     workflow = spec.rollout.workflow
     if rewards and not any(reward.weight for reward in rewards):
         yield (

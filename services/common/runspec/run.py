@@ -1,4 +1,4 @@
-"""RunSpec: the one description of a run."""
+"""RunSpec: the complete description of a run."""
 
 import hashlib
 import math
@@ -19,78 +19,86 @@ from services.common.runspec.trainer import CriticSpec, TrainerSpec
 
 
 class LimitsSpec(SpecPart):
-    """Deadlines and restarts of a run."""
+    """Deadlines and restart limits of a run."""
 
     queue_timeout_s: float = Field(0.0, ge=0)
-    """Longest wait for a place in the project's quota, from the submission or from a resume on; the run fails
-    then. 0 waits for ever."""
+    """Max seconds that the run waits in the queue for capacity in the project's quota, counted from
+    its submission or from a resume. The run fails after that. 0 waits without a limit."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Deadline for all workers to be ready, warm start included."""
+    """Max seconds until all workers are ready, including the warm start."""
     step_timeout_s: float = Field(1800.0, gt=0)
-    """Deadline of one trainer step."""
+    """Max seconds of one trainer step."""
     stall_timeout_s: float = Field(600.0, gt=0)
-    """An episode that makes no token and no call for this long is stopped, and goes on from what is stored
-    on any replica; an engine that makes no token is replaced. Age alone never ends a response."""
+    """Max seconds without progress. An episode that produces no token and no call for this long is
+    stopped and continues from its stored tokens on any replica; an engine that produces no token
+    is replaced. The age of a response alone never ends it."""
     max_restarts: int = Field(3, ge=0)
-    """Times in a row, without a finished step between them, that a run goes on after it lost a worker or
-    the transferqueue; one more loss fails it. A lost trainer goes on from the newest checkpoint."""
+    """Max consecutive restarts after the loss of a worker or of the transferqueue, without a
+    finished step between them; the next loss fails the run. After the loss of a trainer, the run
+    resumes from the newest checkpoint."""
 
 
 class TransferQueueSpec(SpecPart):
-    """Quota and retention of a run's samples."""
+    """Quota and time-out of a run's samples in the transferqueue."""
 
     quota_bytes: int = Field(4 << 30, ge=1 << 20)
-    """Bytes that unreleased samples of the run may take; a put beyond it waits. A batch of the longest
-    responses must fit."""
+    """Max bytes of the run's samples that have not been released; a put that exceeds them waits. A
+    batch of responses of maximum length must fit."""
     put_timeout_s: float = Field(300.0, gt=0)
-    """Longest wait of a producer for room before it fails with the reason."""
+    """Max seconds that a producer waits for free space before its put fails; the error states the
+    reason."""
 
 
 class ValidationSpec(SpecPart):
-    """Evaluation of one pinned weight version, beside training."""
+    """Evaluation of one pinned weight version during training."""
 
     every: int = Field(10, ge=0)
-    """Weight versions between evaluations; 0 evaluates at the end only (``at_end``)."""
+    """Number of weight versions between evaluations. 0 evaluates only at the end (``at_end``)."""
     before_train: bool | None = None
-    """Whether the initial weights are evaluated; null: if ``every`` is above 0."""
+    """If true, the initial weights are evaluated. Default (null): true if ``every`` is above 0."""
     at_end: bool = True
-    """Whether the final weights are evaluated."""
+    """If true, the final weights are evaluated."""
     only: bool = False
-    """Whether the run ends after the first evaluation."""
+    """If true, the run evaluates the initial weights and ends without training."""
     mode: Literal["overlap", "barrier"] = "overlap"
-    """Whether training goes on meanwhile."""
+    """``overlap``: training continues during an evaluation. ``barrier``: training waits until it is
+    complete."""
     replicas: int = Field(0, ge=0)
-    """Rollouts that are lent to an evaluation: they keep its weights until it is done, while the others, and
-    training, go on. 0 evaluates on all of them, and new weights wait until the last response is there."""
+    """Number of rollouts that are reserved for an evaluation while it runs: they keep its weights
+    until it is complete, and the other rollouts and the trainer continue. 0 evaluates on all
+    rollouts, and new weights wait until the last response is finished."""
     samples_per_prompt: int = Field(1, ge=1)
-    """Sampled responses per held-out prompt, besides a greedy one."""
+    """Sampled responses per held-out prompt, in addition to one greedy response."""
     temperature: float = Field(1.0, gt=0)
     """Temperature of the sampled responses."""
     solved_from: float = 1.0
-    """Reward from which a response counts as right, for ``pass@k``."""
+    """Min reward of a response that counts as correct for ``pass@k``."""
     timeout_s: float = Field(1800.0, gt=0)
-    """Deadline of one evaluation; past it, what was scored is reported with status ``timeout``."""
+    """Max seconds of one evaluation. After that, the scores that exist are reported with status
+    ``timeout``."""
 
     @property
     def begins(self) -> bool:
-        """Whether the initial weights are evaluated."""
+        """True if the initial weights are evaluated."""
         return self.only or (self.every > 0 if self.before_train is None else self.before_train)
 
 
 class SamplesSpec(SpecPart):
-    """Retention of the samples that are kept with their texts, beside what training needs."""
+    """Retention of samples with their texts, for people to read; independent of the data for training."""
 
     groups_per_step: float = Field(8, ge=0)
-    """Groups of a step that are kept, on average: which ones follows from their names. 0 keeps none."""
+    """Mean number of groups per step that are kept. A hash of the group's id decides which ones. 0
+    keeps none."""
     heldout_prompts: int = Field(32, ge=0)
-    """Held-out prompts whose samples are kept, about; the same ones in every evaluation. 0 keeps none."""
+    """Approximate number of held-out prompts whose samples are kept; every evaluation keeps the
+    same prompts. 0 keeps none."""
     max_steps: int = Field(0, ge=0)
-    """Newest steps whose samples stay; 0 leaves that to ``max_bytes``."""
+    """Number of newest steps whose samples are kept. 0 sets no limit besides ``max_bytes``."""
     max_bytes: int = Field(256 << 20, ge=1 << 20)
-    """Bytes that they may take on the transferqueue's disk; the oldest go first."""
+    """Max bytes of kept samples on the transferqueue's disk; the oldest are deleted first."""
 
     def keeps_group(self, group_id: str, *, prompts_per_step: int) -> bool:
-        """Whether the samples of a group are kept: every process draws the same ones.
+        """Returns True if the samples of a group are kept; all processes decide alike.
 
         Args:
             group_id: The group.
@@ -99,140 +107,153 @@ class SamplesSpec(SpecPart):
         return _is_drawn(group_id, self.groups_per_step / prompts_per_step)
 
     def keeps_prompt(self, row: int, *, num_prompts: int) -> bool:
-        """Whether the samples of a held-out prompt are kept, in every evaluation.
+        """Returns True if the samples of a held-out prompt are kept; all evaluations decide alike.
 
         Args:
-            row: The prompt.
+            row: The prompt's row.
             num_prompts: Held-out prompts of the run.
         """
         return _is_drawn(f"row {row}", self.heldout_prompts / max(num_prompts, 1))
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept."""
+        """True if any samples are kept."""
         return self.groups_per_step > 0 or self.heldout_prompts > 0
 
 
 def _is_drawn(name: str, fraction: float) -> bool:
-    """Whether a name is among that fraction of all names."""
+    """Returns True for a fraction of all names, chosen by their hash."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 class WeightSyncSpec(SpecPart):
-    """Transport, buckets and deadlines of the weight plane."""
+    """Transport, bucket size and deadlines of weight transfers."""
 
     backend: Literal["auto", "nccl", "gloo", "handle"] = "auto"
-    """Transport; ``auto`` takes NCCL when every member has a GPU of its own, and Gloo when none has.
-    ``handle``: through memory that the trainer lends, of the GPU that all members share, or of their host if
-    weights are sent from there; ``auto`` takes it where all members share one GPU."""
+    """Transport of the weights. ``nccl`` and ``gloo`` use the collectives of these libraries.
+    ``handle`` uses memory that the trainer shares: memory of the GPU that all members share, or
+    host memory if weights are sent from there. ``auto`` selects ``handle`` if all members share
+    one GPU, NCCL if every member has a GPU of its own, and Gloo if no member has a GPU."""
     mode: Literal["shadow", "inplace", "cpu_async", "delta"] = "shadow"
-    """How weights travel. ``shadow``: into a second copy while generation goes on. ``inplace``: straight into
-    the live weights under a pause, where there is no memory for a second copy. ``cpu_async``: through host
-    memory and Gloo, where members share no NCCL. ``delta``: only what changed, for slow links."""
+    """Mode of the transfer. ``shadow``: rollouts receive into a second copy of the weights while
+    generation continues. ``inplace``: rollouts pause and receive into the live weights, for GPUs
+    without memory for a second copy. ``cpu_async``: weights travel through host memory and Gloo,
+    for members that share no NCCL. ``delta``: only changed values are sent, for slow links."""
     senders: Literal["ranks", "leader"] = "ranks"
-    """Who sends. ``ranks``: every trainer rank its own rows. ``leader``: rank 0, after a gather; that is also
-    how merged adapters and tensors divided by columns are sent."""
+    """Senders. ``ranks``: every trainer rank sends its own rows. ``leader``: rank 0 gathers all
+    weights and sends them. Merged adapters and tensors that are sharded by columns are always
+    sent by ``leader``."""
     bucket_bytes: int | None = Field(None, ge=1 << 16)
-    """Bytes sent by one collective. Default: 512 MiB over NCCL, 64 MiB over Gloo, where a bucket is also the
-    unit in which a stopped member is noticed."""
+    """Bytes of one collective. Default: 512 MiB over NCCL, and 64 MiB over Gloo, which detects a
+    stopped member once per bucket."""
     publish_every: int = Field(1, ge=1)
-    """Trainer steps between two published versions."""
+    """Trainer steps between two published weight versions."""
     form_timeout_s: float = Field(60.0, gt=0)
-    """Deadline for building the group."""
+    """Max seconds to form the weight group."""
     transfer_timeout_s: float | None = Field(None, gt=0)
-    """Deadline of one transfer, verification included. Default: 1.5 s and the time that the bytes take on a
-    slow wire (100 MB/s over Gloo, 5 GB/s over NCCL). A member that is gone is noticed earlier."""
+    """Max seconds of one transfer, including verification. Default: 1.5 s plus the time that the
+    bytes take at a low bandwidth (100 MB/s over Gloo, 5 GB/s over NCCL). A terminated member is
+    detected earlier."""
     answer_timeout_s: float = Field(1.0, gt=0)
-    """A member that gives no sign of life for so long is lost. Longer where hosts are overloaded; a stopped
-    rollout holds up the others for about three times as long."""
+    """Seconds without a sign of life after which a member counts as lost. Increase it on overloaded
+    hosts; a stopped rollout delays the other members by about three times this value."""
     adopt_timeout_s: float = Field(60.0, gt=0)
-    """A rollout that has not put a received version into service by then is replaced. Without
-    ``rollout.partial_rollout`` it finishes its running responses first, for as long as that takes."""
+    """Max seconds until a rollout has adopted a received version; after that it is replaced.
+    Without ``rollout.partial_rollout``, a rollout first finishes its running responses, however
+    long they take."""
 
 
 TINY_PREFIX = "tiny:"
 
 
 class WarmStartSpec(SpecPart):
-    """Supervised training that turns a random ``tiny:`` model into a base model.
+    """Supervised training that turns a randomly initialized ``tiny:`` model into a base model.
 
-    The result is cached by the digest of everything that shapes it, so it is made once.
+    The result is cached by a digest of all inputs, so each is trained once.
     """
 
     examples: str
-    """Import path ``module:function`` or ``file.py:function``; called with ``(count, seed)``, it
-    returns ``(prompt, response)`` pairs of text."""
+    """Import path ``module:function`` or ``file.py:function``. The function receives ``(count,
+    seed)`` and returns ``(prompt, response)`` pairs of text."""
     steps: int = Field(500, ge=1)
     """Optimizer steps."""
     batch_size: int = Field(64, ge=1)
     """Examples per step."""
     learning_rate: float = Field(1.5e-3, gt=0)
-    """Peak learning rate of AdamW; 30 steps of warm-up, then a cosine down to 10 %."""
+    """Peak learning rate of AdamW. The schedule has 30 steps of warm-up and a cosine decay to 10 %
+    of the peak."""
 
 
 class ModelSpec(SpecPart):
-    """The policy that is trained."""
+    """A model: its weights, tokenizer and optional warm start."""
 
     path: str = Field(min_length=1)
-    """A local folder, a Hugging Face id, or a preset made on the spot such as ``tiny:qwen2-0.4m``."""
+    """A local folder, a Hugging Face id, or a randomly initialized preset such as
+    ``tiny:qwen2-0.4m``."""
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face id. Unused otherwise."""
     tokenizer: str | None = Field(None, min_length=1)
-    """Folder or id of the tokenizer, ``chars:SYMBOLS`` (one token a character) or ``bytes``. Default:
-    the model's own; a ``tiny:`` preset uses ``bytes``."""
+    """Folder or Hugging Face id of the tokenizer, ``chars:SYMBOLS`` (one token per character) or
+    ``bytes``. Default: the model's own tokenizer, and ``bytes`` for a ``tiny:`` preset."""
     trust_remote_code: bool = False
-    """Whether code that comes with the model may run. Only for models that you have read."""
+    """If true, code that comes with the model may run. Enable it only for models whose code you
+    have reviewed."""
     warm_start: WarmStartSpec | None = None
-    """Makes a base model from a random ``tiny:`` preset."""
+    """Supervised training that makes a base model of a ``tiny:`` preset."""
 
     @property
     def is_tiny(self) -> bool:
-        """Whether the model is a preset made on the spot."""
+        """True if the model is a randomly initialized preset."""
         return self.path.startswith(TINY_PREFIX)
 
 
-# Samples that one replica decodes at once, where the specification does not say: evaluations take places too.
+# Lower bound of the default of rollout.max_running_samples: evaluations need slots too.
 _LEAST_RUNNING = 64
 
 
 class RunSpec(SpecPart):
-    """What to train. Written by the user, resolved once, then the same for every process."""
+    """The description of a run.
+
+    The user writes it; it is resolved once, and all processes use the same one.
+    """
 
     name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
-    """Name of the run: a DNS label."""
+    """Name of the run, a DNS label: 1 to 63 lower-case letters, digits and hyphens, with no hyphen
+    at an end."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seed of data order, sampling and initial weights."""
+    """Seed of the data order, of sampling and of the initial weights."""
     model: ModelSpec
     """The policy that is trained."""
     teacher: ModelSpec | None = None
-    """A model with the same tokenizer that the policy is to become like, on responses of its own (on-policy
-    distillation): the reference of ``algorithm.kl``, whose coefficient then is 1 and whose estimator ``k1+``
-    unless they are given. Rewards have no say in it unless ``algorithm.advantage`` names an estimator."""
+    """Teacher of an on-policy distillation: a model with the same tokenizer whose distribution the
+    policy learns on its own responses. It is the reference of ``algorithm.kl``, whose default
+    coefficient is then 1 and whose default estimator is then ``k1+``. Rewards have no influence
+    on training unless ``algorithm.advantage`` names an estimator."""
     data: DataSpec
-    """Prompts."""
+    """Training and held-out prompts."""
     rollout: RolloutSpec
     """Generation and rewards."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
-    """Loss, advantage, correction, staleness."""
+    """Advantage, loss, off-policy correction and staleness."""
     trainer: TrainerSpec
-    """Optimization."""
+    """Batch, optimizer, precision, parallelism and checkpoints."""
     critic: CriticSpec = CriticSpec()
-    """The critic of ``algorithm.advantage: gae``."""
+    """The critic for ``algorithm.advantage: gae``."""
     topology: TopologySpec = TopologySpec()
-    """Which tasks have GPUs of their own."""
+    """Assignment of GPUs to tasks."""
     validation: ValidationSpec = ValidationSpec()
     """Evaluation on held-out prompts."""
     weight_sync: WeightSyncSpec = WeightSyncSpec()
-    """The weight plane."""
+    """Transfer of weights from the trainer to rollouts."""
     transferqueue: TransferQueueSpec = TransferQueueSpec()
-    """The data plane."""
+    """Storage of samples between rollouts and the trainer."""
     samples: SamplesSpec = SamplesSpec()
-    """What is kept to be read."""
+    """Samples that are kept for people to read."""
     trackers: tuple[TrackerSpec, ...] = ()
-    """Where its numbers go besides."""
+    """Experiment trackers that receive the run's metrics."""
     limits: LimitsSpec = LimitsSpec()
-    """Deadlines and restarts."""
+    """Deadlines and restart limits."""
 
     @field_validator("trackers")
     @classmethod
@@ -246,12 +267,12 @@ class RunSpec(SpecPart):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether training compares with the frozen base model, or with a teacher."""
+        """True if training compares the policy with the frozen base model or with a teacher."""
         return self.algorithm.kl.coefficient > 0 or self.algorithm.loss_kind.needs_reference
 
     @property
     def sends_adapters(self) -> bool:
-        """Whether rollouts receive adapters alone (``trainer.lora.sync``, resolved)."""
+        """True if rollouts receive adapters only (``trainer.lora.sync``, resolved)."""
         lora = self.trainer.lora
         if lora is None or lora.sync != "auto":
             return lora is not None and lora.sync == "adapter"
@@ -265,21 +286,22 @@ class RunSpec(SpecPart):
 
     @property
     def is_rewarded(self) -> bool:
-        """Whether samples that train have rewards."""
+        """True if the samples that train have rewards."""
         have_own = any(part.rewards for part in self.data.train_sets.values())
         is_scored = bool(self.rollout.rewards) or have_own
         return is_scored and not self.algorithm.num_demonstrations
 
     @property
     def of_reference(self) -> "RunSpec":
-        """The run as the reference sees it: the teacher is its model, if there is one."""
+        """The run with the reference's model: the teacher replaces the policy, if there is one."""
         return self if self.teacher is None else self.model_copy(update={"model": self.teacher})
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether tokens that samples have in common are computed once.
+        """True if tokens that samples share are computed once.
 
-        A token that was computed once would have one choice of experts, and count once in their balance.
+        It is False if each sample needs its own choice of experts for them, or counts them in the
+        experts' load balance.
         """
         has_own_experts = self.rollout.routing_replay != "off"
         return (
@@ -290,9 +312,10 @@ class RunSpec(SpecPart):
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether training compares with the weights at the start of the step, in a pass of its own.
+        """True if training needs logprobs of the weights at the start of the step, from a separate pass.
 
-        With one update per batch they are the current ones, and under ``bypass`` the rollouts' stand in.
+        With one update per batch these are the current weights; ``bypass`` uses the rollouts'
+        logprobs instead.
         """
         updates = self.trainer.updates_per_step
         is_bypassed = self.correction == "bypass"
@@ -302,18 +325,18 @@ class RunSpec(SpecPart):
 
     @property
     def interpolates_proximal(self) -> bool:
-        """Whether the proximal logprobs are approximated."""
+        """True if the proximal logprobs are approximated by interpolation."""
         return self.algorithm.proximal == "interpolated" and self.correction == "decoupled"
 
     @property
     def correction(self) -> Literal["bypass", "decoupled", "none"]:
-        """The off-policy correction, resolved."""
+        """The off-policy correction, with ``auto`` resolved."""
         updates = self.trainer.updates_per_step
         return self.algorithm.resolved_correction(updates_per_step=updates)
 
     @property
     def rewards(self) -> dict[str, tuple[RewardSpec, ...]]:
-        """What scores responses, by key: ``rollout.rewards``, and of sets that have their own."""
+        """The rewards by key: ``rollout.rewards``, and those of sets that have their own."""
         own = {f"data.{split}.rewards": part.rewards for split, part in self.data.sets.items()}
         return {"rollout.rewards": self.rollout.rewards} | {
             key: rewards for key, rewards in own.items() if rewards is not None
@@ -326,41 +349,48 @@ class RunSpec(SpecPart):
 
     @property
     def engine_gpus(self) -> int:
-        """GPUs of one rollout, where there are GPUs."""
+        """GPUs of one rollout, on a machine that has GPUs."""
         return engine_kind(self.rollout.engine).num_gpus(self.rollout.engine_arguments)
 
     @property
     def has_engine(self) -> bool:
-        """Whether rollouts sample: those that only encode rows need no GPU and get no weights."""
+        """True if rollouts have an engine.
+
+        Without one they only encode rows: they need no GPU and receive no weights.
+        """
         return self.rollout.engine != "none"
 
     @property
     def colocated_rollouts(self) -> int:
-        """Rollouts on the trainer's GPUs, the first ones of all: one side sleeps while the other works."""
+        """Number of rollouts on the trainer's GPUs.
+
+        These are the first ones of the run. Either they or the trainer sleep while the other side
+        runs.
+        """
         if self.topology.placement == "mixed":
             return self.trainer.world_size // self.engine_gpus
         return self.rollout.replicas if self.topology.is_colocated else 0
 
     def is_colocated(self, worker_id: str) -> bool:
-        """Whether a worker is a rollout on the trainer's GPUs."""
+        """Returns True if a worker is a rollout on the trainer's GPUs."""
         return worker_id in {f"rollout-{index}" for index in range(self.colocated_rollouts)}
 
     def num_steps(self, num_rows: int) -> int:
-        """Steps of the whole run.
+        """Returns the number of steps of the whole run.
 
         Args:
-            num_rows: Rows of its training data; only a run that is measured in epochs asks.
+            num_rows: Rows of the training data; used only if the run's length is given in epochs.
         """
         if self.trainer.steps is not None:
             return self.trainer.steps
-        # Less than a millionth of a prompt is the noise of the product.
+        # Rounding removes the floating-point error of the product.
         prompts = round((self.data.epochs or 0) * num_rows, 6)
         return max(1, math.ceil(prompts / self.trainer.prompts_per_step))
 
     @model_validator(mode="before")
     @classmethod
     def _asynchrony_gives_defaults(cls, values: Any) -> Any:
-        """Fill in how rollouts run, where that follows from how far they may run ahead of training."""
+        """Fill in defaults of rollouts that follow from the max staleness."""
         if not isinstance(values, Mapping) or not isinstance(values.get("rollout"), Mapping):
             return values
         try:
@@ -377,7 +407,7 @@ class RunSpec(SpecPart):
     @model_validator(mode="before")
     @classmethod
     def _demonstrations_give_defaults(cls, values: Any) -> Any:
-        """Fill in how rows are handed on, where nothing is sampled for training."""
+        """Fill in defaults of a run that trains on demonstrations instead of samples."""
         if not isinstance(values, Mapping) or not isinstance(values.get("algorithm"), Mapping):
             return values
         kind = LOSSES.get(str(values["algorithm"].get("loss")))
@@ -400,7 +430,7 @@ class RunSpec(SpecPart):
     @model_validator(mode="before")
     @classmethod
     def _teacher_gives_defaults(cls, values: Any) -> Any:
-        """Fill in what distillation is, where a teacher is named."""
+        """Fill in defaults of distillation if a teacher is named."""
         algorithm = values.get("algorithm", {}) if isinstance(values, Mapping) else None
         if not isinstance(algorithm, Mapping) or values.get("teacher") is None:
             return values
@@ -414,7 +444,10 @@ class RunSpec(SpecPart):
     @model_validator(mode="before")
     @classmethod
     def _topology_gives_the_counts(cls, values: Any) -> Any:
-        """Fill in what follows from task groups, or turns; that it is not contradicted is checked later."""
+        """Fill in process counts that follow from task groups or colocation.
+
+        The rules report contradictions later.
+        """
         if not isinstance(values, Mapping) or "topology" not in values:
             return values
         try:
@@ -447,7 +480,7 @@ class RunSpec(SpecPart):
 
 
 def default_places(spec: RunSpec, *, max_staleness: int, replicas: int) -> int:
-    """``rollout.max_running_samples`` as it follows from a bound on staleness and a number of rollouts."""
+    """Returns the default of ``rollout.max_running_samples`` for a max staleness and a number of rollouts."""
     return _places(spec.rollout, spec.trainer, max_staleness=max_staleness, replicas=replicas)
 
 

@@ -1,8 +1,8 @@
-"""Task groups: how the GPUs of a run are split among its tasks.
+"""Split of a run's GPUs among its task groups.
 
-The largest remainder decides, so that every GPU of the ratios' sum is given: shares are rounded down, and
-what is left goes to the groups that lost most, the earlier one of two equals first. Nothing is repaired
-silently.
+The method of the largest remainder assigns all GPUs of the ratios' sum: shares are rounded down,
+and the remaining GPUs go to the groups with the largest remainders, to the earlier group of two
+equal ones. Invalid groups are reported and never corrected silently.
 """
 
 import math
@@ -19,14 +19,14 @@ ALIASES: Final = {
     "rollout": "generate",
     "ref": "ref_logp",
 }
-"""Other names of tasks, dots.rl's among them."""
+"""Aliases of tasks, including those of dots.rl."""
 
 _NOISE = 1e-9
-"""Shares such as ``0.7 * 10`` may miss a whole number by this much."""
+"""Max floating-point error of shares such as ``0.7 * 10``."""
 
 
 class TaskGroupFault(StrEnum):
-    """What is wrong with task groups."""
+    """Faults of task groups."""
 
     LENGTH_MISMATCH = "LENGTH_MISMATCH"
     EMPTY_GROUP = "EMPTY_GROUP"
@@ -41,7 +41,7 @@ class TaskGroupFault(StrEnum):
 
 
 class TaskGroupError(ValueError):
-    """Task groups that cannot be placed."""
+    """Reports task groups that cannot be placed."""
 
     def __init__(self, fault: TaskGroupFault, message: str) -> None:
         self.fault = fault
@@ -50,24 +50,24 @@ class TaskGroupError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PlacedGroup:
-    """Tasks that share GPUs."""
+    """A task group with its GPUs."""
 
     tasks: tuple[str, ...]
     gpus: int
     pods: tuple[int, ...]
-    """GPUs of each pod: whole nodes first, then the rest."""
+    """GPUs of each pod: whole nodes first, then the remainder."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskGroupPlacement:
-    """Task groups with their GPUs."""
+    """All task groups with their GPUs."""
 
     groups: tuple[PlacedGroup, ...]
     unused_gpus: int
     """GPUs that no ratio covers."""
 
     def group_of(self, task: str) -> PlacedGroup | None:
-        """The group of a task; None if no group lists it."""
+        """Returns the group of a task; None if no group lists it."""
         return next((group for group in self.groups if task in group.tasks), None)
 
 
@@ -80,15 +80,15 @@ def place_groups(
     granularity: Literal["gpu", "node"] = "gpu",
     parallelism: Mapping[str, int] | None = None,
 ) -> TaskGroupPlacement:
-    """Split GPUs among task groups.
+    """Splits GPUs among task groups.
 
     Args:
-        task_groups: A task or several that share GPUs, for each group; aliases are accepted.
+        task_groups: For each group a task, or several that share GPUs; aliases are accepted.
         ratios: Share of each group.
         total_gpus: GPUs of the run.
         gpus_per_node: GPUs of one node.
-        granularity: Whether single GPUs or whole nodes are given.
-        parallelism: GPUs that one instance of a task takes; 1 for those that are not named.
+        granularity: Unit of the split: single GPUs or whole nodes.
+        parallelism: GPUs that one instance of a task needs; 1 for tasks that are not named.
 
     Raises:
         TaskGroupError: With one of :class:`TaskGroupFault`.
@@ -122,7 +122,7 @@ def place_groups(
 def _named(
     task_groups: Sequence[str | Sequence[str]], *, num_ratios: int
 ) -> tuple[tuple[str, ...], ...]:
-    """The groups as tuples of tasks, checked."""
+    """Return the groups as tuples of valid task names."""
     if len(task_groups) != num_ratios:
         raise TaskGroupError(
             TaskGroupFault.LENGTH_MISMATCH,

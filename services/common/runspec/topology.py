@@ -1,4 +1,4 @@
-"""Which tasks of a run have GPUs of their own, and how many; or that they take turns on the same ones."""
+"""Assignment of GPUs to the tasks of a run: task groups, or colocation by turns."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -10,36 +10,38 @@ from services.common.runspec.task_groups import ALIASES, TaskGroupPlacement, pla
 
 
 class TopologySpec(SpecPart):
-    """Task groups: which tasks share GPUs, and how many they get.
+    """Assignment of GPUs to the tasks of a run.
 
-    Without them a run has ``trainer.world_size`` trainer processes, which also compute proximal and
-    reference logprobs, and ``rollout.replicas`` rollouts; with them both numbers follow from the split.
-    Where there are no GPUs, a GPU stands for a process.
+    Without task groups a run has ``trainer.world_size`` trainer processes, which also compute
+    proximal and reference logprobs, and ``rollout.replicas`` rollouts. With task groups, both
+    numbers follow from the split. On a machine without GPUs, each GPU stands for one process.
     """
 
     placement: Literal["disaggregated", "colocated", "mixed"] = "disaggregated"
-    """Where trainer and rollouts are. ``disaggregated``: each has GPUs of its own, and they work at the
-    same time. ``colocated``: all are on the trainer's GPUs, and take turns: while one side works, the other
-    keeps there what fits beside it, at most. The GPUs of all rollouts must be a multiple of
-    ``trainer.world_size``, and ``algorithm.max_staleness`` 0 or 1. ``mixed``: the first rollouts fill the
-    trainer's GPUs and take turns with it; the others, one if ``rollout.replicas`` is left out, have GPUs of
-    their own and never stop: what is unfinished when training begins goes on there."""
+    """Placement of trainer and rollouts. ``disaggregated``: each has GPUs of its own, and both run
+    at the same time. ``colocated``: all are on the trainer's GPUs and take turns; the side that
+    sleeps keeps at most what fits into memory beside the other side. The total GPUs of all
+    rollouts must be a multiple of ``trainer.world_size``, and ``algorithm.max_staleness`` must
+    be 0 or 1. ``mixed``: the first rollouts fill the trainer's GPUs and take turns with it; the
+    other rollouts (one by default) have GPUs of their own and always run. Responses that are
+    unfinished when the trainer's turn begins continue on them."""
     task_groups: tuple[tuple[str, ...], ...] = ()
-    """Tasks of each group: a name, or a list of names that share GPUs, among ``train``, ``generate``,
-    ``logp``, ``ref_logp``, ``critic`` and ``reward``. What is not listed belongs to ``train``, and
-    ``reward`` to ``generate``, which it cannot leave."""
+    """Tasks of each group: one name, or a list of names that share GPUs. Tasks are ``train``,
+    ``generate``, ``logp``, ``ref_logp``, ``critic`` and ``reward``. An unlisted task belongs to
+    the group of ``train``; ``reward`` always belongs to the group of ``generate``."""
     ratios: tuple[float, ...] = ()
-    """Share of each group in the GPUs; a sum below 1 leaves the rest unused."""
+    """Share of each group in the GPUs. If the sum is below 1, the other GPUs stay unused."""
     gpus: int = Field(0, ge=0)
-    """GPUs of the run."""
+    """Total number of GPUs of the run."""
     gpus_per_node: int = Field(8, ge=1)
-    """GPUs of one node."""
+    """Number of GPUs per node."""
     scoring_ranks: int = Field(1, ge=1)
-    """Processes of one worker of ``logp`` or ``ref_logp``, over which its model is sharded: more than 1 for a
-    model that is too large for one GPU. The GPUs of their groups must be a multiple of it. A sharded ``logp``
-    needs ``weight_sync.mode`` ``cpu_async``: weights arrive whole in the memory of its first host."""
+    """Number of processes over which the model of one ``logp`` or ``ref_logp`` worker is sharded;
+    above 1 for a model that is too large for one GPU. The GPUs of these groups must be a
+    multiple of it. A sharded ``logp`` requires ``weight_sync.mode: cpu_async``, because it
+    receives whole weights in the memory of its first host."""
     granularity: Literal["gpu", "node"] = "gpu"
-    """Whether single GPUs or whole nodes are split."""
+    """Unit in which GPUs are split among groups."""
 
     @field_validator("task_groups", mode="before")
     @classmethod
@@ -56,17 +58,17 @@ class TopologySpec(SpecPart):
 
     @property
     def is_colocated(self) -> bool:
-        """Whether there are GPUs that the trainer and rollouts have one after the other."""
+        """True if the trainer and rollouts take turns on some or all GPUs."""
         return self.placement != "disaggregated"
 
     def place(self, parallelism: Mapping[str, int] | None = None) -> TaskGroupPlacement:
-        """The groups with their GPUs.
+        """Returns the task groups with their GPUs.
 
         Args:
-            parallelism: GPUs that one instance of a task takes.
+            parallelism: GPUs that one instance of a task needs.
 
         Raises:
-            TaskGroupError: If they cannot be placed.
+            TaskGroupError: If the groups cannot be placed.
         """
         return place_groups(
             self.task_groups,
@@ -78,11 +80,11 @@ class TopologySpec(SpecPart):
         )
 
     def gpus_of(self, task: str) -> int:
-        """GPUs of a task's group; 0 if no group lists it."""
+        """Returns the GPUs of a task's group; 0 if no group lists the task."""
         group = self.place().group_of(task) if self.task_groups else None
         return group.gpus if group is not None else 0
 
     def own_gpus(self, task: str) -> int:
-        """GPUs of a task that does not run inside the trainer; 0 if it does."""
+        """Returns the GPUs of a task that runs outside of the trainer; 0 if it runs inside."""
         group = self.place().group_of(task) if self.task_groups else None
         return group.gpus if group is not None and "train" not in group.tasks else 0

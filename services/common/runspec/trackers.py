@@ -1,6 +1,6 @@
-"""The experiment trackers that a run's numbers also go to. No tracker is imported here.
+"""Experiment trackers that receive a run's metrics. Imports no tracker.
 
-Where a tracker lives and its keys are settings of the installation, never of a run.
+The address and the credentials of a tracker are settings of the installation, never of a run.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,13 @@ from services.common.runspec.base import SpecPart
 
 @dataclass(frozen=True, slots=True)
 class TrackerKind:
-    """A tracker that a run may name."""
+    """A tracker that a run can name."""
 
     package: str
-    """What must be installed where it is written to; an extra of Slipstream has its name."""
+    """Package that must be installed where ``slipstream track`` runs; an extra of Slipstream has
+    the same name."""
     opens: str
-    """``module:function`` of :class:`~services.cli.trackers.tracker.OpenTracker`."""
+    """Reference ``module:function`` of a :class:`~services.cli.trackers.tracker.OpenTracker`."""
 
 
 _WRITERS: Final = "services.cli.trackers"
@@ -30,24 +31,25 @@ TRACKERS: Final[Mapping[str, TrackerKind]] = {
     "mlflow": TrackerKind("mlflow", f"{_WRITERS}.mlflow_runs:open_run"),
     "trackio": TrackerKind("trackio", f"{_WRITERS}.trackio_runs:open_run"),
 }
-"""By the value of ``trackers.N.kind``."""
+"""The trackers by the value of ``trackers.N.kind``."""
 
 _NAME: Final = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 
 class TrackerSpec(SpecPart):
-    """A tracker that the run's configuration, numbers, evaluations and some samples go to."""
+    """A tracker that receives the run's configuration, metrics, evaluations and some samples."""
 
     kind: Literal["wandb", "tensorboard", "mlflow", "trackio"]
-    """Which one; its package must be installed where ``slipstream track`` runs (docs/trackers.md)."""
+    """The tracker; its package must be installed where ``slipstream track`` runs
+    (docs/trackers.md)."""
     project: str = Field("slipstream", pattern=f"^{_NAME}(/{_NAME})?$")
-    """Its project (``TEAM/PROJECT`` for wandb), experiment (mlflow) or folder (tensorboard)."""
+    """Project (``TEAM/PROJECT`` for wandb), experiment (mlflow) or folder (tensorboard)."""
     tags: tuple[str, ...] = Field((), max_length=32)
-    """Labels of the run there, where it knows such."""
+    """Tags of the run, if the tracker supports them."""
     samples_every: int = Field(10, ge=0)
-    """Steps from one table of kept samples to the next; evaluations bring one each. 0 sends no text."""
+    """Steps between two tables of kept samples; each evaluation adds one table. 0 sends no texts."""
     samples: int = Field(8, ge=1, le=100)
-    """Most samples of a table: the best and the worst of those that are kept."""
+    """Max samples of a table: the best and the worst of the kept samples."""
 
     @field_validator("project")
     @classmethod

@@ -1,4 +1,4 @@
-"""How the model is optimized, sharded and saved."""
+"""Optimization, sharding and checkpoints of the trainer."""
 
 from typing import Annotated, Literal
 
@@ -7,164 +7,180 @@ from pydantic import Field
 from services.common.runspec.base import SpecPart
 
 OF_EXPERTS = "experts."
-"""What names of the fused matrices of a layer's experts have in them."""
+"""Substring of the names of a layer's fused expert matrices."""
 
 
 class OptimizerSpec(SpecPart):
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
 
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.99)
-    """Decay of the two moments."""
+    """Decay rates of AdamW's two moments."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay of matrices, embeddings included; norms, biases and other vectors have none."""
+    """Decoupled weight decay of matrices, including embeddings. Norms, biases and other vectors
+    have none."""
     warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps over which the learning rate grows linearly from 0."""
+    """Number of optimizer steps over which the learning rate grows linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; ``linear`` and ``cosine`` end at 10 % of the peak."""
+    """Learning-rate schedule after the warm-up; ``linear`` and ``cosine`` end at 10 % of the peak."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this global norm."""
+    """Max global norm of the gradients; larger gradients are scaled down to it."""
 
 
 class LoraSpec(SpecPart):
-    """Low-rank adapters instead of full fine-tuning."""
+    """Low-rank adapters, trained instead of the full weights."""
 
     rank: int = Field(16, ge=1)
     """Rank of the adapters."""
     alpha: float = Field(32.0, gt=0)
-    """Scale of the adapters."""
+    """Scale of the adapters (the alpha of LoRA)."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Modules that get an adapter. The experts of a mixture are ``experts.gate_up_proj`` and
-    ``experts.down_proj``: each of a layer's has one of its own."""
+    ``experts.down_proj``; every expert of a layer then has its own adapter."""
     sync: Literal["auto", "merged", "adapter"] = "auto"
-    """What rollouts receive. ``adapter``: adapters alone; each rollout reads the frozen weights from
-    ``model.path`` into host memory, checks that they are the trainer's, and merges. No GPU then holds a copy
-    of the weights for their way. ``merged``: all weights, adapters merged into them. ``auto`` takes
-    ``adapter`` unless the model is a preset, which has no folder, experts have adapters, ``logp`` has GPUs of
-    its own, or ``weight_sync.mode`` is ``inplace``."""
+    """Weights that rollouts receive. ``adapter``: only the adapters; each rollout reads the frozen
+    weights from ``model.path`` into host memory, verifies that they equal the trainer's, and
+    merges. No GPU then needs a copy of the weights for the transfer. ``merged``: all weights,
+    with the adapters merged. ``auto``: ``adapter``, or ``merged`` if the model is a preset
+    (which has no folder), if experts have adapters, if ``logp`` has GPUs of its own, or if
+    ``weight_sync.mode`` is ``inplace``."""
 
     @property
     def adapts_experts(self) -> bool:
-        """Whether experts of a mixture are among the targets."""
+        """True if the target modules include experts of a mixture."""
         return any(OF_EXPERTS in target for target in self.target_modules)
 
 
 class CriticSpec(SpecPart):
-    """How the critic of GAE is trained; what is not said here is as for the policy."""
+    """Training of GAE's critic; other settings are those of the policy."""
 
     learning_rate: float | None = Field(None, gt=0)
-    """Peak learning rate; null is that of the policy. Critics are usually given more."""
+    """Peak learning rate; null uses the policy's. A critic usually needs a higher one."""
     warmup_steps: int = Field(0, ge=0)
-    """First steps, in which the critic alone is trained: advantages of an untrained critic only disturb."""
+    """Number of first steps that train only the critic, because advantages of an untrained critic
+    are noise for the policy."""
 
 
 class BalancingSpec(SpecPart):
-    """How the choice of a mixture's experts is kept even."""
+    """Load balancing of a mixture's experts."""
 
     kind: Literal["none", "loss", "bias"] = "none"
-    """``loss``: the auxiliary loss of Qwen's, Mixtral's and gpt-oss's own training. ``bias``: experts that
-    are chosen less get a bias in the choice, as in DeepSeek-V3 and GLM-4.5 (``e_score_correction_bias``)."""
+    """Method. ``none``: no balancing. ``loss``: the auxiliary loss that Qwen, Mixtral and gpt-oss
+    were trained with. ``bias``: experts that are chosen less often get a bias in the choice, as
+    in DeepSeek-V3 and GLM-4.5 (``e_score_correction_bias``)."""
     coefficient: float | None = Field(None, gt=0)
-    """Factor of the loss; null is ``router_aux_loss_coef`` of the model."""
+    """Weight of the auxiliary loss; null uses the model's ``router_aux_loss_coef``."""
     bias_rate: float = Field(1e-3, gt=0)
-    """By how much a bias moves in an update."""
+    """Change of an expert's bias per update."""
 
 
 class BestSpec(SpecPart):
-    """By which held-out score the best checkpoint is known."""
+    """The held-out score that selects the best checkpoint."""
 
     set: str | None = None
-    """Name of a set of ``data.heldout``; null is the only one, or the mean over the prompts of all."""
+    """Name of a set in ``data.heldout``. null uses the only set, or the mean over the prompts of
+    all sets."""
     metric: str = Field("greedy", pattern=r"^(greedy|sampled|best|maj|pass@[1-9][0-9]*|reward/.+)$")
-    """Its score: ``greedy``, ``sampled``, ``best``, ``maj``, ``pass@K``, ``reward/TERM``; highest is best."""
+    """Score of the set: ``greedy``, ``sampled``, ``best``, ``maj``, ``pass@K`` or ``reward/TERM``;
+    the highest is best."""
 
 
 class CheckpointSpec(SpecPart):
-    """When a run is saved, and how much is kept."""
+    """Frequency and retention of checkpoints."""
 
     every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0 saves by time (``every_s``). The last step is always saved."""
+    """Steps between checkpoints. 0 saves by time (``every_s``). The last step is always saved."""
     every_s: float = Field(600.0, ge=0)
-    """Seconds between checkpoints if ``every`` is 0: the first step that ends later is saved. 0 saves only at
-    the end."""
+    """Seconds between checkpoints if ``every`` is 0: the first step that ends after them is saved.
+    0 saves only at the end."""
     keep: int = Field(2, ge=1)
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints that are kept."""
     best: BestSpec | None = None
-    """Which one is kept besides: that of the highest held-out score. null keeps the newest alone."""
+    """Score by which the best checkpoint is selected; that checkpoint is kept in addition to the
+    newest. null keeps only the newest."""
     directory: str | None = None
-    """Folder; default: ``checkpoints`` in the run's own folder."""
+    """Folder of the checkpoints. Default: ``checkpoints`` in the run's folder."""
     start_from: str | None = None
-    """Checkpoint folder of another run that this one starts from: its weights, optimizer and step number.
-    ``trainer.steps`` counts the steps of the checkpoint; prompts begin with the first one. ``POST
-    /v1/runs/{run_id}/fork`` sets it, and goes on with the prompts of the other run too."""
+    """Checkpoint folder of another run, from which this run starts: its weights, optimizer state
+    and step number. ``trainer.steps`` includes the steps of the checkpoint; the data starts with
+    the first prompt. ``POST /v1/runs/{run_id}/fork`` sets this key and also continues the data
+    order of the other run."""
 
 
 class TrainerSpec(SpecPart):
     """Batch, optimizer, precision and parallelism."""
 
     steps: int | None = Field(None, ge=1)
-    """Optimizer batches of the whole run; null if ``data.epochs`` says how long it is."""
+    """Number of steps of the whole run, each with one batch. null if ``data.epochs`` gives the
+    length."""
     prompts_per_step: int = Field(ge=1)
-    """Groups that form one batch."""
+    """Number of groups in one batch."""
     updates_per_step: int = Field(1, ge=1)
-    """Mini-batches, each with one optimizer update, that a batch is split into."""
+    """Number of mini-batches into which a batch is split, each with one optimizer update."""
     accumulate_early: bool = False
-    """Whether groups of a synchronous step are trained as they finish, while others of it are generated
-    (arXiv:2511.18871): their gradients are added up, and one update follows when all are in. It is that of
-    the whole batch, exactly on-policy."""
+    """If true, a synchronous step trains groups as they finish, while other groups of the step are
+    generated (arXiv:2511.18871). Gradients accumulate, and one update follows after the last
+    group. The update equals that of the whole batch and is exactly on-policy."""
     tokens_per_micro_batch: int = Field(16_384, ge=1)
-    """Packed tokens of one forward pass, on each of the processes that share them."""
+    """Packed tokens of one forward pass, per process. With ``context_parallel``, a micro-batch has
+    this many tokens for each process that shares it."""
     share_prefixes: bool = True
-    """Whether tokens that samples of a micro-batch have in common from their beginnings on, such as the
-    prompt of a group, are computed once. Logprobs and gradients stay what they are without."""
+    """If true, a prefix that samples of a micro-batch share, such as the prompt of a group, is
+    computed once. Logprobs and gradients are the same as without."""
     optimizer: OptimizerSpec = OptimizerSpec()
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Computation dtype. Weights that are trained are float32 always; frozen ones, which ``lora`` and a
-    reference have, are in this dtype."""
+    """Computation dtype. Trained weights are always float32; frozen weights (the base under
+    ``lora``, and the reference) have this dtype."""
     world_size: int = Field(1, ge=1)
-    """Trainer processes, one per GPU."""
+    """Number of trainer processes, one per GPU."""
     tensor_parallel: int = Field(1, ge=1)
-    """Processes that share each layer."""
+    """Number of processes over which each layer is sharded."""
     expert_parallel: int = Field(1, ge=1)
-    """Data-parallel processes that share the experts of each layer: tokens travel to those that hold their
-    experts, and back. Divides the data-parallel processes and the experts of a layer."""
+    """Number of data-parallel processes over which the experts of each layer are distributed;
+    tokens are sent to the processes that hold their experts, and back. Must divide the number of
+    data-parallel processes and the experts of a layer."""
     context_parallel: int = Field(1, ge=1)
-    """Processes that share the tokens of each micro-batch, and in attention its heads (arXiv:2309.14509): a
-    sequence may be as many times longer. Divides the processes and the attention heads of each."""
+    """Number of processes over which the tokens of each micro-batch are split, and in attention its
+    heads (arXiv:2309.14509); the max length of a sequence grows by this factor. Must divide the
+    number of processes and the attention heads of each."""
     balancing: BalancingSpec = BalancingSpec()
-    """How the choice of a mixture's experts is kept even."""
+    """Load balancing of a mixture's experts."""
     zero_stage: Literal[1, 3] = 3
-    """What the processes share out (arXiv:1910.02054): 3, weights, gradients and optimizer; 1, only the
-    optimizer, so that weights and gradients are exchanged once per update and not in every micro-batch, for
-    the memory of a whole model's weights and float32 gradients on each GPU."""
+    """Sharding over data-parallel processes (ZeRO, arXiv:1910.02054). 3 shards weights, gradients
+    and optimizer state. 1 shards only the optimizer state: weights and gradients are exchanged
+    once per update instead of in every micro-batch, and each GPU holds the weights and float32
+    gradients of the whole model."""
     activation_checkpointing: bool | Literal["auto", "selective"] | Annotated[int, Field(ge=2)] = (
         "auto"
     )
-    """What layers compute again in the backward pass instead of keeping it: true, all but their inputs, for a
-    third more operations; a number ``n``, the same in every ``n``-th layer; ``selective``, what costs little,
-    keeping matrix products and attention; ``auto``, the least of false, ``selective`` and true with which the
-    run fits on its GPUs."""
+    """Activations that the backward pass recomputes. false: none. true: all except the inputs of
+    layers, for one third more operations. A number ``n``: the same, but only in every ``n``-th
+    layer. ``selective``: only cheap operations; results of matrix products and attention are
+    kept. ``auto``: the first of false, ``selective`` and true that fits the run into its GPUs'
+    memory."""
     activation_offloading: bool = False
-    """Whether what layers keep for the backward pass waits in host memory. Copies run beside computation, and
-    take no time of their own where layers keep little (``activation_checkpointing: true``)."""
+    """If true, the activations that layers keep for the backward pass are moved to host memory. The
+    copies overlap with computation, and cost no time if layers keep little
+    (``activation_checkpointing: true``)."""
     cpu_offload: bool | Literal["optimizer"] = False
-    """What lives in host memory between uses: true, weights, gradients and optimizer, which computes there;
-    ``optimizer``, its moments alone, which visit the GPU for an update."""
+    """State in host memory between uses. true: weights, gradients and optimizer state, with the
+    optimizer running on the CPU. ``optimizer``: only the optimizer's moments, which are copied
+    to the GPU for an update."""
     compile: bool = False
-    """Whether torch.compile is applied to the decoder layers, while engines start. A step's ``compilations``
-    are those that it had to wait for all the same; there should be none."""
+    """If true, torch.compile is applied to the decoder layers while engines start. The metric
+    ``compilations`` of a step counts those that the step still had to wait for; it should be 0."""
     lora: LoraSpec | None = None
-    """Low-rank adapters instead of full fine-tuning."""
+    """Low-rank adapters, trained instead of the full weights."""
     checkpoint: CheckpointSpec = CheckpointSpec()
-    """When the run is saved."""
+    """Frequency and retention of checkpoints."""
     profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps of which each trainer process writes a profile for Perfetto or chrome://tracing,
-    ``profiles/step-<step>-rank-<rank>.json.gz`` in the run's folder. They take longer than others; the first
-    also has what only a first step has."""
+    """Steps of which each trainer process writes a profile for Perfetto or chrome://tracing to
+    ``profiles/step-<step>-rank-<rank>.json.gz`` in the run's folder. Profiled steps take longer;
+    the profile of the first step includes one-time work."""
 
     @property
     def offloads_weights(self) -> bool:
-        """Whether weights and gradients are in host memory."""
+        """True if weights and gradients are in host memory."""
         return self.cpu_offload is True

@@ -1,7 +1,8 @@
-"""How weights travel: what has to be known of a mode and of a transport before it starts. No torch here.
+"""Properties of weight modes and transports that are needed before a transfer starts. Imports no torch.
 
-A new mode is a module of ``services/weightsync/modes`` and a line in ``MODES``; a new transport is a function
-like those of ``services/weightsync/group.py`` and a line in ``TRANSPORTS``.
+A new mode needs a module in ``services/weightsync/modes`` and an entry in ``MODES``; a new
+transport needs a function like those in ``services/weightsync/group.py`` and an entry in
+``TRANSPORTS``.
 """
 
 from collections.abc import Mapping
@@ -14,20 +15,20 @@ class Transport:
     """A collective backend."""
 
     opener: str
-    """``module:function`` that takes a store, a seat, a host, a timeout and a device, and returns a process
-    group."""
+    """Reference ``module:function`` of a function that takes a store, a rank assignment, a host, a
+    timeout and a device, and returns a process group."""
     device: str | None = None
-    """Type of the devices that it carries between; None for any that all members share."""
+    """Type of the devices that the transport connects; None for any device that all members share."""
     least_rate: float
-    """Slowest wire that a deadline still allows for, in bytes per second."""
+    """Lowest bandwidth that deadlines allow for, in bytes per second."""
     ends_at_abort: bool = False
-    """Whether an abort ends what is pending; otherwise that has deadlines."""
+    """True if an abort ends pending operations; otherwise only their deadlines do."""
 
 
 BUCKET_BYTES: Final[Mapping[str, int]] = {"cuda": 512 << 20, "cpu": 64 << 20}
-"""Bytes of one collective by the device that weights travel from, unless the run says so."""
+"""Default bytes of one collective, by the device type that sends the weights."""
 HANDLE: Final = "handle"
-"""What members take that share a device, between whose processes NCCL sends nothing."""
+"""Transport between processes that share a device, which NCCL does not support."""
 TRANSPORTS: Final[Mapping[str, Transport]] = {
     "nccl": Transport(
         opener="services.weightsync.group:open_nccl",
@@ -53,25 +54,29 @@ class WeightMode:
     """A value of ``weight_sync.mode``."""
 
     sender: str = "services.weightsync.modes.shadow:ShadowSender"
-    """``module:name`` of what makes a ``Sender`` from a plan, a device and the number of the source."""
+    """Reference ``module:name`` of a callable that makes a ``Sender`` from a plan, a device and the
+    number of the source."""
     receiver: str
-    """``module:name`` of what makes a ``Receiver`` from a plan, the devices and the sink of the weights."""
+    """Reference ``module:name`` of a callable that makes a ``Receiver`` from a plan, the devices
+    and the sink of the weights."""
     through_host: bool = False
-    """Whether weights travel from host memory to host memory, whatever the devices are."""
+    """True if weights travel between host memories, whatever the devices are."""
     is_in_place: bool = False
-    """Whether they are received straight into the live ones."""
+    """True if weights are received into the live weights."""
     lends: bool = False
-    """Whether a receiver has what one source sent as it came, so that it can send it on."""
+    """True if a receiver keeps the data of one source as received, so that it can send it to
+    another member."""
     keeps_rows: bool = False
-    """Whether rows of several sources are kept as they came, beside the whole tensors."""
+    """True if the receiver keeps the rows of several sources as received, in addition to the whole
+    tensors."""
 
     def wire_device(self, device: str) -> str:
-        """Type of device that the weights of a device travel from and to."""
+        """Returns the device type between which the weights of a device travel."""
         return "cpu" if self.through_host else device.partition(":")[0]
 
 
 HOST_MODE: Final = "cpu_async"
-"""What members take that can reach each other in no other mode."""
+"""Mode for members that no other mode connects."""
 MODES: Final[Mapping[str, WeightMode]] = {
     "shadow": WeightMode(receiver="services.weightsync.modes.shadow:shadow_receiver", lends=True),
     "inplace": WeightMode(
@@ -92,15 +97,15 @@ MODES: Final[Mapping[str, WeightMode]] = {
 
 
 def transport_of(device: str) -> str:
-    """Name of the transport between devices of a type."""
+    """Returns the name of the transport between devices of a type."""
     return next(name for name, transport in TRANSPORTS.items() if transport.device == device)
 
 
 def weight_mode(name: str) -> WeightMode:
-    """The mode of a name.
+    """Returns the mode with a name.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the name is unknown.
     """
     if name not in MODES:
         raise ValueError(f"weight_sync.mode must be one of {', '.join(MODES)}, but is {name!r}")
