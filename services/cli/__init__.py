@@ -1,1 +1,1 @@
-"""The slipstream command: start services on this machine, submit, follow, summarise."""
+"""The ``slipstream`` command: starts services on this machine, submits runs, follows them and reports."""

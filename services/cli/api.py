@@ -1,10 +1,10 @@
-"""Typed calls of the API for commands: operations and answers are those that the controller itself declares.
+"""Typed API client of the commands; it uses the operations and answers that the controller declares.
 
-async with Api("http://127.0.0.1:8700", token=token) as api:
-    run = await api.submit(spec)
-    await api.call(PauseRun(run_id=run.id))
+    async with Api("http://127.0.0.1:8700", token=token) as api:
+        run = await api.submit(spec)
+        await api.call(PauseRun(run_id=run.id))
 
-Programs use ``slipstream_client``, which sends all of this.
+Other programs use ``slipstream_client``, which sends the requests for this class too.
 """
 
 import uuid
@@ -42,10 +42,11 @@ class Api:
     """Calls a controller.
 
     Args:
-        url: Such as ``http://127.0.0.1:8080``.
-        token: API token; empty where none is asked for.
-        patience_s: How long a controller that does not answer is asked again: one that is started again.
-        http: What sends requests, where it must be another client than one without a proxy.
+        url: Address such as ``http://127.0.0.1:8080``.
+        token: API token; empty if the controller requires none.
+        patience_s: Max seconds of retries while the controller does not answer, for example
+            because it restarts.
+        http: HTTP client to use instead of the default one.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class Api:
         await self._transport.aclose()
 
     async def call(self, operation: Operation[Answer]) -> Answer:
-        """Have an operation answered that answers once.
+        """Sends an operation with a single answer and returns the answer.
 
         Raises:
-            ApiError: If it is refused, or nobody answers.
+            ApiError: If the controller refuses the operation or does not answer.
         """
         content = await self._transport.content(_request(operation))
         answer: Answer = TypeAdapter(operation.answer()).validate_json(content or b"null")
@@ -81,22 +82,22 @@ class Api:
         priority: int = 0,
         labels: Mapping[str, str] | None = None,
     ) -> RunView:
-        """Submit a run; those with a higher priority start first."""
+        """Submits a run; runs with a higher priority start first."""
         pairs = [f"{key}={value}" for key, value in (labels or {}).items()]
         run = await self.call(CreateRun(spec=dict(spec), priority=priority, label=pairs))
         assert isinstance(run, RunView)
         return run
 
     async def page_link(self) -> str:
-        """A link to the run page that signs one browser in, once, as this caller."""
+        """Returns a link to the run page that signs one browser in, once, as this caller."""
         return await self._transport.page_link()
 
     async def get(self, run_id: str) -> RunView:
-        """One run."""
+        """Returns one run."""
         return await self.call(GetRun(run_id=run_id))
 
     async def events(self, run_id: str, *, after_seq: int = 0, type_: str = "") -> list[EventView]:
-        """All events of a run, in order."""
+        """Returns all events of a run, in order."""
         events: list[EventView] = []
         while True:
             types = [type_] if type_ else []
@@ -110,7 +111,7 @@ class Api:
     async def logs(
         self, run_id: str, *, component: str = "", tail_lines: int = 100, follow: bool = False
     ) -> AsyncIterator[LogLine]:
-        """Last lines of the workers' logs; with ``follow`` also those that come, until the run has ended."""
+        """Yields the last log lines of the workers; with ``follow`` also new ones until the run ends."""
         asked = FollowLogs if follow else ReadLogs
         operation = asked(run_id=run_id, component=component, tail_lines=tail_lines)
         async for kind, data in self._transport.stream(_request(operation)):
@@ -118,28 +119,28 @@ class Api:
                 yield LogLine.model_validate(data)
 
     async def samples(self, asked: ExportSamples) -> AsyncIterator[dict[str, Any]]:
-        """Kept samples of a run, one after the other."""
+        """Yields the kept samples of a run."""
         async for _, sample in self._transport.stream(_request(asked)):
             yield sample
 
     def watch(
         self, run_id: str, *, after_seq: int = 0
     ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Events of a run as they come: ``(type, event)``; the last one is ``("end", run)``.
+        """Yields events of a run as they occur: ``(type, event)``; the last one is ``("end", run)``.
 
-        A controller that is started again is found again, and no event is missed or told twice.
+        It reconnects to a restarted controller, without missing or repeating an event.
         """
         return self._transport.watch(run_id, after_seq=after_seq)
 
     async def watch_all(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Events of all runs of the project from now on: ``(type, event)``; ends when it breaks off."""
+        """Yields new events of all runs of the project as ``(type, event)`` until the connection breaks."""
         with suppress(httpx.TransportError):
             async for kind, event in self._transport.stream(_request(WatchRuns())):
                 yield kind, event
 
 
 def _request(operation: Operation[Any]) -> Request:
-    """An operation as it is sent: every field in its place."""
+    """Return the HTTP request of an operation."""
     fields = operation.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     if "idempotency_key" in type(operation).model_fields:
         fields.setdefault("idempotency_key", uuid.uuid4().hex)

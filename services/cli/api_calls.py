@@ -1,4 +1,4 @@
-"""How commands call the controller, and what they say when that fails."""
+"""Calls of the controller by commands, and messages for failed calls."""
 
 import asyncio
 import json
@@ -29,13 +29,16 @@ _T = TypeVar("_T")
 DEFAULT_STATE = Path("runs")
 UP_FILE = "up.json"
 
-# What a person understands; anything else is a fault of ours, with its traceback.
+# Errors that are reported by their message only; others are bugs and get a traceback.
 _TOLD = (ApiError, ServiceExitedError, SpecError, StateInUseError, ValidationError)
 _SOME_ID = f"run_{'0' * 32}"
 
 
 def _given(run_id: str | None) -> str | None:
-    """In ``slipstream watch "$(slipstream submit FILE)"`` nothing is left of a run that was refused."""
+    """Validate a run's name or id.
+
+    It is empty in ``slipstream watch "$(slipstream submit FILE)"`` if the submission failed.
+    """
     if run_id is None:
         return None
     if not run_id:
@@ -60,7 +63,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a li
 StateDirectory = Annotated[Path, typer.Option(help="Folder of runs, logs and the database.")]
 Url = Annotated[str | None, typer.Option(help="REST address of the controller.")]
 
-# What is not in a folder may be with a controller that runs elsewhere.
+# With these statuses, a run that is not in a folder may belong to a controller elsewhere.
 _NOT_HERE = (HTTPStatus.NOT_FOUND, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
@@ -70,13 +73,14 @@ def call_api(
     *,
     state_directory: Path = DEFAULT_STATE,
 ) -> _T:
-    """Do something with the controller; a signal ends it, and a failure is explained.
+    """Runs work with an API client; a signal cancels it, and failures are reported.
 
     Args:
-        url: Its address. Default: that of the controller that was started in the folder, or the only one.
-        work: What is done.
-        state_directory: Folder whose runs are meant if no address is given; another one than the default
-            means the runs of that folder alone.
+        url: Address of the controller. Default: the controller that was started in the folder,
+            or else the only running one.
+        work: Coroutine function that receives the client.
+        state_directory: Folder with the runs to use if no address is given. A folder other than
+            the default restricts the call to its runs.
     """
     result: _T = run_until_signal(_with_api(url, work, state_directory))
     return result
@@ -89,7 +93,7 @@ def ask(
     state_directory: Path = DEFAULT_STATE,
     **fields: Any,
 ) -> Answer:
-    """What the controller answers to an operation that answers once; ``run_id`` None is the newest run."""
+    """Returns the answer to an operation with a single answer; ``run_id`` None is the newest run."""
     is_of_run = "run_id" in fields
     given = fields.get("run_id")
     is_found = given is not None and is_id(given)
@@ -115,7 +119,7 @@ def of_run(
     *,
     state_directory: Path = DEFAULT_STATE,
 ) -> _T:
-    """The same as :func:`call_api` for one run; the work gets its id."""
+    """Runs work for one run like :func:`call_api`; the work also receives the run's id."""
 
     async def found(api: Api) -> _T:
         return await work(api, await find_run(api, run_id))
@@ -132,7 +136,7 @@ async def _with_api(
         return await _at(known, work)
     elsewhere = known_tokens.running() if is_default else []
     if (state_directory / DATABASE_FILE).exists():
-        # It loads the controller.
+        # This imports the controller.
         from services.cli.ended_runs import URL, ended_runs
 
         try:
@@ -160,10 +164,10 @@ async def _at(url: str, work: Callable[[Api], Awaitable[_T]]) -> _T:
 
 
 def find_controller(url: str | None) -> tuple[str, str]:
-    """Address and token of the controller that a command means, which must be one that runs.
+    """Returns the address and token of the controller that a command addresses.
 
     Raises:
-        ApiError: If none is known, or several are.
+        ApiError: If no running controller is known, or several are.
     """
     found = url or CliSettings().url or _started_in(DEFAULT_STATE)
     running = known_tokens.running()
@@ -176,7 +180,7 @@ def find_controller(url: str | None) -> tuple[str, str]:
 
 
 def _started_in(state_directory: Path) -> str:
-    """Address of the controller that lives and was started in a folder; empty if there is none."""
+    """Return the address of the running controller that was started in a folder; empty if there is none."""
     try:
         url = str(json.loads((state_directory / UP_FILE).read_text(encoding="utf-8"))["url"])
     except FileNotFoundError:
@@ -185,13 +189,13 @@ def _started_in(state_directory: Path) -> str:
 
 
 def run_until_signal(work: Coroutine[Any, Any, Any], *, needs_reader: bool = True) -> Any:
-    """Run to the end; SIGINT, SIGTERM and SIGHUP cancel the work, which then cleans up.
+    """Runs a coroutine to its end; SIGINT, SIGTERM and SIGHUP cancel it, and it then cleans up.
 
     Args:
-        work: What is done.
-        needs_reader: Whether the work ends once nobody reads standard output. Otherwise that counts as
-            SIGTERM, and further output goes to standard error: Ctrl-C ends the other commands of a
-            pipeline, too, often before the signal is handled here.
+        work: The coroutine.
+        needs_reader: If true, the work ends when the reader of standard output has gone.
+            Otherwise that counts as SIGTERM, and further output goes to standard error: Ctrl-C also
+            ends the other commands of a pipeline, often before the signal arrives here.
     """
 
     async def main() -> Any:
@@ -226,7 +230,7 @@ def _terminate() -> None:
 
 
 def _told(error: BaseException) -> str:
-    """What is wrong, for a person."""
+    """Return an error's message for a person."""
     if not isinstance(error, ValidationError):
         return str(error)
     wrong = error.errors(include_url=False)
@@ -234,7 +238,7 @@ def _told(error: BaseException) -> str:
 
 
 def _most_telling(found: list[BaseException]) -> list[BaseException]:
-    """A service that ended explains the calls that it broke."""
+    """Return only the exits of services if there are any, because they caused the failed calls."""
     exited: list[BaseException] = [
         error for error in found if isinstance(error, ServiceExitedError)
     ]

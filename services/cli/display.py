@@ -1,4 +1,4 @@
-"""Progress of a run for a person: a live table on a terminal, plain lines elsewhere."""
+"""Progress display of a run: a live table on a terminal, plain lines otherwise."""
 
 import re
 from collections import deque
@@ -16,53 +16,53 @@ from services.cli.output import REPEAT_EVERY_S
 _ROWS = 12
 _NUMBER = re.compile(r"\d[\d.,]*")
 _COLUMNS = ("step", "reward", "held-out", "stale", "sync ms", "tok/s", "queue", "waits")
-"""Together at most 80 characters wide."""
+"""Columns; at most 80 characters wide together."""
 _RECENT = 20
-"""Steps whose mean duration the rest is reckoned from."""
+"""Newest steps whose mean duration predicts the remaining time."""
 
 
 class Display(Protocol):
-    """Shows progress."""
+    """Displays the progress of a run."""
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Starts the display."""
 
     def __exit__(self, *_: object) -> None:
-        """End."""
+        """Ends the display."""
 
     def workers(
         self, workers: Sequence[Mapping[str, Any]], *, seconds: float, reason: str = ""
     ) -> None:
-        """Show what keeps the first step waiting.
+        """Shows why the first step has not finished.
 
         Args:
-            workers: What they are doing.
-            seconds: How long the run has been starting.
-            reason: Why the run makes no progress, if it reported that.
+            workers: The workers and their activities.
+            seconds: Seconds since the run started.
+            reason: Reported reason for a lack of progress, if there is one.
         """
 
     def lasts(self, num_steps: int) -> None:
-        """How many steps the run has: nobody knows it of epochs before the data is opened."""
+        """Sets the number of steps; with ``data.epochs`` it is known only after the data is opened."""
 
     def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:
-        """A step is complete."""
+        """Shows a completed step."""
 
     def note(self, text: str) -> None:
-        """Something else happened."""
+        """Shows any other event."""
 
     def saving(self, text: str, *, seconds: float) -> None:
-        """How far the last checkpoint is, and for how long it has been saved."""
+        """Shows the progress of the last checkpoint and the seconds since its start."""
 
 
 def make_display(title: str, total_steps: int, console: Console) -> Display:
-    """The display that suits the console."""
+    """Returns a display that suits the console."""
     if console.is_terminal:
         return _LiveTable(title, total_steps, console)
     return _PlainLines(total_steps, console)
 
 
 def row_of(record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Cells of one step, in the order of the columns."""
+    """Returns the cells of one step, in the order of the columns."""
     newest = heldout[-1] if heldout else None
     return (
         f"{record['step']}",
@@ -77,24 +77,24 @@ def row_of(record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> t
 
 
 def heldout_line(data: Mapping[str, Any]) -> str:
-    """What an evaluation found."""
+    """Returns the results of an evaluation as text."""
     greedy, sampled = _score(data, "greedy"), _score(data, "sampled")
     scores = f"greedy {greedy}, sampled {sampled} ({data['reason']})"
     sets = data.get("by_set", {})
     lines = [f"held-out, version {data['version']}: {scores}"]
-    # One set alone has these scores.
+    # The scores of a single set equal the total.
     lines += [f"  {name}: {set_line(of_set)}" for name, of_set in sets.items() if len(sets) > 1]
     return "\n".join(lines)
 
 
 def set_line(scores: Mapping[str, float]) -> str:
-    """Scores of a set of held-out prompts."""
+    """Returns the scores of a set of held-out prompts as text."""
     shown = [name for name in scores if name in ("greedy", "sampled") or name.startswith("pass@")]
     return ", ".join(f"{name} {_score(scores, name)}" for name in shown)
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a person: ``48 s``, ``2:05 min``, ``1:02:09 h``."""
+    """Formats seconds: ``48 s``, ``2:05 min``, ``1:02:09 h``."""
     whole = round(seconds)
     minutes, hours = whole // 60, whole // 3600
     if hours:
@@ -103,14 +103,14 @@ def duration(seconds: float) -> str:
 
 
 class _Pace:
-    """How long the rest of a run takes, if it goes on as in its newest steps."""
+    """Predicts the remaining time of a run from its newest steps."""
 
     def __init__(self, total_steps: int) -> None:
         self.total = total_steps
         self._seconds: deque[float] = deque(maxlen=_RECENT)
 
     def rest(self, record: Mapping[str, Any]) -> str:
-        """The time from a step to the end."""
+        """Return the time from a step to the end of the run."""
         self._seconds.append(record["seconds"])
         left = self.total - record["step"]
         return duration(left * sum(self._seconds) / len(self._seconds))
@@ -122,7 +122,7 @@ def _score(score: Mapping[str, Any] | None, name: str) -> str:
 
 
 def _loss(record: Mapping[str, Any]) -> str:
-    """What stands for the reward where there is none."""
+    """Return the loss as a substitute for a missing reward."""
     return f"(loss {record['loss']:.3f})" if "loss" in record else "-"
 
 
@@ -146,12 +146,12 @@ class _PlainLines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing to take down."""
+        """Does nothing: plain lines need no cleanup."""
 
     def workers(
         self, workers: Sequence[Mapping[str, Any]], *, seconds: float, reason: str = ""
     ) -> None:
-        # Numbers that only count on make no line of their own.
+        # A change of numbers only is not worth a new line.
         doing = _NUMBER.sub("", _doing(workers)) + reason
         if doing != self._doing or seconds - self._told_at >= REPEAT_EVERY_S:
             self._doing, self._told_at = doing, seconds

@@ -1,4 +1,4 @@
-"""Runs of a folder whose controller has ended: what the API says of them, read from its database."""
+"""Read-only API over the database of a folder whose controller has ended."""
 
 import time
 from collections.abc import AsyncIterator
@@ -24,12 +24,12 @@ from services.controller.settings import DATABASE_FILE, Limits
 from services.controller.store.database import Database
 
 URL = "http://ended.runs"
-"""Address of the API, which is on no network."""
+"""Base address of the API, which is not on any network."""
 
 
 @asynccontextmanager
 async def ended_runs(state_directory: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """The API in this process, over the database of a folder; it answers, and drives nothing."""
+    """Yields an HTTP client of the API in this process, over a folder's database; no run is driven."""
     database = Database(f"sqlite:///{state_directory / DATABASE_FILE}")
     limits = Limits(max_active_runs=1, max_queued_runs=1)
     try:
@@ -50,7 +50,7 @@ async def ended_runs(state_directory: Path) -> AsyncIterator[httpx.AsyncClient]:
 
 
 class _Reading(httpx.AsyncBaseTransport):
-    """Lets through what only reads, and ends."""
+    """Passes only requests that read and whose responses end."""
 
     def __init__(self, inner: httpx.ASGITransport) -> None:
         self._inner = inner
@@ -66,14 +66,14 @@ class _Reading(httpx.AsyncBaseTransport):
 
 
 class _Owner:
-    """Whoever reads the file may read what is in it."""
+    """Authenticates every caller: a user who can read the file may read its contents."""
 
     def authenticate(self, authorization: str) -> Principal:
         return Principal(name="owner", project=DEFAULT_PROJECT, role="viewer")
 
 
 class _Nowhere:
-    """In place of a transferqueue: nothing is stored in it."""
+    """Replaces the transferqueue; it contains no samples."""
 
     async def read_samples(self, run_id: str, query: Any) -> AsyncIterator[bytes]:
         return

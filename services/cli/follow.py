@@ -1,4 +1,4 @@
-"""Follows a run to its end: shows progress, then writes what is left of it."""
+"""Follows a run to its end: displays progress, then writes the report files."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ _TOLD = (
 async def follow(
     api: Api, run_id: str, *, state_directory: Path, console: Console
 ) -> dict[str, Any]:
-    """Show a run until it ends.
+    """Displays a run until it ends.
 
     Returns:
         The ended run, with ``summary_path`` added.
@@ -83,7 +83,7 @@ def _show(kind: str, event: Mapping[str, Any], log: StepLog, display: Display) -
 
 
 async def _show_start(api: Api, run_id: str, display: Display, reasons: Sequence[str]) -> None:
-    """Show what the workers do, or else the newest reason of no progress, until the first step is done."""
+    """Show the workers' activities, or the newest reason for no progress, until the first step is done."""
     begin = time.monotonic()
     while True:
         try:
@@ -97,7 +97,7 @@ async def _show_start(api: Api, run_id: str, display: Display, reasons: Sequence
 
 
 async def _show_saving(api: Api, run_id: str, display: Display) -> None:
-    """Show how far the last checkpoint is, as its trainers tell it."""
+    """Show the progress of the last checkpoint, as the trainers report it."""
     begin = time.monotonic()
     while True:
         try:
@@ -113,6 +113,6 @@ async def _show_saving(api: Api, run_id: str, display: Display) -> None:
 
 
 def _seconds(run: Mapping[str, Any]) -> float:
-    """How long an ended run took, by the controller's clock, from when it left the queue."""
+    """Return the duration of an ended run by the controller's clock, without its time in the queue."""
     begin, end = run.get("start_time") or run["create_time"], run["finish_time"]
     return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds()

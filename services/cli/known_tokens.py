@@ -1,4 +1,7 @@
-"""Tokens of the controllers that this user started on this machine, by address; nobody else reads them."""
+"""Tokens of the controllers that this user started on this machine, by address.
+
+Other users cannot read them.
+"""
 
 import json
 import os
@@ -12,9 +15,9 @@ from services.common.host import is_gone, own_identity
 
 @contextmanager
 def known(url: str, token: str) -> Iterator[None]:
-    """Keep the token of a controller that was started, until it ends.
+    """Stores the token of a started controller until the block ends.
 
-    Those that processes left behind that were killed are removed.
+    Also removes tokens that killed processes left.
     """
     path = _path(url)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -32,7 +35,7 @@ def known(url: str, token: str) -> Iterator[None]:
 
 
 def find(url: str) -> str:
-    """The token of the controller at an address; empty if it was not started here, or that cannot be read."""
+    """Returns the token of the controller at an address; empty if it is not stored here or not readable."""
     try:
         return str(json.loads(_path(url).read_text(encoding="utf-8"))["token"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -40,13 +43,13 @@ def find(url: str) -> str:
 
 
 def running() -> list[str]:
-    """Addresses of the controllers that this user started here and that have not ended."""
+    """Returns the addresses of the running controllers that this user started on this machine."""
     found = sorted(_folder().iterdir()) if _folder().is_dir() else []
     return [f"http://{path.name}" for path in found if _lives(path)]
 
 
 def _lives(path: Path) -> bool | None:
-    """Whether the controller of a file still runs; None if that cannot be read."""
+    """Return True if the controller of a token file runs; None if the file cannot be read."""
     try:
         return not is_gone(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""The services on this machine: a controller and a transferqueue, which start all else.
+"""Services of this machine: a controller and a transferqueue, which start everything else.
 
-Nothing outlives the block that starts them: children are asked to stop, then killed, and workers whose
-controller died are found because this process adopts orphans.
+No process outlives the block that starts them. Children are asked to stop and then killed; workers
+of a dead controller are found because this process adopts orphans.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ from services.controller.launch.log_files import last_lines
 
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 6.0
-# With less nothing can be written that is worth it.
+# With less free space, no useful output can be written.
 _LEAST_FREE_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 KEPT_SAMPLES = "samples"
-"""Folder of the samples that may be read, in that of the state."""
+"""Name of the folder with kept samples, in the state directory."""
 
 
 class ServiceExitedError(RuntimeError):
-    """A service ended by itself; the message holds its last lines."""
+    """Reports that a service ended by itself; the message contains its last log lines."""
 
 
 @dataclass(slots=True)
 class _Service:
-    """One service and how it is started."""
+    """One service and its settings."""
 
     name: str
     log: Path
@@ -50,32 +50,34 @@ class _Service:
 
 @dataclass(slots=True)
 class LocalServices:
-    """Running services."""
+    """The running services."""
 
     max_restarts: int
     url: str = ""
     """REST address of the controller."""
     token: str = ""
-    """API token of an admin; this start's own."""
+    """API token of an admin, created for this start."""
     grpc_address: str = ""
     """``host:port`` of the controller's gRPC server."""
     services: list[_Service] = field(default_factory=list)
 
     async def keep(self) -> None:
-        """Start services again that end, as often as that is allowed; then raise.
+        """Restarts services that end, up to ``max_restarts`` times each; then raises.
 
         Raises:
-            ServiceExitedError: With the service's last lines.
+            ServiceExitedError: With the service's last log lines.
         """
         async with TaskGroup() as tasks:
             for service in self.services:
                 tasks.create_task(self._keep(service))
 
     async def start(self, service: _Service) -> dict[str, str]:
-        """Start one more, again if it is killed meanwhile; returns the addresses that it announces.
+        """Starts another service and returns the addresses that it announces.
+
+        A service that is killed during its start is restarted.
 
         Raises:
-            ServiceExitedError: If it does not start.
+            ServiceExitedError: If the service does not start.
         """
         self.services.append(service)
         while True:
@@ -83,7 +85,8 @@ class LocalServices:
                 return await _start(service)
             except ServiceExitedError:
                 code = None if service.process is None else service.process.returncode
-                # What was killed may start; what gave up would do so again.
+                # A killed service can succeed on a retry; one that exited by itself would fail
+                # again.
                 if code is None or code >= 0 or service.num_restarts >= self.max_restarts:
                     raise
                 service.num_restarts += 1
@@ -98,7 +101,7 @@ class LocalServices:
             try:
                 await _start(service)
             except ServiceExitedError:
-                # It ended again before it was up; that counts like any other end.
+                # It ended again before it was ready; that counts like any other end.
                 continue
 
 
@@ -106,16 +109,16 @@ class LocalServices:
 async def local_services(
     state_directory: Path, *, port: int = 0, max_restarts: int = 0
 ) -> AsyncIterator[LocalServices]:
-    """Start a transferqueue and a controller on loopback, and end them with all their children.
+    """Starts a transferqueue and a controller on loopback; ends them with all their children.
 
     Args:
         state_directory: Folder of the database, the runs and the logs.
-        port: Port of the REST API; 0 takes a free one.
-        max_restarts: Times that each of them is started again when it ends by itself.
+        port: Port of the REST API; 0 selects a free one.
+        max_restarts: Max restarts of each service that ends by itself.
 
     Raises:
-        ServiceExitedError: If one of them does not start.
-        StateInUseError: If another process has the state directory.
+        ServiceExitedError: If a service does not start.
+        StateInUseError: If another process uses the state directory.
     """
     logs = state_directory / "logs"
     _adopt_orphans()
@@ -130,7 +133,8 @@ async def local_services(
             log.write_bytes(b"")
             return _Service(name, log, folder / name, settings)
 
-        # Only this user reads the folder, so nobody else on the machine uses the API or reaches a worker.
+        # Only this user can read the folder, so other users cannot use the API or connect to a
+        # worker.
         key, token = folder / "key", folder / "token"
         key.write_text(secrets.token_hex(32), encoding="ascii")
         token.write_text(services.token, encoding="ascii")
@@ -141,7 +145,8 @@ async def local_services(
                     "SNAPSHOT_FOLDER": f"{folder}/snapshots",
                     "KEPT_FOLDER": f"{state_directory}/{KEPT_SAMPLES}",
                     "SERVICE_KEY_FILE": str(key),
-                    # Workers of this user share its memory; others on this machine reach the port, too.
+                    # Workers of this user share the service's memory, but other users can reach
+                    # its port too.
                     "USE_CURVE": "true",
                 },
             )
@@ -159,7 +164,7 @@ async def local_services(
             )
             found = await services.start(controller)
             services.url, services.grpc_address = found["rest"], found["grpc"]
-            # Whoever is started again must be found where it was.
+            # Restarted services must keep their addresses.
             transferqueue.settings["BIND"] = address
             controller.settings["BIND"] = services.grpc_address
             controller.settings["REST_BIND"] = services.url.removeprefix("http://")
@@ -171,7 +176,7 @@ async def local_services(
 
 @contextmanager
 def _files_of_this_user() -> Iterator[None]:
-    """What is made meanwhile, here and by the services, is readable by nobody else."""
+    """Set a umask under which only this user can read new files, also those of the services."""
     before = os.umask(0o077)
     try:
         yield
@@ -184,7 +189,7 @@ async def _start(service: _Service) -> dict[str, str]:
     prefix = f"SLIPSTREAM_{service.name.upper()}_"
     service.ready_file.unlink(missing_ok=True)
     environment = {
-        # Whoever uses this machine may have reward services on it.
+        # Users of this machine may run reward services on it.
         "SLIPSTREAM_ROLLOUT_REWARD_HOSTS": '["localhost", "127.0.0.1"]',
         **os.environ,
         **{prefix + key: value for key, value in service.settings.items()},
@@ -230,10 +235,10 @@ def _exited(service: _Service) -> ServiceExitedError:
 
 
 async def _stop_everything(services: LocalServices, strangers: Sequence[psutil.Process]) -> None:
-    """Ask the controller first, because it stops its workers; kill whatever is left.
+    """End the services, the last one first, because the controller stops its workers; kill the rest.
 
     Args:
-        services: What was started.
+        services: The started services.
         strangers: Children that this process had before, which are left alone.
     """
     try:

@@ -1,4 +1,4 @@
-"""What this machine lacks for a run: GPUs, packages, and a way to Hugging Face."""
+"""Checks of this machine for a run: GPUs, packages, memory and the connection to Hugging Face."""
 
 import importlib.util
 import subprocess
@@ -26,7 +26,7 @@ from services.controller.launch.launcher import gpu_needs, total_gpus, worker_na
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Where there are no GPUs a process stands for each, and this many share a core before nothing moves.
+# Without GPUs a process replaces each; with more of them per core a run makes no useful progress.
 _PROCESSES_A_CORE = 4
 _LEAST_PROCESSES = 8
 _REACH_TIMEOUT_S = 2.0
@@ -37,7 +37,7 @@ _NOTABLE_SLOWDOWN = 1.5
 
 
 def lacks(spec: RunSpec) -> Iterator[str]:
-    """What a run needs and this machine does not have."""
+    """Yields requirements of a run that this machine does not meet."""
     engine = spec.rollout.engine
     package = engine_kind(engine).package
     if package is not None and importlib.util.find_spec(package) is None:
@@ -66,7 +66,7 @@ def lacks(spec: RunSpec) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class MachineDefault:
-    """A key that the specification leaves out, with the value that suits this machine."""
+    """A key that the specification does not set, with the default for this machine."""
 
     key: str
     value: int | str
@@ -74,11 +74,11 @@ class MachineDefault:
 
 
 def machine_defaults(spec: RunSpec, left_out: Collection[str]) -> Iterator[MachineDefault]:
-    """Yield the defaults that this machine's GPUs change.
+    """Yields the defaults that this machine's GPUs change.
 
     Args:
-        spec: The run, with the defaults that hold for every machine.
-        left_out: Keys that the user did not set; the others stay as they are.
+        spec: The run, with machine-independent defaults.
+        left_out: Keys that the user did not set; other keys keep their values.
     """
     if "rollout.replicas" in left_out:
         yield from _fewer_rollouts(spec)
@@ -91,12 +91,12 @@ def machine_defaults(spec: RunSpec, left_out: Collection[str]) -> Iterator[Machi
 
 
 def has_gpus() -> bool:
-    """Return whether workers on this machine may use GPUs."""
+    """Returns True if workers on this machine can use GPUs."""
     return bool(host_gpus(MachineSettings().visible_gpus))
 
 
 def gpu_bytes_here() -> int | None:
-    """Return the memory of this machine's smallest GPU in bytes; None if nvidia-smi does not report it."""
+    """Returns the memory of this machine's smallest GPU in bytes; None if nvidia-smi does not report it."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(  # noqa: S603 -- no word of it comes from a user
@@ -108,7 +108,7 @@ def gpu_bytes_here() -> int | None:
 
 
 def host_bytes_here() -> int:
-    """Return the bytes of memory that this machine, or its container, lets processes have."""
+    """Returns the bytes of memory available on this machine or in its container."""
     total = psutil.virtual_memory().total
     try:
         limit = _MEMORY_LIMIT.read_text(encoding="ascii").strip()
@@ -118,13 +118,13 @@ def host_bytes_here() -> int:
 
 
 def memory_problems(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
-    """Yield why the trainer's state and its longest sequence do not fit into this machine's memory.
+    """Yields problems if the trainer's state and its longest sequence exceed this machine's memory.
 
     Args:
         spec: The run.
-        config: Shape of its model.
+        config: Configuration of its model.
     """
-    # It imports torch.
+    # This imports torch.
     import torch
 
     from services.common.models.training_memory import STATE, trainer_memory, weight_bytes
@@ -132,7 +132,7 @@ def memory_problems(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
     ranks, gpu_bytes = spec.trainer.world_size, gpu_bytes_here() if has_gpus() else None
     if has_gpus() and gpu_bytes is None:
         return
-    # A trainer that runs out of memory makes its micro-batches smaller by itself, down to one sequence.
+    # A trainer that runs out of memory reduces its micro-batches by itself, down to one sequence.
     smallest = spec.trainer.model_copy(update={"tokens_per_micro_batch": 1})
     least = spec.model_copy(update={"trainer": smallest})
     memory = trainer_memory(least, config, gpu_bytes=gpu_bytes or host_bytes_here())
@@ -157,7 +157,8 @@ def memory_problems(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
 def _fewer_rollouts(spec: RunSpec) -> Iterator[MachineDefault]:
     """Yield a number of rollouts that fits this machine's GPUs, if the default does not.
 
-    Two engines on one GPU hold the weights twice and each half of a cache, for the same work.
+    Two engines on one GPU hold the weights twice and have half of the cache each, for the same
+    work.
     """
     gpus = len(host_gpus(MachineSettings().visible_gpus))
     wanted = spec.rollout.replicas
@@ -174,7 +175,7 @@ def _fewer_rollouts(spec: RunSpec) -> Iterator[MachineDefault]:
 
 
 def shared_gpus(spec: RunSpec) -> str:
-    """What to know where workers share this machine's GPUs, which each would have to itself; or nothing."""
+    """Returns a note if workers must share this machine's GPUs; empty otherwise."""
     gpus = len(host_gpus(MachineSettings().visible_gpus))
     if gpus == 0 or total_gpus(spec) <= gpus:
         return ""
@@ -188,7 +189,7 @@ def shared_gpus(spec: RunSpec) -> str:
 
 
 def bfloat16_slowdown() -> float:
-    """Measure how many times as long a matrix product takes in bfloat16 as in float32 on this CPU."""
+    """Measures the ratio of a matrix product's time in bfloat16 to its time in float32 on this CPU."""
     import torch
 
     def seconds(dtype: torch.dtype) -> float:
@@ -204,11 +205,11 @@ def bfloat16_slowdown() -> float:
 
 
 def slow_settings(spec: RunSpec, slowdown: Callable[[], float] = bfloat16_slowdown) -> str:
-    """Return a note about trainer settings that are slow on this machine; empty if there are none.
+    """Returns a note about trainer settings that are slow on this machine; empty if there are none.
 
     Args:
         spec: The run.
-        slowdown: Measures what bfloat16 costs on the CPU.
+        slowdown: Measures the slowdown of bfloat16 on the CPU.
     """
     if not has_gpus():
         return "; ".join(_slow_on_cpus(spec, slowdown))
@@ -236,7 +237,7 @@ def _slow_on_cpus(spec: RunSpec, slowdown: Callable[[], float]) -> Iterator[str]
 
 
 def hub_is_needed(spec: RunSpec) -> bool:
-    """Whether a model, a tokenizer or data come from Hugging Face."""
+    """Returns True if a model, a tokenizer or data comes from Hugging Face."""
     for model in (spec.model, spec.of_reference.model):
         if not (is_builtin_tokenizer(name := tokenizer_name(model)) or _is_folder(name)):
             return True
@@ -246,24 +247,24 @@ def hub_is_needed(spec: RunSpec) -> bool:
 
 
 def _is_folder(name: str) -> bool:
-    """Whether a name is that of a folder, even of one that is not there."""
+    """Return True if a name denotes a folder, even a missing one."""
     return name.startswith(("/", ".", "~")) or Path(name).is_dir()
 
 
 def go_offline_unless_reachable() -> bool:
-    """Have Hugging Face's libraries look into their cache alone if nobody answers within two seconds.
+    """Restricts Hugging Face's libraries to their cache if the hub does not answer within two seconds.
 
-    They would try for most of a minute, for every file.
+    They would otherwise retry for most of a minute, for every file.
 
     Returns:
-        Whether somebody answered.
+        True if the hub answered.
     """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
     answered = threading.Event()
-    # Resolving a name has no deadline of its own.
+    # Name resolution has no time-out of its own.
     threading.Thread(target=_reach, args=(constants.ENDPOINT, answered), daemon=True).start()
     if answered.wait(_REACH_TIMEOUT_S):
         return True

@@ -1,4 +1,4 @@
-"""The ``slipstream`` command: which commands there are. Each is loaded when it is called."""
+"""Entry point of the ``slipstream`` command; it imports a command's module only when it is called."""
 
 import sys
 from importlib import import_module
@@ -115,11 +115,11 @@ _COMMANDS = {
         ),
     },
 }
-"""By panel and name: where the function is, and the first line of its docstring."""
+"""Commands by panel and name: the function's location and the first line of its docstring."""
 
 
 class _Commands(TyperGroup):
-    """Shows all commands at once, and loads the one that is called: what they import takes a second."""
+    """Lists all commands but imports only the one that is called, because the imports take a second."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -130,13 +130,13 @@ class _Commands(TyperGroup):
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Load the command that the arguments name."""
+        """Loads the command that the arguments name."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, None if name is None else load(name), rest
 
 
 def load(name: str) -> Any:
-    """The command of a name."""
+    """Returns the command with a name."""
     references = {name: where for panel in _COMMANDS.values() for name, (where, _) in panel.items()}
     module, _, function = references[name].partition(":")
     part = typer.Typer(add_completion=False)

@@ -1,4 +1,4 @@
-"""What a specification asks of a model that it does not have, judged by its ``config.json``."""
+"""Checks of a specification against the ``config.json`` of its model."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from services.rollout.workflows.multi_turn import MultiTurn
 
 
 def quantization_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """Neither gradients nor the weight plane know weights of 4 or 8 bit."""
+    """Yields a problem if the weights have 4 or 8 bits, which training and weight transfer do not support."""
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         yield (
@@ -27,7 +27,7 @@ def quantization_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def adapter_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
-    """What is to be adapted, and has another name in this family."""
+    """Yields problems of LoRA targets that have other names in this model family, or do not exist."""
     if spec.trainer.lora is None or config.get("model_type") not in FAMILIES:
         return
     named, own = spec.trainer.lora.target_modules, attention_modules(config)
@@ -46,7 +46,7 @@ def adapter_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def engine_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
-    """Heads that GPUs of an engine cannot share equally."""
+    """Yields a problem if the GPUs of an engine cannot share the attention heads equally."""
     name = engine_kind(spec.rollout.engine).heads_argument
     size = spec.rollout.engine_arguments.get(name, 1) if name is not None else 1
     text = config.get("text_config") or config
@@ -61,7 +61,7 @@ def engine_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def mixture_problems(spec: RunSpec, config: Mapping[str, Any]) -> list[str]:
-    """What is asked of experts that the model does not have."""
+    """Returns problems of settings for experts that the model does not have."""
     family = FAMILIES.get(str(config.get("model_type")))
     routing = None if family is None else family.routing
     balancing, problems = spec.trainer.balancing, []
@@ -90,7 +90,7 @@ def mixture_problems(spec: RunSpec, config: Mapping[str, Any]) -> list[str]:
 
 
 def quota_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
-    """A mixture's samples, with what its routers chose, are many times as large."""
+    """Yields a problem if samples with routed experts, which are many times larger, exceed the quota."""
     if expert_bytes := _expert_bytes(spec, config):
         yield from quota(spec, expert_bytes=expert_bytes)
 
@@ -98,7 +98,7 @@ def quota_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
 def batch_problems(
     spec: RunSpec, config: Mapping[str, Any], *, capacity_bytes: int
 ) -> Iterator[str]:
-    """Yield why the transferqueue of this machine can never hold a batch, if it cannot."""
+    """Yields a problem if the transferqueue of this machine can never hold a batch."""
     needed = batch_bytes(spec, expert_bytes=_expert_bytes(spec, config))
     if capacity_bytes < needed <= spec.transferqueue.quota_bytes:
         yield (
@@ -111,7 +111,7 @@ def batch_problems(
 
 
 def _expert_bytes(spec: RunSpec, config: Mapping[str, Any]) -> int:
-    """Return the bytes of a token's experts, if the run stores them."""
+    """Return the bytes per token of the chosen experts, if the run stores them."""
     routing = routing_shape(config)
     if routing is None or spec.rollout.routing_replay == "off":
         return 0
@@ -122,7 +122,7 @@ def _expert_bytes(spec: RunSpec, config: Mapping[str, Any]) -> int:
 def token_problems(
     spec: RunSpec, config: Mapping[str, Any], tokenizer: Vocabulary
 ) -> Iterator[str]:
-    """Tokens that the model or its tokenizer lacks, and chats that cannot be rendered."""
+    """Yields problems of tokens that the model or tokenizer lacks, and of chats that cannot be rendered."""
     vocab_size = config.get("vocab_size")
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         yield (
@@ -156,7 +156,10 @@ def token_problems(
 
 
 def _tool_result_problems(spec: RunSpec, tokenizer: Vocabulary) -> Iterator[str]:
-    """Results of tools that no template renders. That of a made tokenizer renders every role."""
+    """Yield problems of tool results that the chat template cannot render.
+
+    The template of a built-in tokenizer renders every role.
+    """
     if spec.data.chat_template and not isinstance(tokenizer, Tokenizer):
         return
     try:
@@ -172,7 +175,11 @@ def _tool_result_problems(spec: RunSpec, tokenizer: Vocabulary) -> Iterator[str]
 
 
 def length_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
-    """Neither may fill a model's context; together they may, and a response gets what its prompt leaves."""
+    """Yields a problem if a prompt or a response alone can fill the model's context.
+
+    Their sum may exceed it: a response gets the tokens that its prompt leaves. The sum is checked
+    only against the length up to which an engine without sliding windows is exact.
+    """
     context = config.get("max_position_embeddings")
     prompt, response = spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
     for key, tokens in (

@@ -1,4 +1,4 @@
-"""Runs by their name, or by as much of their id as tells them apart."""
+"""Lookup of runs by name or by a unique prefix of their id."""
 
 import re
 from collections.abc import Sequence
@@ -11,30 +11,30 @@ from services.controller.api.operations import ListRuns
 _ID = re.compile("run_[0-9a-f]{32}")
 _MAY_BE = re.compile("run_[0-9a-f]{1,32}|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _MOST_RUNS = 500
-# The digits in front are the time of a run's submission: these change within a quarter of an hour.
+# Ids begin with the submission time: this prefix changes within a quarter of an hour.
 _LEAST_DIGITS = len("run_") + 7
 
 
 def is_id(text: str) -> bool:
-    """Whether it is the whole id of a run."""
+    """Returns True if a text is the complete id of a run."""
     return _ID.fullmatch(text) is not None
 
 
 def may_be_run(text: str) -> bool:
-    """Whether it may be the name of a run or the beginning of its id."""
+    """Returns True if a text can be the name of a run or the beginning of its id."""
     return _MAY_BE.fullmatch(text) is not None
 
 
 async def find_run(api: Api, text: str | None) -> str:
-    """The id of a run.
+    """Returns the id of a run.
 
     Args:
         api: The controller.
-        text: Its id, the beginning of its id, or its name, which means the newest run of that name;
-            None means the newest run of all.
+        text: The run's id, the beginning of its id, or its name, which selects the newest run
+            with that name; None selects the newest run of all.
 
     Raises:
-        ApiError: If there is none, with status 404, or several ids begin so.
+        ApiError: If there is no such run (status 404), or several ids have this beginning.
     """
     if text is None:
         newest = (await api.call(ListRuns(page_size=1))).items
@@ -62,7 +62,7 @@ async def find_run(api: Api, text: str | None) -> str:
 
 
 def short_ids(ids: Sequence[str]) -> list[str]:
-    """As much of each id as tells it from the others."""
+    """Returns the shortest prefix of each id that distinguishes all of them; all have the same length."""
     length = _LEAST_DIGITS
     while len({each[:length] for each in ids}) < len(set(ids)):
         length += 1

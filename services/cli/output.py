@@ -1,4 +1,4 @@
-"""Prints everything that commands print: escaped for the terminal, and without waiting for a slow reader."""
+"""Output of all commands: escaped for terminals, and never blocked by a slow reader."""
 
 import errno
 import io
@@ -18,37 +18,39 @@ from typing import IO, Any, cast
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-# Pieces of output that wait for their reader; then whoever writes waits too.
+# Max pieces of output that wait for their reader; after that, writers block.
 _MAX_WAITING = 100_000
-# A reader that has gone to sleep gets this long to take what is left of a command that was ended.
+# Seconds that a stopped reader has to read the remaining output of a command that was ended.
 _LAST_CHANCE_S = 1.0
 TELL_EVERY_S = 1.5
-"""How often what a terminal shows of something that takes long is renewed."""
+"""Seconds between updates of a status line on a terminal."""
 REPEAT_EVERY_S = 30.0
-"""How often output that is no terminal gets a line about something that goes on unchanged."""
+"""Seconds between lines about unchanged progress on other outputs."""
 
 
 _STDERR = 2
-# Control characters except newline and tab, line separators, surrogates, and what reorders a line (Unicode's
-# bidirectional controls, CVE-2021-42574).
+# Control characters except newline and tab, line separators, surrogates, and characters that
+# reorder a line (Unicode's bidirectional controls, CVE-2021-42574).
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def printable(text: str) -> str:
-    r"""Replaces each character that a terminal would execute by ``\\uXXXX``.
+    r"""Replaces each character that a terminal would interpret by ``\\uXXXX``.
 
-    A model, a user's code or an error message may contain escape sequences that set the title, clear the
-    screen or write to the clipboard (OSC 52). JSON stays valid JSON with the same value.
+    A model, a user's code or an error message may contain escape sequences that set the title,
+    clear the screen or write to the clipboard (OSC 52). JSON remains valid JSON with the same
+    value.
     """
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class _Terminal(Console):
-    """Prints text as it is, except for :func:`printable`: no markup, no emoji names, no highlighting.
+    """Prints text literally after :func:`printable`: no markup, no emoji names, no highlighting.
 
-    If the reader of standard output has gone, BrokenPipeError is raised; rich's own would end the process.
+    If the reader of standard output has gone, it raises BrokenPipeError; rich's own console would
+    end the process.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -57,7 +59,7 @@ class _Terminal(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Escape the text of every segment; rich's own control segments pass."""
+        """Escapes the text of every segment; rich's own control segments pass unchanged."""
         for segment in super().render(renderable, options):
             if segment.control or segment.text.isprintable():
                 yield segment
@@ -65,24 +67,24 @@ class _Terminal(Console):
                 yield Segment(printable(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """Forget the text that nobody can read, and raise the BrokenPipeError that is being handled."""
+        """Discards the buffered text and re-raises the current BrokenPipeError."""
         del self._buffer[:]
         if not self.stderr:
             raise
 
 
-# Programs read what is piped: lines are not broken for a screen that is not there.
+# Programs read piped output, so lines are not wrapped to a screen.
 console = _Terminal(width=None if sys.stdout.isatty() else 1000)
 errors = _Terminal(stderr=True)
 
 
 class _Output(io.TextIOBase):
-    """A file whose writes return at once: a thread waits for the reader.
+    """A file whose writes return immediately; a thread waits for the reader.
 
     Args:
-        descriptor: Where the thread writes.
-        on_reader_gone: Called once, by the thread, when the reader has gone; later text then goes to standard
-            error. Without it, writing raises BrokenPipeError.
+        descriptor: File descriptor that the thread writes to.
+        on_reader_gone: Called once, by the thread, when the reader has gone; later text then
+            goes to standard error. Without it, writing raises BrokenPipeError.
     """
 
     def __init__(self, descriptor: int, on_reader_gone: Callable[[], None] | None = None) -> None:
@@ -90,28 +92,28 @@ class _Output(io.TextIOBase):
         self._on_reader_gone = on_reader_gone
         self._waiting: queue.Queue[str | None] = queue.Queue(_MAX_WAITING)
         self._is_broken = False
-        # Nothing is lost with the thread but what nobody reads.
+        # A daemon thread that is killed at exit loses only text that no reader has taken.
         self._thread = threading.Thread(target=self._work, name="output", daemon=True)
         self._thread.start()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """What bytes the text becomes."""
+        """Returns the encoding of the output."""
         return "utf-8"
 
     def isatty(self) -> bool:
-        """Whether a person reads."""
+        """Returns True if the output is a terminal."""
         return os.isatty(self._descriptor)
 
     def fileno(self) -> int:
-        """Where it goes."""
+        """Returns the file descriptor of the output."""
         return self._descriptor
 
     def write(self, text: str) -> int:
-        """Have a text written.
+        """Queues a text for writing.
 
         Raises:
-            BrokenPipeError: If the reader has gone and nobody asked to be called then.
+            BrokenPipeError: If the reader has gone and there is no ``on_reader_gone``.
         """
         if not self._is_broken:
             self._waiting.put(text)
@@ -120,7 +122,7 @@ class _Output(io.TextIOBase):
         return len(text)
 
     def finish(self, timeout_s: float | None) -> None:
-        """Wait until everything is read, or for some time."""
+        """Waits until the reader has taken all text, or until a time-out."""
         self._waiting.put(None)
         self._thread.join(timeout_s)
 
@@ -147,10 +149,10 @@ class _Output(io.TextIOBase):
 def tolerate_broken_pipe(
     console: Console, on_reader_gone: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Let a console's writers go on although nobody reads; at the end, wait for the reader.
+    """Lets writers of a console continue after its reader has gone; finally waits for the reader.
 
     Args:
-        console: Whose output it is.
+        console: The console.
         on_reader_gone: See :class:`_Output`.
     """
     try:
@@ -171,18 +173,18 @@ def tolerate_broken_pipe(
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a sentence without breaking it into lines."""
+    """Prints a sentence without wrapping it."""
     console.print(text, soft_wrap=True)
 
 
 def write(text: str) -> None:
-    """Write lines for a program, such as JSON or an id, to standard output."""
+    """Writes lines for a program, such as JSON or an id, to standard output."""
     console.file.write(f"{printable(text)}\n")
 
 
 @contextmanager
 def describe(what: str, console: Console) -> Iterator[None]:
-    """Say what is being done and for how long until the block ends: in place on a terminal, else in lines."""
+    """Shows an activity and its duration until the block ends: in place on a terminal, else as lines."""
     is_done = threading.Event()
     begin = time.monotonic()
     status: AbstractContextManager[Any]
@@ -200,7 +202,7 @@ def describe(what: str, console: Console) -> Iterator[None]:
                 show(f"{what}, {time.monotonic() - begin:.0f} s")
 
     with status:
-        # What is done may keep an event loop busy, or have none.
+        # A thread, because the activity may block an event loop or have none.
         threading.Thread(target=tick, name="describe", daemon=True).start()
         try:
             yield
@@ -211,10 +213,10 @@ def describe(what: str, console: Console) -> Iterator[None]:
 def print_traceback(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print an error that no command expects, as ``sys.excepthook``."""
+    """Prints an unexpected error; used as ``sys.excepthook``."""
     errors.print("".join(traceback.format_exception(kind, error, trace)), soft_wrap=True)
 
 
 def fail(problem: str) -> None:
-    """Say what is wrong, on standard error."""
+    """Prints an error message to standard error."""
     errors.print(f"error: {problem}", style="red", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What the GPUs of a planned run hold, and what does not fit."""
+"""GPU memory of a planned run, and reasons why it does not fit."""
 
 import math
 import re
@@ -16,10 +16,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def gpu_bytes(text: str) -> int:
-    """Bytes of a size such as ``141GB`` or ``80GiB``; a bare number is GB.
+    """Parses a size such as ``141GB`` or ``80GiB`` into bytes; a number without a unit is GB.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the text is not a size between 1 GB and 10 TB.
     """
     found = _SIZE.fullmatch(text)
     unit = _UNITS.get(found[2].upper()) if found else None
@@ -32,11 +32,11 @@ def gpu_bytes(text: str) -> int:
 
 
 class Memory:
-    """Of one specification's model.
+    """Memory of the runs of one specification's model.
 
     Args:
         spec: The run.
-        total: Memory of a GPU in bytes; None if it was not said, and then everything fits.
+        total: Memory of a GPU in bytes; None if unknown, in which case everything fits.
     """
 
     def __init__(self, spec: RunSpec, total: int | None) -> None:
@@ -44,24 +44,25 @@ class Memory:
         self._total = total
 
     def like(self, spec: RunSpec) -> "Memory":
-        """Of the same GPUs, for another way to run that model."""
+        """Returns the memory for the same GPUs and another way to run the model."""
         return Memory(spec, self._total)
 
     @property
     def weights(self) -> float:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         return self._size[0]
 
     @property
     def active_weights(self) -> float:
-        """Those of them that a token passes."""
+        """Number of parameters that are active for one token."""
         return self._size[1]
 
     @property
     def moved(self) -> float | None:
-        """Bytes of the trainer's state that leave a GPU at a handover, and come back; none where they stay.
+        """Bytes of the trainer's state that leave a GPU and return at a switch; 0 if they stay.
 
-        None where engines have room beside them too. Without a size of the GPUs, of H200s.
+        None if engines fit beside the whole state. H200s are assumed if the size of the GPUs is
+        unknown.
         """
         from services.common.models.training_memory import state_memory
         from services.common.models.turns_memory import resident_memory
@@ -79,7 +80,7 @@ class Memory:
         return float(state_memory(spec, self._config, gpu_bytes=total))
 
     def refused(self, trainer_gpus: int) -> str:
-        """Say why so many GPUs are too few for the trainer, or a GPU for a rollout; empty if they are not."""
+        """Returns the reason why this many trainer GPUs, or one rollout GPU, do not suffice; else empty."""
         if self._total is None:
             return ""
         try:
@@ -89,7 +90,7 @@ class Memory:
         return ""
 
     def most_places(self, most: int, *, mean_tokens: float) -> int:
-        """Samples that a rollout decodes at once, with what its KV cache holds."""
+        """Returns the max samples that a rollout decodes at once within its KV cache."""
         if self._total is None:
             return most
         try:
@@ -100,13 +101,13 @@ class Memory:
         return max(1, min(most, math.floor(tokens / a_sample)))
 
     def tables(self, trainer_gpus: int) -> str:
-        """What each GPU holds, line by line."""
+        """Returns the memory contents of each GPU as lines of text."""
         if self._total is None:
             return ""
         return str(self._run(trainer_gpus).table())
 
     def document(self, trainer_gpus: int) -> dict[str, Any]:
-        """The same for a program, in bytes."""
+        """Returns the memory contents of each GPU in bytes, for programs."""
         if self._total is None:
             return {}
         run = self._run(trainer_gpus)
@@ -141,18 +142,18 @@ class Memory:
 
 
 def memory_table(spec: RunSpec, *, gpu_bytes: int, gpus: int | None = None) -> str:
-    """What each GPU of a run will hold.
+    """Returns the memory contents of each GPU of a run as text.
 
     Args:
         spec: The run.
         gpu_bytes: Memory of one GPU.
-        gpus: GPUs of the machine: with fewer than the run's workers take, some of them share one. None for
-            enough.
+        gpus: Number of GPUs; if it is lower than the workers need, some workers share GPUs.
+            None means enough.
 
     Raises:
-        SpecError: If that does not fit, with the smallest change that does.
+        SpecError: If the run does not fit, with the smallest change that makes it fit.
     """
-    # It imports torch, which no other check needs.
+    # This imports torch, which no other check needs.
     from services.cli.run_memory import run_memory
 
     config = model_config(spec)

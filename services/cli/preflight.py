@@ -1,7 +1,7 @@
-"""Finds out what would make a run fail, before anything is started.
+"""Checks before a run starts, of everything that would make it fail.
 
-Every check is one that a service makes as well; here all of them are made at once, and all problems are
-reported together.
+The services make the same checks. Here all checks are made at once, and all problems are reported
+together.
 """
 
 import inspect
@@ -55,12 +55,13 @@ _OFFLINE = (
 
 
 def read_checked(path: Path, overrides: Sequence[str] = (), *, is_here: bool = True) -> Draft:
-    """Read a specification file, and check it and everything it names.
+    """Reads a specification file and checks it and all resources that it names.
 
     Args:
         path: A YAML or JSON file.
-        overrides: Assignments.
-        is_here: Whether the run will be on this machine, which must then have what it needs and names.
+        overrides: Assignments of keys.
+        is_here: If true, the run will be on this machine, which must have all resources that it
+            needs and names.
 
     Raises:
         SpecError: With one line per problem.
@@ -68,7 +69,7 @@ def read_checked(path: Path, overrides: Sequence[str] = (), *, is_here: bool = T
     draft = read_draft(path, overrides)
     spec = draft.examined.spec
     if is_here and spec is not None and (better := [*machine_defaults(spec, draft.left_out)]):
-        # Read again, since other keys follow from these.
+        # Read the file again, because other defaults follow from these values.
         draft = read_draft(path, [*overrides, *(f"{each.key}={each.value}" for each in better)])
         draft = replace(draft, notes=(*draft.notes, *(each.why for each in better)))
     examined = draft.examined
@@ -85,7 +86,7 @@ def read_checked(path: Path, overrides: Sequence[str] = (), *, is_here: bool = T
 
 
 def check(spec: RunSpec) -> None:
-    """Check everything that a specification names.
+    """Checks all resources that a specification names.
 
     Raises:
         SpecError: With one line per problem.
@@ -95,7 +96,7 @@ def check(spec: RunSpec) -> None:
 
 
 def model_config(spec: RunSpec) -> Any:
-    """Shape of the model; from Hugging Face if it is there."""
+    """Returns the model's configuration, from Hugging Face if the model is there."""
     from services.common.models.loading import load_config
     from services.common.models.tokenizer import load_tokenizer
 
@@ -138,8 +139,8 @@ def _try(
     *,
     tries_functions: bool,
 ) -> list[str]:
-    """Try the first rows, and with them the user's functions if nothing else is wrong; return notes."""
-    # It loads transformers, which takes a second.
+    """Try the first rows, and with them the user's functions if there is no other problem; return notes."""
+    # This imports transformers, which takes a second.
     from services.common.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(spec.model, spec.data.chat_template_arguments)
@@ -160,7 +161,7 @@ def _collect(problems: list[str], step: Callable[[RunSpec], Iterator[str]], spec
 
 
 def _weights(key: str, model: ModelSpec) -> Iterator[str]:
-    """What keeps a model from being loaded."""
+    """Yield problems that prevent a model from being loaded."""
     path = model.path
     if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
         raise ValueError(
@@ -190,7 +191,7 @@ def _teacher(spec: RunSpec) -> Iterator[str]:
         context_parallel=spec.trainer.context_parallel,
     ):
         yield problem.replace("model.path", "teacher.path")
-    # It loads transformers, which takes a second.
+    # This imports transformers, which takes a second.
     from services.common.models.teachers import check_teacher
 
     check_teacher(spec)
@@ -215,7 +216,7 @@ def _model(spec: RunSpec) -> Iterator[str]:
     is_full = spec.model.is_tiny
     if not is_full:
         try:
-            # With all that the file leaves to its family.
+            # Add values that the file leaves to the defaults of its family.
             config, is_full = {**config, **full_config(spec.model).to_dict()}, True
         except ValueError as error:
             problems = problems or [str(error)]
@@ -235,7 +236,7 @@ def _model(spec: RunSpec) -> Iterator[str]:
 
 
 def _built(spec: RunSpec) -> Iterator[str]:
-    """Yield what is wrong with a model that nothing else is wrong with, by its modules and their sizes."""
+    """Yield problems of a model's modules and their sizes; called if there is no other problem."""
     if spec.trainer.lora is None and spec.model.is_tiny:
         return  # it loads torch
     try:
@@ -251,8 +252,8 @@ def _built(spec: RunSpec) -> Iterator[str]:
 
 
 def _adapter_names(spec: RunSpec) -> Iterator[str]:
-    """Yield the modules to be adapted that the model does not have."""
-    # It imports torch.
+    """Yield LoRA target modules that the model does not have."""
+    # This imports torch.
     from services.common.models.training_memory import shapes_of
 
     assert spec.trainer.lora is not None
@@ -273,7 +274,7 @@ def _vocabulary(spec: RunSpec) -> Vocabulary:
     made = builtin_vocabulary(tokenizer_name(spec.model))
     if made is not None:
         return made
-    # It loads transformers, which takes a second.
+    # This imports transformers, which takes a second.
     from services.common.models.tokenizer import load_tokenizer
 
     return load_tokenizer(spec.model, spec.data.chat_template_arguments)
@@ -300,7 +301,7 @@ def _start(spec: RunSpec) -> Iterator[str]:
 
 
 def _sources(spec: RunSpec, *, opened: dict[str, PromptSource]) -> Iterator[str]:
-    """Yield what is wrong with the data; the sources whose rows are of use go to ``opened``."""
+    """Yield problems of the data; sources with usable rows are added to ``opened``."""
     for split, source_spec in spec.data.sets.items():
         if source_spec.source == "environment" and source_spec.limit is None:
             continue  # the rules say so
@@ -328,7 +329,7 @@ def _sources(spec: RunSpec, *, opened: dict[str, PromptSource]) -> Iterator[str]
 
 
 def _too_few_rows(spec: RunSpec, opened: Mapping[str, PromptSource]) -> Iterator[str]:
-    """A step with more prompts than there are would train some of them several times."""
+    """Yield a problem if a step has more prompts than rows, because it would train some rows repeatedly."""
     sets, prompts = spec.data.train_sets, spec.trainer.prompts_per_step
     if spec.validation.only or not sets.keys() <= opened.keys():
         return
@@ -343,7 +344,7 @@ def _too_few_rows(spec: RunSpec, opened: Mapping[str, PromptSource]) -> Iterator
 def _check_rows(
     source: PromptSource, spec: RunSpec, split: str, *, num_demonstrations: int
 ) -> None:
-    """Look at rows until one is of use: others are set aside, and told of, while the run goes on."""
+    """Check rows until one is usable; the run quarantines and reports the others."""
     refused = []
     for index in range(min(len(source), MAX_ROWS)):
         try:
@@ -410,7 +411,7 @@ def _workflow(spec: RunSpec) -> Iterator[str]:
 
 def _formulas(spec: RunSpec) -> Iterator[str]:
     algorithm = spec.algorithm
-    # The built-in ones load torch, which takes seconds.
+    # Built-in functions are skipped because they import torch, which takes seconds.
     for key, name, known, arguments in (
         ("algorithm.loss", algorithm.loss, LOSSES, algorithm.loss_arguments),
         ("algorithm.advantage", algorithm.advantage, ADVANTAGES, algorithm.advantage_arguments),
@@ -432,7 +433,7 @@ def _curriculum(spec: RunSpec) -> Iterator[str]:
 def _called(
     key: str, reference: str, given: tuple[Any, ...] | None, arguments: dict[str, Any]
 ) -> Iterator[str]:
-    """What keeps a function from being imported, and from being called like this."""
+    """Yield problems that prevent a function from being imported or called with these arguments."""
     try:
         function = load_callable(reference)
     except (ValueError, ImportError, SyntaxError) as error:

@@ -1,4 +1,4 @@
-"""What is left of a run: summary.json, metrics.jsonl and curves.png."""
+"""Report files of a run: summary.json, metrics.jsonl and curves.png."""
 
 import json
 import math
@@ -20,7 +20,7 @@ _STYLES = ("-", "--", ":", "-.")
 
 
 def draw(path: Path, run: Mapping[str, Any], log: StepLog) -> None:
-    """Draw them into a PNG file."""
+    """Draws the curves of a run into a PNG file."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     (reward, accuracy), (staleness, sync) = figure.subplots(2, 2)
     steps = [record["step"] for record in log.records]
@@ -54,7 +54,7 @@ def _line(
     axes: Any, x: Sequence[float], y: Sequence[float | None], label: str, *, marker: str = ""
 ) -> None:
     known = [(step, value) for step, value in zip(x, y, strict=True) if value is not None]
-    # A line under another one shows through its gaps.
+    # Different line styles keep overlapping lines visible.
     style = _STYLES[len(axes.lines) % len(_STYLES)]
     axes.plot(*zip(*known, strict=True) if known else ((), ()), style, label=label, marker=marker)
 
@@ -77,11 +77,11 @@ _MIN_STRETCH = 3
 def write_report(
     folder: Path, run: Mapping[str, Any], log: StepLog, *, wall_seconds: float
 ) -> Path:
-    """Write all three files; returns the path of ``summary.json``."""
+    """Writes all report files; returns the path of ``summary.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     log.write(folder / METRICS)
     if log.records:
-        # It loads matplotlib, which takes time that commands without a run to draw do not need.
+        # This imports matplotlib, which takes time and is needed only to draw.
         from services.cli import report
 
         report.draw(folder / "curves.png", run, log)
@@ -102,7 +102,7 @@ def write_report(
 def summary_lines(
     run: Mapping[str, Any], folder: Path, log: StepLog, *, wall_seconds: float
 ) -> list[str]:
-    """The end of a run, for a person."""
+    """Returns the summary of an ended run as lines of text."""
     summary = run["summary"]
     lines = [f"{run['name']} {run['state']} after {duration(wall_seconds)} ({run['state_reason']})"]
     if run["message"]:
@@ -134,10 +134,10 @@ def summary_lines(
 
 
 def fall_of_reward(rewards: Mapping[int, float]) -> str:
-    """Says that the reward is below that of the best stretch, beyond its noise; empty if it is not.
+    """Returns a note if the reward fell below its best stretch by more than the noise; empty otherwise.
 
-    The run page has the same rule (``verdict.js``): a stretch is a tenth of the steps, at least 3; a fall
-    counts from two standard errors of the difference, and from a twentieth of the best mean.
+    The run page uses the same rule (``verdict.js``). A stretch is a tenth of the steps, min 3. A
+    fall must exceed two standard errors of the difference, and a twentieth of the best mean.
 
     Args:
         rewards: Mean reward of each step.

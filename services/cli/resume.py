@@ -1,4 +1,4 @@
-"""A run that was cut off with its whole machine: it goes on, or makes room."""
+"""Submits a run, or resumes the one that was paused or interrupted, for example by a machine failure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,18 +23,20 @@ from services.controller.rules.run_state import TERMINAL
 async def submit_or_resume(
     api: Api, spec: RunSpec, console: Console, *, resume: bool = False
 ) -> str:
-    """Submit a run, unless the same one was paused or cut off before: then that one goes on.
+    """Submits a run, or resumes the same run if it was paused or interrupted before.
 
-    A run of the same name that was cut off with another specification is cancelled; its checkpoints stay.
+    An interrupted run with the same name but another specification is cancelled; its checkpoints
+    are kept.
 
     Args:
         api: The controller.
         spec: The run.
-        console: Is told what becomes of a run that was cut off.
-        resume: Whether a run of the name that was cancelled or failed is gone on with, from its checkpoint.
+        console: Receives messages about an interrupted run.
+        resume: If true, a cancelled or failed run with this name is continued from its
+            checkpoint, as a new run.
 
     Returns:
-        Id of the run to follow.
+        The id of the run to follow.
 
     Raises:
         SpecError: If there is nothing to resume.
@@ -78,7 +80,7 @@ async def submit_or_resume(
 
 
 async def _newest_with_checkpoint(api: Api, name: str) -> ListedRun | None:
-    """The newest run of a name, if it did not succeed and left a checkpoint."""
+    """Return the newest run with a name, if it did not succeed and has a checkpoint."""
     for run in (await api.call(ListRuns(name=name, page_size=1))).items:
         kept = (await api.call(ListCheckpoints(run_id=run.id))).items
         if run.state != "SUCCEEDED" and any(point.state == "READY" for point in kept):
@@ -87,7 +89,7 @@ async def _newest_with_checkpoint(api: Api, name: str) -> ListedRun | None:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of ``new`` that differ, nested as they are."""
+    """Return the keys of ``new`` whose values differ, nested as in ``new``."""
     found: dict[str, Any] = {}
     for key, value in new.items():
         before = old.get(key)

@@ -1,4 +1,4 @@
-"""Tries the first rows of a run's data as its rollouts would: templates, tokenizer, rewards."""
+"""Trial of the first rows of a run's data as rollouts process them: templates, tokenizer, rewards."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -23,28 +23,29 @@ from services.rollout.rewards.scorer import Scorer
 
 MAX_ROWS = 16
 TIMEOUT_S = 60.0
-"""Deadline of all calls of one function, without which a hanging one would hold up the command."""
+"""Max seconds for all calls of one function; without it, a hanging function would block the
+command."""
 _PROCESSES = 2
 _EXAMPLES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What trying the first rows found."""
+    """Findings of a trial of the first rows."""
 
     problems: list[str] = field(default_factory=list)
-    """Why no row of a set, or no call of a function, works; each begins with a key."""
+    """Reasons why no row of a set, or no call of a function, works; each begins with a key."""
     notes: list[str] = field(default_factory=list)
-    """What fails for some rows only."""
+    """Failures of some rows only."""
 
 
 def try_rows(
     spec: RunSpec, sources: Mapping[str, PromptSource], tokenizer: Tokenizer
 ) -> tuple[Trial, dict[str, list[Prompt]]]:
-    """Make prompts of the first rows of each set.
+    """Makes prompts of the first rows of each set.
 
     Returns:
-        What was found, and the prompts by split.
+        The findings, and the prompts by split.
     """
     trial, prompts = Trial(), dict[str, list[Prompt]]()
     book = PromptStore(
@@ -93,12 +94,12 @@ def _check_demonstrations(prompt: Prompt, spec: RunSpec, place: str) -> None:
 def try_functions(
     spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]], tokenizer: Tokenizer
 ) -> Trial:
-    """Call the user's functions with the first rows, in processes of their own, each with a deadline.
+    """Calls the user's functions with the first rows, in separate processes, each with a deadline.
 
     Args:
         spec: The run.
-        prompts: What was made of the first rows, by split.
-        tokenizer: The model's.
+        prompts: Prompts of the first rows, by split.
+        tokenizer: The model's tokenizer.
     """
     return asyncio.run(_try_functions(spec, prompts, tokenizer))
 
@@ -125,7 +126,7 @@ async def _try_functions(
 def _scored_by(
     key: str, spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]]
 ) -> Iterator[tuple[str, Prompt]]:
-    """Yield the first prompts that the rewards of a key score, at most :data:`MAX_ROWS`."""
+    """Yield the first prompts that the rewards of a key score, max :data:`MAX_ROWS`."""
     is_sampled = not spec.algorithm.num_demonstrations
     found = [
         (split, prompt)
@@ -139,10 +140,10 @@ def _scored_by(
 
 
 def _is_tried(reward: RewardSpec, spec: RunSpec) -> bool:
-    """Return whether a row alone is enough for a reward: others see an episode, or cost a service's time."""
+    """Return True if a row suffices to call a reward, without an episode or a call to a service."""
     is_here = reward.name != EARNED and not reward.name.startswith(SERVICES)
     is_played = spec.rollout.workflow in ("agent", "environment")
-    # How many turns or tokens an episode has is not known before it is played.
+    # The number of turns or tokens of an episode is unknown before it is played.
     is_whole = reward.per == "response" or (
         reward.per == "turn" and spec.rollout.workflow == "single_turn"
     )
@@ -150,7 +151,7 @@ def _is_tried(reward: RewardSpec, spec: RunSpec) -> bool:
 
 
 def _input(prompt: Prompt, split: str) -> RewardInput:
-    """Return what a reward gets for a response that is the expected answer."""
+    """Return the reward input for a response that equals the expected answer."""
     answer = prompt.answer if isinstance(prompt.answer, str | int | float) else ""
     return RewardInput(
         prompt=prompt.text,
@@ -167,7 +168,7 @@ async def _try_reward(
 ) -> None:
     if reward.sees == "response":
         scorer = Scorer([reward], pool)
-        # Early in training many responses are no answers at all.
+        # Early in training, many responses contain no answer.
         given = [*given, replace(given[0], response="")]
 
         async def call(one: RewardInput) -> None:
@@ -234,7 +235,7 @@ def _is_pair(value: Any) -> bool:
 async def _judge(
     trial: Trial, calls: Sequence[Callable[[], Awaitable[None]]], *, key: str, what: str
 ) -> None:
-    """Make calls until a deadline: if none succeeds it is a problem, if some fail a note."""
+    """Make calls until a deadline; report a problem if all fail, a note if some fail."""
     failed, num_succeeded = list[str](), 0
 
     async def make(call: Callable[[], Awaitable[None]]) -> None:

@@ -1,6 +1,6 @@
-"""The memory of a whole run: one answer for ``validate``, ``plan`` and the start of a run.
+"""Memory plan of a whole run, used by ``validate``, ``plan`` and the start of a run.
 
-Trainer and rollouts of a run check the same figures when they load (``fitted_to_gpu``, ``plan_of``).
+The trainer and the rollouts check the same numbers when they load (``fitted_to_gpu``, ``plan_of``).
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,18 +25,18 @@ _Changes = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RunMemory:
-    """What a GPU of the trainer and one of a rollout hold."""
+    """Memory contents of one GPU of the trainer and one GPU of a rollout."""
 
     trainer: TrainerMemory
     trainer_gpus: int
     rollout: MemoryPlan
     chosen: RunSpec
-    """With what the specification leaves to the size of the GPUs."""
+    """The run with the settings that depend on the size of the GPUs filled in."""
     why_not: str
-    """Why it does not fit, and what would; empty if it does."""
+    """Reason why the run does not fit, and a change that makes it fit; empty if it fits."""
 
     def table(self) -> str:
-        """What each GPU holds, line by line."""
+        """Returns the memory contents of each GPU as lines of text."""
         way = self.chosen.trainer.activation_checkpointing
         return "\n".join(
             [
@@ -47,10 +47,10 @@ class RunMemory:
         )
 
     def check(self) -> None:
-        """Refuse what cannot fit.
+        """Checks that the run fits.
 
         Raises:
-            ValueError: With the figures, and the smallest change that fits.
+            ValueError: If it does not, with the numbers and the smallest change that makes it fit.
         """
         if self.why_not:
             raise ValueError(self.why_not)
@@ -59,14 +59,14 @@ class RunMemory:
 def run_memory(
     spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int, gpus: int | None = None
 ) -> RunMemory:
-    """Plan the memory of a run.
+    """Plans the memory of a run.
 
     Args:
         spec: The run.
-        config: Shape of its model.
+        config: Configuration of its model.
         gpu_bytes: Memory of one GPU.
-        gpus: GPUs of the machine: with fewer than the run's workers take, some of them share one. None for
-            enough.
+        gpus: Number of GPUs; if it is lower than the workers need, some workers share GPUs.
+            None means enough.
 
     Raises:
         ValueError: If an engine argument cannot be planned.
@@ -101,7 +101,7 @@ def _planned(
 
 
 def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
-    """Roles of those that have GPUs of the trainer, and of the first rollout, on a machine with so many."""
+    """Return the roles beside the trainer, and beside the first rollout, on a machine of this size."""
     roles: dict[str, str] = {worker: role for role, worker in worker_names(spec)}
     host = HostGpus([str(number) for number in range(gpus)])
     host.assign(spec.name, gpu_needs(spec), hosts=gpu_hosts(spec))
@@ -118,7 +118,7 @@ def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
 def _smallest_change(
     spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int, gpus: int | None
 ) -> str:
-    """Say what to set so that a run fits: one change, or two."""
+    """Return a text with the one or two settings whose change makes the run fit."""
     changes = list(_changes(spec))
     for count in (1, 2):
         for some in combinations(changes, count):
@@ -139,7 +139,7 @@ def _smallest_change(
 
 
 def _changes(spec: RunSpec) -> Iterator[_Changes]:
-    """Settings that lower memory, those that cost least first."""
+    """Yield settings that reduce memory, the ones with the lowest cost first."""
     trainer = spec.trainer
     kept = trainer.activation_checkpointing
     if kept not in ("auto", True):

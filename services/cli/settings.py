@@ -5,22 +5,22 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class CliSettings(BaseSettings):
-    """What the ``slipstream`` command reads from the environment."""
+    """Settings of the ``slipstream`` command from the environment."""
 
     model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_", extra="ignore")
 
     token: str = ""
-    """API token, where the controller asks for one."""
+    """API token, if the controller requires one."""
     url: str = ""
-    """REST address of a controller. Default: the one that ``slipstream up`` started here."""
+    """REST address of a controller. Default: the controller that ``slipstream up`` started here."""
 
 
 class MachineSettings(BaseSettings):
-    """What the environment says of this machine."""
+    """Properties of this machine from the environment."""
 
     visible_gpus: str | None = Field(None, validation_alias="CUDA_VISIBLE_DEVICES")
-    """GPUs that may be used; None is all of them."""
+    """GPUs that may be used; None means all."""
     queue_bytes: int = Field(1 << 30, validation_alias="SLIPSTREAM_TRANSFERQUEUE_CAPACITY_BYTES")
-    """Memory of the transferqueue that the command line starts here."""
+    """Memory of the transferqueue that the command line starts on this machine."""
     queue_spill_bytes: int = Field(0, validation_alias="SLIPSTREAM_TRANSFERQUEUE_SPILL_BYTES")
-    """Room on disk that it has besides."""
+    """Additional disk space of that transferqueue."""

@@ -1,4 +1,4 @@
-"""Ctrl-C, a closed terminal and ``kill``: runs are paused, and nothing is lost; Ctrl-C again cancels."""
+"""Signal handling of local commands: Ctrl-C, hang-up and ``kill`` pause runs; a second Ctrl-C cancels."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ _PAUSE_TIMEOUT_S = 300.0
 
 
 class SignalHandler:
-    """Signals that ask this process to end, from now on; they do not end it by themselves."""
+    """Catches signals that ask this process to end, from its construction on."""
 
     def __init__(self) -> None:
         self._came = asyncio.Event()
@@ -28,11 +28,11 @@ class SignalHandler:
         loop.add_signal_handler(signal.SIGHUP, self._hung_up)
 
     async def pause_runs(self, api: Api, console: Console) -> None:
-        """Wait for a signal, then pause every active run; returns when nothing goes on any more.
+        """Waits for a signal, then pauses all active runs; returns when none is active any more.
 
         Args:
             api: The controller.
-            console: Is told what happens, and how to go on.
+            console: Receives messages about progress and about how to resume.
         """
         await self._came.wait()
         active = await _active(api)
@@ -68,7 +68,7 @@ class SignalHandler:
         (self._again if self._came.is_set() else self._came).set()
 
     def _hung_up(self) -> None:
-        # Nobody reads along any more, and writing to a terminal that is gone is an error.
+        # The terminal is gone, and writing to it would be an error.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in (1, 2):
             os.dup2(nowhere, descriptor)
@@ -83,6 +83,6 @@ async def _active(api: Api) -> list[str]:
 async def _until_paused(api: Api, run_ids: Sequence[str]) -> None:
     for run_id in run_ids:
         async for kind, _ in api.watch(run_id):
-            # The state is asked for, because events tell of earlier pauses too.
+            # The state is queried because events also report earlier pauses.
             if kind == "StateChanged" and (await api.get(run_id)).state == "PAUSED":
                 break

@@ -1,4 +1,4 @@
-"""One command at a time has a state directory: two would take the runs from each other."""
+"""Lock of the state directory: only one command may use it, because two would take each other's runs."""
 
 import fcntl
 import json
@@ -17,15 +17,15 @@ _FILE = "command.lock"
 
 
 class StateInUseError(RuntimeError):
-    """Another command has the state directory; the message says which, and what to do."""
+    """Reports that another command uses the state directory; the message names it and a fix."""
 
 
 @contextmanager
 def lock_state_directory(state_directory: Path) -> Iterator[None]:
-    """Have a state directory until the block ends or this process does.
+    """Locks a state directory until the block or this process ends.
 
     Raises:
-        StateInUseError: If another process has it.
+        StateInUseError: If another process has locked it.
     """
     state_directory.mkdir(parents=True, exist_ok=True)
     with (state_directory / _FILE).open("a+", encoding="utf-8") as lock:
@@ -57,7 +57,7 @@ _OWNER = "owner"
 
 @contextmanager
 def process_folder() -> Iterator[Path]:
-    """A folder for secrets, until the block ends; those of processes that were killed are removed."""
+    """Yields a temporary folder for secrets; also removes folders that killed processes left."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         if _is_left_behind(left):
             shutil.rmtree(left, ignore_errors=True)
@@ -68,7 +68,7 @@ def process_folder() -> Iterator[Path]:
 
 
 def _is_left_behind(folder: Path) -> bool:
-    """Whether it is a folder of this user whose process is known to have ended."""
+    """Return True for a folder of this user whose process is known to have ended."""
     try:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():

@@ -1,4 +1,4 @@
-"""One record per trained step, put together from the events of a run."""
+"""Assembles one record per trained step from the events of a run."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(slots=True)
 class StepLog:
-    """Follows the events of a run; a step's record is complete when its weights are published.
+    """Collects the events of a run; a step's record is complete when its weights are published.
 
-    ``metrics.jsonl`` has one line a step. Step 0 is the initial model.
+    ``metrics.jsonl`` has one line per step. Step 0 is the initial model.
     """
 
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -22,11 +22,12 @@ class StepLog:
     _num_written: int = 0
 
     def take(self, kind: str, event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Take in an event; yields the records that it completes."""
+        """Processes an event; yields the records that it completes."""
         data = event.get("data", {})
         if kind == "StepCommitted":
             yield from self._close()
-            # A trainer that was lost goes on from its checkpoint and trains the steps behind it again.
+            # After the loss of a trainer, the run resumes from its checkpoint and trains later
+            # steps again.
             kept = [record for record in self.records if record["step"] < data["step"]]
             if len(kept) < len(self.records):
                 self.records, self._num_written = kept, 0
@@ -44,7 +45,7 @@ class StepLog:
             yield from self._close()
 
     def append(self, path: Path) -> None:
-        """Write the records that the file lacks; all of them if steps were trained again."""
+        """Appends new records to the file; rewrites it if steps were trained again."""
         new = self.records[self._num_written :]
         if not new:
             return
@@ -53,7 +54,7 @@ class StepLog:
         self._num_written = len(self.records)
 
     def write(self, path: Path) -> None:
-        """Write all records as JSON lines; held-out scores stand in the step that they belong to."""
+        """Writes all records as JSON lines, with held-out scores in the record of their step."""
         scores = {score["version"]: score for score in self.heldout}
         with path.open("w", encoding="utf-8") as file:
             for record in self.records:

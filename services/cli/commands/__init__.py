@@ -1,1 +1,1 @@
-"""Commands of the command line, one module for each subject."""
+"""Commands of the command line, one module per subject."""

@@ -1,4 +1,4 @@
-"""Compares two runs: how far they came, and where their specifications differ."""
+"""The ``compare`` command: compares the results and specifications of two runs."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Writes a run's weights as a Hugging Face folder."""
+"""The ``export`` command: writes a run's weights as a Hugging Face folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +14,7 @@ from services.common.runspec.run import RunSpec
 from services.controller.api.operations import ListCheckpoints
 from services.controller.models import RunView
 
-# Whoever serves the model may be another user of the machine; runs keep their own files to themselves.
+# Another user may serve the model, but the umask of a run's files allows only their owner.
 _FILE_MODE, _FOLDER_MODE = 0o644, 0o755
 
 
@@ -57,7 +57,7 @@ def export(
 
 
 def _best(run: RunView) -> int:
-    """Step of the checkpoint with the highest held-out score."""
+    """Return the step of the checkpoint with the highest held-out score."""
     if (best := run.summary.get("best")) is None:
         raise ApiError(
             f"{run.name} has no best checkpoint: trainer.checkpoint.best says how it is known, and one "
@@ -83,7 +83,7 @@ async def _checkpoint(api: Api, run_id: str, checkpoint_id: str, *, step: int | 
 
 
 def _write(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
-    # It loads torch.
+    # This imports torch.
     from services.trainer.checkpoint.export import export_checkpoint
 
     export_checkpoint(checkpoint, spec, folder)

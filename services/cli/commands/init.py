@@ -1,4 +1,4 @@
-"""Writes a specification to begin with, for a model and a data set, with what each key does beside it."""
+"""The ``init`` command: writes a commented specification for a model and a data set."""
 
 import re
 import shutil
@@ -18,10 +18,10 @@ from services.rollout.data.sources import Row, open_source
 _PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
 _ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "output")
 _EXAMPLE = ("sort4.yaml", "sort4.py")
-# Beside the package in the repository, within it where it is installed.
+# The examples are next to the package in the repository, and inside it when installed.
 _EXAMPLE_FOLDERS = (Path(__file__).parents[3] / "examples", Path(__file__).parents[2] / "examples")
 _PROMPTS_PER_STEP = 32
-# Rows that are looked at for the form of their answers.
+# Rows that are examined for the form of their answers.
 _MAX_ROWS = 16
 _KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
@@ -120,7 +120,7 @@ def init(
 
 
 def _write_example(folder: Path, *, force: bool) -> None:
-    """Copy the example's files."""
+    """Copy the files of the example."""
     source = next(found for found in _EXAMPLE_FOLDERS if (found / _EXAMPLE[0]).exists())
     for name in _EXAMPLE:
         _refuse_if_there(folder / name, force=force)
@@ -145,15 +145,15 @@ def _kind(data: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The beginning of a data set."""
+    """The first rows of a data set."""
 
     first: Sequence[Row]
     count: int
-    """Rows of the whole set."""
+    """Number of rows of the whole set."""
 
 
 def _first_rows(source: PromptSourceSpec) -> _Rows:
-    """Read the first rows; of a Hugging Face id, which is not fetched for this, return a stand-in."""
+    """Read the first rows; return a stand-in for a Hugging Face id, which is not downloaded for this."""
     if source.source == "huggingface":
         return _Rows([{"prompt": "", "answer": ""}], _PROMPTS_PER_STEP)
     data = DataSpec(train=source, prompt_column="", answer_column=None)
@@ -163,7 +163,7 @@ def _first_rows(source: PromptSourceSpec) -> _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _AnswerForm:
-    """How the expected answers are written, and what follows for the specification."""
+    """A form of expected answers, and the reward and template for it."""
 
     pattern: re.Pattern[str]
     reward: str
@@ -176,14 +176,14 @@ _ASK = (
 _FORMS = (
     # GSM8K: a worked solution, then "#### 72".
     _AnswerForm(re.compile(r"####\s*\S"), "math_verify", _ASK.format(place="after ####")),
-    # MATH and its kind: a worked solution with "\boxed{72}", which YAML's quotes escape.
+    # MATH and similar sets: a worked solution with "\boxed{72}", which YAML's quotes escape.
     _AnswerForm(re.compile(r"\\boxed\s*\{"), "math_verify", _ASK.format(place="in \\\\boxed{}")),
 )
 _PLAIN = _AnswerForm(re.compile(""), "exact_match", "")
 
 
 def _answer_form(answers: Sequence[str]) -> _AnswerForm:
-    """Return the form that most of the answers have."""
+    """Return the form of the majority of answers."""
     for form in _FORMS:
         if 2 * sum(form.pattern.search(answer) is not None for answer in answers) > len(answers):
             return form
@@ -195,7 +195,7 @@ def _column(row: Row, known: Sequence[str]) -> str:
 
 
 def _path(data: str, source: str, file: Path) -> str:
-    """The data as the specification names it: relative to its own folder."""
+    """Return the data's path for the specification: relative to its folder if possible."""
     if source == "huggingface":
         return data
     folder = file.resolve().parent

@@ -1,4 +1,4 @@
-"""Commands that only look at runs: their state, events, logs, numbers, groups, checkpoints, workers."""
+"""Read-only commands on runs: state, events, logs, metrics, groups, checkpoints, workers."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ def list_(
     table = Table("id", "name", "state", "step", "held-out", "age", box=None, pad_edge=False)
     table.columns[0].no_wrap = True
     ids = [run.id for run in page.items]
-    # Who pipes it gets whole ids.
+    # Programs that read the output get complete ids.
     shown = short_ids(ids) if console.is_terminal else ids
     for run, run_id in zip(page.items, shown, strict=True):
         table.add_row(
@@ -114,7 +114,7 @@ def get(
 
 
 def _facts(run: RunView, rewards: MetricPage) -> dict[str, str]:
-    """What a person wants to know of a run, by name."""
+    """Return the facts of a run to display, by name."""
     fell = fall_of_reward(dict(_by_step(rewards)))
     prompts = run.summary.get("prompts", {})
     counts = (f"{count} {name}" for name, count in prompts.items() if name != "reasons")
@@ -227,7 +227,7 @@ def metrics(
 
 
 async def _run_and_number(api: Api, run: str, number: str) -> tuple[str, str]:
-    """A run and the number of it that is asked for; what is the name of no run is a number of the newest."""
+    """Return a run and the requested metric; an argument that names no run is a metric of the newest run."""
     if not run or number:
         return await find_run(api, run or None), number
     try:
@@ -331,7 +331,7 @@ def _write_json(items: Iterable[BaseModel]) -> None:
 
 
 def _write_metrics(found: MetricPage) -> None:
-    """Write one object a step, with the numbers that it has."""
+    """Write one JSON object per step with its metrics."""
     for index, step in enumerate(found.steps):
         numbers = {metric.name: metric.values[index] for metric in found.items}
         known = {name: value for name, value in numbers.items() if value is not None}
@@ -339,7 +339,7 @@ def _write_metrics(found: MetricPage) -> None:
 
 
 def _by_step(found: MetricPage) -> Iterator[tuple[int, float]]:
-    """Steps and values of the only number."""
+    """Yield the steps and values of the only metric."""
     for metric in found.items:
         for step, value in zip(found.steps, metric.values, strict=True):
             if value is not None:
@@ -347,7 +347,7 @@ def _by_step(found: MetricPage) -> Iterator[tuple[int, float]]:
 
 
 def _hint(text: str) -> None:
-    """Say something that is not what was asked for, where no program reads it."""
+    """Print a hint to standard error, so that programs do not read it as output."""
     errors.print(text, soft_wrap=True)
 
 
@@ -381,13 +381,13 @@ def _heldout(run: ListedRun) -> str:
 
 
 def _heldout_sets(run: ListedRun) -> dict[str, dict[str, float]]:
-    """Scores of each set, where there are several."""
+    """Return the scores of each set if there are several."""
     sets: dict[str, dict[str, float]] = (run.summary.get("heldout") or {}).get("sets", {})
     return sets if len(sets) > 1 else {}
 
 
 def _size(num_bytes: int) -> str:
-    """Bytes for a person; whole for a program."""
+    """Format bytes for a terminal; print the exact number otherwise."""
     return decimal(num_bytes) if console.is_terminal else str(num_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Commands that start the services on this machine: `run` for one run, `up` for those that are submitted."""
+"""Commands that start services on this machine: ``run`` for one run, ``up`` for submitted runs."""
 
 import json
 from collections.abc import AsyncIterator
@@ -23,9 +23,9 @@ from services.common.task_group import until_first
 Port = Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")]
 
 _PATIENCE_S = 30.0
-# A service that ends more often than this under `slipstream up` ends it.
+# Max restarts of a service before ``slipstream up`` ends.
 _UP_RESTARTS = 20
-# What shells say of a command that Ctrl-C ended.
+# Exit code that shells use for a command that Ctrl-C ended.
 _INTERRUPTED = 130
 
 
@@ -47,9 +47,10 @@ def run(
 ) -> None:
     """Start all services on this machine, train, show progress, and end everything.
 
-    Ctrl-C, a closed terminal, kill, and the end of a command that reads the output, such as ``tee``, pause
-    the run after its step, with a checkpoint; Ctrl-C again cancels it.
-    One that was paused or cut off goes on when its specification is run again.
+    Ctrl-C, a closed terminal, kill, and the end of a command that reads the output, such as
+    ``tee``, pause the run after its current step, with a checkpoint; a second Ctrl-C cancels it.
+
+    The same command resumes a run that was paused or interrupted.
     """
     with describe(f"checking {spec}", console):
         loaded = load_checked(spec, overrides)
@@ -66,7 +67,8 @@ def run(
 def up(state_directory: StateDirectory = DEFAULT_STATE, port: Port = 8700) -> None:
     """Start controller and transferqueue, and keep them running for submitted runs.
 
-    Ctrl-C, a closed terminal and kill pause the runs, with checkpoints; Ctrl-C again cancels them.
+    Ctrl-C, a closed terminal and kill pause the runs, with checkpoints; a second Ctrl-C cancels
+    them.
     """
     run_until_signal(_up(state_directory.resolve(), port), needs_reader=False)
     raise typer.Exit(_INTERRUPTED)
@@ -75,7 +77,7 @@ def up(state_directory: StateDirectory = DEFAULT_STATE, port: Port = 8700) -> No
 async def _run(
     spec: RunSpec, state_directory: Path, port: int, *, resume: bool
 ) -> dict[str, Any] | None:
-    """Returns the ended run, or None where a signal came first."""
+    """Return the ended run, or None if a signal came first."""
     restarts = spec.limits.max_restarts
     async with _started(state_directory, port=port, max_restarts=restarts) as (services, api):
         run_id = await submit_or_resume(api, spec, console, resume=resume)
@@ -89,7 +91,7 @@ async def _run(
 async def _follow_beside(
     services: LocalServices, api: Api, run_id: str, state_directory: Path
 ) -> dict[str, Any] | None:
-    """Follow a run; a dying service ends that, and a signal, for which None is returned."""
+    """Follow a run until it ends; return None after a signal, raise if a service dies."""
     following, *_ = await until_first(
         follow(api, run_id, state_directory=state_directory, console=console),
         SignalHandler().pause_runs(api, console),
@@ -116,9 +118,9 @@ async def _up(state_directory: Path, port: int) -> None:
 async def _started(
     state_directory: Path, *, port: int, max_restarts: int
 ) -> AsyncIterator[tuple[LocalServices, Api]]:
-    """The services, once they are up, and calls that wait for a controller that is started again.
+    """Start the services and yield them with an API client that waits for a restarted controller.
 
-    Commands in the folder find them meanwhile.
+    Meanwhile, commands in the folder find the controller.
     """
     async with AsyncExitStack() as stack:
         with describe("starting the controller and the transferqueue", console):

@@ -1,4 +1,4 @@
-"""Predicts what splits of the GPUs, bounds on staleness and concurrency would give, and recommends one."""
+"""The ``plan`` command: predicts GPU splits, staleness bounds and concurrency, and recommends one."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ _NEWEST = 40
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Rates, and where they are from."""
+    """Rates and their sources."""
 
     rates: Rates
     sources: Sequence[str]
@@ -84,7 +84,7 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
 def _known(
     spec: RunSpec, memory: Memory, run: str, path: Path | None, *, url: str | None
 ) -> _Known:
-    """Measured rates if a run is named, else assumed ones; over both goes what a file says."""
+    """Return measured rates if a run is named, else assumed ones; values from a file override both."""
     if run:
         rates, sources = _measured(run, url=url)
     else:
@@ -125,7 +125,7 @@ def _steps(page: MetricPage) -> list[Step]:
 
 
 def _lengths(page: MetricPage) -> Mapping[int, int]:
-    """Responses by upper bound of their length, over all steps."""
+    """Return the number of responses by upper bound of their length, over all steps."""
     for found in page.histograms:
         if found.name == "response_tokens":
             sums = [sum(counts) for counts in zip(*found.counts, strict=True)]
@@ -145,7 +145,7 @@ def _planned(
     has_own = base.places != follows(base.max_staleness, base.rollouts)
 
     def places(max_staleness: int, rollouts: int) -> int:
-        """As the specification says, or as it follows where it does not."""
+        """Return the specified slots, or the default for this split if none are specified."""
         return max(1, min(base.places if has_own else follows(max_staleness, rollouts), most))
 
     def refused(setting: Setting) -> str:
@@ -232,7 +232,7 @@ def _cells(split: Split) -> Iterator[str]:
 
 
 def _keys(split: Split) -> dict[str, int | str]:
-    """What to write into the specification."""
+    """Return the keys to set in the specification."""
     return {
         "topology.placement": split.setting.placement,
         "trainer.world_size": split.setting.trainer_gpus,

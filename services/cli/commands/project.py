@@ -1,4 +1,4 @@
-"""Commands that copy the database of this machine's controller."""
+"""Commands on the controller: backup and restore, quota, version and a link to the run page."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

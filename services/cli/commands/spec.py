@@ -1,4 +1,4 @@
-"""A specification file that was checked before anything is started."""
+"""Commands on a specification file: ``validate`` and ``submit``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -37,12 +37,12 @@ def load_checked(
     is_here: bool = True,
     checks_memory: bool = False,
 ) -> RunSpec:
-    """Read a specification and check it and all that it names; problems are printed, and end the command.
+    """Reads a specification and checks it and all resources that it names; problems end the command.
 
     Args:
         path: The specification.
         overrides: Assignments.
-        gpu_gb: Memory of one GPU.
+        gpu_gb: Memory of one GPU in GB.
         gpus: GPUs of the machine.
         is_here: Whether the run will be on this machine.
         checks_memory: Whether the run must fit on this machine's GPUs, if ``gpu_gb`` is not given.

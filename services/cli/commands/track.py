@@ -1,4 +1,4 @@
-"""``slipstream track``: writes runs to experiment trackers, beside the controller."""
+"""The ``track`` command: writes runs to experiment trackers, outside of the controller."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +14,7 @@ from services.common.runspec.suggestions import did_you_mean
 from services.common.runspec.trackers import TRACKERS
 from services.common.task_group import until_first
 
-# A controller that is started again is found again.
+# Max seconds that calls wait for a controller that restarts.
 _PATIENCE_S = 600.0
 
 

@@ -1,1 +1,1 @@
-"""Writes runs to experiment trackers, from the API's events and beside everything that trains."""
+"""Writes runs to experiment trackers from the API's events, independently of training."""

@@ -1,7 +1,8 @@
 """Writes one run to one tracker: ``python -m services.cli.trackers ORDER``.
 
-A process of its own, because trackers hang, leak and end the process that they are in. What it has not read
-yet waits in the controller's database, so nothing piles up here, and the next one goes on behind its cursor.
+It is a separate process because trackers hang, leak and end their process. Unread events stay in
+the controller's database, so they do not accumulate here, and the next process continues after the
+cursor.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ class Writer:
     """Writes a run's events to a tracker.
 
     Args:
-        order: What to write where.
+        order: The run and its tracker.
         api: The controller.
         run: The run.
     """
@@ -48,11 +49,12 @@ class Writer:
         self._path = cursor_path(order.folder, order.run_id, order.kind)
         self._cursor = Cursor.read(self._path)
         self._is_failing = order.is_failing
-        # The trainer tells what became of samples behind its step: they are read with the next one.
+        # The trainer reports the results of samples after its step, so they are read with the next
+        # one.
         self._due: tuple[Moment, Split] | None = None
 
     async def write(self) -> None:
-        """Write what there is and what comes, until the run ends or pauses."""
+        """Writes past and future events until the run ends or pauses."""
         if self._cursor.is_done:
             return
         open_tracker: OpenTracker = load_callable(TRACKERS[self._spec.kind].opens)
@@ -68,7 +70,7 @@ class Writer:
             Cursor(seq=self._cursor.seq, is_done=True).write(self._path)
 
     async def _follow(self, tracker: Tracker) -> str:
-        """Returns the state that the run ended in; empty if it goes on another time."""
+        """Return the state that the run ended in; empty if it is only paused."""
         async for kind, event in self._events(max(self._cursor.seq - tracker.rereads, 0)):
             if kind in ("StepCommitted", "Validated", "end"):
                 await self._write_due_samples(tracker)
@@ -87,7 +89,7 @@ class Writer:
         return ""
 
     async def _events(self, after_seq: int) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Events of the run; where some are not kept any more, from the oldest that is."""
+        """Yield events of the run; if some were deleted, from the oldest that exists."""
         try:
             async for kind, event in self._api.watch(self._run.id, after_seq=after_seq):
                 yield kind, event
@@ -143,7 +145,10 @@ class Writer:
 
     @contextmanager
     def _deadline(self) -> Iterator[None]:
-        """End this process if a call of the tracker takes too long: the kernel does it, whatever hangs."""
+        """End this process if a call of the tracker takes too long.
+
+        The kernel's timer works even if everything else hangs.
+        """
         signal.setitimer(signal.ITIMER_REAL, self._order.deadline_s)
         try:
             yield
@@ -152,13 +157,13 @@ class Writer:
 
 
 def _spec_of(run: RunView, kind: str) -> TrackerSpec:
-    """What a run says of a tracker; defaults, if it does not name it."""
+    """Return a run's settings of a tracker; defaults if the run does not name it."""
     named = [part for part in run.spec.get("trackers", ()) if part["kind"] == kind]
     return TrackerSpec.model_validate(named[0] if named else {"kind": kind})
 
 
 def _scores(data: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Numbers of an evaluation, and those of each set and source; of the only one without its name."""
+    """Yield the scores of an evaluation, and of each set and source; a single one has no name prefix."""
     parts = [("heldout", {name: data[name] for name in ("greedy", "sampled")})]
     for kind in ("by_set", "by_source"):
         named = data.get(kind, {})
@@ -186,7 +191,7 @@ async def _write(order: TrackerJob) -> None:
 
 @contextmanager
 def _alone(order: TrackerJob) -> Iterator[None]:
-    """Wait until no other process writes the run to the tracker: one may be ending, with its last call."""
+    """Lock a run and tracker; another process may still be ending with its last call."""
     path = cursor_path(order.folder, order.run_id, order.kind).with_suffix(".lock")
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -194,7 +199,7 @@ def _alone(order: TrackerJob) -> Iterator[None]:
 
 
 def main() -> None:
-    """Entry point."""
+    """Runs the process."""
     order, code = TrackerJob.model_validate_json(sys.argv[1]), 0
     try:
         asyncio.run(until_first(_write(order), wait_for_shutdown(stop_on_stdin_eof=True)))

@@ -1,4 +1,4 @@
-"""``slipstream track`` beside the services that this machine runs: for one run, or for all that come."""
+"""Runs ``slipstream track`` with the services of this machine, for one run or for all."""
 
 import asyncio
 import importlib.util
@@ -16,14 +16,14 @@ from services.common.task_group import TaskGroup
 from services.controller.launch.log_files import last_lines
 
 FOLDER = "trackers"
-"""Folder of what is kept of trackers, in that of the state."""
+"""Name of the trackers' folder in the state directory."""
 _AGAIN_S = 5.0
 _STOP_GRACE_S = 15.0
 _LAST_NUMBERS_S = 60.0
 
 
 def has_any_tracker() -> bool:
-    """Whether the package of a tracker is installed."""
+    """Returns True if the package of a tracker is installed."""
     return any(importlib.util.find_spec(kind.package) is not None for kind in TRACKERS.values())
 
 
@@ -31,13 +31,13 @@ def has_any_tracker() -> bool:
 async def tracking(
     services: LocalServices, state_directory: Path, console: Console, *, run_id: str = ""
 ) -> AsyncIterator[None]:
-    """Write runs to their trackers until the block ends, in a process that is started again when it fails.
+    """Writes runs to their trackers until the block ends, in a process that is restarted when it fails.
 
     Args:
-        services: Running services.
-        state_directory: Theirs.
-        console: Is told what people wait for, and if that fails.
-        run_id: The only run, whose last numbers are waited for; empty for all.
+        services: The running services.
+        state_directory: Their state directory.
+        console: Receives messages about waits and failures.
+        run_id: The only run to write, whose last metrics are waited for; empty for all runs.
     """
     async with TaskGroup() as tasks:
         keeping = tasks.create_task(_keep(services, state_directory, console, run_id))

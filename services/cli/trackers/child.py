@@ -1,4 +1,4 @@
-"""A process that ends with whoever started it."""
+"""Subprocess that ends when its parent ends."""
 
 import asyncio
 import os
@@ -11,18 +11,18 @@ from pathlib import Path
 async def run_to_end(
     *arguments: str, log: Path, grace_s: float, environment: Mapping[str, str]
 ) -> int:
-    """Run a module of Python to its end; if this is cancelled it is asked to end, then killed.
+    """Runs a Python module in a subprocess to its end; a cancellation terminates, then kills it.
 
-    It reads standard input, whose end tells that this process is gone.
+    The subprocess reads standard input, whose end reports that this process is gone.
 
     Args:
-        arguments: The module, and what it is given.
-        log: Where its output goes.
-        grace_s: Seconds that it has to end when it is asked.
-        environment: What differs from this process's own.
+        arguments: The module and its arguments.
+        log: File for its output.
+        grace_s: Seconds between termination and kill.
+        environment: Variables to add to this process's environment.
 
     Returns:
-        Its exit code; of a signal that ended it, the negative number.
+        The exit code; if a signal ended the process, the negative signal number.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:

@@ -1,4 +1,4 @@
-"""How far a run was written to a tracker, on disk."""
+"""Jobs of tracker processes, and the position up to which a run is written to a tracker, on disk."""
 
 import json
 import os
@@ -9,11 +9,11 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict
 
 GONE = 3
-"""It ends with this if the controller is gone, which is no fault of its tracker."""
+"""Exit code of a tracker process if the controller is gone, which is not a failure of the tracker."""
 
 
 class TrackerJob(BaseModel):
-    """One run, one tracker."""
+    """The job of one tracker process: one run, one tracker."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -23,41 +23,42 @@ class TrackerJob(BaseModel):
     kind: str
     """Key of ``TRACKERS``."""
     folder: Path
-    """What is kept here: cursors, and the files of trackers that write some."""
+    """Folder of cursors and of files that trackers write."""
     deadline_s: float
-    """A call of the tracker that takes longer ends the process."""
+    """Max seconds of one call of the tracker; after that, the process ends."""
     is_failing: bool = False
-    """Whether it was told that the tracker fails, so that it is told when it does not any more."""
+    """True if the controller has a report that the tracker fails, which must be withdrawn on
+    recovery."""
 
 
 CURSORS = "cursors"
-"""Their folder in that of the trackers."""
+"""Name of the cursors' folder in the trackers' folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """What a tracker has of a run."""
+    """Position up to which a run is written to a tracker."""
 
     seq: int = 0
-    """Number of the last event that was written."""
+    """Sequence number of the last written event."""
     is_done: bool = False
-    """Whether that was all of them: the run has ended."""
+    """True if the run has ended and all events are written."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Where an earlier process stopped; the beginning if there was none, or its file is damaged."""
+        """Returns the stored cursor; the beginning if there is none or its file is damaged."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return cls()
 
     def write(self, path: Path) -> None:
-        """Keep it; readers see the old one or the new one."""
+        """Stores the cursor atomically."""
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_text(json.dumps(asdict(self)), encoding="utf-8")
         unfinished.rename(path)
 
 
 def cursor_path(folder: Path, run_id: str, kind: str) -> Path:
-    """Where it is kept."""
+    """Returns the path of a cursor."""
     return folder / CURSORS / run_id / f"{kind}.json"

@@ -1,4 +1,4 @@
-"""Runs in MLflow, found again by the tag ``slipstream.run``."""
+"""Runs in MLflow, identified by the tag ``slipstream.run``."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,18 +14,18 @@ from services.controller.models import RunView
 
 _TAG = "slipstream.run"
 _STATUS = {"SUCCEEDED": "FINISHED", "CANCELLED": "KILLED", "FAILED": "FAILED"}
-# More of either is refused by its servers.
+# Limits of MLflow's servers.
 _PARAMS_A_CALL = 100
 _MAX_VALUE = 6000
 
 
 class MlflowRun:
-    """One run.
+    """One run in MLflow.
 
     Args:
-        client: Of the tracking server or folder.
-        run_id: Its id there.
-        names: Of the numbers that it has.
+        client: Client of the tracking server or folder.
+        run_id: Id of the run in MLflow.
+        names: Names of the metrics that the run already has.
     """
 
     rereads = 0
@@ -39,7 +39,7 @@ class MlflowRun:
                 self._newest.saw(name, metric.step)
 
     def numbers(self, moment: Moment, numbers: Mapping[str, float]) -> None:
-        """Log metrics."""
+        """Logs metrics."""
         named = {_allowed(name): number for name, number in numbers.items()}
         new = self._newest.take(moment.step, named)
         time_ms = round(1000 * moment.time)
@@ -48,18 +48,18 @@ class MlflowRun:
             self._client.log_batch(self._run_id, metrics=metrics)
 
     def samples(self, moment: Moment, split: Split, rows: Sequence[Sequence[Any]]) -> None:
-        """Log a table as an artifact."""
+        """Logs a table as an artifact."""
         table = {"columns": list(COLUMNS), "data": [list(row) for row in rows]}
         self._client.log_dict(self._run_id, table, f"samples/{split}/{moment.step:06}.json")
 
     def close(self, state: str) -> None:
-        """Set the run's status, once it has ended."""
+        """Sets the run's status if the run has ended."""
         if state:
             self._client.set_terminated(self._run_id, _STATUS.get(state, "FAILED"))
 
 
 def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> MlflowRun:
-    """A run in the experiment of its project, with its specification as parameters."""
+    """Opens a run in its project's experiment, with its specification as parameters."""
     client = MlflowClient()
     number = _experiment(client, spec.project, folder)
     found = client.search_runs([number], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
@@ -78,10 +78,10 @@ def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> MlflowRun:
 
 
 def _experiment(client: MlflowClient, name: str, folder: Path) -> str:
-    """Id of an experiment, which is made if there is none."""
+    """Return the id of an experiment; create it if necessary."""
     if (found := client.get_experiment_by_name(name)) is not None:
         return str(found.experiment_id)
-    # A database says nothing of where files go: that would be the current folder.
+    # A database has no artifact location; the default would be the current folder.
     is_here = client.tracking_uri.startswith("sqlite:")
     artifacts = (folder.absolute() / "mlflow-artifacts").as_uri() if is_here else None
     return str(client.create_experiment(name, artifact_location=artifacts))

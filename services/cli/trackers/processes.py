@@ -1,4 +1,4 @@
-"""Starts a process for each tracker of each run, and starts those again that end."""
+"""Starts one process per run and tracker, and restarts processes that end."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from services.controller.launch.log_files import last_lines
 
 _FIRST_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 300.0
-# One that wrote for this long has recovered: the pause before its next start is the first one again.
+# Running time after which a process counts as recovered and the restart delay is reset.
 _STEADY_S = 120.0
 _STOP_GRACE_S = 10.0
 _IDLE = ("QUEUED", "PAUSED", "SUCCEEDED", "FAILED", "CANCELLED")
@@ -29,10 +29,10 @@ class TrackerProcesses:
 
     Args:
         api: The controller.
-        url: Its address.
-        token: Of its API; with it the processes read runs and tell of failures.
-        folder: What is kept here.
-        deadline_s: A call of a tracker that takes longer ends its process.
+        url: Address of the controller.
+        token: API token, with which the processes read runs and report failures.
+        folder: Folder of cursors, logs and files that trackers write.
+        deadline_s: Max seconds of one call of a tracker; after that, its process ends.
     """
 
     def __init__(self, api: Api, *, url: str, token: str, folder: Path, deadline_s: float) -> None:
@@ -44,26 +44,27 @@ class TrackerProcesses:
         self._known: set[str] = set()
 
     async def follow_project(self) -> None:
-        """Write all runs of the project that name trackers, for ever."""
+        """Writes all runs of the project that name trackers, forever."""
         async with TaskGroup() as tasks:
             while True:
                 for run_id in await self._unwritten():
                     await self._begin(run_id, tasks)
-                # Whatever a run does brings it back, so nothing is missed that happened in between.
+                # Every event of a run starts its processes, so a run that appears in between is
+                # not missed.
                 async for kind, event in self._api.watch_all():
                     if kind != "overflow":
                         await self._begin(event["run_id"], tasks)
                 await asyncio.sleep(_FIRST_PAUSE_S)
 
     async def follow(self, run_id: str, kinds: Sequence[str]) -> None:
-        """Write one run, until it ends or pauses.
+        """Writes one run until it ends or pauses.
 
         Args:
             run_id: The run.
-            kinds: Trackers; none for those that it names.
+            kinds: Trackers; empty for those that the run names.
 
         Raises:
-            ApiError: If it does not exist, or names none.
+            ApiError: If the run does not exist or names no trackers.
         """
         wanted = kinds or await self._kinds(run_id)
         if not wanted:
@@ -75,7 +76,7 @@ class TrackerProcesses:
                 tasks.create_task(self._keep(run_id, kind))
 
     async def _unwritten(self) -> list[str]:
-        """Runs that go on, and those that were not written to their end."""
+        """Return the running runs, and those that are not completely written."""
         runs = (await self._api.call(ListRuns(page_size=_LISTED))).items
         known = (self._folder / CURSORS).glob("*/*.json")
         left = [path.parent.name for path in known if not Cursor.read(path).is_done]
@@ -97,11 +98,11 @@ class TrackerProcesses:
         async with TaskGroup() as tasks:
             for kind in kinds:
                 tasks.create_task(self._keep(run_id, kind))
-        # A paused run is taken up with its next event.
+        # The next event of a paused run starts its processes again.
         self._known.discard(run_id)
 
     async def _keep(self, run_id: str, kind: str) -> None:
-        """Have a run written to a tracker until the run ends or pauses."""
+        """Keep a process that writes a run to a tracker, until the run ends or pauses."""
         clock = asyncio.get_running_loop().time
         pause_s, is_told = _FIRST_PAUSE_S, False
         while True:
@@ -145,7 +146,7 @@ class TrackerProcesses:
         return False
 
     async def _is_gone(self, run_id: str) -> bool:
-        """Whether there is no such run any more."""
+        """Return True if the run does not exist any more."""
         try:
             await self._api.get(run_id)
         except ApiError as error:
@@ -165,7 +166,7 @@ class TrackerProcesses:
 
 
 def _environment(folder: Path, token: str) -> dict[str, str]:
-    """What differs for the processes: trackers read it, and keep here what is not sent elsewhere."""
+    """Return environment variables for the processes: the token, and default locations of trackers' files."""
     folder = folder.absolute()
     defaults = {
         "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",

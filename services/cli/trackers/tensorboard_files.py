@@ -1,4 +1,4 @@
-"""Runs as TensorBoard's event files, in ``tensorboard/PROJECT/NAME-ID`` of the trackers' folder."""
+"""Runs as TensorBoard event files, in ``tensorboard/PROJECT/NAME-ID`` of the trackers' folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ from services.controller.models import RunView
 
 
 class EventFiles:
-    """The event files of a run: one record for each step, which is there whole or not at all.
+    """The event files of a run, with one record per step, which is written completely or not at all.
 
     Args:
-        folder: Theirs.
+        folder: Folder of the files.
     """
 
     rereads = 0
@@ -35,16 +35,16 @@ class EventFiles:
         self._writer = EventFileWriter(str(folder))
 
     def numbers(self, moment: Moment, numbers: Mapping[str, float]) -> None:
-        """Write scalars."""
+        """Writes scalars."""
         new = self._newest.take(moment.step, numbers)
         self._write(moment, [Summary.Value(tag=name, simple_value=n) for name, n in new.items()])
 
     def samples(self, moment: Moment, split: Split, rows: Sequence[Sequence[Any]]) -> None:
-        """Write a table as text."""
+        """Writes a table as text."""
         self.text(moment, f"samples/{split}", as_markdown(rows))
 
     def text(self, moment: Moment, tag: str, text: str) -> None:
-        """Write Markdown."""
+        """Writes Markdown."""
         if not self._newest.take(moment.step, {tag: 0.0}):
             return
         plugin = SummaryMetadata.PluginData(plugin_name="text")
@@ -54,7 +54,7 @@ class EventFiles:
         self._write(moment, [Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
 
     def close(self, state: str) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._writer.close()
 
     def _write(self, moment: Moment, values: Sequence[Any]) -> None:
@@ -65,7 +65,7 @@ class EventFiles:
 
 
 def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> EventFiles:
-    """A run's files, with its specification as a text."""
+    """Opens a run's files and writes its specification as text."""
     short = run.id.removeprefix("run_")[-8:]
     files = EventFiles(folder / "tensorboard" / spec.project / f"{run.name}-{short}")
     moment = Moment(seq=0, step=0, time=run.create_time.timestamp())

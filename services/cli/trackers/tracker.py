@@ -1,4 +1,4 @@
-"""What a tracker is to the process that writes a run to it."""
+"""Interface between a tracker and the process that writes a run to it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,74 +15,78 @@ COLUMNS = (
     *("id", "step", "reward", "terms", "advantage", "staleness", "finish_reason"),
     *("response_tokens", "prompt", "response"),
 )
-"""Of a table of samples."""
+"""Columns of a table of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """When something happened to a run."""
+    """Position of an event in a run."""
 
     seq: int
-    """Number of its event."""
+    """Sequence number of the event."""
     step: int
-    """Trained step; of an evaluation, the weight version."""
+    """Trained step; for an evaluation, the weight version."""
     time: float
-    """Seconds since the epoch."""
+    """Unix time in seconds."""
 
 
 class Tracker(Protocol):
-    """One run in a tracker. Its calls may block and raise; a moment that comes twice counts once."""
+    """One run in a tracker.
+
+    Calls may block and raise. A moment that is written twice counts once.
+    """
 
     rereads: int
-    """Events that it is told again when it is opened anew, because it keeps them with a delay."""
+    """Number of past events to write again after opening, because the tracker stores them with a
+    delay."""
 
     def numbers(self, moment: Moment, numbers: Mapping[str, float]) -> None:
-        """Keep numbers of a step or of an evaluation."""
+        """Writes metrics of a step or of an evaluation."""
 
     def samples(self, moment: Moment, split: Split, rows: Sequence[Sequence[Any]]) -> None:
-        """Keep a table of samples, each with a value for each of ``COLUMNS``."""
+        """Writes a table of samples, each with one value per column of ``COLUMNS``."""
 
     def close(self, state: str) -> None:
-        """Let go of it.
+        """Closes the run in the tracker.
 
         Args:
-            state: In which the run has ended, or empty if it goes on another time.
+            state: State in which the run has ended; empty if it will continue later.
         """
 
 
 OpenTracker = Callable[[RunView, TrackerSpec, Path], Tracker]
-"""Opens a run in a tracker, the same one each time, with a folder for what it keeps here."""
+"""Function that opens a run in a tracker, always the same one, with a folder for local files."""
 
 
 class Newest:
-    """The newest step of each number that a tracker has, so that none is kept twice.
+    """Newest step of each metric in a tracker, so that no value is written twice.
 
-    A step that is trained again, because its trainer was lost, keeps its first numbers.
+    A step that is trained again after the loss of a trainer keeps its first values.
     """
 
     def __init__(self) -> None:
         self._steps: dict[str, int] = {}
 
     def saw(self, name: str, step: int) -> None:
-        """A number is there already."""
+        """Records that the tracker has a metric at a step."""
         self._steps[name] = max(step, self._steps.get(name, step))
 
     def take(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Those that are new; they count as kept from now on."""
+        """Returns the new metrics and records them as written."""
         new = {name: n for name, n in numbers.items() if step > self._steps.get(name, -1)}
         self._steps |= dict.fromkeys(new, step)
         return new
 
 
 def row_of(sample: SampleView) -> tuple[Any, ...]:
-    """A sample in the order of ``COLUMNS``."""
+    """Returns a sample as a row in the order of ``COLUMNS``."""
     facts = sample.model_dump()
     terms = ", ".join(f"{name} {value:.4g}" for name, value in sample.terms.items())
     return tuple(terms if name == "terms" else facts[name] for name in COLUMNS)
 
 
 def as_markdown(rows: Sequence[Sequence[Any]]) -> str:
-    """A table of samples for trackers that show Markdown."""
+    """Formats a table of samples for trackers that display Markdown."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
     lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
     return "\n".join(lines)
@@ -90,7 +94,7 @@ def as_markdown(rows: Sequence[Sequence[Any]]) -> str:
 
 def _cell(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
-    # What the model wrote is text, not Markdown.
+    # Escape the model's text, which is not Markdown.
     for sign in "\\`*_|<>[]":
         text = text.replace(sign, f"\\{sign}")
     return text.replace("\n", " ⏎ ")

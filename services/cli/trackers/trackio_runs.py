@@ -1,4 +1,4 @@
-"""Runs in Trackio: a database here or, where its own settings say so, a Space or a server."""
+"""Runs in Trackio: in a local database or, if Trackio's settings say so, in a Space or on a server."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,16 +16,16 @@ _REREADS = 500
 
 
 class TrackioRun:
-    """One run.
+    """One run in Trackio.
 
     Args:
-        run: As it was opened.
-        known: Rows that it has; None if that cannot be found out.
+        run: The opened run.
+        known: Rows that the run already has; None if they cannot be read.
     """
 
     def __init__(self, run: Any, known: Sequence[Mapping[str, Any]] | None) -> None:
         self._run = run
-        # A thread of trackio's writes rows half a second later.
+        # A thread of trackio writes rows with a delay of half a second.
         self.rereads = 0 if known is None else _REREADS
         self._newest = Newest()
         for row in known or ():
@@ -33,25 +33,25 @@ class TrackioRun:
                 self._newest.saw(name, int(row["step"]))
 
     def numbers(self, moment: Moment, numbers: Mapping[str, float]) -> None:
-        """Log a row."""
+        """Logs a row."""
         if new := self._newest.take(moment.step, numbers):
             self._run.log(new, step=moment.step)
 
     def samples(self, moment: Moment, split: Split, rows: Sequence[Sequence[Any]]) -> None:
-        """Log a table as text."""
+        """Logs a table as text."""
         name = f"samples/{split}"
         if self._newest.take(moment.step, {name: 0.0}):
             self._run.log({name: trackio.Markdown(as_markdown(rows))}, step=moment.step)
 
     def close(self, state: str) -> None:
-        """Send what is left."""
+        """Sends the remaining rows."""
         self._run.finish()
 
 
 def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> TrackioRun:
-    """A run of a project, with its specification."""
+    """Opens a run in a project, with its specification."""
     name = f"{run.name}-{run.id.removeprefix('run_')[-8:]}"
-    # Only a database here can be asked what it has; elsewhere the cursor has to do.
+    # Only a local database can be queried for existing rows; elsewhere the cursor must suffice.
     is_here = not any(resolve_space_id_and_server_url(None, None))
     known = SQLiteStorage.get_logs(spec.project, name) if is_here else None
     made = trackio.init(

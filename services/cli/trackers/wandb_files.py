@@ -1,6 +1,7 @@
-"""What wandb has written of a run that it keeps here to send it later: LevelDB's log of its own records.
+"""Reader of offline runs that wandb stores locally to send later: wandb's records in LevelDB's log format.
 
-Its process ends with the one that uses it, and drops what it had not written: the file is the truth.
+Wandb's process ends with its parent and drops unwritten records, so the file is the source of
+truth.
 """
 
 import struct
@@ -13,12 +14,12 @@ from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 _BLOCK = 1 << 15
 _FILE_HEADER = 7
 _HEADER = struct.Struct("<IHB")
-"""Checksum, length and kind of a piece of a record."""
+"""Checksum, length and type of a fragment of a record."""
 _WHOLE, _LAST = 1, 4
 
 
 def rows_of(folder: Path, run_id: str) -> Iterator[Any]:
-    """Rows that are kept of a run, of every time that it was opened, in order."""
+    """Yields the stored rows of a run, of all times that it was opened, in order."""
     for path in sorted(folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")):
         for data in _records(path.read_bytes()):
             record = Record.FromString(data)
@@ -27,7 +28,7 @@ def rows_of(folder: Path, run_id: str) -> Iterator[Any]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Whole records of a log."""
+    """Yield the complete records of a log."""
     position, record = _FILE_HEADER, b""
     while position + _HEADER.size <= len(data):
         room = _BLOCK - position % _BLOCK

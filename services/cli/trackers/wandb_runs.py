@@ -1,6 +1,6 @@
-"""Runs in Weights & Biases: the id there is the run's, so that it is resumed by whoever opens it.
+"""Runs in Weights & Biases under the run's own id, so that reopening resumes them.
 
-Its own step, which must grow, is the number of the event; curves are drawn over ``step``.
+W&B's step, which must increase, is the event's sequence number; charts use ``step`` as their axis.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,15 @@ from services.controller.models import RunView
 
 
 class WandbRun:
-    """One run.
+    """One run in Weights & Biases.
 
     Args:
-        run: As it was opened.
-        newest: Number of the last event that is kept here; of those on its server wandb itself knows.
+        run: The opened run.
+        newest: Sequence number of the last event that is stored locally; wandb itself knows
+            those on its server.
     """
 
-    # It writes and sends behind what it is told.
+    # Wandb writes and sends rows with a delay.
     rereads = 500
 
     def __init__(self, run: Any, newest: int) -> None:
@@ -31,16 +32,16 @@ class WandbRun:
         self._newest = newest
 
     def numbers(self, moment: Moment, numbers: Mapping[str, float]) -> None:
-        """Log a row."""
+        """Logs a row."""
         self._log(moment, numbers)
 
     def samples(self, moment: Moment, split: Split, rows: Sequence[Sequence[Any]]) -> None:
-        """Log a table."""
+        """Logs a table."""
         table = wandb.Table(columns=list(COLUMNS), data=[list(map(_plain, row)) for row in rows])
         self._log(moment, {f"samples/{split}": table})
 
     def close(self, state: str) -> None:
-        """Send what is left."""
+        """Sends the remaining rows."""
         if state:
             self._run.summary["state"] = state
         self._run.finish(exit_code=int(state in ("FAILED", "CANCELLED")))
@@ -51,7 +52,7 @@ class WandbRun:
 
 
 def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> WandbRun:
-    """A run of a project, with its specification."""
+    """Opens a run in a project, with its specification."""
     team, _, project = spec.project.rpartition("/")
     folder.mkdir(parents=True, exist_ok=True)
     newest = max((row.history.step.num for row in rows_of(folder, run.id)), default=-1)
@@ -74,5 +75,5 @@ def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> WandbRun:
 
 
 def _plain(value: Any) -> Any:
-    # A column has one type; what is not known would make it another.
+    # A column has one type; None would change it.
     return "" if value is None else value

@@ -185,7 +185,7 @@ def _problem(errors: Sequence[Any]) -> str:
 
 
 def _expected(errors: Sequence[Any], key: str) -> str:
-    """What a value must be, in one of several ways."""
+    """Return the expected value in words; alternatives are joined by "or"."""
     ways = []
     for error in errors:
         known = _TYPES.get(error["type"])
@@ -198,13 +198,13 @@ def _expected(errors: Sequence[Any], key: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML has it, in at most 80 characters."""
+    """Return a value in YAML syntax, shortened to 80 characters."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _hint(errors: Sequence[Any], key: str) -> str:
-    """What somebody may have meant who gave a value of another kind; empty if nobody knows."""
+    """Return a hint on the value that was most likely meant; empty if there is none."""
     value, types = errors[0]["input"], {error["type"] for error in errors}
     name = re.sub(r"\.\d+", ".N", key)
     hint = ""
@@ -230,7 +230,7 @@ def _hint(errors: Sequence[Any], key: str) -> str:
 
 
 def _label(text: str) -> str:
-    """The DNS label that is most like a text; empty if nothing of it remains."""
+    """Return the DNS label that is most similar to a text; empty if no character remains."""
     plain = (
         unicodedata.normalize("NFKD", text.replace("ß", "ss")).encode("ascii", "ignore").decode()
     )
