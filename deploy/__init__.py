@@ -1,1 +1,1 @@
-"""What deploys Slipstream, and the generators of its documents."""
+"""Deployment of Slipstream, and the generators of its documents."""

@@ -1,15 +1,15 @@
-"""The versions of a report of ``pip install --report``, as constraints: see ``make constraints``."""
+"""Writes the versions of a ``pip install --report`` as constraints: see ``make constraints``."""
 
 import json
 import re
 import sys
 
-# Torch is chosen where it is installed, by TORCH of the Makefile and the Dockerfiles, and names its CUDA.
+# TORCH of the Makefile and the Dockerfiles selects torch, which selects its CUDA packages.
 _CHOSEN_ELSEWHERE = {"torch", "slipstream", "cuda-bindings", "cuda-pathfinder"}
 
 
 def main() -> None:
-    """Read a report, write a constraint for each package that it would install."""
+    """Reads a report and writes a constraint for each package that it would install."""
     packages = [found["metadata"] for found in json.load(sys.stdin)["install"]]
     pins = {
         re.sub(r"[-_.]+", "-", package["name"]).lower(): package["version"] for package in packages

@@ -1,4 +1,4 @@
-"""The documentation's site: folders of pages join its navigation, links out of ``docs`` name the file."""
+"""MkDocs hooks: add folders of pages to the navigation and resolve links out of ``docs``."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ _LINK_OUT = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)#]+)(?:#[^)]*)?\)")
 
 
 def on_config(config: Any) -> Any:
-    """Add a section for each folder of pages that are alike, so that a new page needs no line of its own."""
+    """Adds a section for each folder of similar pages, so that a new page needs no entry."""
     root = Path(config["docs_dir"])
     for title, folder in _FOLDERS.items():
         pages = sorted(path.relative_to(root) for path in (root / folder).glob("*.md"))
@@ -18,7 +18,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to files that are not pages of the site become their paths in the repository."""
+    """Replaces links to files that are not pages of the site by their paths in the repository."""
     in_folder = "/" in page.file.src_path
 
     def path(match: re.Match[str]) -> str:

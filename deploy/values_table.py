@@ -13,10 +13,10 @@ _KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z]+):")
 
 
 def table(values: Path) -> str:
-    """Markdown table of all values that a ``# --`` comment explains.
+    """Returns a Markdown table of all values that a ``# --`` comment explains.
 
     Raises:
-        ValueError: If a comment stands before no value.
+        ValueError: If a comment does not precede a value.
     """
     text = values.read_text(encoding="utf-8")
     defaults = yaml.safe_load(text)
@@ -47,7 +47,7 @@ def _at(values: Any, path: list[str]) -> Any:
 
 
 def main() -> None:
-    """Replace the table in the chart's README."""
+    """Replaces the table in the chart's README."""
     readme = CHART / "README.md"
     before, rest = readme.read_text(encoding="utf-8").split(_BEGIN)
     after = rest.split(_END)[1]

@@ -21,7 +21,7 @@ workers that do not carry it get it from their pod's label when Prometheus disco
 
 
 def files() -> dict[Path, str]:
-    """Text of every generated file."""
+    """Returns the text of every generated file."""
     chart = ROOT / "deploy" / "helm" / "slipstream" / "files"
     written = {
         chart / "alerts.yaml": yaml.safe_dump(alerts.rules(), sort_keys=False, width=10_000),
@@ -36,7 +36,7 @@ def files() -> dict[Path, str]:
 
 
 def metrics_page(docs: list[MetricDoc]) -> str:
-    """The metrics reference."""
+    """Returns the metrics reference."""
     parts = [_METRICS_INTRO]
     for service in dict.fromkeys(doc.service for doc in docs):
         title = "Every process" if service == "all" else service.capitalize()
@@ -63,7 +63,7 @@ def metrics_page(docs: list[MetricDoc]) -> str:
 
 
 def runbook(alert: alerts.Alert) -> str:
-    """The page behind an alert's link."""
+    """Returns the page that an alert links to."""
     actions = "".join(f"{number}. {text}\n" for number, text in enumerate(alert.actions, start=1))
     return (
         f"# {alert.name}\n\n{alert.meaning}\n\n## What to do\n\n{actions}\n"
@@ -73,7 +73,7 @@ def runbook(alert: alerts.Alert) -> str:
 
 
 def main() -> None:
-    """Write all files."""
+    """Writes all files."""
     for path, text in files().items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

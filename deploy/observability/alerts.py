@@ -1,6 +1,7 @@
-"""The alerts.
+"""Prometheus alerts.
 
-``@name@`` is replaced by a value of the chart's ``monitoring.prometheusRule``, ``@shards@`` by ``transferqueue.shards``.
+``@name@`` is replaced by a value of the chart's ``monitoring.prometheusRule``, and ``@shards@`` by
+``transferqueue.shards``.
 """
 # ruff: noqa: E501  expressions stay on one line, as people paste them
 
@@ -18,12 +19,12 @@ class Alert:
     severity: Literal["page", "ticket"]
     summary: str
     meaning: str
-    """What is wrong, and for whom."""
+    """The fault, and whom it affects."""
     actions: tuple[str, ...]
-    """What to look at and to do, in order."""
+    """Diagnostic steps and remedies, in order."""
 
     def to_json(self) -> dict[str, Any]:
-        """A rule of Prometheus."""
+        """Returns the alert as a Prometheus rule."""
         return {
             "alert": self.name,
             "expr": self.expression,
@@ -306,5 +307,5 @@ ALL = (
 
 
 def rules() -> dict[str, Any]:
-    """All alerts as one rule group."""
+    """Returns all alerts as one rule group."""
     return {"groups": [{"name": "slipstream", "rules": [alert.to_json() for alert in ALL]}]}

@@ -16,7 +16,7 @@ class Panel:
 
     title: str
     meaning: str
-    """What a person learns from it."""
+    """Explanation of the panel for its reader."""
     queries: Sequence[Query]
     """Expression and legend of each line."""
     unit: str = "short"
@@ -27,7 +27,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The panels behind it belong together, and can be folded away."""
+    """A row; the panels after it belong together and can be collapsed."""
 
     title: str
 
@@ -42,11 +42,11 @@ class Dashboard:
 
     @property
     def panels(self) -> list[Panel]:
-        """Its panels, in order."""
+        """Returns its panels in order."""
         return [part for part in self.content if isinstance(part, Panel)]
 
     def to_json(self) -> dict[str, Any]:
-        """Grafana's classic dashboard model."""
+        """Returns Grafana's classic dashboard model."""
         return {
             "uid": self.uid,
             "title": self.title,
@@ -54,7 +54,7 @@ class Dashboard:
             "schemaVersion": 39,
             "editable": True,
             "refresh": "10s",
-            # The cross hair of one panel is that of all.
+            # All panels share one cross hair.
             "graphTooltip": 1,
             "annotations": {"list": [_annotation(*each) for each in ANNOTATIONS]},
             "links": [_OTHERS],
@@ -64,7 +64,7 @@ class Dashboard:
         }
 
 
-# What happens to runs, as lines through all panels: name, colour, expression that is there then, text.
+# Events of runs as vertical lines in all panels: name, colour, expression that exists then, text.
 ANNOTATIONS = (
     (
         "States of runs",
@@ -111,7 +111,7 @@ _OTHERS = {
     "includeVars": True,
     "keepTime": True,
 }
-# Buckets come from Prometheus, darker where more of a moment's samples are.
+# Prometheus provides the buckets; a darker colour means more samples at that time.
 _HEATMAP = {
     "calculate": False,
     "cellGap": 1,
@@ -151,7 +151,7 @@ def _annotation(name: str, color: str, expression: str, text: str) -> dict[str, 
 
 
 def _place(content: Sequence[Row | Panel]) -> list[dict[str, Any]]:
-    """Panels from left to right, top to bottom; each row begins a line of its own."""
+    """Place panels from left to right and top to bottom; each row begins a new line."""
     placed: list[dict[str, Any]] = []
     x = y = height = 0
     for number, part in enumerate(content, start=1):

@@ -1,4 +1,4 @@
-"""Expressions of PromQL that panels share, each with the legend of its lines."""
+"""PromQL expressions that panels share, each with the legend of its lines."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ Query = tuple[str, str]
 
 
 def newest(metric: str, *by: str, legend: str = "") -> list[Query]:
-    """Newest value of each run, and of each of its labels ``by``."""
+    """Returns the newest value of each run and of each of its labels ``by``."""
     labels = ("run", *by)
     text = " ".join(f"{{{{{label}}}}}" for label in labels)
     return [(f"max by ({', '.join(labels)}) ({metric}{{{RUN}}})", legend or text)]
 
 
 def each(**metrics: str) -> list[Query]:
-    """Newest values of several metrics of each run, by what their lines are called."""
+    """Returns the newest values of several metrics of each run, by the legends of their lines."""
     return [
         query
         for name, metric in metrics.items()
@@ -24,24 +24,24 @@ def each(**metrics: str) -> list[Query]:
 
 
 def rate(metric: str, by: str, *, matcher: str = RUN) -> list[Query]:
-    """Growth of a counter per second."""
+    """Returns the growth of a counter per second."""
     return [(f"sum by ({by}) (rate({metric}{{{matcher}}}[{RATE}]))", f"{{{{{by}}}}}")]
 
 
 def total(metric: str, by: str) -> list[Query]:
-    """Sum over everything that reports, by a label."""
+    """Returns the sum over all reporting processes, by a label."""
     labels = by.split(", ")
     text = " ".join(f"{{{{{label}}}}}" for label in labels)
     return [(f"sum by ({by}) ({metric}{{{RUN}}})", text)]
 
 
 def share(part: str, whole: str) -> list[Query]:
-    """One metric of each run over another."""
+    """Returns the quotient of two metrics of each run."""
     return [(f"max by (run) ({part}{{{RUN}}}) / max by (run) ({whole}{{{RUN}}})", "{{run}}")]
 
 
 def mean_seconds(metric: str) -> list[Query]:
-    """Mean time of each phase but the total."""
+    """Returns the mean time of each phase except the total."""
     matcher = f'{{{RUN},phase!="total"}}'
     parts = [
         f"sum by (phase) (rate({metric}_{part}{matcher}[{RATE}]))" for part in ("sum", "count")
@@ -50,20 +50,20 @@ def mean_seconds(metric: str) -> list[Query]:
 
 
 def mean(metric: str, legend: str) -> list[Query]:
-    """Mean of what a histogram observed."""
+    """Returns the mean of a histogram's observations."""
     parts = [f"sum(rate({metric}_{part}{{{RUN}}}[{RATE}]))" for part in ("sum", "count")]
     return [(" / ".join(parts), legend)]
 
 
 def buckets(metric: str) -> list[Query]:
-    """How many observations of a histogram came into each of its buckets, for a heatmap."""
+    """Returns the observations in each bucket of a histogram, for a heatmap."""
     return [(f"sum by (le) (increase({metric}_bucket{{{RUN}}}[{RATE}]))", "{{le}}")]
 
 
 def quantiles(
     metric: str, levels: Sequence[float], *, by: str = "", matcher: str = RUN, legend: str = ""
 ) -> list[Query]:
-    """Quantiles of what a histogram observed."""
+    """Returns quantiles of a histogram's observations."""
     labels = f"le, {by}" if by else "le"
     prefix = legend or (f"{{{{{by}}}}}" if by else "")
     return [

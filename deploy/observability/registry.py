@@ -1,4 +1,4 @@
-"""Every metric that the services register: the single source of docs, dashboards and alerts."""
+"""All metrics that the services register: the single source of documents, dashboards and alerts."""
 
 import importlib
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ _PREFIX = "slipstream_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricDoc:
-    """One metric as Prometheus shows it."""
+    """One metric as Prometheus exposes it."""
 
     name: str
     kind: str
@@ -32,7 +32,7 @@ class MetricDoc:
 
 
 def registered() -> list[MetricDoc]:
-    """All metrics, by service and name."""
+    """Returns all metrics, by service and name."""
     found = [
         _doc(metric, tuple(collector._labelnames), service)  # noqa: SLF001  no public listing
         for service, modules in _MODULES.items()
@@ -47,7 +47,7 @@ def registered() -> list[MetricDoc]:
 
 
 def _collectors(values: Iterable[object]) -> Iterator[MetricWrapperBase]:
-    """Metrics among a module's variables, also those kept in dictionaries; not their single series."""
+    """Yield the metrics among a module's variables and in dictionaries, without their single series."""
     for value in values:
         if isinstance(value, MetricWrapperBase):
             if not value._labelvalues:  # noqa: SLF001  no public way to tell
@@ -57,7 +57,7 @@ def _collectors(values: Iterable[object]) -> Iterator[MetricWrapperBase]:
 
 
 def exposed_names(docs: list[MetricDoc]) -> set[str]:
-    """Names of all series: histograms have three, and every process reports its memory."""
+    """Returns the names of all series: histograms have three, and every process reports its memory."""
     return {name for doc in docs for name in _series(doc)} | {"process_resident_memory_bytes"}
 
 

@@ -1,4 +1,4 @@
-"""Dashboards of what runs learn, and from which samples."""
+"""Dashboards on the learning of runs and on the samples that they train."""
 
 from deploy.observability.panels import Dashboard, Panel, Row
 from deploy.observability.queries import (

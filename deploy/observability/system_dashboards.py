@@ -1,4 +1,4 @@
-"""Dashboards of what runs share: the way of weights, workers, queue and API."""
+"""Dashboards on what runs share: weight transfer, workers, queue and API."""
 
 from deploy.observability.panels import Dashboard, Panel, Row
 from deploy.observability.queries import (

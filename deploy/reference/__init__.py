@@ -1,1 +1,1 @@
-"""What is written of the code: the references in docs/ and most of the Python client."""
+"""Generators of the references in docs/ and of most of the Python client."""

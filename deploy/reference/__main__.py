@@ -12,8 +12,8 @@ _DOCS = Path(__file__).parents[2] / "docs"
 
 
 def files() -> dict[Path, str]:
-    """Text of every written file."""
-    # Routes are described without being called, so there is nothing that they would need.
+    """Returns the text of every generated file."""
+    # Routes are described but not called, so the application needs no dependencies.
     nothing = cast("Any", None)
     app = build_app(RunApi(nothing, nothing, nothing, nothing, nothing))
     api = json.dumps(app.openapi(), indent=1, sort_keys=True)
@@ -28,7 +28,7 @@ def files() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write all files."""
+    """Writes all files."""
     for path, text in files().items():
         path.write_text(text, encoding="utf-8")
 

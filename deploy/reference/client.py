@@ -1,4 +1,7 @@
-"""What of the Python client follows from the API's description, and from the half of it that awaits."""
+"""Generates the Python client from the API's description.
+
+The synchronous half is generated from the asynchronous one.
+"""
 
 import re
 import subprocess
@@ -12,9 +15,9 @@ PACKAGE = Path(__file__).parents[2] / "services" / "client" / "slipstream_client
 _NOTE = "\n\nWritten by deploy/reference/client.py: `make docs` keeps it current.\n"
 _SCALARS = {"string": "str", "integer": "int", "number": "float", "boolean": "bool"}
 _JSON, _LINES = "application/json", "application/x-ndjson"
-# The answer to a condition that does not hold is none; streams of events are followed by hand-written code.
+# A conditional request may have no answer; hand-written code follows streams of events.
 _NOT_SENT = {"if-none-match", "last-event-id"}
-# What becomes of words where nothing is awaited.
+# Replacements in the synchronous half.
 _SYNC = {
     r"\basync (def|with|for)\b": r"\1",
     r"\bawait ": "",
@@ -31,19 +34,19 @@ _Schema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """An operation of the API that answers once, or line by line."""
+    """An operation of the API with a single answer, or with one answer per line."""
 
     name: str
     method: str
     path: str
     described: _Schema
     answer: str
-    """Its type."""
+    """Type of the answer."""
     is_lines: bool
 
 
 def modules(document: _Schema) -> dict[Path, str]:
-    """The written modules, by the API's description."""
+    """Returns the generated modules for a description of the API."""
     operations = list(_operations(document))
     written = {
         "models": _models(document["components"]["schemas"], operations),
@@ -78,7 +81,7 @@ def _operations(document: _Schema) -> Iterator[_Operation]:
 
 
 def _type(schema: _Schema, *, is_sent: bool = False) -> str:  # noqa: PLR0911
-    """A schema as a type. What is answered may have values that this release does not know."""
+    """Return the type of a schema; answers may contain values that this release does not know."""
     if "$ref" in schema:
         name: str = schema["$ref"].rpartition("/")[2]
         return name
@@ -103,7 +106,7 @@ def _names(text: str) -> set[str]:
 
 
 def _models(schemas: Mapping[str, _Schema], operations: list[_Operation]) -> str:
-    """What is answered."""
+    """Return the models of answers."""
     needed: set[str] = set()
     waiting = {name for operation in operations for name in _names(operation.answer)} & set(schemas)
     while waiting:
@@ -145,7 +148,7 @@ def _docstring(text: str, *, indent: str) -> str:
 
 
 def _methods(schemas: Mapping[str, _Schema], operations: list[_Operation]) -> str:
-    """All operations, as the methods of a class."""
+    """Return all operations as methods of a class."""
     answers = sorted({name for each in operations for name in _names(each.answer)} & set(schemas))
     lines = [
         f'"""The operations of the API as methods.{_NOTE}"""',
@@ -214,7 +217,7 @@ def _method(schemas: Mapping[str, _Schema], operation: _Operation) -> Iterator[s
 
 
 def _argument(schemas: Mapping[str, _Schema], name: str, schema: _Schema, about: _Schema) -> str:
-    """An argument as it is declared; what the description names is written out."""
+    """Return the declaration of an argument; references to schemas are expanded."""
     parts = [
         schemas[_type(part)] if "$ref" in part else part for part in schema.get("anyOf", (schema,))
     ]
@@ -228,7 +231,7 @@ def _argument(schemas: Mapping[str, _Schema], name: str, schema: _Schema, about:
 
 
 def _body(schemas: Mapping[str, _Schema], described: _Schema) -> Iterator[tuple[str, _Schema]]:
-    """The keys of a body, or ``spec`` for one that is a specification."""
+    """Yield the keys of a body, or ``spec`` if the body is a specification."""
     if "requestBody" not in described:
         return
     schema = described["requestBody"]["content"][_JSON]["schema"]
@@ -253,7 +256,7 @@ def _without_await(text: str) -> str:
 
 
 def _formatted(text: str) -> str:
-    """The text in the shape that all code has."""
+    """Return the text in the project's code format."""
     name = ["--stdin-filename", str(PACKAGE / "generated.py")]
     for command in (
         ["check", "--quiet", "--fix-only", "--select", "I", *name, "-"],

@@ -1,4 +1,4 @@
-"""What trains where, as ``slipstream plan --gpu-memory`` reckons it."""
+"""Generates the table of models that fit onto GPUs, from the plan of ``slipstream plan --gpu-memory``."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -82,7 +82,7 @@ _OFFLOADED = (("", False), ("M", "optimizer"), ("H", True))
 
 
 def page() -> str:
-    """A row for each model and number of GPUs."""
+    """Returns the page, with a row for each model and number of GPUs."""
     head = f"| model | GPUs | {' | '.join(_CONTEXTS)} |\n| --- | --- |{' --- |' * len(_CONTEXTS)}"
     return "\n".join([_HEAD.format(most=_MOST), head, *_rows(), ""])
 
@@ -123,12 +123,12 @@ def _figures(found: TrainerMemory) -> str:
 
 
 def _ways(config: PretrainedConfig, gpus: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Settings with their signs, those that cost less first."""
+    """Yield settings with their signs, in order of increasing cost."""
     heads: int = config.num_attention_heads
     for offload_sign, offload in _OFFLOADED:
         shares = [n for n in (1, 2, 4, 8) if n <= gpus and heads % n == 0]
         for sharing in shares:
-            # Ranks that share a sequence do so because it does not fit otherwise.
+            # Ranks share a sequence only if it does not fit otherwise.
             for kept_sign, kept in _KEPT if sharing == 1 else _KEPT[2:]:
                 share_sign = f"C{sharing}" if sharing > 1 else ""
                 signs = " ".join(filter(None, (kept_sign, share_sign, offload_sign)))

@@ -1,4 +1,4 @@
-"""Which model families do what, from the table that the code uses."""
+"""Generates the table of model families and their support, from the table that the code uses."""
 
 from collections.abc import Iterator
 
@@ -51,7 +51,7 @@ _ENGINES = {"torch": "torch", "vllm": "vLLM", "sglang": "SGLang"}
 
 
 def page() -> str:
-    """A row for each family, and why engines did not pass."""
+    """Returns the page: a row for each family, and the reasons why engines did not pass."""
     rows = []
     for name, family in FAMILIES.items():
         divided = "yes" if family.tensor_parallel else "no"
@@ -82,7 +82,7 @@ def _compared(engine: str, family: str) -> str:
 
 
 def _telling(family: str) -> Iterator[str]:
-    """Engines that tell the experts of a mixture."""
+    """Yield the engines that report the experts of a mixture."""
     yield _ENGINES["torch"]
     for engine, families in COMPARED.items():
         if family in families and family not in TELLS_NOT[engine]:

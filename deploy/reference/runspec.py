@@ -1,4 +1,4 @@
-"""Every key of a RunSpec with its type, default and meaning, and the schema that editors read."""
+"""Generates the reference of all RunSpec keys (type, default, meaning) and the schema for editors."""
 
 import json
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def schema() -> str:
-    """By which editors complete and check a specification."""
+    """Returns the JSON schema with which editors complete and check a specification."""
     return json.dumps({"$schema": _DRAFT, **RunSpec.model_json_schema()}, indent=1) + "\n"
 
 
 def page() -> str:
-    """All keys, part by part."""
+    """Returns the page with all keys, part by part."""
     return _HEAD + "".join(_sections())
 
 

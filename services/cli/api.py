@@ -46,7 +46,7 @@ class Api:
         token: API token; empty if the controller requires none.
         patience_s: Max seconds of retries while the controller does not answer, for example
             because it restarts.
-        http: HTTP client to use instead of the default one.
+        http: HTTP client to send requests with. Default: a client that uses no proxy.
     """
 
     def __init__(

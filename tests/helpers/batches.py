@@ -1,4 +1,4 @@
-"""Batches for trainer tests: a tiny policy samples its own responses, and memory is the queue."""
+"""Batches for trainer tests: a tiny policy samples its own responses; the queue is in memory."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -105,7 +105,7 @@ def queue_of(fields: Mapping[str, Jagged], tags: Mapping[str, Any]) -> Queue:
 def random_queue(
     policy: Policy, *, num_groups: int = 4, group_size: int = 4, seed: int = 0, version: int = 0
 ) -> Queue:
-    """Random tokens with the logprobs that ``policy`` gives them, and random rewards."""
+    """Returns random tokens with ``policy``'s logprobs, and random rewards."""
     generator = torch.Generator().manual_seed(seed)
 
     def lengths(low: int, high: int, count: int) -> list[int]:

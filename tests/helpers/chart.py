@@ -1,4 +1,4 @@
-"""Renders the chart for tests."""
+"""Renders the Helm chart for tests."""
 
 import subprocess
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Manifest = dict[str, Any]
 
 
 def helm(*arguments: str, version: str = "helm4") -> subprocess.CompletedProcess[str]:
-    """Run Helm."""
+    """Runs Helm."""
     (program,) = require(version)
     return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
 
@@ -28,7 +28,7 @@ def render(
     kube_version: str = "1.33.0",
     version: str = "helm4",
 ) -> list[Manifest]:
-    """All manifests of release ``demo`` in namespace ``train``, its workers in ``train-workers``."""
+    """Returns all manifests of release ``demo`` in namespace ``train``, with workers in ``train-workers``."""
     files = [part for name in profiles for part in ("-f", str(PROFILES / f"{name}.yaml"))]
     done = helm(
         "template", "demo", str(CHART), "-n", "train", "--kube-version", kube_version, *files,
@@ -39,14 +39,14 @@ def render(
 
 
 def one(manifests: Sequence[Manifest], kind: str, name: str) -> Manifest:
-    """The manifest of a kind and a name."""
+    """Returns the only manifest with a kind and a name."""
     found = [m for m in manifests if m["kind"] == kind and m["metadata"]["name"] == name]
     assert len(found) == 1, f"{len(found)} manifests are {kind} {name}"
     return found[0]
 
 
 def worker_templates(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
-    """Pod templates of workers, by role."""
+    """Returns the pod templates of workers, by role."""
     data = one(manifests, "ConfigMap", "demo-slipstream-workers")["data"]
     return {
         role: yaml.load(data[f"{role}.yaml"], yaml.CSafeLoader) for role in ("trainer", "rollout")
@@ -54,7 +54,7 @@ def worker_templates(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
 
 
 def pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
-    """Every pod that the release can make, by component: ``{"metadata": ..., "spec": ...}``."""
+    """Returns all pods that the release can create, by component: ``{"metadata": ..., "spec": ...}``."""
     found = dict(worker_templates(manifests))
     for manifest in manifests:
         pod = manifest if manifest["kind"] == "Pod" else manifest.get("spec", {}).get("template")
@@ -81,10 +81,10 @@ EVERYTHING = (
     "--set-json",
     'networkPolicy.egress={"enabled": true, "workersTo": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]}',
 )
-"""Switches on what is off by default."""
+"""Enables everything that is off by default."""
 
 EXISTING = (
     "--set",
     "serviceKey.existingSecret=key,controller.adminToken.existingSecret=token,tls.mode=existing",
 )
-"""Takes everything secret from secrets that somebody else makes."""
+"""Takes all secrets from existing secrets."""

@@ -22,7 +22,7 @@ SORT4 = REPOSITORY / "examples" / "sort4.yaml"
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that ended."""
+    """A command that has ended."""
 
     code: int
     out: str
@@ -30,7 +30,7 @@ class Finished:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The summary that ``--json`` names in its last line."""
+        """The summary that ``--json`` names in the last line."""
         return json.loads(Path(self.out.splitlines()[-1]).read_text())
 
     @property
@@ -40,22 +40,22 @@ class Finished:
 
 
 def command(*arguments: str | Path) -> list[str]:
-    """The slipstream command with arguments."""
+    """Returns the arguments of a slipstream command."""
     return [sys.executable, "-m", "services.cli.main", *map(str, arguments)]
 
 
 def environment() -> dict[str, str]:
-    """One thread for each process, so that several fit on two cores."""
+    """Returns an environment with one thread per process, so that several fit on two cores."""
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def as_owner(url: str) -> dict[str, str]:
-    """Headers of whoever started the controller at an address."""
+    """Returns request headers with the token of the user who started the controller at an address."""
     return {"Authorization": f"Bearer {known_tokens.find(url)}"}
 
 
 def slipstream(*arguments: str | Path, timeout: float = 300, folder: Path = REPOSITORY) -> Finished:
-    """Run a command to its end, in a folder."""
+    """Runs a command to its end, in a folder."""
     done = subprocess.run(
         command(*arguments),
         capture_output=True,
@@ -68,7 +68,7 @@ def slipstream(*arguments: str | Path, timeout: float = 300, folder: Path = REPO
 
 
 def train(spec: Path, state_directory: Path, *overrides: str, timeout: float = 600) -> Finished:
-    """Train a specification to its end."""
+    """Trains a specification to its end."""
     settings = [part for override in overrides for part in ("--set", override)]
     return slipstream(
         "run", spec, "--json", "--state-directory", state_directory, *settings, timeout=timeout
@@ -76,7 +76,7 @@ def train(spec: Path, state_directory: Path, *overrides: str, timeout: float = 6
 
 
 def run_module(name: str, *arguments: str | Path) -> str:
-    """Run a program of the repository to its end, which must be a good one; returns what it wrote."""
+    """Runs a module of the repository, which must succeed; returns its output."""
     done = subprocess.run(
         [sys.executable, "-m", name, *map(str, arguments)],
         capture_output=True,
@@ -90,7 +90,7 @@ def run_module(name: str, *arguments: str | Path) -> str:
 
 @contextmanager
 def started(*arguments: str | Path, until: str) -> Iterator[tuple[subprocess.Popen, list[str]]]:
-    """A command that runs on, once a line of its output matches ``until``."""
+    """Yields a running command once a line of its output matches ``until``."""
     process = subprocess.Popen(
         command(*arguments),
         stdout=subprocess.PIPE,
@@ -112,7 +112,7 @@ def started(*arguments: str | Path, until: str) -> Iterator[tuple[subprocess.Pop
         if process.poll() is None:
             process.terminate()
             try:
-                # Read on: a command that waits to write does not end.
+                # Keep reading: a command that blocks on a write does not end.
                 process.communicate(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
@@ -120,7 +120,7 @@ def started(*arguments: str | Path, until: str) -> Iterator[tuple[subprocess.Pop
 
 
 def descendants(process: subprocess.Popen) -> dict[str, psutil.Process]:
-    """All processes below a command, by the service they run."""
+    """Returns all processes below a command, by the service that they run."""
     found = {}
     for child, arguments in below(psutil.Process(process.pid)):
         match = re.search(r"services\.(\w+)", " ".join(arguments))
@@ -129,7 +129,7 @@ def descendants(process: subprocess.Popen) -> dict[str, psutil.Process]:
 
 
 def ranks_of(worker_id: str, state_directory: Path) -> dict[str, psutil.Process]:
-    """The processes of a worker of the only run, by rank, as its launcher wrote them down."""
+    """Returns the processes of a worker of the only run by rank, from the launcher's record."""
     (record,) = state_directory.glob(f"*/logs/{worker_id}.process")
     entries = json.loads(record.read_text())
     return {str(rank): psutil.Process(entry["pid"]) for rank, entry in enumerate(entries)}

@@ -1,4 +1,4 @@
-"""Commands that documents show: in blocks of a shell, and within a line."""
+"""Commands that documents show, in shell blocks and inline."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ from pathlib import Path
 _BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _SHELLS = {"sh", "bash", "console"}
-# What may stand before the name of a program.
+# Assignments that may precede the name of a program.
 _ASSIGNMENT = re.compile(r"\w+=")
 _ENDS = set("();<>|&")
 
@@ -21,14 +21,14 @@ class Command:
     program: str
     arguments: tuple[str, ...]
     is_whole: bool
-    """Whether it stands in a block, where nothing is left out."""
+    """True if the command is in a block, where nothing is left out."""
 
     def __str__(self) -> str:
         return " ".join((self.program, *self.arguments))
 
 
 def blocks(path: Path, *languages: str) -> list[str]:
-    """Fenced blocks of some languages, without their indentation."""
+    """Returns the fenced blocks of some languages, without their indentation."""
     found = _BLOCK.findall(path.read_text(encoding="utf-8"))
     return [
         re.sub(f"^{indent}", "", text, flags=re.MULTILINE)
@@ -38,7 +38,7 @@ def blocks(path: Path, *languages: str) -> list[str]:
 
 
 def commands(path: Path, programs: set[str]) -> Iterator[Command]:
-    """What a document shows of some programs."""
+    """Yields the commands of some programs in a document."""
     text = path.read_text(encoding="utf-8")
     for block in blocks(path, *_SHELLS):
         for line in block.replace("\\\n", " ").splitlines():
@@ -48,7 +48,7 @@ def commands(path: Path, programs: set[str]) -> Iterator[Command]:
 
 
 def _commands(line: str, programs: set[str], *, is_whole: bool) -> Iterator[Command]:
-    # What is substituted is a command as well: it is looked at by itself.
+    # A command substitution is a command too and is examined separately.
     for inner in re.findall(r"\$\(([^()]*)\)", line):
         yield from _commands(inner, programs, is_whole=is_whole)
     line = re.sub(r"\$\([^()]*\)", "SUBSTITUTED", line)

@@ -1,4 +1,4 @@
-"""A controller process whose runs wait for workers that never come."""
+"""A controller process whose runs wait for workers that never register."""
 
 import json
 import os
@@ -20,7 +20,7 @@ SPEC = changed(name="one", rollout={"max_response_tokens": 8}, trainer={"steps":
 
 @dataclass(frozen=True)
 class RunningController:
-    """Where it is, and what it wrote."""
+    """A running controller: its addresses, log file and process id."""
 
     url: str
     grpc: str
@@ -28,14 +28,14 @@ class RunningController:
     pid: int
 
     def client(self, token: str = ADMIN, **headers: str) -> httpx.Client:
-        """A client of an admin."""
+        """Returns an HTTP client, by default of an admin."""
         headers = {"Authorization": f"Bearer {token}"} | headers if token else headers
         return httpx.Client(base_url=self.url, headers=headers, timeout=30, trust_env=False)
 
 
 @contextmanager
 def running_queue(folder: Path) -> Iterator[str]:
-    """A small transferqueue, until the block ends; yields its address."""
+    """Yields the address of a small transferqueue that runs until the block ends."""
     ready, log = folder / "queue.ready", folder / "queue.log"
     given = {
         "ready_file": ready,
@@ -49,7 +49,7 @@ def running_queue(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def running_controller(folder: Path, **settings: object) -> Iterator[RunningController]:
-    """Start one in a folder, and end it with the block."""
+    """Runs a controller in a folder until the block ends."""
     (folder / "token").write_text(ADMIN)
     ready, log = folder / "ready", folder / "log"
     given = {
@@ -69,7 +69,7 @@ def running_controller(folder: Path, **settings: object) -> Iterator[RunningCont
 def _service(
     name: str, given: Mapping[str, object], ready: Path, log: Path
 ) -> Iterator[tuple[subprocess.Popen, dict[str, str]]]:
-    """A service with settings, once it has said where it is."""
+    """Yield a service's process and its addresses once it has announced them."""
     prefix = f"SLIPSTREAM_{name.upper()}_"
     environment = {f"{prefix}{key.upper()}": str(value) for key, value in given.items()}
     with log.open("w") as output:

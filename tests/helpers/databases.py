@@ -1,4 +1,4 @@
-"""Databases that tests run on: SQLite always, PostgreSQL where it is installed."""
+"""Databases for tests: SQLite always, PostgreSQL if it is installed."""
 
 import shutil
 import subprocess
@@ -12,10 +12,10 @@ _POSTGRES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 
 @contextmanager
 def postgres_cluster(address: str = "") -> Iterator[str | None]:
-    """URL of a server that lives as long as the block; None if PostgreSQL is not installed.
+    """Yields the URL of a temporary PostgreSQL server; None if PostgreSQL is not installed.
 
     Args:
-        address: Where it listens for everybody; on a socket of its own only when empty.
+        address: Address that the server listens on; if empty, it uses only a Unix socket.
     """
     if not _POSTGRES or shutil.which("runuser") is None:
         yield None

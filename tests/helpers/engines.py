@@ -17,7 +17,7 @@ VOCAB_SIZE = 24
 
 
 def installed(*names: str) -> list[object]:
-    """Those that are installed; the others are skipped."""
+    """Returns pytest parameters for packages; those that are not installed are skipped."""
     return [
         pytest.param(
             name,
@@ -30,7 +30,7 @@ def installed(*names: str) -> list[object]:
 
 
 def make_model(seed: int) -> PreTrainedModel:
-    """A random Qwen2 whose logits differ much between seeds."""
+    """Returns a random Qwen2 whose logits differ strongly between seeds."""
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
@@ -59,7 +59,7 @@ def request(request_id: str, context: tuple[int, ...], **changes: object) -> Gen
 def reference_logprobs(
     seed: int, context: tuple[int, ...], tokens: tuple[int, ...], temperature: float = 1.0
 ) -> Tensor:
-    """Log-probabilities of tokens after a context, computed by a plain forward pass."""
+    """Returns the logprobs of tokens after a context, from a plain forward pass."""
     ids = torch.tensor([context + tokens])
     with torch.no_grad():
         logits = make_model(seed)(ids).logits[0, len(context) - 1 : -1].float()
@@ -68,7 +68,7 @@ def reference_logprobs(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let other tasks run until something is true."""
+    """Lets other tasks run until a condition is true."""
     while not condition():  # noqa: ASYNC110 -- steps of an engine announce nothing
         await asyncio.sleep(0)
 

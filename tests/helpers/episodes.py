@@ -1,4 +1,4 @@
-"""Episodes of several conversations, as rollouts store them, and their gradient by hand."""
+"""Episodes of several conversations, as rollouts store them, and their gradient computed by hand."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ GROUP_SIZE = 3
 def branched_episodes(
     policy: Policy, *, num_groups: int = 3, seed: int = 0
 ) -> tuple[Queue, list[list[Conversation]]]:
-    """Random episodes of one to three conversations; the second branches off behind the first reply.
+    """Makes random episodes of one to three conversations; the second branches off after the first reply.
 
     Returns:
         The samples, and the conversations of each.
@@ -78,7 +78,10 @@ def branched_episodes(
 def gradients_by_hand(
     policy: Policy, queue: Queue, episodes: Sequence[Sequence[Conversation]]
 ) -> dict[str, Tensor]:
-    """GRPO with PPO's clip and the mean over tokens: one plain forward pass for each conversation."""
+    """Returns gradients of GRPO with PPO's clip and the token mean, by plain forward passes.
+
+    Each conversation has its own forward pass.
+    """
     rewards = queue.fields["rewards"].values.double().reshape(-1, GROUP_SIZE)
     centred = rewards - rewards.mean(1, keepdim=True)
     advantages = (centred / (rewards.std(1, keepdim=True) + 1e-6)).flatten().float()
@@ -96,7 +99,7 @@ def gradients_by_hand(
                     ratio = (own - torch.tensor(turn.logprobs)).exp()
                     clipped = ratio.clamp(0.8, 1.28)
                     loss = -torch.minimum(ratio * advantage, clipped * advantage)
-                    # The second clip, for tokens of a bad episode that became much likelier.
+                    # The dual clip, for tokens of a bad episode that became much more likely.
                     losses.append(loss.clamp(max=-3.0 * advantage) if advantage < 0 else loss)
                 place += len(turn.token_ids)
             seen |= set(map(id, conversation))

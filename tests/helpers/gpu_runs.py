@@ -1,4 +1,4 @@
-"""Whole runs on GPUs."""
+"""Complete runs on GPUs."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from tests.helpers.cli import SORT4, Finished, train
 
 
 def train_on_gpus(folder: Path, engine: str, *settings: str, timeout: float) -> Finished:
-    """Train the example to its end in bfloat16, with one rollout; skips the test without the engine."""
+    """Trains the example in bfloat16 with one rollout; skips the test if the engine is not installed."""
     if engine != "torch" and importlib.util.find_spec(engine) is None:
         pytest.skip(f"{engine} is not installed here")
     finished = train(
         SORT4,
         folder / "runs",
-        # Its heads have 64 dimensions, which kernels ask for.
+        # Its heads have 64 dimensions, which the kernels require.
         "model.path=tiny:qwen2-3m",
         f"rollout.engine={engine}",
         "rollout.replicas=1",
@@ -29,7 +29,7 @@ def train_on_gpus(folder: Path, engine: str, *settings: str, timeout: float) -> 
 
 
 def _told(folder: Path, finished: Finished) -> Iterator[str]:
-    """The end of what the command and each of its workers said."""
+    """Yield the end of the output of the command and of each worker."""
     yield finished.out[-2000:] + finished.err[-4000:]
     for log in sorted(folder.rglob("*.log")):
         yield f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}"

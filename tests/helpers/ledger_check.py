@@ -1,4 +1,4 @@
-"""Reads the database of a run that ended and checks what must hold whatever was killed."""
+"""Checks the invariants of an ended run in its database, which must hold whatever was killed."""
 
 import json
 import sqlite3
@@ -11,10 +11,10 @@ from typing import Any
 
 
 def check_run(state_directory: Path) -> dict[str, int]:
-    """Check the only run of a state directory; returns what it went through.
+    """Checks the only run of a state directory; returns counts of its events.
 
-    Every issued prompt is in one place, none was trained twice, no token over the bound was in the loss,
-    versions only grew, events have no gap.
+    Every issued prompt is in exactly one place, none was trained twice, no token beyond the
+    staleness bound was in the loss, versions only increased, and events have no gap.
     """
     with sqlite3.connect(state_directory / "slipstream.db") as connection:
         connection.row_factory = sqlite3.Row
@@ -30,19 +30,19 @@ def check_run(state_directory: Path) -> dict[str, int]:
     sequences = [sequence for sequence, *_ in trained]
     everywhere = sequences + live + dead
     assert sorted(everywhere) == list(range(ledger["num_issued"]))
-    # A run that is measured in epochs does not say how many steps they are.
+    # A run whose length is given in epochs does not contain its number of steps.
     num_steps = spec["trainer"]["steps"] or len(steps)
     assert [step["step"] for step in steps] == list(range(1, num_steps + 1))
     assert all(step["is_committed"] for step in steps)
     algorithm = spec["algorithm"]
     bound = algorithm["max_staleness"]
-    # Answers that rows have were sampled by no version.
+    # Answers from rows were sampled by no version.
     sampled = [] if algorithm["loss"] == "sft" else steps
     for step in sampled:
         assert json.loads(step["metrics_json"])["staleness_max"] <= bound, step["step"]
         for sequence, _, _, oldest in json.loads(step["groups_json"]):
             staleness = step["weight_version"] - oldest
-            # Under "mask" a group may have tokens over the bound: its tokens are looked at below.
+            # With "mask" a group may have tokens beyond the bound; its tokens are checked below.
             most = staleness if algorithm["on_stale"] == "mask" else bound
             assert 0 <= staleness <= most, (step["step"], sequence)
     summary = json.loads(run["summary_json"])["staleness"]
@@ -64,7 +64,7 @@ def check_run(state_directory: Path) -> dict[str, int]:
 
 
 def check_trained_tokens(path: Path, steps: Sequence[sqlite3.Row], bound: int) -> dict[str, int]:
-    """Check every token that the trainer had in its loss, by the loss mask that it reported of kept samples.
+    """Checks every token in the trainer's loss, using the reported loss masks of kept samples.
 
     Args:
         path: The kept samples of the run, which all processes have closed.
@@ -72,7 +72,7 @@ def check_trained_tokens(path: Path, steps: Sequence[sqlite3.Row], bound: int) -
         bound: ``algorithm.max_staleness``.
 
     Returns:
-        Samples that were looked at, and their tokens that trained and that did not.
+        Numbers of checked samples, and of their tokens that trained and that did not.
     """
     versions = {step["step"]: step["weight_version"] for step in steps}
     attempts = {
@@ -87,7 +87,7 @@ def check_trained_tokens(path: Path, steps: Sequence[sqlite3.Row], bound: int) -
         pairs = zip(runs[::2], runs[1::2], strict=True)
         tokens = list(chain.from_iterable(repeat(version, count) for version, count in pairs))
         mask = row["loss_mask"]
-        # A step that was made anew trained another attempt than the one that is kept of it.
+        # A step that was repeated trained another attempt than the one whose sample is kept.
         is_committed = attempts.get((row["step"], sequence)) == facts["attempt"]
         if not is_committed or len(tokens) != len(mask):
             continue
@@ -102,7 +102,7 @@ def check_trained_tokens(path: Path, steps: Sequence[sqlite3.Row], bound: int) -
 
 
 def _kept(path: Path) -> Iterator[tuple[sqlite3.Row, Mapping[str, Any]]]:
-    """What the trainer reported of each kept sample, with its facts."""
+    """Yield the trainer's report of each kept sample, with the sample's facts."""
     with closing(sqlite3.connect(path)) as connection:
         connection.row_factory = sqlite3.Row
         rows = connection.execute(

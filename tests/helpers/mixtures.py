@@ -1,4 +1,4 @@
-"""Tiny shapes of models of every family, mixtures of experts among them."""
+"""Tiny configurations of models of every family, including mixtures of experts."""
 
 from typing import Any
 
@@ -47,10 +47,10 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 
 def mixture_shape(family: str) -> dict[str, Any]:
-    """What a family needs besides the shape of a dense model; nothing if it is dense."""
+    """Returns the keys that a family needs besides those of a dense model; empty if it is dense."""
     return _SHAPES.get(family, {})
 
 
 def tiny_config(family: str, **shape: Any) -> Any:
-    """The configuration of a tiny model of a family."""
+    """Returns the configuration of a tiny model of a family."""
     return AutoConfig.for_model(family, **{**_BASE, **mixture_shape(family), **shape})

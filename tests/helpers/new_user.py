@@ -1,4 +1,4 @@
-"""What a new user has: a few files of an own task, and hands whose clicks and commands are counted."""
+"""Resources of a new user: files of a small task, and counters of commands and clicks."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ SPEC = {
     "validation": {"every": 12},
 }
 
-# One term falls while the run goes on: nobody would guess it from the reward alone.
+# One term falls during the run, which the total reward alone would not show.
 REWARDS = """
 calls = 0
 
@@ -46,7 +46,7 @@ def brief(prompt, response, answer, row):
 
 
 def write_task(folder: Path) -> Path:
-    """Write data, rewards and specification of a run of seconds into a folder; returns the specification."""
+    """Writes data, rewards and specification of a short run into a folder; returns the specification."""
     for name, begin in (("train", 0), ("heldout", 64)):
         rows = [{"question": f"{n}=", "answer": str(n)} for n in range(begin, begin + 64)]
         lines = [json.dumps(row) + "\n" for row in rows]
@@ -58,49 +58,49 @@ def write_task(folder: Path) -> Path:
 
 
 class Terminal:
-    """Commands that are given in a folder, counted."""
+    """Runs commands in a folder and counts them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._commands = 0
 
     def slipstream(self, *arguments: str | Path) -> Finished:
-        """Run a command to its end, which must be a good one."""
+        """Runs a command, which must succeed."""
         done = self.tries(*arguments)
         assert done.code == 0, done.out + done.err
         return done
 
     def tries(self, *arguments: str | Path) -> Finished:
-        """Run a command to its end."""
+        """Runs a command to its end."""
         self.count()
         return slipstream(*arguments, folder=self._folder)
 
     def count(self) -> None:
-        """Another command is given."""
+        """Counts another command."""
         self._commands += 1
         assert self._commands <= MOST_COMMANDS
 
 
 class Mouse:
-    """Clicks of a browser's page, counted; typing needs one into the field, a choice one to open it."""
+    """Counts clicks on a page; typing needs one click into the field, a choice needs one more to open it."""
 
     def __init__(self, page: Any) -> None:
         self.page = page
         self._clicks = 0
 
     async def click(self, what: Any, **how: Any) -> None:
-        """Click on something."""
+        """Clicks on an element."""
         self._count(1)
         await what.click(**how)
 
     async def write(self, field: Any, text: str) -> None:
-        """Click into a field and write."""
+        """Clicks into a field and types."""
         self._count(1)
         await field.fill(text)
         await field.press("Enter")
 
     async def choose(self, field: Any, option: str) -> None:
-        """Open a choice and take an option."""
+        """Opens a choice and selects an option."""
         self._count(2)
         await field.select_option(option)
 

@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def example(page: str, name: str, folder: Path) -> Path:
-    """Write the block that begins with the comment ``# name`` to a file of that name."""
+    """Writes the block that begins with the comment ``# name`` to a file with that name."""
     blocks = re.findall(
         r"```(?:python|yaml)\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL
     )
@@ -18,7 +18,7 @@ def example(page: str, name: str, folder: Path) -> Path:
 
 
 def recipes(folder: Path) -> dict[str, Path]:
-    """Write what ``docs/recipes.md`` shows into a copy of that folder; the specifications by name."""
+    """Writes the blocks of ``docs/recipes.md`` to a copy of that folder; returns specifications by name."""
     page = (ROOT / "docs" / "recipes.md").read_text()
     (folder / "examples").symlink_to(ROOT / "examples")
     docs = folder / "docs"

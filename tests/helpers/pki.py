@@ -1,4 +1,4 @@
-"""Certificates and kubeconfigs of a cluster that lives for one test session."""
+"""Certificates and kubeconfigs of a cluster that exists for one test session."""
 
 import datetime
 import ipaddress
@@ -23,7 +23,7 @@ class Authority:
     key: rsa.RSAPrivateKey
 
     def issue(self, name: str, *, user: str, group: str = "", hosts: tuple[str, ...] = ()) -> None:
-        """Write ``name.crt`` and ``name.key`` for a user of a group, or for a server of some hosts."""
+        """Writes ``name.crt`` and ``name.key`` for a user of a group, or for a server with some hosts."""
         key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
         builder = _builder(_name(user, group), self.certificate.subject, key)
         if hosts:
@@ -32,7 +32,7 @@ class Authority:
         _write(self.folder, name, builder.sign(self.key, hashes.SHA256()), key)
 
     def kubeconfig(self, name: str, server: str) -> Path:
-        """Write a kubeconfig for an issued user."""
+        """Writes a kubeconfig for an issued user."""
         path = self.folder / f"{name}.kubeconfig"
         config = {
             "apiVersion": "v1",
@@ -63,7 +63,7 @@ class Authority:
 
 
 def make_authority(folder: Path) -> Authority:
-    """A new certificate authority, and the key that signs service account tokens."""
+    """Makes a new certificate authority, and the key that signs service account tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     name = _name("slipstream-test-ca", "")

@@ -1,4 +1,4 @@
-"""What a transfer in place does, without its wire."""
+"""The steps of a transfer in place, without its transport."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,13 +22,14 @@ async def place_all(
     num_sources: int,
     bucket_bytes: int = 8192,
 ) -> None:
-    """Place a version that lies in this process, on the device of its tensors.
+    """Places a version that is in this process, on the device of its tensors.
 
     Args:
-        open_weights: Of an engine or a sink.
+        open_weights: Method of an engine or a sink.
         weights: Tensors by name.
-        num_sources: Trainer ranks that would hold them.
-        bucket_bytes: Of a bucket; by default so few that one may end inside of a row.
+        num_sources: Number of simulated trainer ranks.
+        bucket_bytes: Bytes of a bucket; the default is so small that a bucket may end inside of
+            a row.
     """
     device = next(iter(weights.values())).device
     specs = [

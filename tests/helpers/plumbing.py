@@ -1,4 +1,4 @@
-"""Runs of seconds on a random model: one that learns nothing, and one that learns what it is told."""
+"""Short runs on a random model: one that learns nothing, and ones that learn answers from the data."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ PLUMBING = {
 
 
 def write_plumbing(folder: Path) -> Path:
-    """Write its specification, its prompts and its reward into a folder; returns the specification."""
+    """Writes specification, prompts and reward into a folder; returns the specification."""
     (folder / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(32))
     )
@@ -33,7 +33,7 @@ def write_plumbing(folder: Path) -> Path:
 
 
 def write_sft(folder: Path) -> Path:
-    """Conversations of two answers each, of which one row has none, and one is too long."""
+    """Writes conversations with two answers each; one row has no answer, and one is too long."""
 
     def talk(number: int, last: str = "assistant") -> list[dict[str, str]]:
         said = ("user", f"count {number}"), ("assistant", "1"), ("user", "on"), (last, f"{number}")
@@ -69,7 +69,7 @@ def write_sft(folder: Path) -> Path:
 
 
 def write_dpo(folder: Path) -> Path:
-    """Pairs of answers, of which one row has the same twice, and one has an answer that is too long."""
+    """Writes pairs of answers; one row has equal answers, and one has an answer that is too long."""
     rows = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(32)]
     rows += [{**rows[0], "rejected": "yes"}, {**rows[1], "rejected": "no" * 40}]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -1,11 +1,11 @@
-"""Ports for services that must be told theirs."""
+"""Ports for services that need a fixed port."""
 
 import random
 import socket
 
 
 def free_port() -> int:
-    """A free port on loopback, below those that the system gives to whoever asks for any."""
+    """Returns a free port on loopback, below the range of ephemeral ports."""
     while True:
         port = random.randrange(10_000, 32_000)
         try:

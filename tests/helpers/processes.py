@@ -1,4 +1,4 @@
-"""Processes that a test started, as they come and go."""
+"""Processes that a test started."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,8 +9,8 @@ import psutil
 def below(
     root: psutil.Process, *, recursive: bool = True
 ) -> Iterator[tuple[psutil.Process, list[str]]]:
-    """Live processes below another, or only its children, each with its command line."""
+    """Yields the live processes below another one, or only its children, with their command lines."""
     for process in root.children(recursive=recursive):
-        # It may end while it is looked at, and before whoever started it has seen that.
+        # A process may end during the inspection, or be a zombie until its parent reaps it.
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             yield process, process.cmdline()

@@ -1,4 +1,4 @@
-"""A REST API over a manager whose runs wait for workers that never come."""
+"""A REST API over a manager whose runs wait for workers that never register."""
 
 import asyncio
 import time
@@ -28,15 +28,15 @@ SPEC = changed(name="one", rollout={"max_response_tokens": 8}, trainer={"steps":
 
 
 def named(number: int) -> dict[str, object]:
-    """A specification with a name of its own."""
+    """Returns a specification with a unique name."""
     return {**SPEC, "name": f"run-{number}"}
 
 
 class EmptyQueue:
-    """A transferqueue in which nothing is stored."""
+    """A transferqueue without samples."""
 
     async def create_partition(self, partition_id, *, required_fields, quota_bytes=0):
-        """Nothing is kept."""
+        """Does nothing."""
 
     async def drop_partition(self, partition_id):
         return 0
@@ -45,10 +45,10 @@ class EmptyQueue:
         return Stats(partitions=(), shards=())
 
     async def keep_samples(self, run_id, *, max_bytes, max_steps):
-        """Nothing is kept."""
+        """Does nothing."""
 
     async def forget_samples(self, run_id):
-        """Nothing is there."""
+        """Does nothing."""
 
     async def read_samples(self, run_id, query):
         for stretch in ():
@@ -59,7 +59,7 @@ class EmptyQueue:
 async def open_manager(
     database, *, max_active_runs=1, max_queued_runs=2, allowance=None, queue=None, **limits
 ) -> AsyncIterator[RunManager]:
-    """A manager; its runs are cancelled at the end."""
+    """Yields a manager; its runs are cancelled at the end."""
     async with asyncio.TaskGroup() as tasks:
         membership = Membership(time, 30.0)
         manager = RunManager(
@@ -87,20 +87,20 @@ async def open_manager(
 
 
 class Developer:
-    """Whoever asks is an admin."""
+    """Authenticates every caller as an admin."""
 
     def authenticate(self, authorization):
         return Principal(name="developer", project="default", role="admin")
 
 
 def api_of(manager, database, tmp_path, users=None) -> RunApi:
-    """The run API over a manager."""
+    """Returns the run API over a manager."""
     logs, limits = RunLogs(tmp_path, manager.is_ended), RequestLimits(manager.limits)
     return RunApi(manager, RunAudit(database), logs, users or Developer(), limits)
 
 
 def client_of(manager, database, tmp_path, users=None, token="") -> httpx.AsyncClient:
-    """A client of the application, without a socket."""
+    """Returns an HTTP client of the application, without a socket."""
     app = build_app(api_of(manager, database, tmp_path, users))
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -108,7 +108,7 @@ def client_of(manager, database, tmp_path, users=None, token="") -> httpx.AsyncC
 
 
 def save(database, run_id, *, step, path="", state="READY") -> str:
-    """Write down a checkpoint as a run does, and the steps behind it."""
+    """Inserts a checkpoint into the database as a run does; returns its id."""
     checkpoint = Checkpoint(
         checkpoint_id=f"ckpt_{run_id[-8:]}_{step}",
         run_id=run_id,

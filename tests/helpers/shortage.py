@@ -1,4 +1,4 @@
-"""A device without enough memory, played on a CPU."""
+"""Simulates a device without enough memory on a CPU."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from services.trainer.model.policy import Critic, Policy
 def limited(
     module: Policy | Critic, num_tokens: int, *, in_backward: bool = False, scores: bool = False
 ) -> None:
-    """From now on passes over more tokens fail in the middle of the model: with gradients, or without."""
+    """Makes later passes over more tokens fail inside the model, with gradients or without."""
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")

@@ -1,4 +1,4 @@
-"""Services that keep running, and train what is submitted, as ``slipstream up`` has them."""
+"""Running services that train submitted runs, as ``slipstream up`` starts them."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class System:
     """State directory, with a folder for each run."""
 
     def train(self, spec: Path, *overrides: str) -> Finished:
-        """Submit a specification and watch it to its end."""
+        """Submits a specification and watches it to its end."""
         settings = [part for override in overrides for part in ("--set", override)]
         submitted = slipstream("submit", spec, "--url", self.url, *settings)
         assert submitted.code == 0, submitted.err
@@ -30,6 +30,6 @@ class System:
 
 @contextmanager
 def running_system(state: Path) -> Iterator[System]:
-    """Controller and transferqueue; they end with the block."""
+    """Runs a controller and a transferqueue until the block ends."""
     with started("up", "--port", "0", "--state-directory", state, until="controller at http"):
         yield System(json.loads((state / "up.json").read_text())["url"], state)

@@ -1,4 +1,4 @@
-"""Finds the programs that deployment tests need: in the cache that ``provision.sh`` fills, or on the path."""
+"""Finds programs for deployment tests, in the cache that ``provision.sh`` fills or on the path."""
 
 import os
 import shutil
@@ -11,7 +11,10 @@ _PROVISION = "tests/cluster/provision.sh"
 
 
 def find(name: str) -> Path | None:
-    """A program by name; ``KUBEBUILDER_ASSETS`` comes first, as for other projects' API server tests."""
+    """Returns the path of a program.
+
+    ``KUBEBUILDER_ASSETS`` has priority, as in other projects' API server tests.
+    """
     for folder in (os.getenv("KUBEBUILDER_ASSETS"), str(CACHE / "bin")):
         if folder and (Path(folder) / name).exists():
             return Path(folder) / name
@@ -20,7 +23,7 @@ def find(name: str) -> Path | None:
 
 
 def require(*names: str) -> list[Path]:
-    """Programs by name; a missing one skips the test, or fails it where ``CI`` is set."""
+    """Returns programs by name; a missing one skips the test, or fails it if ``CI`` is set."""
     found = {name: find(name) for name in names}
     missing = [name for name, path in found.items() if path is None]
     if missing:

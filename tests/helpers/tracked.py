@@ -1,4 +1,4 @@
-"""Writes a run to a tracker by hand, and reads back what trackers have kept on this machine."""
+"""Writes a run to a tracker, and reads back the values that trackers stored on this machine."""
 
 import importlib.util
 import json
@@ -47,14 +47,14 @@ ROW = [None if name == "reward" else "| what\nit wrote |" for name in COLUMNS]
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
-    """Skips a test where a tracker is not installed; CI has them all."""
+    """Skips a test if a tracker is not installed, except in CI, which has all."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     is_skipped = bool(missing) and not os.environ.get("CI")
     return pytest.mark.skipif(is_skipped, reason=f"not installed: {', '.join(missing)}")
 
 
 def of_tensorboard(folder: Path) -> list[Point]:
-    """All scalars below a folder."""
+    """Returns all scalars below a folder."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     return [
@@ -67,7 +67,7 @@ def of_tensorboard(folder: Path) -> list[Point]:
 
 
 def of_mlflow(uri: str) -> list[Point]:
-    """All metrics of all runs."""
+    """Returns all metrics of all runs."""
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
@@ -81,7 +81,7 @@ def of_mlflow(uri: str) -> list[Point]:
 
 
 def of_trackio(folder: Path) -> list[Point]:
-    """All numbers in its databases."""
+    """Returns all numbers in Trackio's databases."""
     points = []
     for path in folder.glob("*.db"):
         with sqlite3.connect(path) as connection:
@@ -95,7 +95,7 @@ def of_trackio(folder: Path) -> list[Point]:
 
 
 def of_wandb(folder: Path) -> list[Point]:
-    """All numbers that wandb would send, of every time that a run was opened."""
+    """Returns all numbers that wandb would send, of all times that a run was opened."""
     from services.cli.trackers.wandb_files import rows_of
 
     points = []
@@ -113,12 +113,12 @@ def of_wandb(folder: Path) -> list[Point]:
 
 
 def curve(points: list[Point], name: str) -> list[int]:
-    """Steps that have a number, as often as they have it."""
+    """Returns the steps at which a metric has values, once per value."""
     return sorted(step for known, step, _ in points if known == name)
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """That of trackers which keep everything in a folder."""
+    """Returns an environment in which trackers store everything in a folder."""
     return {
         "WANDB_MODE": "offline",
         "MLFLOW_TRACKING_URI": f"file:{folder}/mlflow",
@@ -128,13 +128,13 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def write(kind: str, folder: Path, steps: Sequence[int], *, is_killed: bool = False) -> None:
-    """Write some steps, and an evaluation and a table of the one before the last, in a process of its own.
+    """Writes steps, and an evaluation and a table of the second to last one, in a subprocess.
 
     Args:
         kind: The tracker.
-        folder: What it keeps.
-        steps: To be written.
-        is_killed: Whether the process is killed behind them; otherwise the run has ended.
+        folder: Folder for the tracker's files.
+        steps: Steps to write.
+        is_killed: If true, the process is killed after the steps; otherwise the run ends.
     """
     given = json.dumps([kind, str(folder), list(steps), is_killed])
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Random samples that share what they begin with, in every way that samples may."""
+"""Random samples with shared prefixes, in all forms that occur."""
 
 import random
 
@@ -10,7 +10,7 @@ from services.common.jagged import Jagged
 def random_trie(
     rng: random.Random, *, vocabulary: int, most_samples: int = 12, longest: int = 24
 ) -> tuple[Jagged, Jagged]:
-    """Prompts and responses: nested prefixes, equal samples, branches of one token, empty responses."""
+    """Makes prompts and responses: nested prefixes, equal samples, one-token branches, empty responses."""
 
     def tokens(most: int) -> list[int]:
         return [rng.randrange(vocabulary) for _ in range(rng.randint(1, most))]

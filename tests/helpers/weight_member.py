@@ -1,7 +1,7 @@
-"""A weight member in a process of its own.
+"""A weight member in a separate process.
 
-Serves the member's gRPC and tells its port. A receiver tells the digest of its live weights after each
-adoption, so that a test can compare it, and falls where a test wants it to.
+It serves the member's gRPC and reports its port. A receiver reports the digest of its live weights
+after each adoption, so that a test can compare it, and fails at the point that a test sets.
 """
 
 import asyncio
@@ -34,40 +34,42 @@ _LEAST_BUCKET_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Fall:
-    """Where a rollout ends or stops itself."""
+    """Point at which a rollout kills or stops itself."""
 
     how: signal.Signals
     """``SIGKILL`` or ``SIGSTOP``."""
     bucket: int = 0
-    """At the start of that many buckets since its own start; 0 is not in a transfer."""
+    """Number of started buckets, counted from the process's start, at which it fails; 0 disables
+    this."""
     version: int = -1
-    """In the adoption of that version; -1 is in none."""
+    """Version in whose adoption it fails; -1 disables this."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a member process is."""
+    """Options of a member process."""
 
     role: str
     """``trainer`` or ``rollout``."""
     rendezvous: str
-    """Where members meet."""
+    """Address of the rendezvous."""
     num_bytes: int
-    """Of the weights."""
+    """Bytes of the weights."""
     device: str
-    """Where they lie."""
+    """Device of the weights."""
     fall: Fall | None = None
-    """Where it falls."""
+    """Point at which it fails."""
     claims: str = ""
-    """Device that it says to be on; empty for the one that it is on."""
+    """Device that it reports; empty for its real device."""
     is_walled: bool = False
-    """Whether it cannot open what other processes lend, as in a container of its own."""
+    """True if it cannot open memory that other processes share, as in a separate container."""
     patience_s: float | None = None
-    """Of a collective on a busy machine; a stopped peer holds its buffers for as long. None for the usual."""
+    """Time-out of a collective on a busy machine; a stopped peer blocks its buffers for as long.
+    None uses the default."""
 
 
 class Trainer:
-    """Weights that are new at every look, and the same in every process that counts along."""
+    """Weights that change with every read, in the same way in all processes."""
 
     def __init__(self, num_bytes: int, device: str) -> None:
         self._device = device
@@ -87,7 +89,7 @@ class Trainer:
 
 
 class Rollout:
-    """Tells what it serves."""
+    """Reports the weights that it serves."""
 
     def __init__(
         self, num_bytes: int, device: str, told: Connection, fall: Fall | None = None
@@ -106,7 +108,7 @@ class Rollout:
         return await self.adopt_weights(version, self._live)
 
     async def close_weights(self) -> None:
-        """Nothing is paused."""
+        """Does nothing: nothing is paused."""
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
         if self._fall is not None and self._fall.version == version:
@@ -129,7 +131,7 @@ class Rollout:
 
 
 def fall_in_transfer(fall: Fall) -> None:
-    """Fall once that many buckets were begun."""
+    """Makes the process fail after a number of started buckets."""
     honest, begun = group.Channel.broadcast, 0
 
     def broadcast(channel: group.Channel, tensor: Tensor) -> group.Work:
@@ -143,12 +145,12 @@ def fall_in_transfer(fall: Fall) -> None:
 
 
 def wall(*_: object) -> Tensor:
-    """Open nothing."""
+    """Raises an error in place of opening shared memory."""
     raise OSError("no such process")
 
 
 def run(options: Options, told: Connection) -> None:
-    """Serve until killed."""
+    """Serves until the process is killed."""
     torch.set_num_threads(1)
     configure(member=options.role)
     if options.patience_s is not None:
@@ -161,7 +163,7 @@ def run(options: Options, told: Connection) -> None:
 
 
 class ClaimingMember(WeightMember):
-    """Says to be on another device than it is."""
+    """Reports another device than its real one."""
 
     claims = ""
 

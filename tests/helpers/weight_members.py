@@ -1,4 +1,4 @@
-"""Weight members in one process: sources that hold the same weights, sinks that adopt them."""
+"""Weight members in one process: sources with the same weights, and sinks that adopt them."""
 
 import asyncio
 import threading
@@ -114,14 +114,14 @@ def score(weights):
 
 
 class Cluster:
-    """Sources and two receivers that do what a controller would ask.
+    """Sources and two receivers that execute the requests of a controller.
 
     Args:
-        num_sources: Trainer ranks that send.
-        mode: How weights travel.
-        bucket_bytes: Most bytes of one collective.
-        specs: What is sent.
-        sinks: The receivers' ends; None for two of :class:`Sink`.
+        num_sources: Number of trainer ranks that send.
+        mode: Value of ``weight_sync.mode``.
+        bucket_bytes: Max bytes of one collective.
+        specs: The tensors.
+        sinks: Sinks of the receivers; None for two of :class:`Sink`.
         backend: The transport.
     """
 
@@ -202,14 +202,14 @@ class Cluster:
         )
 
     async def transfer(self, version, epoch=1, base_version=-1):
-        """Reports of all members, or their errors."""
+        """Returns the reports of all members, or their errors."""
         order = TransferOrder(epoch=epoch, version=version, timeout_s=10, base_version=base_version)
         return await asyncio.gather(
             *(member.transfer(order) for member in self.members), return_exceptions=True
         )
 
     async def send(self, version, epoch=1):
-        """Send to everybody; returns the digest."""
+        """Sends to all receivers; returns the digest."""
         await self.prepare(version, epoch)
         base = self.held[0] if len(set(self.held)) == 1 and self.held[0] < version else -1
         reports = await self.transfer(version, epoch, base)
@@ -221,7 +221,7 @@ class Cluster:
         return version_digest(sent)
 
     async def publish(self, version, epoch=1):
-        """Send, adopt and check everywhere; returns the digest."""
+        """Sends, adopts and checks on all receivers; returns the digest."""
         digest = await self.send(version, epoch)
         canary = await self.senders[0].score()
         for member in self.receivers:
@@ -230,7 +230,7 @@ class Cluster:
         return digest
 
     def serves_what_was_sent(self):
-        """Whether every live tensor is the trainer's, bit by bit."""
+        """Returns True if every live tensor equals the trainer's bit by bit."""
         return all(
             torch.equal(sink.live[name], tensor)
             for sink in self.sinks

@@ -16,7 +16,7 @@ from tests.helpers.weight_member import Options, run
 
 
 class Member:
-    """A member process and what it tells."""
+    """A member process and its reports."""
 
     def __init__(self, name, options):
         self.name = name
@@ -38,18 +38,18 @@ class Member:
         )
 
     async def started(self):
-        """Return once it can be called."""
+        """Waits until the member can be called."""
         _, port = await self._hear(90)
         self.port = int(port)
 
     async def serves(self, timeout_s=60):
-        """Version and digest of the next adoption that it tells of."""
+        """Returns the version and digest of the next adoption that it reports."""
         line = await self._hear(timeout_s)
         assert line[0] == "serves", line
         return int(line[1]), line[2]
 
     async def serves_version(self, version):
-        """Digest of a version that it tells of, now or later."""
+        """Returns the digest of a version, once the member reports it."""
         while True:
             found, digest = await self.serves()
             if found == version:
@@ -59,7 +59,7 @@ class Member:
         os.kill(self.process.pid, signal_)
 
     def end(self):
-        """Kill the process."""
+        """Kills the process."""
         self.process.kill()
         self.process.join()
 
@@ -80,7 +80,7 @@ class Members:
         self.all = []
 
     def start(self, name, device=0, fall=None, claims="", *, is_walled=False):
-        """Start a process; it is not up yet."""
+        """Starts a process without waiting for it."""
         options = Options(
             role="trainer" if name == "trainer" else "rollout",
             rendezvous=f"127.0.0.1:{self._port}",
@@ -97,7 +97,7 @@ class Members:
 
 @asynccontextmanager
 async def members_of(num_bytes, **options):
-    """Room for member processes; all end with the block."""
+    """Yields a starter of member processes, which all end with the block."""
     store = RendezvousStore()
     store.open("run_1")
     add = membership_pb2_grpc.add_RendezvousServiceServicer_to_server
@@ -123,7 +123,7 @@ async def session_of(
     hosts=None,
     **spec,
 ):
-    """A formed session; yields it with its members by name, and what starts others."""
+    """Yields a formed session, its members by name, and a starter of further members."""
     falls, devices = falls or {}, devices or range(len(names))
     async with members_of(num_bytes, use_gpu=use_gpu, patience_s=patience_s) as started:
         members = {
@@ -138,9 +138,9 @@ async def session_of(
 
 
 async def open_session(members, *, attempt=1, hosts=None, **spec):
-    """A formed session of members by name, as the run's loop opens one each time that it is entered.
+    """Returns a formed session of members by name, as the pipeline opens one each time that it starts.
 
-    All are on one host, but for those that ``hosts`` names.
+    All members are on one host, except those that ``hosts`` names.
     """
     hosts = hosts or {}
     session = WeightSession(WeightSyncSpec(**spec), "run_1", first_epoch=attempt << 20)

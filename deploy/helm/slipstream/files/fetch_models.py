@@ -1,4 +1,4 @@
-"""Downloads what the arguments name from Hugging Face: NAME, NAME@REVISION, or datasets/NAME."""
+"""Downloads models and data sets from Hugging Face: NAME, NAME@REVISION, or datasets/NAME."""
 # ruff: noqa: INP001, T201  a script that speaks to whoever reads the log of its Job
 
 import sys

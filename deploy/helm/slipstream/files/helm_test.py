@@ -1,4 +1,4 @@
-"""What `helm test` asks of an installed release: the API, both gRPC servers, and metrics."""
+"""Checks of ``helm test`` on an installed release: the API, both gRPC servers, and metrics."""
 
 # ruff: noqa: INP001
 import asyncio
@@ -18,13 +18,13 @@ TLS = Path("/etc/slipstream/tls")
 
 
 def fetch(url: str) -> httpx.Response:
-    """The answer behind a URL."""
-    # Users check the certificate of the API; here it is only asked whether it answers.
+    """Returns the response of a URL."""
+    # Clients verify the API's certificate; this only checks that the API answers.
     return httpx.get(url, timeout=TIMEOUT_S, trust_env=False, verify=False).raise_for_status()  # noqa: S501
 
 
 async def check_health(address: str, peer: Peer, identity: Identity) -> None:
-    """Ask a gRPC server for its health."""
+    """Checks the health of a gRPC server."""
     with acting_as(identity):
         channel = open_channel(address, peer)
     async with channel:
@@ -36,7 +36,7 @@ async def check_health(address: str, peer: Peer, identity: Identity) -> None:
 
 
 scheme, controller, queue = sys.argv[1:]
-# With a certificate, if the release has any.
+# The release has certificates only if TLS is on.
 own = Identity(tls=IssuedTls(Issuer(TLS), "test.slipstream") if TLS.exists() else None)
 fetch(f"{scheme}://{controller}:8080/healthz")  # what needs no token
 servers: list[tuple[str, Peer]] = [(controller, "controller"), (queue, "transferqueue")]
