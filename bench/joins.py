@@ -1,10 +1,11 @@
-"""A rollout that joins a run which trains, and one that leaves it: ``python -m bench.joins [--smoke]``.
+"""A rollout that joins a running training, and one that leaves: ``python -m bench.joins [--smoke]``.
 
-A whole run of one rollout gets a second one over the API, as users ask for it, and loses it again. On one GPU
-all three share it, each with its part of the memory. Told is when the engine of the new one was up, when it
-had the current weights, and when its first tokens were there; and the longest time between two trained steps
-meanwhile, beside the median of those before. Results go to ``bench/results/joins.json``.
-Bar: within 10 s from the engine to the first token, and training does not stop.
+A run with one rollout gets a second one over the API, as users request it, and loses it again. On
+one GPU all three workers share it, each with a part of its memory. The benchmark reports when the
+engine of the new rollout was ready, when it had the current weights, and when it generated its
+first tokens; and the longest time between two trained steps meanwhile, next to the median of those
+before. Results go to ``bench/results/joins.json``. Bar: within 10 s from the engine to the first
+token, and training does not stop.
 """
 
 import argparse

@@ -1,15 +1,16 @@
 """A whole run on one GPU, which trainer and engine share: ``python -m bench.one_gpu [--smoke]``.
 
-A model of 1.5 billion parameters trains through all services with vLLM, without a setting for memory. Beside
-each process's peak, as the driver counts it, stands what was planned for it before the start; the trainer's
-allocator holds more than is in use, so that is told as well. Results go to ``bench/results/one-gpu.json``.
-Bar: ten steps, and peaks within 5 % of the plan.
+A model of 1.5 billion parameters trains through all services with vLLM, without any memory setting.
+Each process's peak memory, as the driver counts it, is compared with the plan before the start; the
+trainer's allocator reserves more than is in use, so that amount is reported too. Results go to
+``bench/results/one-gpu.json``. Bar: ten steps, and peaks within 5 % of the plan.
 
-With ``--set topology.placement=colocated`` they take turns, and where the time of a switch goes is told part
-by part, in ``bench/results/one-gpu-colocated.json``. Bar: a switch of 1.3 billion parameters within 1.0 s.
+With ``--set topology.placement=colocated`` they take turns, and the time of a switch is reported by
+part in ``bench/results/one-gpu-colocated.json``. Bar: a switch of 1.3 billion parameters within 1.0
+s.
 
-With ``--lora 32`` it is Qwen2.5-7B's shape with adapters of that rank on all linear modules, in
-``bench/results/one-gpu-lora.json``.
+With ``--lora 32`` the model has Qwen2.5-7B's shape with adapters of that rank on all linear
+modules, in ``bench/results/one-gpu-lora.json``.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""Experts that an engine chose, replayed by the trainer: ``python -m bench.routing [WAY...] [--smoke]``.
+"""Measures routing replay: ``python -m bench.routing [WAY...] [--smoke]``.
 
-A random mixture of experts in bfloat16 trains through all services, one step off, rollout and trainer on
-the same GPU: how far logprobs of engine and trainer are apart, and for how many tokens their experts differ.
-A way is an engine and a value of ``rollout.routing_replay``, such as ``vllm,replay``; ``off`` says the
-difference of an engine that does not tell its experts. Without a GPU the model is small. Results go to
-``bench/results/routing-gpu.json`` or ``routing-cpu.json``, beside those of other ways.
-Bar: with ``replay`` at most half of the difference that there is without.
+With replay, the trainer uses the experts that the engine chose. A random mixture of experts in
+bfloat16 trains through all services, one step off-policy, with rollout and trainer on the same GPU.
+The benchmark reports the distance of the engine's and the trainer's logprobs, and the number of
+tokens whose experts differ. A way is an engine and a value of ``rollout.routing_replay``, such as
+``vllm,replay``; ``off`` gives the distance for an engine that does not report its experts. Without
+a GPU the model is small. Results go to ``bench/results/routing-gpu.json`` or ``routing-cpu.json``,
+next to those of other ways. Bar: with ``replay`` at most half of the distance without.
 """
 
 import argparse

@@ -1,15 +1,17 @@
-"""What keeping samples costs, and how fast they are read: ``python -m bench.samples [--smoke]``.
+"""Measures the cost of keeping samples and the speed of reading them: ``python -m bench.samples
+[--smoke]``.
 
-Both sides are measured in processor time, in turns, so that a machine that does other things as well
-disturbs them alike:
+Both sides are measured in CPU time, alternating, so that other load on the machine disturbs them
+equally:
 
-rollout     10,000 groups of 8 responses of 2,048 tokens are put as rollouts put them, with and without
-            keeping; with the default ``samples`` and 64 prompts a step, one in eight is kept. What it adds to
-            a token is compared with what the token costs a rollout's process with vLLM on an H200
-            (``bench/results/rollout-vllm-h200.json``), which is the cheapest token that was measured.
+rollout     10,000 groups of 8 responses of 2,048 tokens are put as rollouts put them, with and
+            without keeping; with the default ``samples`` and 64 prompts per step, one in eight is
+            kept. The additional time per token is compared with the time per token of a rollout
+            process with vLLM on an H200 (``bench/results/rollout-vllm-h200.json``), the lowest
+            that was measured.
 controller  the runs of ``bench.controller throughput``, with and without keeping.
 
-Bars: neither more than 2 %. The transferqueue's own share is told beside them.
+Bars: neither adds more than 2 %. The transferqueue's own share is reported next to them.
 """
 
 import argparse

@@ -1,8 +1,9 @@
-"""How long a new user looks at nothing: ``python -m bench.silence [--smoke]``.
+"""Measures how long a new user sees no output: ``python -m bench.silence [--smoke]``.
 
-``slipstream run examples/sort4.yaml`` is started in a terminal and in a pipe, until its first step is shown.
-Told are the seconds to the first output, the longest silence from then on, and those to the first step; and
-what ``slipstream --help`` takes. Bars: 1 s, 2 s, and 1 s for the help. Writes ``bench/results/silence.json``.
+``slipstream run examples/sort4.yaml`` is started in a terminal and in a pipe, until it shows its
+first step. The benchmark reports the seconds to the first output, the longest silence after it, the
+seconds to the first step, and the time of ``slipstream --help``. Bars: 1 s, 2 s, and 1 s for the
+help. Writes ``bench/results/silence.json``.
 """
 
 import argparse

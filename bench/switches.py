@@ -1,4 +1,4 @@
-"""Where the time of a switch goes, of a run whose trainer and rollouts take turns."""
+"""Time of a switch by part, for a run whose trainer and rollouts take turns."""
 
 import re
 from collections.abc import Mapping, Sequence

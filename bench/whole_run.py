@@ -1,4 +1,4 @@
-"""A run by all services on this host, as a user starts it, and what it left behind."""
+"""A run with all services on this host, as a user starts it, and its results."""
 
 import json
 import signal

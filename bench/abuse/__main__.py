@@ -1,10 +1,11 @@
-"""A day of abuse in ten minutes: ``python -m bench.abuse [--minutes 10 | --smoke]``.
+"""Sends a day of abuse in ten minutes: ``python -m bench.abuse [--minutes 10 | --smoke]``.
 
-Two projects train a run each, one of them with an agent, while a third identity sends what is oversized,
-malformed, slow and concurrent to every port of every process on loopback: REST, gRPC, ZeroMQ, rendezvous,
-agents' endpoint. Both runs must succeed with closed ledgers, controller and transferqueue stay below the
-limits of the chart, and the API answers the honest within 250 ms at the 99th percentile. Results go to
-``bench/results/abuse.json``; ``--smoke`` keeps none.
+Two projects train a run each, one of them with an agent. Meanwhile a third identity sends
+oversized, malformed, slow and concurrent requests to every port of every process on loopback: REST,
+gRPC, ZeroMQ, rendezvous, the agents' endpoint. Both runs must succeed with closed ledgers, the
+controller and the transferqueue must stay below the memory limits of the chart, and the API must
+answer the honest clients within 250 ms at the 99th percentile. Results go to
+``bench/results/abuse.json``; ``--smoke`` writes none.
 """
 
 import argparse

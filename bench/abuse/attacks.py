@@ -1,7 +1,8 @@
-"""The process of the third identity: ``python -m bench.abuse.attacks``, its order on standard input.
+"""Process of the attacking identity: ``python -m bench.abuse.attacks``, with its order on standard input.
 
-It has an API token of a project of its own, a forged token of a worker, and every port on loopback. It
-sends what is oversized, malformed, slow and concurrent, and prints how that was answered as JSON.
+It has an API token of its own project, a forged token of a worker, and access to every port on
+loopback. It sends oversized, malformed, slow and concurrent requests, and prints the responses as
+JSON.
 """
 
 import asyncio

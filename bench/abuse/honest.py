@@ -1,4 +1,4 @@
-"""The two honest projects: a run each, and people who look at it."""
+"""The two honest projects, each with a run and clients that watch it."""
 
 import asyncio
 import json

@@ -1,11 +1,12 @@
-"""What a stranger's connections cost: ``python -m bench.abuse.memory [NAME ...] [--smoke]``, ten minutes.
+"""Measures the memory cost of strangers' connections: ``python -m bench.abuse.memory [NAME ...]
+[--smoke]``.
 
-A stranger, who has no token, opens 1,000 connections to a port of the controller or the transferqueue and
-sends on each as much as the server takes: headers, bodies, slow pieces, gRPC messages and metadata, ZeroMQ
-frames. Measured are how far the memory of both services rises above what they had before all attacks, and
-how long the honest wait meanwhile. Bars: less than 64 MiB, and a 99th percentile of at most 250 ms. An
-attack that takes 1 GiB is stopped. Results go to ``bench/results/abuse-memory.json``; ``--smoke`` keeps
-none.
+A stranger without a token opens 1,000 connections to a port of the controller or the transferqueue
+and sends on each as much as the server accepts: headers, bodies, slow fragments, gRPC messages and
+metadata, ZeroMQ frames. The benchmark measures the growth of both services' memory since before all
+attacks, and the latency of honest clients meanwhile. Bars: less than 64 MiB, and a 99th percentile
+of at most 250 ms. An attack that takes 1 GiB is stopped. It takes ten minutes. Results go to
+``bench/results/abuse-memory.json``; ``--smoke`` writes none.
 """
 
 import argparse

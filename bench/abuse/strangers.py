@@ -1,9 +1,9 @@
-"""One attack with many connections: ``python -m bench.abuse.strangers``, its order on standard input.
+"""One attack with many connections: ``python -m bench.abuse.strangers``, with its order on standard input.
 
-The order is JSON: ``attack`` (a key of :data:`ATTACKS`), ``port``, ``connections``, ``seconds``, and
-``token`` for the attack that has one. The process opens all connections, sends on each as much as the
-server takes, holds them until the time is over, and prints how many connections the server left open and
-how many bytes it took.
+The order is JSON: ``attack`` (a key of :data:`ATTACKS`), ``port``, ``connections``, ``seconds``,
+and ``token`` for the attack that has one. The process opens all connections, sends on each as much
+as the server accepts, holds them until the time is over, and prints how many connections the server
+left open and how many bytes it accepted.
 """
 
 import asyncio

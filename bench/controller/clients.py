@@ -1,7 +1,7 @@
-"""Clients of the API beside active runs: how long answers take, and whether streams keep up.
+"""API clients during active runs: latency of responses, and lag of event streams.
 
-They share the machine with the controller, so they are as cheap as clients can be: one connection each, and
-nothing of an answer is looked at but its status, its length and, in a stream, its events' ids.
+They share the machine with the controller, so they are as cheap as possible: one connection each,
+and they read only the status and length of a response and, in a stream, the ids of its events.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""From a submission to the first generated token, on this machine, as a user starts it."""
+"""Time from a submission to the first generated token on this machine, as a user starts the run."""
 
 import asyncio
 import json

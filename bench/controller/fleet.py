@@ -1,7 +1,8 @@
-"""The process of the fakes: ``python -m bench.controller.fleet``; told what to do on its standard input.
+"""Process of the fake workers: ``python -m bench.controller.fleet``, with orders on standard input.
 
-Each line of input is a JSON object that names a run, how many rollouts it has, and how long a group and a
-step take; the workers of that run register with the controller and send heartbeats from then on.
+Each line of input is a JSON object that names a run, its number of rollouts, and the time of a
+group and of a step; from then on the workers of that run register with the controller and send
+heartbeats.
 """
 
 import asyncio

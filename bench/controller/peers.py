@@ -1,7 +1,7 @@
-"""Everything around a controller, as one process: fake rollouts, trainer and transferqueue.
+"""Fake rollouts, trainer and transferqueue of a controller, in one process.
 
-They answer at once, or after a set time, and move no tensors; what the controller sees of them is what it
-sees of real ones: the same services, the same messages, samples with the same fields and tags.
+They answer immediately or after a set time, and move no tensors. The controller sees the same
+services and messages as from real ones, and samples with the same fields and tags.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""Measure the data plane next to its peer: ``python -m bench.dataplane [--smoke]``.
+"""Measures the data plane against its peer: ``python -m bench.dataplane [--smoke]``.
 
-Both sides move the same batches, alternating round by round; a ratio is the peer's time over ours in
-the same round. Results go to ``bench/results/dataplane.json``.
+Both sides move the same batches, alternating round by round; a ratio is the peer's time over ours
+in the same round. Results go to ``bench/results/dataplane.json``.
 """
 
 import argparse

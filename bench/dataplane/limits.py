@@ -1,4 +1,4 @@
-"""What the machine can do: the same bytes through a copy, plain sockets, ZeroMQ, gRPC and Redis."""
+"""Limits of the machine: the same bytes through a copy, plain sockets, ZeroMQ, gRPC and Redis."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Speed and size of the index at many samples."""
+"""Speed and size of the index with many samples."""
 
 import asyncio
 import time

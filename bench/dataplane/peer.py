@@ -1,6 +1,7 @@
 """The peer's side: TransferQueue on Ray, and Ray's object store, in the peer's own environment.
 
-Reads one JSON request a line from standard input, answers one JSON line on the descriptor given.
+It reads one JSON request per line from standard input and writes one JSON line per answer to the
+given descriptor.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Paired ratios with bootstrap intervals."""
+"""Paired ratios with bootstrap confidence intervals."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The batches that are moved. Needs torch only, so that the peer's environment can run it."""
+"""The batches that both sides move. Imports torch only, so that the peer's environment can run it."""
 
 from dataclasses import dataclass
 

@@ -1,10 +1,10 @@
-"""The whole system at full speed: ``python -m bench.e2e [VARIANT...] [--shape SHAPE] [--smoke]``.
+"""Measures the whole system at full speed: ``python -m bench.e2e [VARIANT...] [--shape SHAPE] [--smoke]``.
 
-All services through ``slipstream run``, the trainer on one GPU and a vLLM replica on another: the same
-training synchronous and some steps off. Beside each run stands its time line and what a step takes at least:
-``max(T_train, tokens / R)``, with the trainer's work per step and the rate of the engine alone, both of the
-same call. Results go to ``bench/results/e2e-SHAPE.json``; one that is measured again replaces
-its figures there.
+All services run through ``slipstream run``, with the trainer on one GPU and a vLLM replica on
+another; the same training is run synchronously and with several staleness bounds. Each run is
+compared with its timeline and the min time of a step: ``max(T_train, tokens / R)``, with the
+trainer's work per step and the rate of the engine alone, both from the same call. Results go to
+``bench/results/e2e-SHAPE.json``; a repeated measurement replaces its numbers there.
 """
 
 import argparse

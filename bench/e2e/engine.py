@@ -1,6 +1,7 @@
-"""R of the limit: tokens per second that the engine makes with all its places taken and nothing beside it.
+"""Measures the rate R of the limit: tokens per second of the engine alone, with all slots occupied.
 
-``python -m bench.e2e.engine SHAPE [--smoke]`` prints it as JSON, with the seconds of the engine's own start.
+``python -m bench.e2e.engine SHAPE [--smoke]`` prints it as JSON, with the seconds of the engine's
+start.
 """
 
 import argparse

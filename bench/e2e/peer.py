@@ -1,9 +1,10 @@
-"""The same training by TRL's asynchronous GRPO trainer: ``CUDA_VISIBLE_DEVICES=0 python -m bench.e2e.peer``.
+"""The same training by TRL's asynchronous trainer: ``CUDA_VISIBLE_DEVICES=0 python -m bench.e2e.peer``.
 
-vLLM's own server on the second GPU and ``AsyncGRPOTrainer`` on the first: the same random model, prompts,
-lengths, samples a step and bound on staleness as "lag 4" of ``bench.e2e``, with TRL's defaults otherwise. Its
-attention kernel comes from a hub that may not be reached, so torch's FlashAttention 2 stands in for it.
-Needs two GPUs, ``trl`` 1.16 and ``vllm``. Adds its entry to ``bench/results/e2e-SHAPE.json``.
+vLLM's own server runs on the second GPU and ``AsyncGRPOTrainer`` on the first: with the same random
+model, prompts, lengths, samples per step and staleness bound as "lag 4" of ``bench.e2e``, and TRL's
+defaults otherwise. Its attention kernel comes from a hub that may be unreachable, so torch's
+FlashAttention 2 replaces it. Needs two GPUs, ``trl`` 1.16 and ``vllm``. Adds its entry to
+``bench/results/e2e-SHAPE.json``.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What is trained: a random model, its task, and a batch of a size that means something."""
+"""Training workloads: a random model, its task, and a batch of realistic size."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor

@@ -1,4 +1,4 @@
-"""A collector of the services' spans, and a file of them for Perfetto and its like."""
+"""A collector of the services' spans, and an export of them for Perfetto and similar viewers."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""Tasks that take real work and teach nothing; need no package, as reward and tool processes import them."""
+"""Tasks that take realistic work and teach nothing.
+
+This module imports no package, because reward and tool processes import it.
+"""
 
 import asyncio
 import random

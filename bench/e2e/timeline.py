@@ -1,4 +1,4 @@
-"""Who worked and who waited, step by step, and what a step takes at least."""
+"""Work and wait times of each step, and the min time of a step."""
 
 from collections.abc import Mapping
 from itertools import pairwise

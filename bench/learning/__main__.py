@@ -1,7 +1,7 @@
-"""Train sort4 with every algorithm through the whole system: ``python -m bench.learning [VARIANT...]``.
+"""Trains sort4 with every algorithm through the whole system: ``python -m bench.learning [VARIANT...]``.
 
 Each run starts all services, trains 50 steps and evaluates 256 held-out prompts. Results go to
-``bench/results/learning.json`` or ``--out``, one entry for each variant and seed.
+``bench/results/learning.json`` or ``--out``, with one entry for each variant and seed.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""How much of the time for reference logprobs their own worker hides: ``python -m bench.learning.overlap``.
+"""Measures how much reference-logprob time a separate worker hides: ``python -m bench.learning.overlap``.
 
-sort4 with a KL penalty, with the reference inside the trainer and apart; on the GPUs that there are, else on
-CPUs. Results go to ``bench/results/overlap.json``: means over the steps, in seconds. ``--smoke`` keeps none.
+sort4 runs with a KL penalty, with the reference inside the trainer and in a separate worker; on
+GPUs if there are any, else on CPUs. Results go to ``bench/results/overlap.json``: means over the
+steps, in seconds. ``--smoke`` writes none.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Algorithms that learn sort4, the score each must reach, and a control that must not."""
+"""Algorithms that learn sort4, the score that each must reach, and a control that must not reach it."""
 
 from dataclasses import dataclass
 

@@ -1,9 +1,10 @@
-"""How fast a run can be, before a GPU is asked: ``python -m bench.pace [--steps N] [NAME ...]``, minutes.
+"""Measures the possible speed of a run without GPUs: ``python -m bench.pace [--steps N] [NAME ...]``.
 
-A real controller drives rollouts, a trainer and a weight plane that take the time that two H200s took with
-1.3 billion parameters (``--pace`` changes it), in real time: geometric response lengths of 280 tokens, at
-most 1,024, 32 groups of 8 in a step. Printed are samples trained per second beside synchronous training and
-beside the limit, and why the trainer idled.
+A real controller drives rollouts, a trainer and weight transfers that take, in real time, the time
+that two H200s took with 1.3 billion parameters (``--pace`` changes it): geometric response lengths
+with mean 280 and max 1,024 tokens, and 32 groups of 8 per step. It prints the trained samples per
+second compared with synchronous training and with the limit, and the reasons for the trainer's idle
+time. It takes minutes.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""A trainer, rollouts and their weight plane that take the time that real ones take, and compute nothing.
+"""A trainer, rollouts and weight transfers that take as long as real ones, but compute nothing.
 
-Rollouts decode with the :class:`~services.rollout.engines.fake.FakeEngine`: one token per running request
-and step. The trainer sleeps; its weights are copied between two steps, as those of the real one.
+Rollouts decode with the :class:`~services.rollout.engines.fake.FakeEngine`: one token per running
+request and step. The trainer sleeps; its weights are copied between two steps, like those of the
+real one.
 """
 
 import asyncio

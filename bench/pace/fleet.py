@@ -1,4 +1,4 @@
-"""The process of the paced fakes: ``python -m bench.pace.fleet``; told what to do on its standard input."""
+"""Process of the paced fakes: ``python -m bench.pace.fleet``, with orders on standard input."""
 
 import asyncio
 from collections.abc import Sequence

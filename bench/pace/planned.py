@@ -1,9 +1,10 @@
-"""What a plan says beside what is measured: ``python -m bench.pace.planned [SHAPE ...]``, twenty minutes.
+"""Compares plans with measurements: ``python -m bench.pace.planned [SHAPE ...]``, twenty minutes.
 
-A real controller drives fakes that take the time of GPUs, in real time, over splits of one to three GPUs,
-turns on them, and several lags. As a user would, ``slipstream plan --from`` takes its rates from the first of
-them, on two GPUs. Printed and written to ``bench/results/plan.json`` are what it predicts for the others
-beside what they took, and whether the split that it would choose is the best that was measured.
+A real controller drives fakes that take the time of GPUs, in real time, with splits of one to three
+GPUs, colocation on them, and several staleness bounds. As a user would do, ``slipstream plan
+--from`` takes its rates from the first of them, on two GPUs. The benchmark prints, and writes to
+``bench/results/plan.json``, the predictions for the others next to their measured times, and
+whether the recommended split is the best one measured.
 """
 
 import argparse

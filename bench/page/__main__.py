@@ -1,7 +1,8 @@
-"""How soon each view of the run page is there: Chromium, a real controller, long runs beside each other.
+"""Measures the loading time of each view of the run page: Chromium, a real controller, several long runs.
 
-Writes ``bench/results/page.json``. A view is there when the charts in sight, or the rows of its table, are
-drawn; its time begins with the click. Each is opened several times, with nothing kept but the scripts.
+Writes ``bench/results/page.json``. A view is complete when the visible charts, or the rows of its
+table, are drawn; its time begins with the click. Each view is opened several times, with only the
+scripts cached.
 """
 
 import argparse

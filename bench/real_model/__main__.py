@@ -1,9 +1,10 @@
-"""A real model learns three-digit addition: ``python -m bench.real_model [VARIANT...] [--smoke]``.
+"""Trains a real model on three-digit addition: ``python -m bench.real_model [VARIANT...] [--smoke]``.
 
-SmolLM2-135M-Instruct through ``slipstream run`` on one GPU that trainer and vLLM share: synchronous, one step
-off and four steps off. Each run's held-out curve (256 questions, greedy) stands against the samples that were
-trained and the seconds since the command, in ``bench/results/real-model.json``.
-``python -m bench.real_model.peer`` adds TRL's colocated trainer on the same task, batch and learning rate.
+SmolLM2-135M-Instruct trains through ``slipstream run`` on one GPU that trainer and vLLM share:
+synchronously, one step off-policy and four steps off-policy. Each run's held-out curve (256
+questions, greedy) is recorded over the trained samples and over the seconds since the command, in
+``bench/results/real-model.json``. ``python -m bench.real_model.peer`` adds TRL's colocated trainer
+on the same task, batch and learning rate.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""The same learning by TRL's colocated GRPO trainer: ``python -m bench.real_model.peer [--smoke]``.
+"""The same training by TRL's colocated GRPO trainer: ``python -m bench.real_model.peer [--smoke]``.
 
 ``GRPOTrainer`` with vLLM in its process, on the task, batch, learning rate and number of samples of
-``bench.real_model``: no gradient checkpointing, old logprobs not computed again
-(``vllm_importance_sampling_correction=False``), large micro-batches. Held-out questions are answered by the
-same engine between two steps; their time is told and is part of the curve's. Needs ``trl`` 1.16 and ``vllm``.
+``bench.real_model``: without gradient checkpointing, without a second computation of old logprobs
+(``vllm_importance_sampling_correction=False``), and with large micro-batches. The same engine
+answers the held-out questions between two steps; their time is reported and included in the curve.
+Needs ``trl`` 1.16 and ``vllm``.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Seconds of processors that each kind of process of a run uses."""
+"""Processor seconds of each kind of process of a run."""
 
 import re
 import threading

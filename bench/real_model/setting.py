@@ -1,4 +1,4 @@
-"""What all sides of the comparison have in common."""
+"""Settings that all sides of the comparison share."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

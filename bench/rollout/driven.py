@@ -1,4 +1,4 @@
-"""Engines that serve: through our adapter, or alone."""
+"""Engines under load: behind our adapter, or alone."""
 
 import asyncio
 import tempfile

@@ -1,13 +1,14 @@
-"""vLLM or SGLang behind the adapter and alone: tokens per second, processor time, cost of updates.
+"""Compares vLLM or SGLang behind the adapter with the engine alone: tokens/s, CPU time, cost of updates.
 
-Usage: ``python -m bench.rollout.engine_speed vllm [--smoke] [--running 512 1024] [--out FILE]``, where the
-engine is installed; about four minutes with CUDA graphs. ``--smoke`` runs a tiny model on a CPU.
+Usage: ``python -m bench.rollout.engine_speed vllm [--smoke] [--running 512 1024] [--out FILE]``,
+where the engine is installed; about four minutes with CUDA graphs. ``--smoke`` runs a tiny model on
+a CPU.
 
-All places are taken at once by responses of equal length, with logprobs. ``share`` is the rate behind the
-adapter over that of the engine alone, each from an engine of its own, one after the other. The processor time
-is that of the calling process, where adapter and front end run. ``updates`` adopts weights in the middle:
-seconds without a token, and how much longer the whole batch took for each of them, its caches computed anew
-(``recompute``) or kept (``keep``).
+All slots are filled at once with responses of equal length, with logprobs. ``share`` is the rate
+behind the adapter over that of the engine alone, each with a separate engine, one after the other.
+The CPU time is that of the calling process, where adapter and front end run. ``updates`` adopts
+weights during generation: it reports the seconds without a token, and the additional time of the
+whole batch per update, with caches recomputed (``recompute``) or kept (``keep``).
 
 Bars: ``share`` >= .97, ``cpu_us_per_token`` behind the adapter <= 12.
 """

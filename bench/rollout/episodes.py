@@ -1,14 +1,14 @@
-r"""Thousands of episodes whose tools take seconds: what the endpoint adds to each turn, and what it keeps.
+r"""Measures the endpoint's overhead per turn and its memory, with thousands of episodes with slow tools.
 
 Usage: python -m bench.rollout.episodes [--smoke] [--seconds 120] [--out FILE.json]
 
-Real: the endpoint on loopback, agents in a process of their own, sampler, workflow, recorded conversations,
-tokenizer, stored progress. The engine is the fake one, with a real time for each token. Overhead is counted
-by the agents, from before they send to after they have the answer, less the time of the reply's tokens. Then
-an hour of it in virtual time, without sockets: memory.
+Real: the endpoint on loopback, agents in a separate process, sampler, workflow, recorded
+conversations, tokenizer, stored progress. The engine is the fake one, with real time per token. The
+agents measure the overhead from before they send until they have the answer, minus the time of the
+reply's tokens. An hour in virtual time, without sockets, follows to measure memory.
 
-With a real engine overhead is what a turn takes but for the time from asking the engine to its answer.
-In the environment of ``make test-vllm``, with ``OMP_NUM_THREADS=1``::
+With a real engine, the overhead is the time of a turn minus the time from the engine's request to
+its answer. In the environment of ``make test-vllm``, with ``OMP_NUM_THREADS=1``::
 
     python -m bench.rollout.episodes --engine vllm --episodes 64 --hour 0 \
         --out bench/results/rollout-episodes-vllm-cpu.json

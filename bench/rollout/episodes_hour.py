@@ -1,4 +1,4 @@
-"""The same episodes in virtual time, without sockets: what is kept of those that ended, what turns cost."""
+"""The same episodes in virtual time, without sockets: memory of ended episodes, cost of turns."""
 
 import asyncio
 import time

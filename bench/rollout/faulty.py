@@ -1,4 +1,4 @@
-"""Rewards that fail: one in five, or by sleeping for ever."""
+"""Rewards that fail at a rate, in every way that a reward can, and rewards that hang."""
 
 import os
 import random

@@ -2,9 +2,9 @@
 
 Usage: python -m bench.rollout.interruption [--groups 140] [--out FILE.json]
 
-Real: two replicas with the torch engine on a tiny model, group samplers, and a transferqueue in a process of
-its own. Simulated: the controller, which hands the interrupted groups over as soon as they are reported.
-On a machine that others use, look at the processor time: ``resumed_cpu_s``.
+Real: two replicas with the torch engine on a tiny model, group samplers, and a transferqueue in a
+separate process. Simulated: the controller, which dispatches the interrupted groups again as soon
+as they are reported. On a machine with other load, use the CPU time: ``resumed_cpu_s``.
 """
 
 import argparse

@@ -1,14 +1,15 @@
-"""sort4 with partial rollout forced every two tokens, over three seeds, as a user runs it.
+"""Trains sort4 with partial rollout forced every two tokens, over three seeds, as a user runs it.
 
 Usage: PYTHON -m bench.rollout.learning [--seeds 0 1 2] [--steps 400] [--engine NAME] [--out FILE.json]
 
-``PYTHON`` is that of an environment that has the engine; see ``tests/engines/run.sh``. Results of other
-engines in the file stay.
+``PYTHON`` is that of an environment with the engine; see ``tests/engines/run.sh``. Results of other
+engines in the file are kept.
 
-Bars: held-out greedy >= 0.88 and sampled >= 0.75; at least 30 % of the trained samples have tokens of more
-than one weight version. Responses are five tokens long, so new weights must come often and find many of them
-under way: the example's 1,600 prompts are trained in small steps, and the two replicas have places for as
-many groups as a step trains. Generation, in three attempts per group, then is what training waits for.
+Bars: held-out greedy >= 0.88 and sampled >= 0.75; at least 30 % of the trained samples have tokens
+of more than one weight version. Responses have only five tokens, so new weights must arrive often
+and while many responses are running: the example's 1,600 prompts are trained in small steps, and
+the two replicas have slots for as many groups as a step trains. Training then waits for generation,
+with three attempts per group.
 """
 
 import argparse

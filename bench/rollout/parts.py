@@ -1,4 +1,4 @@
-"""What several benchmarks of rollouts are made of."""
+"""Helpers that several benchmarks of rollouts share."""
 
 import json
 import subprocess

@@ -1,14 +1,15 @@
-r"""An engine with a trained model: weight updates, and agreement with the trainer.
+r"""Tests an engine with a trained model: weight updates, and agreement with the trainer.
 
 Usage: VENV/bin/python -m bench.rollout.real_engine ENGINE [--size tiny|1.5b] --folder F [--out FILE]
 
-On a CPU, in the environment of ``make test-vllm`` or ``make test-sglang``, with ``OMP_NUM_THREADS=1``::
+On a CPU, in the environment of ``make test-vllm`` or ``make test-sglang``, with
+``OMP_NUM_THREADS=1``::
 
     python -m bench.rollout.real_engine vllm --folder F --out bench/results/rollout-vllm-cpu.json
 
-On one GPU, in bf16, where the engines' CUDA builds are installed, in a row; the second one finds the trained
-model in the folder. The settings suit builds whose only kernels are FlashAttention and Triton. The first
-one takes about four minutes, one of them to train::
+On one GPU, in bf16, where the engines' CUDA builds are installed, run in this order; the second
+command finds the trained model in the folder. The settings suit builds whose only kernels are
+FlashAttention and Triton. The first command takes about four minutes, one of them for training::
 
     python -m bench.rollout.real_engine vllm --size 1.5b --steps 300 --folder F \
         --arguments '{"enforce_eager": true, "gpu_memory_utilization": 0.4}' \
@@ -21,13 +22,14 @@ one takes about four minutes, one of them to train::
         --out bench/results/rollout-torch-h200.json
     python -m bench.rollout.real_size --size 0.5b --out bench/results/rollout-torch-gpu-0.5b.json
 
-Bars: ``loaded`` equals ``fingerprints``, as ``itself`` does where a cached prefix
-changes no rounding (SGLang's Triton attention it does); ``distance_mean`` <= 5e-3 and ``distance_p999`` <=
-0.1 (fp32: ``distance_max`` <= 1e-4).
+Bars: ``loaded`` equals ``fingerprints``, as does ``itself`` if a cached prefix changes no rounding
+(with SGLang's Triton attention it does); ``distance_mean`` <= 5e-3 and ``distance_p999`` <= 0.1
+(fp32: ``distance_max`` <= 1e-4).
 
-A random model is trained for a moment first, so that its logprobs are like those of a model, and saved in the
-folder. The engine starts with other weights, gets several versions in the middle of generation, the saved one
-last, and must then give the same logprobs, bit for bit, as a new engine that loaded the folder by itself.
+A random model is first trained briefly, so that its logprobs resemble those of a real model, and
+saved in the folder. The engine starts with other weights, receives several versions during
+generation, the saved one last, and must then produce the same logprobs, bit for bit, as a new
+engine that loaded the folder.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
 Usage: python -m bench.rollout.real_size [--size 0.5b|3b] [--device cuda] [--dtype bfloat16] [--out FILE.json]
 
-Exactness: after several adoptions of different weights in a row, one of them in the middle of generation,
-the engine must give the same tokens and logprobs, bit for bit, as a new engine that was loaded with the last
-weights. Logprobs are also compared with a plain forward pass, as the trainer makes it.
+Exactness: after several adoptions of different weights, one of them during generation, the engine
+must produce the same tokens and logprobs, bit for bit, as a new engine that was loaded with the
+last weights. Logprobs are also compared with a plain forward pass, as the trainer computes it.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Where results go."""
+"""Output of results."""
 
 import json
 from collections.abc import Mapping

@@ -1,8 +1,9 @@
-"""What failing rewards do to groups: their advantages, their scores, their time.
+"""Effects of failing rewards on groups: their advantages, scores and time.
 
 Usage: python -m bench.rollout.rewards [--groups 200] [--out FILE.json]
 
-Real: the torch engine on a tiny model, group samplers, scorers and their processes. No run around them.
+Real: the torch engine on a tiny model, group samplers, scorers and their processes. There is no run
+around them.
 """
 
 import argparse

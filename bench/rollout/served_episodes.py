@@ -1,4 +1,4 @@
-"""Episodes of an agent, one after the other in each place: the product's sampler over an engine."""
+"""Episodes of an agent, one after the other in each slot: the product's sampler over an engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence

@@ -1,8 +1,8 @@
-"""Processor time that a rollout process spends on each short response: ``python -m bench.rollout.short``.
+"""CPU time of a rollout process per short response: ``python -m bench.rollout.short``.
 
-Real: sampler, group, workflow, tokenizer and the pool of reward processes. The engine has no model and takes
-no time. What is left is the cost of a request, whatever its length: at 512 responses of 29 tokens a step it
-bounds the samples per second.
+Real: sampler, group, workflow, tokenizer and the pool of reward processes. The engine has no model
+and takes no time. The rest is the cost of a request, independent of its length: with 512 responses
+of 29 tokens per step it bounds the samples per second.
 """
 
 import argparse

@@ -2,9 +2,10 @@
 
 Usage: python -m bench.rollout.throughput [--requests 64] [--batch 16] [--out FILE.json]
 
-Response lengths are long-tailed (log-normal) and given to both sides: a request ends at its length, as if
-an end token came. ``generate`` gets batches of requests in arrival order, so each batch runs as long as
-its longest response; the engine refills a place as soon as it is free. Only requested tokens count.
+Response lengths are long-tailed (log-normal) and the same for both sides: a request ends at its
+length, as if an end token was sampled. ``generate`` gets batches of requests in arrival order, so
+each batch runs as long as its longest response; the engine refills a slot as soon as it is free.
+Only requested tokens count.
 """
 
 import argparse

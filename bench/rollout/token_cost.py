@@ -1,10 +1,11 @@
-"""Processor time of a token behind vLLM's adapter, from stand-ins of what vLLM's engine process sends.
+"""CPU time per token behind vLLM's adapter, with stand-ins for the output of vLLM's engine process.
 
-Usage: ``python -m bench.rollout.token_cost [--running 1024] [--tokens 512] [--out FILE]`` where vLLM is
-installed; a few seconds on one core that does nothing else.
+Usage: ``python -m bench.rollout.token_cost [--running 1024] [--tokens 512] [--out FILE]`` where
+vLLM is installed; a few seconds on one otherwise idle core.
 
-The adapter is whole: engine, streams, and the scheduler's gatherer. Of vLLM there are its output objects and
-its codec, without an engine or a socket. Bar: ``ours``, which is all but the codec, <= 2 us a token.
+The adapter is complete: engine, streams, and the scheduler's gatherer. Of vLLM it uses the output
+objects and the codec, without an engine or a socket. Bar: ``ours``, which is everything except the
+codec, <= 2 us per token.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""An agent whose tools take their time, with a client that takes next to none."""
+"""An agent with slow tools and a client with almost no cost."""
 
 import asyncio
 import json

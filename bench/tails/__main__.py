@@ -1,8 +1,11 @@
-"""Long responses: ``python -m bench.tails [--smoke] [--served-only | --simulated-only] [--out FILE.json]``.
+"""Measures long responses: ``python -m bench.tails``.
 
-In virtual time: log-normal lengths up to 131,072 tokens with and without partial rollouts, 20 kills, and a
-response of two hours. In real time: one response of 100,000 tokens through all services and the torch engine.
-``--folder`` keeps what that one has done; given again after ``--limit-s``, it goes on.
+Usage: python -m bench.tails [--smoke] [--served-only | --simulated-only] [--out FILE.json]
+
+In virtual time: log-normal lengths up to 131,072 tokens with and without partial rollouts, 20
+kills, and a response of two hours. In real time: one response of 100,000 tokens through all
+services and the torch engine. ``--folder`` keeps the state of the latter; after ``--limit-s``, the
+same command continues from it.
 """
 
 import argparse

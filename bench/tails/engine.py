@@ -1,4 +1,4 @@
-"""Fake engines with prefix caches, that take time to compute a context."""
+"""Fake engines with prefix caches, whose prefill of a context takes time."""
 
 import asyncio
 from collections import Counter

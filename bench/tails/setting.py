@@ -1,4 +1,4 @@
-"""What a simulated run with long tails is like."""
+"""Settings of a simulated run with long tails."""
 
 from dataclasses import dataclass, field
 

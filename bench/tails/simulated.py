@@ -1,8 +1,9 @@
-"""A run with long tails in virtual time: what decides is the product's, what takes time is not there.
+"""A run with long tails in virtual time: the product's decisions, without the parts that take time.
 
-Real: ledger, staleness gate, handout, generation, batch choice, group sampler, adoption, watch over stalls,
-and how a run is entered again after a loss. Simulated: engines (a token per running request and step), the
-trainer (a fixed time per step), and the stores of samples and progress, which keep what they are given.
+Real: ledger, staleness gate, dispatcher, generation, batch selection, group sampler, adoption,
+stall detection, and the recovery of a run after a loss. Simulated: engines (one token per running
+request and step), the trainer (a fixed time per step), and the stores of samples and progress,
+which keep what they receive.
 """
 
 import asyncio

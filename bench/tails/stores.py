@@ -1,4 +1,4 @@
-"""The transferqueue of a simulated run: what is stored stays stored, whoever dies."""
+"""The transferqueue of a simulated run, whose contents survive every failure."""
 
 import asyncio
 from collections import defaultdict

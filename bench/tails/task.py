@@ -1,4 +1,4 @@
-"""Prompts that say how long their responses are, and a model that never ends one by itself."""
+"""Prompts that state the length of their responses, and a model that never ends a response by itself."""
 
 from collections.abc import Iterator
 from pathlib import Path

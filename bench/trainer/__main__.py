@@ -1,7 +1,8 @@
-"""Measure the trainer: ``python -m bench.trainer [--smoke]``, or with ``torchrun`` on several GPUs.
+"""Measures the trainer: ``python -m bench.trainer [--smoke]``, or with ``torchrun`` on several GPUs.
 
-Our packed step stands next to a padded Hugging Face step of the same model, batch and optimizer, in
-the same process. Results go to ``bench/results/trainer.json``, one entry for each number of ranks.
+Our packed step is compared with a padded Hugging Face step of the same model, batch and optimizer,
+in the same process. Results go to ``bench/results/trainer.json``, with one entry for each number of
+ranks.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Measure what saves memory, and what it costs: ``python -m bench.trainer.memory [--smoke]``.
+"""Measures settings that save memory, and their cost: ``python -m bench.trainer.memory [--smoke]``.
 
-The same step is trained in every way to keep weights, moments and activations; its peak stands beside what
-``slipstream plan`` reckons. Results go to ``bench/results/trainer-memory.json``.
+The same step is trained with every setting for weights, moments and activations; its peak is
+compared with the estimate of ``slipstream plan``. Results go to
+``bench/results/trainer-memory.json``.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Measure training of a mixture of experts: ``python -m bench.trainer.mixtures [--layers N] [--smoke]``.
+"""Measures training of a mixture of experts: ``python -m bench.trainer.mixtures [--layers N] [--smoke]``.
 
-Layers of Qwen3-30B-A3B's shape, as many as fit on one GPU with AdamW in float32, in the same step and over
-the same batch as ``bench.trainer``. MFU counts the experts that a token passes. Results go to
-``bench/results/trainer-mixtures.json``. Bar: MFU >= 30 %.
+Layers of Qwen3-30B-A3B's shape, as many as fit on one GPU with AdamW in float32, run in the same
+step and with the same batch as ``bench.trainer``. MFU counts the active experts of a token. Results
+go to ``bench/results/trainer-mixtures.json``. Bar: MFU >= 30 %.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The usual way, for comparison: padded batches through the Hugging Face model, all logits at once."""
+"""The usual method, for comparison: padded batches through the Hugging Face model, all logits at once."""
 
 import torch
 from torch import Tensor

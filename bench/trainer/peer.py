@@ -1,12 +1,14 @@
-"""Measure prefix-shared training beside TRL's: ``python -m bench.trainer.peer [--smoke] [--out FILE]``.
+"""Compares prefix-shared training with TRL's: ``python -m bench.trainer.peer [--smoke] [--out FILE]``.
 
-The same groups are trained in turns, in one process, by our step and by TRL's (``trl_tree.py``): same
-weights, loss, optimizer, attention kernel and budget of a micro-batch. Both plan and pack inside of the time
-that counts; ``trl_packed`` is TRL's step over micro-batches that were made before. That both sides compute
-the same is seen from the logprobs, the loss and the gradients of their last steps.
+Our step and TRL's (``trl_tree.py``) train the same groups alternately, in one process: with the
+same weights, loss, optimizer, attention kernel and micro-batch budget. Planning and packing are
+included in the measured time of both; ``trl_packed`` is TRL's step over micro-batches that were
+made before. The logprobs, the loss and the gradients of their last steps verify that both sides
+compute the same.
 
-TRL's weights are kept in bfloat16 here, the fastest that it offers, and ours in float32, from which each step
-computes in bfloat16. TRL's trainer compiles no layers; ``--no-compile`` takes that from ours too.
+TRL's weights are kept in bfloat16 here, its fastest setting, and ours in float32, from which each
+step computes in bfloat16. TRL's trainer compiles no layers; ``--no-compile`` disables it for ours
+too.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Measure prefix-shared training: ``python -m bench.trainer.prefixes [--smoke]``.
+"""Measures prefix-shared training: ``python -m bench.trainer.prefixes [--smoke]``.
 
-The same groups are trained by the same step with ``trainer.share_prefixes`` and without, in turns, at several
-lengths of prompts and responses. Results go to ``bench/results/trainer-prefixes.json``; that both are equal
-is for the tests to say (``tests/unit/trainer/test_prefixes.py``).
+The same step trains the same groups with and without ``trainer.share_prefixes``, alternately, at
+several lengths of prompts and responses. Results go to ``bench/results/trainer-prefixes.json``.
+Tests verify that both are equal (``tests/unit/trainer/test_prefixes.py``).
 """
 
 import argparse

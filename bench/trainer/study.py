@@ -1,7 +1,7 @@
-"""Where the time of a step goes, and what single choices in it are worth: ``--study``.
+"""Time of a step by part, and the effect of single choices in it: ``--study``.
 
-Every variant changes one thing of the step as it is. They take turns, so that a GPU that slows down as it
-warms up does so for all of them.
+Every variant changes one aspect of the current step. The variants alternate, so that a GPU that
+slows down as it warms up affects all of them equally.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Seconds and memory of what a device does."""
+"""Time and memory measurements of a device."""
 
 import time
 from collections.abc import Callable

@@ -1,9 +1,10 @@
-"""A training step of TRL (https://github.com/huggingface/trl) over its prefix trie, by TRL's own code.
+"""A training step of TRL (https://github.com/huggingface/trl) over its prefix trie, with TRL's own code.
 
-Planner, packing, attention, output head and loss are those of its asynchronous trainer; around them is what
-transformers' trainer does in a step: micro-batches are made, then moved and trained one by one, gradients
-clipped, weights updated. Rollouts and the trainer's own bookkeeping are left out. TRL's attention kernel is
-one of a hub; here it is the one that ours computes with, torch's or FlashAttention 4 where that is installed.
+Planner, packing, attention, output head and loss are those of its asynchronous trainer. Around them
+are the parts of a step of transformers' trainer: micro-batches are made, then moved and trained one
+by one, gradients are clipped, weights are updated. Rollouts and the trainer's own bookkeeping are
+left out. TRL's attention kernel comes from a hub; here it is the one that our side uses, torch's,
+or FlashAttention 4 if that is installed.
 """
 
 import inspect

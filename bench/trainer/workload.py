@@ -1,4 +1,4 @@
-"""The model, the sequences and the specification that are measured."""
+"""The model, the sequences and the specification of the measurement."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

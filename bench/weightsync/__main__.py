@@ -1,9 +1,11 @@
-"""Measure weight sync: ``python -m bench.weightsync [--smoke] [--sources T --receivers R] [--device cpu]``.
+"""Measures weight transfer: ``python -m bench.weightsync``.
 
-In one run, on one process per member: the raw limit (one broadcast of all bytes), a broadcast per
+Usage: python -m bench.weightsync [--smoke] [--sources T --receivers R] [--device cpu]
+
+In one run, with one process per member: the raw limit (one broadcast of all bytes), a broadcast per
 parameter, packed buckets as engines use them, and ours (prepare, verified transfer, adopt) in the
-trainer's layout (fp32 masters, FSDP2 rows) and the rollouts' (fused parameters). Every row is checked bit
-by bit. Prints a table and adds to ``bench/results/weightsync.json``.
+trainer's layout (fp32 masters, FSDP2 rows) and the rollouts' (fused parameters). Every row is
+verified bit by bit. Prints a table and adds to ``bench/results/weightsync.json``.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A stand-in for decoding: reads all live weights once a step, as batch decoding does."""
+"""A stand-in for decoding: reads all live weights once per step, as batch decoding does."""
 
 import threading
 import time

@@ -1,11 +1,12 @@
-"""From a finished step to every rollout serving its weights, through the services' own parts.
+"""Time from a finished step until every rollout serves its weights, with the services' own parts.
 
 ``python -m bench.weightsync.end_to_end [--smoke] [--trainers T --rollouts R]``
 
-The controller's session and rendezvous run in this process. Each trainer rank is a process with an FSDP2
-policy, its leader or follower and its weight member; each rollout is a process with the torch engine, which
-decodes all the while, and its weight member. They talk gRPC, as in a run. At the end every live parameter is
-compared with the trainer's, cast to the wire's type, bit by bit. Adds to ``bench/results/weightsync.json``.
+The controller's session and rendezvous run in this process. Each trainer rank is a process with an
+FSDP2 policy, its leader or follower and its weight member; each rollout is a process with the torch
+engine, which decodes all the time, and its weight member. They use gRPC, as in a run. At the end
+every live parameter is compared with the trainer's, cast to the dtype of the transfer, bit by bit.
+Adds to ``bench/results/weightsync.json``.
 """
 
 import argparse

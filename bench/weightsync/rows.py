@@ -1,4 +1,4 @@
-"""One member's side of the measurement: every row, in a process of its own."""
+"""One member's side of the measurement of all rows, in a separate process."""
 
 import asyncio
 import statistics

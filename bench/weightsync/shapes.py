@@ -1,4 +1,4 @@
-"""Tensor lists of real models, by their published configurations; weights are random."""
+"""Tensor lists of real models, from their published configurations; weights are random."""
 
 from dataclasses import dataclass
 

@@ -1,9 +1,10 @@
-"""Weights of a trainer and a rollout that share a GPU: ``python -m bench.weightsync.shared [--smoke]``.
+"""Measures weight transfer on one shared GPU: ``python -m bench.weightsync.shared [--smoke]``.
 
-Both processes have one device, as on a machine with a single GPU or in turns. The same versions go every way
-that there is: by handle, on the device itself, and through host memory, by handle and by sockets. After each
-version the live parameters are compared with the trainer's, cast to the wire's type, bit by bit. Printed and
-added to ``bench/results/weights-shared.json``. Without a GPU both have the CPU's memory.
+A trainer and a rollout process have one device, as on a machine with a single GPU or when
+colocated. The same versions are sent in every possible way: by handle on the device itself, and
+through host memory by handle and by sockets. After each version the live parameters are compared
+with the trainer's, cast to the dtype of the transfer, bit by bit. Results are printed and added to
+``bench/results/weights-shared.json``. Without a GPU both processes use the CPU's memory.
 """
 
 import argparse

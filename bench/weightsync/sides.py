@@ -1,4 +1,4 @@
-"""What the bench compares: a trainer rank, a rollout with fused parameters, and the usual transports."""
+"""The compared sides: a trainer rank, a rollout with fused parameters, and the usual transports."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
