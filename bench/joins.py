@@ -35,7 +35,7 @@ _START_S = 420.0
 _JOIN_S = 240.0
 _STEPS = 5
 _NEW = "rollout-1"
-# Short steps, so that a pause between two of them is seen.
+# Short steps make a pause between two of them visible.
 _SHAPE = replace(
     SHAPES["geometric"],
     prompts_per_step=16,
@@ -44,7 +44,8 @@ _SHAPE = replace(
     workflow_arguments={"least": 16, "most": 512, "median": 120.0, "sigma": 0.7},
     trainer={"compile": True, "tokens_per_micro_batch": 16_384},
 )
-# What is free when an engine starts is not for it alone: the other one and the trainer come beside it.
+# Not all memory that is free at an engine's start is for it: the other engine and the trainer
+# follow.
 _ENGINE = {"gpu_memory_utilization": 0.18, "kv_cache_memory_bytes": 8_000_000_000}
 
 
@@ -116,7 +117,7 @@ def _joined_and_left(folder: Path, settings: list[str], *, spec: Path) -> dict[s
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """When something of the new rollout was first seen, in seconds of the epoch; 0 before."""
+    """First observations of the new rollout's states, as Unix times in seconds; 0 before."""
 
     loaded: float = 0.0
     weights: float = 0.0
@@ -130,15 +131,15 @@ class _Seen:
         return {
             "engine_up_after_s": round(self.loaded - since, 2),
             "weights_after_engine_s": round(self.weights - self.loaded, 2),
-            # Workers tell their counters once a second.
+            # Workers report their counters once per second.
             "first_token_after_engine_s": round(self.token - self.loaded, 2),
-            # Which is on the same host: no rollout is nearer.
+            # The source is on the same host, and no rollout is closer.
             "weights_from": "trainer",
         }
 
 
 class _Watch:
-    """Looks at the new rollout."""
+    """Watches the new rollout."""
 
     def __init__(self, client: Client, run_id: str) -> None:
         self._client = client
@@ -162,9 +163,10 @@ class _Watch:
 
 
 def _gaps(folder: Path, seen: _Seen, *, began: float, leaves: float) -> Mapping[str, float]:
-    """Seconds between steps: usual ones, and the longest while a rollout loaded, joined, or left.
+    """Return seconds between steps: usual ones, and the longest while a rollout loaded, joined, or left.
 
-    Told apart is for how long the longest waited for samples: of a new rollout the first ones take longer.
+    The wait for samples in the longest one is reported separately: the first samples of a new
+    rollout take longer.
     """
     steps = steps_in(folder)
     ends = [datetime.fromisoformat(step["time"]).timestamp() for step in steps]

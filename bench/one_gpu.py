@@ -41,7 +41,7 @@ RESULTS = REPOSITORY / "bench" / "results"
 _TASKS = REPOSITORY / "bench" / "e2e" / "tasks.py"
 _POLL_S = 0.25
 _FIRST = 3
-# A vocabulary of real size: the lengths are given, a random model would not end its responses.
+# A vocabulary of real size: lengths are given, because a random model would not end its responses.
 _SHAPE = replace(
     SHAPES["geometric"],
     vocabulary=151_936,
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def _planned(spec: RunSpec, model: Path) -> dict[str, float]:
-    """GB of the trainer and of the engine with its weight plane."""
+    """Return the planned GB of the trainer, and of the engine with its weight transfer."""
     config = AutoConfig.from_pretrained(model)
     total = int(_query("memory.total")[0]) << 20
     engines = 0 if spec.topology.is_colocated else 1
@@ -111,7 +111,7 @@ def _planned(spec: RunSpec, model: Path) -> dict[str, float]:
 
 @contextmanager
 def _watched() -> Iterator[dict[str, float]]:
-    """Most bytes of the GPU that each service's processes had at once."""
+    """Yield the max GPU bytes of each service's processes, updated during the block."""
     peaks: dict[str, float] = {}
     done = threading.Event()
 
@@ -138,7 +138,7 @@ def _watched() -> Iterator[dict[str, float]]:
 
 
 def _service(pid: int) -> str:
-    """Of a process or the one that started it; empty if it is gone."""
+    """Return the service of a process or of its parent; empty if it is gone."""
     with suppress(psutil.Error):
         process = psutil.Process(pid)
         for one in (process, *process.parents()):

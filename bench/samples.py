@@ -1,5 +1,4 @@
-"""Measures the cost of keeping samples and the speed of reading them: ``python -m bench.samples
-[--smoke]``.
+"""Measures the cost of keeping samples and of reading them: ``python -m bench.samples [--smoke]``.
 
 Both sides are measured in CPU time, alternating, so that other load on the machine disturbs them
 equally:
@@ -83,7 +82,7 @@ def samples_of(number: int) -> list[Sample]:
 
 
 class Putting:
-    """Puts groups, and tells what that takes this process and the transferqueue's."""
+    """Puts groups, and measures the CPU time of this process and of the transferqueue."""
 
     def __init__(self, queue: TransferQueueClient, child: psutil.Process) -> None:
         self._queue = queue
@@ -92,7 +91,7 @@ class Putting:
         self._number = 0
 
     async def put(self, publisher: GroupPublisher, num_groups: int) -> tuple[float, float]:
-        """Processor seconds of putting some groups, here and there, until all is written."""
+        """Returns the CPU seconds of puts, here and in the transferqueue, until all data is written."""
         prompt = Prompt(token_ids=(2,), text="p", answer="42", row={}, data_source="bench")
         here, there = time.process_time(), _cpu_s(self._child)
         for _ in range(num_groups):
@@ -122,7 +121,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 async def pages(queue: TransferQueueClient) -> dict[str, float]:
-    """Milliseconds of the first page in each order, of a search, and of one whole sample."""
+    """Returns milliseconds of the first page in each order, of a search, and of one whole sample."""
     asked = {
         "newest": KeptSampleQuery(limit=50, excerpt=300),
         "worst": KeptSampleQuery(limit=50, excerpt=300, order_by="worst"),
@@ -139,7 +138,7 @@ async def pages(queue: TransferQueueClient) -> dict[str, float]:
 
 
 async def rollout(num_groups: int, rounds: int) -> dict[str, object]:
-    """What keeping adds to a token, and to the pages that people read."""
+    """Measures the cost of keeping per token, and the time of pages."""
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m"))
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -186,7 +185,7 @@ async def rollout(num_groups: int, rounds: int) -> dict[str, object]:
 
 
 async def controller(steps: int, batch: int, rounds: int) -> dict[str, object]:
-    """Processor time of a group in the controller, with and without keeping."""
+    """Measures the controller's CPU time per group, with and without keeping."""
     pairs = []
     async with stage() as here:
         await _a_group(here, steps, batch, is_kept=False)  # warms up
@@ -207,7 +206,7 @@ async def controller(steps: int, batch: int, rounds: int) -> dict[str, object]:
 
 
 async def _a_group(here: Stage, steps: int, batch: int, *, is_kept: bool) -> float:
-    """Microseconds of a group."""
+    """Return the microseconds per group."""
     samples = {} if is_kept else OFF
     run_id = await here.submit(steps=steps, prompts_per_step=batch, rollouts=8, samples=samples)
     await here.until_step(run_id, 1)
@@ -217,13 +216,13 @@ async def _a_group(here: Stage, steps: int, batch: int, *, is_kept: bool) -> flo
 
 
 def _child(module: str) -> psutil.Process:
-    """The process that was started of a module."""
+    """Return the child process that runs a module."""
     (found,) = (each for each in psutil.Process().children() if module in each.cmdline())
     return found
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    """The middle of the rounds, and where half of them lie."""
+    """Return the median of the rounds and their quartiles."""
     low, middle, high = statistics.quantiles(values, n=4)
     return {"median": round(middle, 4), "from": round(low, 4), "to": round(high, 4)}
 

@@ -30,7 +30,7 @@ _COLUMNS = {"COLUMNS": "100", "LINES": "40", "TERM": "xterm-256color"}
 
 
 def silences(*, in_terminal: bool) -> dict[str, object]:
-    """When something was to be read of a run that starts."""
+    """Measures when a starting run prints output."""
     with tempfile.TemporaryDirectory() as folder:
         reading, writing = pty.openpty() if in_terminal else os.pipe()
         begin = time.monotonic()
@@ -66,7 +66,7 @@ def silences(*, in_terminal: bool) -> dict[str, object]:
 
 
 def _drain(descriptor: int) -> None:
-    """Read on until nobody writes any more."""
+    """Read until all writers have closed."""
     try:
         while os.read(descriptor, 1 << 16):
             pass
@@ -75,7 +75,7 @@ def _drain(descriptor: int) -> None:
 
 
 def help_s(times: int) -> dict[str, float]:
-    """Seconds of ``slipstream --help``, by the clock and of the processor."""
+    """Returns the seconds of ``slipstream --help``, elapsed and of CPU."""
     walls, busy = [], []
     for _ in range(times):
         before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()

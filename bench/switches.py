@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 _BAR_S = 1.0
-# What rollouts write into their logs of each adoption, and vLLM of its own part of a handover.
+# Log lines of rollouts on each adoption, and of vLLM on its own part of a switch.
 _LOGGED = {
     **{
         f"adopt: {phase}": re.compile(rf"weights adopted.* {phase}_ms=([0-9.]+)")
@@ -22,11 +22,11 @@ _VLLM = {
 
 
 def switches(steps: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:
-    """Milliseconds of the switches between steps, part by part, and of all parts.
+    """Returns the milliseconds of the switches between steps, by part and in total.
 
     Args:
-        steps: What they reported.
-        folder: Of the only run, with its workers' logs.
+        steps: The steps' reports.
+        folder: Folder of the only run, with its workers' logs.
     """
     found = [part for step in steps if (part := _parts(step))]
     logs = "\n".join(
@@ -39,13 +39,14 @@ def switches(steps: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]
         "ms": {
             name: _spread([part[name] for part in found]) for name in (found[0] if found else ())
         },
-        # Of the whole run, behind its first: they are parts of those above, but for the first token.
+        # Over the whole run except its first switch; these are parts of those above, except the
+        # first token.
         "logged_ms": {name: _spread(values[1:]) for name, values in logged.items() if values[1:]},
     }
 
 
 def _parts(step: Mapping[str, Any]) -> dict[str, float]:
-    """Of the switch before a step, from rollouts to trainer, and of that before, back to rollouts."""
+    """Return the switch before a step, from rollouts to trainer, and the one before it, back to rollouts."""
     if not {"sync_ms", "rollouts_sleep_s", "rollouts_wake_s"} <= step.keys():
         return {}
     handed = {
@@ -55,7 +56,7 @@ def _parts(step: Mapping[str, Any]) -> dict[str, float]:
         "rollouts wake": step["rollouts_wake_s"],
     }
     parts = {name: 1e3 * seconds for name, seconds in handed.items()}
-    # Getting ready is: the trainer's copy, the handover back, and the rollouts' room for what comes.
+    # The preparation consists of the trainer's copy, the switch back, and the rollouts' buffers.
     ready = step["prepare_ms"] - step["copy_ms"] - parts["trainer sleeps"] - parts["rollouts wake"]
     parts |= {
         "trainer copies weights": step["copy_ms"],

@@ -22,36 +22,36 @@ _OUTPUT = "output.log"
 
 @dataclass(frozen=True, slots=True)
 class WholeRun:
-    """A run that has succeeded, or was ended once it had trained enough."""
+    """A run that succeeded, or was ended after enough steps."""
 
     summary: dict[str, Any]
-    """Empty if it was ended."""
+    """Summary of the run; empty if it was ended."""
     steps: list[dict[str, Any]]
-    """What each step reported."""
+    """Reports of the steps."""
     began: float
-    """When the command was given, in seconds of the epoch."""
+    """Unix time of the command in seconds."""
 
     def means(self, names: Iterable[str], *, after: int) -> dict[str, float]:
-        """Means over the steps but for the first ``after``; 0 for a number that a step does not report."""
+        """Returns means over the steps except the first ``after``; a metric without a value counts as 0."""
         steps = self.steps[after:]
         return {name: round(mean(step.get(name, 0.0) for step in steps), 4) for name in names}
 
     def committed(self) -> list[float]:
-        """When each step was committed, in seconds from the command on."""
+        """Returns the commit time of each step in seconds since the command."""
         times = (datetime.fromisoformat(step["time"]).timestamp() for step in self.steps)
         return [moment - self.began for moment in times]
 
 
 def whole_run(folder: Path, settings: Iterable[str], *, spec: Path = _SORT4) -> WholeRun:
-    """Train to the end.
+    """Trains to the end.
 
     Args:
-        folder: Where runs and logs go.
-        settings: What differs from the specification, such as ``trainer.steps=3``.
+        folder: Folder for runs and logs.
+        settings: Overrides of the specification, such as ``trainer.steps=3``.
         spec: The specification.
 
     Raises:
-        SystemExit: If the run fails, with what it said.
+        SystemExit: If the run fails, with its output.
     """
     command, began = _command(folder, settings, spec), time.time()
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
@@ -63,16 +63,18 @@ def whole_run(folder: Path, settings: Iterable[str], *, spec: Path = _SORT4) -> 
 
 
 def run_for(num_steps: int, folder: Path, settings: Iterable[str], *, spec: Path) -> WholeRun:
-    """Train so many steps of a longer run and end it: a run that ends by itself winds down and saves.
+    """Trains a number of steps of a longer run and ends it.
+
+    A run that ends by itself would also finish its rollouts and save.
 
     Args:
-        num_steps: Steps that are wanted.
-        folder: As in :func:`whole_run`; for this run alone.
-        settings: As there.
-        spec: As there; of more than ``num_steps`` steps.
+        num_steps: Number of steps.
+        folder: Folder for runs and logs, only for this run.
+        settings: Overrides of the specification.
+        spec: The specification, with more than ``num_steps`` steps.
 
     Raises:
-        SystemExit: If the run ends before, with what it said.
+        SystemExit: If the run ends before, with its output.
     """
     began = time.time()
     with running(folder, settings, spec=spec) as process:
@@ -88,13 +90,13 @@ def run_for(num_steps: int, folder: Path, settings: Iterable[str], *, spec: Path
 def running(
     folder: Path, settings: Iterable[str], *, spec: Path, port: int = 0
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A run that is ended with the block.
+    """Yields a run, which is ended with the block.
 
     Args:
-        folder: As in :func:`whole_run`; for this run alone.
-        settings: As there.
-        spec: As there.
-        port: Of the API; 0 for any.
+        folder: Folder for runs and logs, only for this run.
+        settings: Overrides of the specification.
+        spec: The specification.
+        port: Port of the API; 0 selects a free one.
     """
     command = [*_command(folder, settings, spec), "--port", str(port)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,17 +109,17 @@ def running(
 
 
 def steps_in(folder: Path) -> list[dict[str, Any]]:
-    """What the steps of the only run of a folder reported so far."""
+    """Returns the reports of the steps so far of the only run in a folder."""
     return [step for path in folder.glob("run_*/metrics.jsonl") for step in _steps(path)]
 
 
 def output_of(folder: Path) -> str:
-    """What the command of a run said."""
+    """Returns the output of a run's command."""
     return (folder / _OUTPUT).read_text(encoding="utf-8")
 
 
 def _cancel(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt twice: the first time pauses, behind a checkpoint."""
+    """Interrupt twice: the first signal pauses the run with a checkpoint."""
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
@@ -133,6 +135,6 @@ def _command(folder: Path, settings: Iterable[str], spec: Path) -> list[str]:
 
 
 def _steps(metrics: Path) -> list[dict[str, Any]]:
-    """Whole lines only: the last one may be being written."""
+    """Return complete lines only; the last one may be incomplete."""
     lines = metrics.read_text(encoding="utf-8").split("\n")[:-1]
     return list(map(json.loads, lines))

@@ -46,7 +46,7 @@ _UNITS = {"Mi": 1, "Gi": 1024}
 
 
 def chart_limits_mib() -> dict[str, float]:
-    """Memory that the chart gives: all of the controller's, the transferqueue's beside the samples."""
+    """Returns the chart's memory limits: all of the controller's, the transferqueue's without the samples."""
     values = yaml.safe_load(_VALUES.read_text(encoding="utf-8"))
     limit = values["controller"]["resources"]["limits"]["memory"]
     return {
@@ -56,7 +56,7 @@ def chart_limits_mib() -> dict[str, float]:
 
 
 def services_of(here: LocalServices) -> dict[str, psutil.Process]:
-    """Controller and transferqueue."""
+    """Returns the processes of the controller and the transferqueue."""
     found = {}
     for service in here.services:
         assert service.process is not None
@@ -65,7 +65,7 @@ def services_of(here: LocalServices) -> dict[str, psutil.Process]:
 
 
 def listening() -> dict[int, str]:
-    """Ports of all processes below this one, by what listens there."""
+    """Returns the ports of all processes below this one, with the names of the listeners."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -78,13 +78,13 @@ def listening() -> dict[int, str]:
 
 
 def own_mib(process: psutil.Process) -> float:
-    """Memory that a process has for itself: the samples are shared."""
+    """Returns the private memory of a process; the samples are in shared memory."""
     memory = process.memory_info()
     return float(memory.rss - memory.shared) / 2**20
 
 
 async def measure_memory(processes: dict[str, psutil.Process], most: dict[str, float]) -> None:
-    """Keep the most that each process had, until cancelled."""
+    """Updates each process's max memory until cancelled."""
     while True:
         for name, process in processes.items():
             most[name] = max(most.get(name, 0.0), own_mib(process))
@@ -93,7 +93,7 @@ async def measure_memory(processes: dict[str, psutil.Process], most: dict[str, f
 
 @asynccontextmanager
 async def attacking(order: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The third identity at work; its answers are known behind the block."""
+    """Runs the attacking identity; its results are available after the block."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.abuse.attacks"),
         stdin=asyncio.subprocess.PIPE,
@@ -114,14 +114,14 @@ async def attacking(order: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
 
 
 def spread_ms(waits_s: list[float]) -> dict[str, float]:
-    """Percentiles in milliseconds."""
+    """Returns percentiles in milliseconds."""
     cuts = quantiles(waits_s, n=100)
     found = {"p50": cuts[49], "p99": cuts[98], "max": max(waits_s)}
     return {name: round(1000 * value, 1) for name, value in found.items()} | {"n": len(waits_s)}
 
 
 async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
-    """Train, attack, and see what became of it."""
+    """Trains under attack and returns the results."""
     began, state = time.monotonic(), folder / "state"
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(local_services(state))
@@ -139,7 +139,7 @@ async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
         third = runs["third"]
         for run in runs.values():
             await until_step(run, 1)
-        # So that it has streams to hold, and no workers.
+        # The third project needs streams to hold, but no workers.
         await third.pause(checkpoint=False)
         quiet_s: list[float] = []
         waits_s: list[float] = []
@@ -215,7 +215,7 @@ async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
 
 
 async def until_step(run: AsyncRun, step: int) -> None:
-    """Wait until a run has trained a step."""
+    """Waits until a run has trained a step."""
     end = time.monotonic() + _ENDS_WITHIN_S
     while (seen := await run.refresh()).step < step:
         assert time.monotonic() < end and seen.state not in ("FAILED", "CANCELLED"), seen.message
@@ -223,7 +223,7 @@ async def until_step(run: AsyncRun, step: int) -> None:
 
 
 async def until_end(run: AsyncRun) -> RunView:
-    """Wait until a run has ended."""
+    """Waits until a run has ended."""
     async for _ in run.follow(timeout_s=_ENDS_WITHIN_S):
         pass
     return run.view

@@ -36,7 +36,7 @@ _METHODS = [
 ]
 _FRAMES, _FRAME_BYTES = 480, 64 << 10
 _HALF_OPEN = 40
-"""Connections to each port that say nothing, at once."""
+"""Concurrent silent connections per port."""
 _NUM_STREAMS = 300
 _LONGEST_S = 15.0
 
@@ -70,7 +70,7 @@ class Attacker:
         )
 
     async def attack(self) -> None:
-        """Do everything at once, again and again."""
+        """Runs all attacks concurrently and repeatedly."""
         ports = self._order["ports"]
         loops = [
             self._again("rest oversized", self._oversized, 0.5),
@@ -154,7 +154,7 @@ class Attacker:
             writer.close()
 
     async def _say_little(self, port: str) -> str:
-        """Nothing, or a request that comes letter by letter."""
+        """Send nothing, or a request byte by byte."""
         reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
         text = self._choice.choice(
             (b"", b"POST /v1/runs HTTP/1.1\r\nHost: localhost\r\nX-Slow: aaaaaa")
@@ -191,7 +191,7 @@ class Attacker:
         return "OK"
 
     async def _frames(self, port: str) -> str:
-        """One message of very many frames, from a peer without a key."""
+        """Send one message of very many frames, from a peer without a key."""
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as peer:
             peer.setsockopt(zmq.LINGER, 0)
             peer.setsockopt(zmq.SNDTIMEO, 2000)

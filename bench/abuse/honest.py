@@ -11,7 +11,7 @@ from slipstream_client.models import RunView
 
 _LOOKS_EVERY_S = 0.2
 _STEP_S = 1.5
-"""A step takes this long at least, because the rewards of two batches take twice as long."""
+"""Min seconds of a step, because the rewards of two batches take twice as long."""
 _REWARD = f"""
 import time
 
@@ -35,7 +35,7 @@ async def talk(base_url, api_key, model, prompt, row):
 
 
 def spec_for(folder: Path, name: str, *, seconds: float, has_agent: bool) -> dict[str, Any]:
-    """A run on a random model that takes about so long."""
+    """Returns a run on a random model that takes about this long."""
     rows = (json.dumps({"prompt": f"question {number}"}) + "\n" for number in range(64))
     (folder / "prompts.jsonl").write_text("".join(rows), encoding="utf-8")
     (folder / "reward.py").write_text(_REWARD, encoding="utf-8")
@@ -64,7 +64,7 @@ def spec_for(folder: Path, name: str, *, seconds: float, has_agent: bool) -> dic
 
 
 async def look(client: AsyncClient, run_id: str, waits_s: list[float]) -> None:
-    """Ask as a person's page does, until cancelled; adds what each answer took."""
+    """Sends the requests of a person's run page until cancelled; records each latency."""
     while True:
         for operation in (
             lambda: client.get_run(run_id),
@@ -78,7 +78,7 @@ async def look(client: AsyncClient, run_id: str, waits_s: list[float]) -> None:
 
 
 def is_closed(run: RunView) -> bool:
-    """Whether every prompt that was issued is in one place."""
+    """Returns True if every issued prompt is in exactly one place."""
     prompts = run.summary["prompts"]
     places = ("consumed", "dropped", "quarantined", "outstanding")
     return bool(prompts["issued"] == sum(prompts[place] for place in places))

@@ -1,5 +1,4 @@
-"""Measures the memory cost of strangers' connections: ``python -m bench.abuse.memory [NAME ...]
-[--smoke]``.
+"""Measures the memory cost of strangers' connections: ``python -m bench.abuse.memory [NAME ...]``.
 
 A stranger without a token opens 1,000 connections to a port of the controller or the transferqueue
 and sends on each as much as the server accepts: headers, bodies, slow fragments, gRPC messages and
@@ -39,7 +38,7 @@ _GET_STATS = "/slipstream.transferqueue.v1.TransferQueueService/GetStats"
 
 
 def own_mib(process: psutil.Process) -> float:
-    """Memory that a process has for itself: the samples are shared."""
+    """Returns the private memory of a process; the samples are in shared memory."""
     memory = process.memory_info()
     return float(memory.rss - memory.shared) / 2**20
 
@@ -47,11 +46,11 @@ def own_mib(process: psutil.Process) -> float:
 def orders(
     rest: int, controller: int, queue: int, data: int, token: str
 ) -> dict[str, dict[str, Any]]:
-    """All attacks, by name."""
+    """Returns all attacks by name."""
     found: dict[str, dict[str, Any]] = {}
     for attack in strangers.HTTP:
         found[f"rest/{attack.__name__}"] = {"port": rest, "attack": attack.__name__}
-    # Somebody with a token of another project is no stranger, and yet may not take the memory.
+    # A user with a token of another project is no stranger, but may not take the memory either.
     found["rest/bodies, with a token"] = {"port": rest, "attack": "bodies", "token": token}
     grpc = {
         "controller": {"port": controller, "method": _REGISTER, "message_bytes": 4 << 20},
@@ -67,7 +66,7 @@ def orders(
 
 
 async def ask(client: AsyncClient, waits_s: list[float]) -> None:
-    """Ask as a person's page does, until cancelled; adds what each answer took."""
+    """Sends the requests of a person's run page until cancelled; records each latency."""
     while True:
         begin = time.monotonic()
         with suppress(Exception):
@@ -79,7 +78,7 @@ async def ask(client: AsyncClient, waits_s: list[float]) -> None:
 async def attacked(
     order: dict[str, Any], processes: dict[str, psutil.Process], most: dict[str, float]
 ) -> dict[str, Any]:
-    """Attack once; fills in the most that each process had."""
+    """Runs one attack; updates each process's max memory."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.abuse.strangers"),
         stdin=asyncio.subprocess.PIPE,
@@ -108,7 +107,7 @@ def _listening(process: psutil.Process) -> list[int]:
 async def measured(
     folder: Path, names: list[str], *, connections: int, seconds: float
 ) -> dict[str, Any]:
-    """All attacks, one after the other."""
+    """Runs all attacks, one after the other."""
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(local_services(folder / "state"))
         processes = {}
@@ -162,7 +161,7 @@ async def measured(
 
 
 def _spread_ms(waits_s: list[float]) -> dict[str, float]:
-    """Percentiles in milliseconds."""
+    """Returns percentiles in milliseconds."""
     cuts = quantiles(waits_s, n=100) if len(waits_s) > 1 else [max(waits_s, default=0.0)] * 99
     found = {"p50": cuts[49], "p99": cuts[98], "max": max(waits_s, default=0.0)}
     return {name: round(1000 * value, 1) for name, value in found.items()} | {"n": len(waits_s)}

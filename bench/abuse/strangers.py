@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 _MAX_BYTES = 4 << 20
-"""Bytes that one connection sends before it only holds on."""
+"""Max bytes that one connection sends before it is only held open."""
 _PIECE = b"a" * (16 << 10)
 _BODY_BYTES = (256 << 10) - 1
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -39,20 +39,20 @@ class Connection:
         self.num_bytes = 0
 
     async def send(self, data: bytes) -> None:
-        """Send, waiting until the server takes it."""
+        """Sends data, waiting until the server takes it."""
         self._writer.write(data)
         await self._writer.drain()
         self.num_bytes += len(data)
 
     async def send_pieces(self, pieces: Iterator[bytes]) -> None:
-        """Send pieces until they end, the server closes, or enough was sent."""
+        """Sends pieces until they end, the server closes, or enough was sent."""
         for piece in pieces:
             if self.num_bytes >= _MAX_BYTES:
                 return
             await self.send(piece)
 
     async def hold(self) -> None:
-        """Read what comes until the server closes."""
+        """Reads until the server closes."""
         while await self.reader.read(1 << 16):
             pass
 
@@ -89,7 +89,7 @@ async def long_line(connection: Connection, order: Order) -> None:
 
 
 async def headers_below_the_limit(connection: Connection, order: Order) -> None:
-    """What no limit per connection refuses, one byte short of the end."""
+    """Sends headers that no limit per connection rejects, one byte short of the end."""
     await connection.send(_request("GET", "/v1/runs", order) + b"X-Long: " + b"a" * (63 << 10))
     await connection.hold()
 
@@ -127,7 +127,7 @@ async def slow_bodies(connection: Connection, order: Order) -> None:
 
 
 async def unread_answers(connection: Connection, order: Order) -> None:
-    """Ask for the largest file that is served to everybody, and read nothing of it."""
+    """Requests the largest public file and reads nothing of it."""
     await connection.send(_request("GET", "/docs/swagger-ui-bundle.js", order) + b"\r\n")
     await asyncio.Event().wait()
 
@@ -142,7 +142,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
-    """A header field as HPACK writes it without its tables (RFC 7541, 6.2.2)."""
+    """Return a header field in HPACK's encoding without its tables (RFC 7541, 6.2.2)."""
     return b"\x00" + _length(name) + name + _length(value) + value
 
 
@@ -170,7 +170,7 @@ def _call(order: Order, metadata: bytes = b"") -> bytes:
 
 
 async def grpc_metadata(connection: Connection, order: Order) -> None:
-    """Calls with as much metadata as a frame holds, on many streams, and no message."""
+    """Opens calls with as much metadata as a frame holds, on many streams, without a message."""
     metadata = _literal(b"x-long", b"a" * (7 << 10))
     await connection.send(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
     for stream in range(1, 2 * _STREAMS, 2):
@@ -179,7 +179,7 @@ async def grpc_metadata(connection: Connection, order: Order) -> None:
 
 
 async def grpc_headers_without_end(connection: Connection, order: Order) -> None:
-    """Continuation frames that never end a call's metadata."""
+    """Sends continuation frames that never end a call's metadata."""
     await connection.send(
         _PREFACE + _frame(_SETTINGS, 0, 0, b"") + _frame(_HEADERS, 0, 1, _call(order))
     )
@@ -187,7 +187,7 @@ async def grpc_headers_without_end(connection: Connection, order: Order) -> None
 
 
 async def grpc_messages(connection: Connection, order: Order) -> None:
-    """Messages as large as the windows let, on many streams, one byte short of the end."""
+    """Sends messages as large as the windows allow, on many streams, one byte short of the end."""
     await connection.send(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
     message = b"\x00" + struct.pack(">I", order["message_bytes"])
     windows = _Windows()
@@ -211,7 +211,7 @@ async def grpc_messages(connection: Connection, order: Order) -> None:
 
 
 class _Windows:
-    """What the server lets a connection send (RFC 9113, 5.2)."""
+    """The server's flow-control windows of a connection (RFC 9113, 5.2)."""
 
     def __init__(self) -> None:
         self._whole = self._first = 65535
@@ -223,7 +223,7 @@ class _Windows:
         self._whole -= num_bytes
 
     async def room(self, stream: int, wanted: int) -> int:
-        """Bytes that may be sent now, after a wait of at most a second; 0 for none."""
+        """Waits up to a second for free window space; returns the bytes that may be sent, or 0."""
         with suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 while min(self._whole, self._streams.get(stream, 0)) <= 0:
@@ -279,7 +279,7 @@ async def _greet(connection: Connection, mechanism: bytes) -> None:
 
 
 async def zmq_handshake_frames(connection: Connection, order: Order) -> None:
-    """A command of the handshake as large as it is let, one byte short of the end."""
+    """Sends a handshake command of the max accepted size, one byte short of the end."""
     await _greet(connection, b"CURVE")
     for size in (order["frame_bytes"], 2 << 20, 64 << 10):
         await connection.send(_zmq_frame(_ZMQ_COMMAND, size))
@@ -289,7 +289,7 @@ async def zmq_handshake_frames(connection: Connection, order: Order) -> None:
 
 
 async def zmq_messages_without_end(connection: Connection, order: Order) -> None:
-    """Without a key: a message of more and more frames."""
+    """Sends a message with ever more frames, without a key."""
     await _greet(connection, b"NULL")
     ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     await connection.send(bytes((_ZMQ_COMMAND, len(ready))) + ready)
@@ -313,7 +313,7 @@ ATTACKS = {attack.__name__: attack for attack in (*HTTP, *GRPC, *ZMQ)}
 
 @asynccontextmanager
 async def _connected(port: int, number: int) -> AsyncIterator[Connection]:
-    # Addresses of loopback stand for hosts: no limit of one address's connections helps.
+    # Loopback addresses stand for hosts, so a limit of connections per address does not help.
     reader, writer = await asyncio.open_connection(
         "127.0.0.1", port, local_addr=(f"127.0.{1 + number // 200}.{1 + number % 200}", 0)
     )

@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "controller.json"
 
 
 async def throughput(is_smoke: bool) -> Figures:
-    """Groups that go through all states each second."""
+    """Measures the groups per second that pass through all states."""
     steps, batch = (6, 256) if is_smoke else (60, 1024)
     async with stage() as here:
         run_id = await here.submit(steps=steps, prompts_per_step=batch, rollouts=8)
@@ -43,13 +43,13 @@ async def throughput(is_smoke: bool) -> Figures:
     return {
         "groups_per_s": batch / seconds,
         "batch": batch,
-        # What a processor that does nothing else would do.
+        # The rate of a processor without other load.
         "groups_per_controller_cpu_s": (steps - 1) * batch / cpu_s,
     }
 
 
 async def ledger(is_smoke: bool) -> Figures:
-    """Steps of a run that has issued a million prompts, against its first ones."""
+    """Compares the steps of a run that has issued a million prompts with its first ones."""
     steps, batch = (20, 256) if is_smoke else (490, 2048)
     tenth = steps // 10
     async with stage() as here:
@@ -65,19 +65,19 @@ async def ledger(is_smoke: bool) -> Figures:
         "first_step_ms": first_s * 1000,
         "last_step_ms": last_s * 1000,
         "slower": last_s / first_s - 1,
-        # The same in processor time, which other work on the machine disturbs less.
+        # The same in CPU time, which other work on the machine disturbs less.
         "slower_by_cpu": (cpu_s[3] - cpu_s[2]) / (cpu_s[1] - cpu_s[0]) - 1,
         "groups_per_s": batch / _median_gap(times),
     }
 
 
 def _median_gap(times: list[float]) -> float:
-    """Seconds from one step to the next."""
+    """Return the median seconds between two steps."""
     return statistics.median(after - before for before, after in itertools.pairwise(times))
 
 
 async def workers(is_smoke: bool) -> Figures:
-    """Time to hand a group to one of many rollouts."""
+    """Measures the time to dispatch a group to one of many rollouts."""
     count, seconds = (50, 4.0) if is_smoke else (1000, 30.0)
     async with stage() as here:
         # Each rollout has two groups at a time and gets another one when it has finished one.
@@ -92,7 +92,7 @@ async def workers(is_smoke: bool) -> Figures:
         name = "slipstream_dispatch_duration_seconds"
         while not (await here.histogram(name)).get(float("inf"), 0):
             await asyncio.sleep(0.5)
-        # The first groups all start at once; by then their ends are spread out.
+        # The first groups all start at once; this waits until their ends are spread out.
         await asyncio.sleep(20.0 if not is_smoke else 1.0)
         before, cpu_s = await here.histogram(name), here.cpu_s()
         await asyncio.sleep(seconds)
@@ -110,12 +110,12 @@ async def workers(is_smoke: bool) -> Figures:
 
 
 def _quantile(counts: dict[float, float], total: float, share: float) -> float:
-    """The least bound under which a share of the observations lies."""
+    """Return the min bound below which a share of the observations lies."""
     return next(bound for bound, count in counts.items() if count >= share * total)
 
 
 async def memory(is_smoke: bool) -> Figures:
-    """Memory while an hour's worth of steps goes by."""
+    """Measures memory during an hour's worth of steps."""
     steps = 60 if is_smoke else 3600
     async with stage() as here:
         run_id = await here.submit(steps=steps, prompts_per_step=32, rollouts=4, group_size=8)
@@ -127,13 +127,13 @@ async def memory(is_smoke: bool) -> Figures:
 
 
 async def api(is_smoke: bool) -> Figures:
-    """Latency of the API beside three active runs."""
+    """Measures the latency of the API during three active runs."""
     async with stage() as here:
         return await measure_api(here, is_smoke=is_smoke)
 
 
 async def first_token(is_smoke: bool) -> Figures:
-    """Seconds from a submission to the first token."""
+    """Measures the seconds from a submission to the first token."""
     return await measure_first_token(rounds=1 if is_smoke else 3)
 
 
@@ -146,7 +146,7 @@ MEASUREMENTS = {
     "ledger": ledger,
 }
 
-# What each measurement must reach: (figure, at least or at most, bound).
+# Bars of the measurements: (name of the value, at least or at most, bound).
 BARS = {
     "throughput": ("groups_per_s", ">=", 5000.0),
     "workers": ("p99_ms_at_most", "<=", 100.0),
@@ -158,7 +158,7 @@ BARS = {
 
 
 def python_ms() -> float:
-    """Processor time of a fixed piece of Python: how fast this machine is now, if its host is shared."""
+    """Returns the CPU time of a fixed piece of Python: the current speed of a machine on a shared host."""
     times: list[float] = []
     for _ in range(5):
         begin = time.process_time()
@@ -170,7 +170,7 @@ def python_ms() -> float:
 
 
 def table(known: dict[str, Figures]) -> str:
-    """All that was measured so far, beside the bars."""
+    """Returns all measurements so far and their bars as text."""
     lines = [f"{'measurement':12} {'figure':16} {'value':>10} {'bar':>10}       {'load':>5}"]
     for name, (figure, order, bound) in BARS.items():
         if name in known:

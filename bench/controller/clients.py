@@ -23,12 +23,15 @@ _PATHS = (
     "/v1/runs/{}/metrics?name=reward_mean&max_points=50",
     "/v1/quota",
 )
-# What people and dashboards do: each client asks a few times a second.
+# People and dashboards send a few requests per second each.
 _PAUSE_S = 0.25
 
 
 async def measure_api(here: Stage, *, is_smoke: bool) -> dict[str, Any]:
-    """Latencies of 50 clients beside three runs: alone, with 500 event streams, and without a pause."""
+    """Measures latencies of 50 clients in three settings, during three active runs.
+
+    The settings are: clients alone, with 500 event streams, and without pauses.
+    """
     num_clients, num_streams, seconds = (5, 20, 2.0) if is_smoke else (50, 500, 30.0)
     runs = [
         await here.submit(
@@ -65,13 +68,13 @@ async def measure_api(here: Stage, *, is_smoke: bool) -> dict[str, Any]:
 
 
 class _Crowd:
-    """Clients that ask for this and that.
+    """Clients that send different requests.
 
     Args:
-        host: The controller's.
-        port: The controller's.
-        runs: What they ask for.
-        num_clients: How many there are.
+        host: Host of the controller.
+        port: Port of the controller.
+        runs: Runs that the requests are about.
+        num_clients: Number of clients.
     """
 
     def __init__(self, host: str, port: int, runs: list[str], num_clients: int) -> None:
@@ -80,7 +83,7 @@ class _Crowd:
         self._num_clients = num_clients
 
     async def ask(self, here: Stage, seconds: float, *, pause_s: float) -> dict[str, float]:
-        """Let all of them ask for a while."""
+        """Sends requests from all clients for some time."""
         latencies: list[float] = []
         cpu_s = here.cpu_s()
         async with asyncio.TaskGroup() as tasks:
@@ -113,7 +116,7 @@ class _Crowd:
 
 
 class _Stream(asyncio.Protocol):
-    """Counts the events of one run as they come."""
+    """Counts the events of one run as they arrive."""
 
     def __init__(self, crowd: _Crowd, run_id: str) -> None:
         self._crowd = crowd
@@ -133,7 +136,7 @@ class _Stream(asyncio.Protocol):
         self._transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """A part of the stream, which may end within an event's id."""
+        """Handles a part of the stream, which may end within an event's id."""
         mark = b"\nid: "
         text = self._rest + data
         self.num_events += text.count(mark)
@@ -147,10 +150,10 @@ def _request(path: str) -> bytes:
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> None:
-    """Read an answer to its end.
+    """Read a response to its end.
 
     Raises:
-        RuntimeError: If it is not what was asked for.
+        RuntimeError: If the response has an unexpected status.
     """
     head = await reader.readuntil(b"\r\n\r\n")
     status, _, fields = head.lower().partition(b"\r\n")

@@ -22,7 +22,7 @@ validation: {every: 0, before_train: false}
 
 
 async def measure_first_token(*, rounds: int) -> dict[str, Any]:
-    """Submit a run on running services, and wait for the rollouts' first token."""
+    """Submits a run to running services and waits for the rollouts' first token."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = [json.dumps({"prompt": f"question {number}"}) for number in range(64)]

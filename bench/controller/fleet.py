@@ -23,18 +23,18 @@ from slipstream.type.v1 import worker_pb2
 OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # The services' own servers allow the pings that clients send while they wait.
+    # The services' own servers accept the pings that waiting clients send.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
 )
 
 
 Populate = Callable[[dict[str, Any], FakeQueue, asyncio.TaskGroup], Awaitable[None]]
-"""Brings up the workers of a run."""
+"""Function that starts the workers of a run."""
 
 
 async def serve(populate: Populate) -> None:
-    """Serve a transferqueue, and the workers of each run that is named, until the input ends."""
+    """Serves a transferqueue, and the workers of each named run, until the input ends."""
     queue = FakeQueue()
     server = grpc.aio.server(options=OPTIONS)
     transferqueue_pb2_grpc.add_TransferQueueServiceServicer_to_server(queue, server)
@@ -58,7 +58,7 @@ async def _obey(
 
 
 async def _populate(order: dict[str, Any], queue: FakeQueue, tasks: asyncio.TaskGroup) -> None:
-    """Bring up the workers of a run."""
+    """Start the workers of a run."""
     names = ["trainer-0", *(f"rollout-{i}" for i in range(order["rollouts"]))]
     server = grpc.aio.server(options=OPTIONS)
     seconds = (order["least_s"], order["most_s"])
@@ -84,16 +84,16 @@ async def beat(
     offset_s: float = 0.0,
     gauges: Callable[[], dict[str, float]] = dict,
 ) -> None:
-    """Register a worker and send its heartbeats until the run ends.
+    """Registers a worker and sends its heartbeats until the run ends.
 
     Args:
-        channel: To the controller.
-        order: The run's.
+        channel: Channel to the controller.
+        order: The run's order.
         name: The worker.
-        port: Of its server.
-        version: The weight version that it serves.
-        offset_s: When its heartbeats begin.
-        gauges: What it measures.
+        port: Port of the worker's server.
+        version: Returns the weight version that it serves.
+        offset_s: Seconds before its first heartbeat.
+        gauges: Returns its gauges.
     """
     members = membership_pb2_grpc.MembershipServiceStub(channel)
     role = "TRAINER" if name == "trainer-0" else "ROLLOUT"

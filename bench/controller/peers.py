@@ -33,20 +33,20 @@ class MadeGroup:
     """A group that a rollout has finished."""
 
     group: Any
-    """As the controller asked for it."""
+    """The group as the controller requested it."""
     tokens: Sequence[int]
     """Length of each response."""
     oldest: int
-    """Oldest weight version in it."""
+    """Oldest weight version in the group."""
     newest: int
-    """Newest one."""
+    """Newest weight version in the group."""
 
 
 class FakeQueue(
     transferqueue_pb2_grpc.TransferQueueServiceServicer,
     transferqueue_pb2_grpc.KeptSampleServiceServicer,
 ):
-    """Tells watchers of samples; holds none."""
+    """Reports samples to watchers, but stores none."""
 
     def __init__(self) -> None:
         self._partitions: set[str] = set()
@@ -55,13 +55,13 @@ class FakeQueue(
         self.version = 0
 
     def put(self, groups: Sequence[Any]) -> None:
-        """Samples of groups are stored."""
+        """Records samples of groups as stored."""
         for group in groups:
             tokens = (_RESPONSE_TOKENS,) * len(group.seeds)
             self.add(MadeGroup(group, tokens, oldest=self.version, newest=self.version))
 
     def add(self, made: "MadeGroup") -> None:
-        """A group that was made in some way is stored."""
+        """Records a finished group as stored."""
         partition = made.group.partition_id
         self._waiting[partition].append(made)
         self._arrived[partition].set()
@@ -107,7 +107,7 @@ class FakeQueue(
 
 
 class FakeRollouts(rollout_pb2_grpc.RolloutServiceServicer):
-    """Finishes groups, each after a time between two bounds."""
+    """Finishes each group after a time between two bounds."""
 
     def __init__(self, queue: FakeQueue, seconds: tuple[float, float]) -> None:
         self._queue = queue
@@ -134,7 +134,7 @@ class FakeRollouts(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Has trained what it is asked to train."""
+    """Reports every requested batch as trained."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -194,14 +194,14 @@ class FakeWeights(weightsync_pb2_grpc.WeightSyncServiceServicer):
 def add_services(
     server: grpc.aio.Server, queue: FakeQueue, *, seconds: tuple[float, float], step_s: float
 ) -> None:
-    """Add all of them to a server, beside the queue."""
+    """Adds all services to a server, with the queue."""
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(FakeRollouts(queue, seconds), server)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(FakeTrainer(step_s), server)
     weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(FakeWeights(queue), server)
 
 
 def _meta(partition: str, made: Sequence[MadeGroup]) -> KVBatchMeta:
-    """Samples of groups, as a transferqueue describes them after one put."""
+    """Return the description of groups' samples after one put, as a transferqueue makes it."""
     samples = [
         (one, member, tokens)
         for one in made

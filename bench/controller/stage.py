@@ -35,11 +35,11 @@ class Stage:
     num_runs: int = 0
 
     def rss_mib(self) -> float:
-        """Memory of the controller."""
+        """Returns the memory of the controller."""
         return psutil.Process(self.controller.pid).memory_info().rss / 2**20
 
     def cpu_s(self) -> float:
-        """Processor time that the controller has used."""
+        """Returns the CPU time that the controller has used."""
         times = psutil.Process(self.controller.pid).cpu_times()
         return times.user + times.system
 
@@ -63,10 +63,10 @@ class Stage:
         topology: Mapping[str, Any] | None = None,
         fakes: Mapping[str, Any] | None = None,
     ) -> str:
-        """Submit a run and bring up its workers; returns its id.
+        """Submits a run and starts its workers; returns its id.
 
-        The last six are more of ``spec.rollout``, ``spec.algorithm``, ``spec.trainer``, ``spec.samples`` and
-        ``spec.topology``, and of what the fakes are told.
+        The last six arguments add to ``spec.rollout``, ``spec.algorithm``, ``spec.trainer``,
+        ``spec.samples`` and ``spec.topology``, and to the order of the fakes.
         """
         spec = {
             "name": f"bench-{uuid.uuid4().hex[:8]}",
@@ -105,7 +105,7 @@ class Stage:
         return run.id
 
     async def until_step(self, run_id: str, step: int, *, every_s: float = 0.2) -> None:
-        """Wait until a step is committed."""
+        """Waits until a step is committed."""
         while True:
             run = await self.client.get_run(run_id)
             if run.state in ("FAILED", "CANCELLED"):
@@ -115,12 +115,12 @@ class Stage:
             await asyncio.sleep(every_s)
 
     async def step_times(self, run_id: str) -> list[float]:
-        """When each step was committed, in seconds."""
+        """Returns the commit time of each step in seconds."""
         run = await self.client.run(run_id)
         return [event.time.timestamp() async for event in run.events("StepCommitted")]
 
     async def histogram(self, name: str) -> dict[float, float]:
-        """Cumulative counts of a histogram of the controller by upper bound, over all labels."""
+        """Returns the cumulative counts of a controller's histogram by upper bound, over all labels."""
         async with httpx.AsyncClient(trust_env=False) as client:
             text = (await client.get(self.metrics_url)).text
         counts: dict[float, float] = {}
@@ -135,11 +135,11 @@ async def stage(
     *,
     prepare: Callable[[Path], None] = lambda folder: None,
 ) -> AsyncIterator[Stage]:
-    """Start a controller and its fakes; end them with the block.
+    """Starts a controller and its fakes; ends them with the block.
 
     Args:
-        fleet_module: Run as the fakes' process; it prints its transferqueue's port.
-        prepare: Is called with the controller's folder before that starts.
+        fleet_module: Module of the fakes' process, which prints the port of its transferqueue.
+        prepare: Called with the controller's folder before the controller starts.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

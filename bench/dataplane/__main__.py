@@ -26,7 +26,7 @@ Times = list[tuple[float, float]]
 
 
 async def compare(num_units: int, rounds: int) -> list[Row]:
-    """Both sides on all workloads."""
+    """Measures both sides with all workloads."""
     rows: list[Row] = []
     with service() as address, Peer.start(num_units) as peer:
         async with (
@@ -86,7 +86,7 @@ def _print_rows(rows: Sequence[Row]) -> None:
 
 
 async def curve_cost(rounds: int) -> list[Row]:
-    """The network path with and without encryption, alternating."""
+    """Measures the network path with and without encryption, alternating."""
     rows: list[Row] = []
     with service() as plain_address, service(use_curve=True) as curve_address:
         async with (
@@ -105,7 +105,7 @@ async def curve_cost(rounds: int) -> list[Row]:
 
 
 async def several_clients(count: int, rounds: int) -> list[Row]:
-    """Several clients at once, each with a connection and samples of its own, next to the peer."""
+    """Measures several clients at once, each with its own connection and samples, and the peer."""
     workload = build("rl256")
     sides: dict[str, list[float]] = {"shared memory": [], "network": [], "peer": []}
     with service() as address, Peer.start(2) as peer:
@@ -142,7 +142,7 @@ async def several_clients(count: int, rounds: int) -> list[Row]:
 
 
 async def _together(clients: Sequence[Ours], workload: Workload) -> float:
-    """Seconds until all have put and got the batch."""
+    """Return the seconds until all clients have put and got the batch."""
     started = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
         for number, ours in enumerate(clients):
@@ -151,7 +151,7 @@ async def _together(clients: Sequence[Ours], workload: Workload) -> float:
 
 
 def physical_limits(rounds: int) -> dict[str, float]:
-    """GB/s of other ways to move the bytes of rl1024."""
+    """Returns the GB/s of other ways to move the bytes of rl1024."""
     size = build("rl1024").size_bytes
     seconds = {
         "memcpy": limits.memcpy_s(size, rounds),
@@ -170,7 +170,7 @@ def physical_limits(rounds: int) -> dict[str, float]:
 
 
 def shares_of_limits(limits_gbps: dict[str, float], rows: Sequence[Row]) -> list[Row]:
-    """What part of a plain copy or a plain socket each path reaches with rl1024."""
+    """Returns the share of a plain copy or socket that each path reaches with rl1024."""
     limit_of = {"shared memory": "memcpy", "network": "tcp"}
     return [
         {
@@ -185,7 +185,7 @@ def shares_of_limits(limits_gbps: dict[str, float], rows: Sequence[Row]) -> list
 
 
 def main() -> None:
-    """Measure and write the results."""
+    """Measures and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="two rounds, to see that it works")
     parser.add_argument("--rounds", type=int, default=15)

@@ -24,7 +24,7 @@ _SEEDS = (
 
 
 def one_input(rng: random.Random) -> bytes:
-    """A random input: noise, a damaged message, or well-formed msgpack of wrong shape."""
+    """Returns a random input: noise, a damaged message, or well-formed msgpack with the wrong shape."""
     kind = rng.random()
     if kind < 0.2:
         return bytes([codec.VERSION]) + rng.randbytes(rng.randrange(64))
@@ -41,7 +41,7 @@ def one_input(rng: random.Random) -> bytes:
 
 
 def fuzz(count: int) -> dict[str, float]:
-    """Decode damaged inputs; anything but a message or ValueError is raised."""
+    """Decodes damaged inputs; raises unless each gives a message or a ValueError."""
     rng = random.Random(0)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     slowest_s = 0.0

@@ -21,14 +21,14 @@ _FRAME_BYTES = 1 << 20
 
 
 def memcpy_s(size_bytes: int, rounds: int) -> float:
-    """Seconds to copy between two warm buffers."""
+    """Returns the seconds of a copy between two warm buffers."""
     source = np.ones(size_bytes, dtype=np.uint8)
     target = np.ones(size_bytes, dtype=np.uint8)
     return _median(rounds, lambda: np.copyto(target, source))
 
 
 def tcp_s(size_bytes: int, rounds: int) -> float:
-    """Seconds to send through a loopback connection into a warm buffer, one way."""
+    """Returns the seconds of a one-way transfer through a loopback connection into a warm buffer."""
     data = memoryview(bytearray(size_bytes))
     target = memoryview(bytearray(size_bytes))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -48,7 +48,7 @@ def tcp_s(size_bytes: int, rounds: int) -> float:
 
 
 def zmq_s(size_bytes: int, rounds: int) -> float:
-    """Seconds to send through ZeroMQ in frames of 1 MiB, one way."""
+    """Returns the seconds of a one-way transfer through ZeroMQ in frames of 1 MiB."""
     data = memoryview(bytearray(size_bytes))
     with (
         zmq.Context() as first,
@@ -74,7 +74,7 @@ def zmq_s(size_bytes: int, rounds: int) -> float:
 
 
 async def grpc_s(size_bytes: int, rounds: int) -> float:
-    """Seconds of a unary call that carries the bytes."""
+    """Returns the seconds of a unary call that carries the bytes."""
     unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
     async def take(request: bytes, context: object) -> bytes:
@@ -100,7 +100,7 @@ async def grpc_s(size_bytes: int, rounds: int) -> float:
 
 
 def redis_s(size_bytes: int, rounds: int) -> tuple[float, float] | None:
-    """Seconds of SET and GET of the bytes as one value; None without a Redis server."""
+    """Returns the seconds of SET and GET of the bytes as one value; None without a Redis server."""
     script = (
         "import redis,sys,time,statistics\n"
         "n,r,path=int(sys.argv[1]),int(sys.argv[2]),sys.argv[3]\n"
@@ -151,5 +151,5 @@ def _median(rounds: int, work: Callable[[], None]) -> float:
 
 
 def run_grpc_s(size_bytes: int, rounds: int) -> float:
-    """``grpc_s`` from synchronous code."""
+    """Runs ``grpc_s`` from synchronous code."""
     return asyncio.run(grpc_s(size_bytes, rounds))

@@ -19,7 +19,7 @@ _PARTITION = "bench/metadata"
 
 
 def put_meta(first: int, count: int) -> KVBatchMeta:
-    """A put of ``count`` samples with two fields and four tags."""
+    """Returns a put of ``count`` samples with two fields and four tags."""
     lengths = tuple(range(512, 512 + count))
     offsets = tuple(4 * 4096 * n for n in range(count))
     blobs = tuple(
@@ -54,7 +54,7 @@ def put_meta(first: int, count: int) -> KVBatchMeta:
 
 
 async def index_figures(num_keys: int) -> dict[str, float]:
-    """Figures of the index alone, in this process."""
+    """Measures the index alone, in this process."""
     index = await _filled(num_keys)
     request = AcquireRequest(
         partition_id=_PARTITION, consumer="train", fields=("ids",), num_keys=256, group_size=8
@@ -94,7 +94,7 @@ async def _filled(num_keys: int, put_keys: int = _PUT_KEYS) -> Index:
 
 
 async def bytes_per_key(num_keys: int) -> dict[str, float]:
-    """Memory of the index for each sample, by the number of samples of a put."""
+    """Measures the index's memory per sample, by the number of samples of a put."""
     sizes = (_PUT_KEYS, 8, 1)
     return {str(put_keys): await _bytes_per_key(num_keys, put_keys) for put_keys in sizes}
 
@@ -110,7 +110,7 @@ async def _bytes_per_key(num_keys: int, put_keys: int) -> float:
 
 
 async def service_figures(address: str, num_keys: int) -> dict[str, float]:
-    """Figures through the public clients: ingest, acquire, wake-up of a watcher."""
+    """Measures the public clients: ingest, acquire, wake-up of a watcher."""
     values = {"ids": torch.zeros(_PUT_KEYS, 8), "logprobs": torch.zeros(_PUT_KEYS, 8)}
     async with (
         TransferQueueClient.connect(address) as metadata,

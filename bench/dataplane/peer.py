@@ -53,7 +53,7 @@ def _measure(workload: Workload, batch: TensorDict, *, check: bool) -> tuple[flo
 
 
 def _measure_together(workload: Workload, batch: TensorDict, clients: int) -> float:
-    """Seconds until several threads have each put and got the batch under keys of their own."""
+    """Return the seconds until several threads have each put and got the batch under separate keys."""
 
     def work(owner: int) -> None:
         keys = [f"{owner}.{n}" for n in range(workload.num_rows)]
@@ -80,7 +80,7 @@ def _measure_ray(size_bytes: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Serve requests until standard input ends."""
+    """Serves requests until standard input ends."""
     units, answers = int(sys.argv[1]), os.fdopen(int(sys.argv[2]), "w")
     torch.set_num_threads(1)
     ray.init(num_cpus=8, log_to_driver=False, include_dashboard=False, logging_level="ERROR")

@@ -10,16 +10,16 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times faster one side is."""
+    """Speed of one side relative to the other."""
 
     middle: float
     low: float
-    """2.5 % of the bootstrap medians."""
+    """2.5 % quantile of the bootstrap medians."""
     high: float
 
 
 def paired_ratio(slow_s: Sequence[float], fast_s: Sequence[float]) -> Ratio:
-    """Median of the ratios of pairs that were measured one right after the other."""
+    """Returns the median ratio of pairs that were measured in succession."""
     ratios = [slow / fast for slow, fast in zip(slow_s, fast_s, strict=True)]
     rng = random.Random(0)
     medians = sorted(median(rng.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))

@@ -23,7 +23,7 @@ PEER_PACKAGES = ("TransferQueue==0.1.11", "torch==2.13.0", "redis")
 
 @contextmanager
 def service(**settings: object) -> Iterator[str]:
-    """Our service in a process of its own; yields its address."""
+    """Runs our service in a separate process; yields its address."""
     with TemporaryDirectory() as folder:
         ready = Path(folder) / "ready"
         environment = dict(os.environ)  # noqa: TID251  a child process inherits it
@@ -52,7 +52,7 @@ class Ours:
     @classmethod
     @asynccontextmanager
     async def connect(cls, address: str, *, use_shared_memory: bool) -> AsyncIterator["Ours"]:
-        """Connect to a running service."""
+        """Connects to a running service."""
         async with (
             TransferQueueClient.connect(address) as metadata,
             DataClient.connect(address, use_shared_memory=use_shared_memory) as data,
@@ -62,7 +62,7 @@ class Ours:
     async def measure(
         self, workload: Workload, *, check: bool = False, owner: str = "k"
     ) -> tuple[float, float]:
-        """Seconds of a put and of a get; ``owner`` keeps the keys of several clients apart."""
+        """Returns the seconds of a put and of a get; ``owner`` separates the keys of several clients."""
         partition = f"bench/{workload.name}"
         names = list(workload.fields)
         await self._metadata.create_partition(partition, required_fields=names)
@@ -96,7 +96,7 @@ class Peer:
     @classmethod
     @contextmanager
     def start(cls, num_units: int) -> Iterator["Peer"]:
-        """Start the peer with some storage units; installs it on first use."""
+        """Starts the peer with some storage units; installs it on first use."""
         if not (PEER_VENV / "bin" / "python").exists():
             subprocess.run([sys.executable, "-m", "venv", str(PEER_VENV)], check=True)
             pip = [str(PEER_VENV / "bin" / "pip"), "install", "-q", *PEER_PACKAGES]
@@ -124,7 +124,7 @@ class Peer:
             process.wait(timeout=60)
 
     def ask(self, **request: object) -> tuple[float, float]:
-        """Seconds of a put and of a get."""
+        """Returns the seconds of a put and of a get."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()

@@ -12,13 +12,13 @@ class Workload:
 
     name: str
     fields: dict[str, list[Tensor] | Tensor]
-    """Rows per field: a list where lengths differ, a tensor where they are equal."""
+    """Rows per field: a list if lengths differ, a tensor if they are equal."""
     repeats: int = 1
     """Operations that are timed together, for batches that take less than a millisecond."""
 
     @property
     def num_rows(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return len(next(iter(self.fields.values())))
 
     @property
@@ -28,7 +28,7 @@ class Workload:
 
 
 def build(name: str) -> Workload:
-    """A workload by name; the same values in each process."""
+    """Returns a workload by name, with the same values in each process."""
     generator = torch.Generator().manual_seed(0)
     match name:
         case "rl256" | "rl1024":

@@ -46,7 +46,7 @@ def main() -> None:
     if unknown := set(arguments.variants) - {ENGINE, *VARIANTS}:
         parser.error(f"no variant is called {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as temporary, collecting() as (collector, endpoint):
-        # Steps and weight sessions; sample groups would be too many.
+        # Traces steps and weight sessions only; traces of sample groups would be too many.
         os.environ |= {"SLIPSTREAM_TRACE_ENDPOINT": endpoint, "SLIPSTREAM_TRACE_RATIO": "0"}  # noqa: TID251
         _measure(arguments, (arguments.folder or Path(temporary)).resolve(), collector)
 
@@ -88,7 +88,7 @@ def _run(
 ) -> dict[str, Any]:
     run = run_for(steps, folder, settings, spec=spec)
     entry = facts(run, first=FIRST_STEP)
-    # Of the newest engine measurement, so that both are of the same call.
+    # Use the newest engine measurement, preferably from the same call.
     rate = found.get("engine", {}).get("tokens_per_s") or max(
         step["generated_tokens_per_s"] for step in run.steps
     )
@@ -114,7 +114,7 @@ def _engine_alone(shape: str, *, is_smoke: bool) -> dict[str, Any]:
 
 
 def _compare(found: dict[str, Any]) -> None:
-    """Print a table of what was measured, now or before."""
+    """Print a table of current and earlier measurements."""
     synchronous = found["variants"].get("synchronous", {}).get("samples_per_s")
     print(
         f"\n{'':12} samples/s  x sync  step s  least  share  sync p50  waits for weights  first step s"

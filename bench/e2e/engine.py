@@ -25,7 +25,7 @@ _PROMPT_TOKENS = 100
 _WARM_S, _MEASURED_S = 6.0, 8.0
 
 Ask = Callable[[str, tuple[int, ...], int], Awaitable[None]]
-"""Generates: name, prompt, number of tokens."""
+"""Function that generates: name, prompt, number of tokens."""
 
 
 @asynccontextmanager
@@ -54,12 +54,12 @@ async def _opened(shape: Shape, max_running: int) -> AsyncIterator[Ask]:
 async def measure(
     shape: Shape, *, max_running: int, seconds: tuple[float, float]
 ) -> dict[str, float]:
-    """Keep all places taken with responses of geometric length; returns the rate.
+    """Keeps all slots occupied with responses of geometric length; returns the rate.
 
     Args:
         shape: Model and mean length.
-        max_running: Requests at once.
-        seconds: To warm up, and to measure.
+        max_running: Concurrent requests.
+        seconds: Seconds of the warm-up and of the measurement.
     """
     rng = random.Random(0)
     done = 0

@@ -68,33 +68,33 @@ def _varlen(
     return output
 
 
-# At the top: TRL's rollout worker is spawned and imports this module.
+# At module level, because TRL's rollout worker is spawned and imports this module.
 packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=_varlen)  # noqa: SLF001
-# No tools are called, and the random model's template has no calls to be read.
+# No tools are called, and the random model's template cannot parse calls.
 worker.add_response_schema = lambda tokenizer: tokenizer
 worker.parse_response = lambda *_, **__: {"role": "assistant", "content": ""}
 
 
 def _reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """1 for about half of the responses."""
+    """Return 1 for about half of the responses."""
     return [float(len(ids) % 2) for ids in completion_ids]
 
 
 class _Steps(TrainerCallback):
-    """Notes what each step logs, and when."""
+    """Records the logs and the time of each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Take in a step's numbers."""
+        """Records the metrics of a step."""
         if logs and "batch/samples_per_step" in logs:
             self.steps.append({"time": time.time(), **logs})
             print(json.dumps({"step": state.global_step, **self.steps[-1]}), flush=True)
 
 
 def serve(model: Path, *, max_running: int) -> subprocess.Popen[bytes]:
-    """Start vLLM's server on the second GPU."""
+    """Starts vLLM's server on the second GPU."""
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(_PORT)),
         *("--model", str(model), "--served-model-name", str(model), "--dtype", "bfloat16"),
@@ -110,7 +110,7 @@ def serve(model: Path, *, max_running: int) -> subprocess.Popen[bytes]:
 
 
 def train(shape: Shape, model: Path, folder: Path, *, steps: int) -> dict[str, Any]:
-    """Train; returns the rates of the steady steps."""
+    """Trains and returns the rates of the steady steps."""
     step_samples = shape.prompts_per_step * shape.group_size
     row = _GROUPS_PER_MICRO_BATCH * shape.group_size
     config = AsyncGRPOConfig(

@@ -13,9 +13,10 @@ from services.common.models.loading import build_model
 
 _TASKS = Path(__file__).with_name("tasks.py")
 _BYTES = 258
-"""Tokens of the byte tokenizer: of a random model, one in so many ends the response."""
+"""Number of tokens of the byte tokenizer; a random model ends its response after about as many
+tokens."""
 _REAL = 151_936
-"""A vocabulary of real size: a random model's responses do not end by themselves."""
+"""A vocabulary of real size, with which a random model practically never ends a response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class Shape:
     vocabulary: int
     max_response_tokens: int
     mean_response_tokens: int
-    """About; for requests that are made without a run."""
+    """Approximate mean, for requests that are made without a run."""
     prompts_per_step: int = 32
     group_size: int = 8
     dtype: str = "bfloat16"
@@ -39,11 +40,11 @@ class Shape:
     trainer: dict[str, Any] = field(default_factory=lambda: {"compile": True})
     engine: str = "vllm"
     has_own_head: bool = False
-    """Whether the output layer is not the embedding."""
+    """True if the output layer does not share the embedding's weights."""
     learning_rate: float = 1e-9
 
     def config(self) -> Qwen2Config:
-        """The model's."""
+        """Returns the model's configuration."""
         return Qwen2Config(
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
@@ -59,13 +60,13 @@ class Shape:
         )
 
     def save_model(self, folder: Path) -> None:
-        """Make the model; in a process of its own, which leaves no memory of a GPU behind."""
+        """Writes the model, from a separate process so that no GPU memory remains allocated."""
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as pool:
             pool.submit(_save_model, self, folder).result()
 
     def spec(self, model: Path, *, steps: int) -> dict[str, Any]:
-        """The run's specification."""
+        """Returns the run's specification."""
         return {
             "name": "e2e",
             "model": {"path": str(model), "tokenizer": "bytes"},
@@ -127,12 +128,12 @@ QWEN_7B = Shape(
     workflow=f"{_TASKS}:Lognormal",
     workflow_arguments={"least": 16, "most": 1024, "median": 220.0, "sigma": 0.7},
 )
-"""Qwen2.5-7B's, with adapters: nothing that is said of memory."""
+"""Qwen2.5-7B's shape with adapters and without any memory setting."""
 
 SHAPES = {
     # 1.31 B parameters; lengths are geometric.
     "geometric": _GEOMETRIC,
-    # Layers of a 7 B model, fewer of them: master weights and AdamW of all 28 leave no room on one GPU.
+    # Layers of a 7 B model, but fewer: master weights and AdamW of all 28 do not fit on one GPU.
     "lognormal": Shape(
         layers=16,
         hidden=3584,
@@ -157,7 +158,7 @@ SHAPES = {
 
 
 def smoke(shape: Shape) -> Shape:
-    """The same on a CPU, in seconds."""
+    """Returns a variant that takes seconds on a CPU."""
     changes = {"least": 2, "most": 24, "median": 8.0, "turn_tokens": 6, "mean_seconds": 0.05}
     return replace(
         shape,

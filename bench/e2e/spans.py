@@ -21,19 +21,19 @@ class Seen:
     process: str
     name: str
     begin_s: float
-    """Seconds of the epoch."""
+    """Start as Unix time in seconds."""
     end_s: float
     attributes: dict[str, Any]
 
 
 class Collector(pb_grpc.TraceServiceServicer):
-    """Takes spans by OTLP over gRPC."""
+    """Receives spans by OTLP over gRPC."""
 
     def __init__(self) -> None:
         self.spans: list[Seen] = []
 
     def Export(self, request: Any, context: Any) -> Any:
-        """Take in a batch."""
+        """Receives a batch of spans."""
         for resource in request.resource_spans:
             facts = _attributes(resource.resource.attributes)
             process = str(facts.get("worker") or facts.get("service.name"))
@@ -45,7 +45,7 @@ class Collector(pb_grpc.TraceServiceServicer):
         return pb.ExportTraceServiceResponse()
 
     def write(self, path: Path) -> None:
-        """Write what was seen."""
+        """Writes all received spans."""
         names = sorted({span.process for span in self.spans})
         events = [
             {
@@ -65,7 +65,7 @@ class Collector(pb_grpc.TraceServiceServicer):
         path.write_text(json.dumps({"traceEvents": events}))
 
     def durations(self) -> list[str]:
-        """A line for each kind of span: how many, and how long in milliseconds."""
+        """Returns a line for each kind of span: count, and duration in milliseconds."""
         kinds: dict[tuple[str, str], list[float]] = {}
         for span in self.spans:
             kinds.setdefault((span.process, span.name), []).append(
@@ -79,7 +79,7 @@ class Collector(pb_grpc.TraceServiceServicer):
 
 @contextmanager
 def collecting() -> Iterator[tuple[Collector, str]]:
-    """A collector and the address that services send to."""
+    """Runs a collector; yields it and its address for the services."""
     server = grpc.server(ThreadPoolExecutor(2))
     collector = Collector()
     pb_grpc.add_TraceServiceServicer_to_server(collector, server)

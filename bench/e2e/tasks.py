@@ -11,24 +11,24 @@ _NUM_PROMPTS = 4096
 
 
 def prompts() -> list[dict[str, str]]:
-    """Prompts of 100 bytes."""
+    """Returns prompts of 100 bytes."""
     rng = random.Random(0)
     return [{"prompt": f"{rng.getrandbits(400):0100x}"} for _ in range(_NUM_PROMPTS)]
 
 
 def reward(prompt: str, response: str, answer: str | None, row: dict[str, Any]) -> float:
-    """1 for about half of the responses, so that groups have a spread and each is trained on."""
+    """Returns 1 for about half of the responses, so that groups have a spread and all are trained on."""
     return float(len(response) % 2)
 
 
 class Lognormal:
-    """Responses of lognormal length, however their tokens turn out.
+    """Generates responses of log-normal length, whatever their tokens are.
 
     Args:
-        least: Shortest response, in tokens.
-        most: Longest one.
-        median: Half of them are longer.
-        sigma: Spread of the logarithm.
+        least: Min tokens of a response.
+        most: Max tokens of a response.
+        median: Median of the length in tokens.
+        sigma: Standard deviation of the length's logarithm.
     """
 
     def __init__(self, *, least: int, most: int, median: float, sigma: float) -> None:
@@ -37,7 +37,7 @@ class Lognormal:
         self._sigma = sigma
 
     async def run(self, episode: Any) -> None:
-        """Sample until the length is reached that the sample's seed draws."""
+        """Samples up to the length that the sample's seed draws."""
         rng = random.Random(episode.limits.seed)
         drawn = self._median * rng.lognormvariate(0.0, self._sigma)
         least, most = self._bounds
@@ -47,12 +47,12 @@ class Lognormal:
 
 
 class SlowTools:
-    """Turns with calls of a remote tool between them, which takes its time and no processor.
+    """Alternates turns and calls of a remote tool, which take time but no CPU.
 
     Args:
         turns: Sampled turns.
-        turn_tokens: Most tokens of a turn.
-        mean_seconds: Mean time of a call; the times are exponential.
+        turn_tokens: Max tokens of a turn.
+        mean_seconds: Mean time of a call; times are exponential.
     """
 
     def __init__(self, *, turns: int, turn_tokens: int, mean_seconds: float) -> None:
@@ -61,7 +61,7 @@ class SlowTools:
         self._mean_seconds = mean_seconds
 
     async def run(self, episode: Any) -> None:
-        """Sample a turn, call the tool, and so on."""
+        """Alternates between a sampled turn and a call of the tool."""
         rng = random.Random(episode.limits.seed)
 
         async def call() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from bench.whole_run import WholeRun
 
 FIRST_STEP = 5
-"""Measured from this step on: before, the run fills up."""
+"""First measured step; before it, the run fills up."""
 _BAR = 40
 _WORK, _WAIT = "seconds_", "idle_seconds_"
 _SUM = "seconds_total"
@@ -23,11 +23,11 @@ def _parts(step: Mapping[str, Any], prefix: str) -> dict[str, float]:
 
 
 def time_line(run: WholeRun, *, max_rate: float) -> list[str]:
-    """A line for each step, with a bar of the trainer's time and one of the engines' rate.
+    """Returns a line for each step, with bars for the trainer's time and the engines' rate.
 
     Args:
         run: The run.
-        max_rate: Tokens per second that fill the engines' bar.
+        max_rate: Tokens per second of a full bar.
     """
     ends = run.committed()
     lines = [
@@ -51,7 +51,7 @@ def time_line(run: WholeRun, *, max_rate: float) -> list[str]:
 
 
 def facts(run: WholeRun, *, first: int) -> dict[str, Any]:
-    """What a run reached from step ``first`` on: rates, the trainer's time by part, and the weights' way."""
+    """Returns results from step ``first`` on: rates, the trainer's time by part, and weight transfer."""
     ends = run.committed()
     steps = run.steps[first - 1 :]
     walls = [end - begin for begin, end in pairwise(ends)][first - 2 :]
@@ -97,5 +97,5 @@ def facts(run: WholeRun, *, first: int) -> dict[str, Any]:
 
 
 def least_step_s(*, trainer_s: float, response_tokens: float, engine_rate: float) -> float:
-    """What a step takes at least: the trainer's work or the engine's, whichever is longer."""
+    """Returns the min time of a step: the longer one of the trainer's and the engine's work."""
     return max(trainer_s, response_tokens / engine_rate)

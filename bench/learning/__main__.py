@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def measure(variant: Variant, seed: int, *, extra: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Train once; returns held-out scores, staleness and whether the bounds hold."""
+    """Trains once; returns held-out scores, staleness and whether the bounds hold."""
     settings = (f"seed={seed}", "validation.every=0", *variant.settings, *extra)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
@@ -52,7 +52,7 @@ def measure(variant: Variant, seed: int, *, extra: tuple[str, ...] = ()) -> dict
 
 
 def keep(entry: dict[str, Any], results: Path) -> None:
-    """Write an entry in the place of the former one of its variant and seed."""
+    """Writes an entry, replacing the former one with its variant and seed."""
     entries = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
     place = (entry["variant"], entry["seed"])
     entries = [old for old in entries if (old["variant"], old["seed"]) != place] + [entry]

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def measure(settings: tuple[str, ...], num_steps: int) -> dict[str, float]:
-    """Mean numbers of a step."""
+    """Returns the mean metrics of a step."""
     settings = (*settings, f"trainer.steps={num_steps}", "validation.every=0")
     with tempfile.TemporaryDirectory() as folder:
         run = whole_run(Path(folder), settings)

@@ -8,20 +8,20 @@ class Variant:
     """One way to train sort4 (``examples/sort4.yaml``)."""
 
     settings: tuple[str, ...] = ()
-    """What differs from the example, which trains with GRPO one step off."""
+    """Differences from the example, which trains with GRPO one step off-policy."""
     least_greedy: float = 0.88
-    """Held-out accuracy after 50 steps, greedily decoded."""
+    """Min held-out accuracy after 50 steps, decoded greedily."""
     least_sampled: float = 0.75
-    """Held-out accuracy after 50 steps, sampled at temperature 1."""
+    """Min held-out accuracy after 50 steps, sampled at temperature 1."""
     most_sampled: float = 1.0
-    """Bound of a control, which must stay below it."""
+    """Upper bound of a control, which must stay below it."""
 
 
 _LAG_4 = ("algorithm.max_staleness=4",)
 
 
 def _apart(role: str) -> tuple[str, ...]:
-    """A process of its own for a role, beside one trainer and two rollouts."""
+    """Return settings for a separate process of a role, with one trainer and two rollouts."""
     return (
         f"topology.task_groups=[train, {role}, generate]",
         "topology.ratios=[0.25, 0.25, 0.5]",
@@ -52,8 +52,8 @@ VARIANTS = {
         )
     ),
     "grpo, lag 4": Variant(settings=_LAG_4, least_greedy=0.88, least_sampled=0.78),
-    # Weights that are all cut to the same tiny number are no correction. The scale of the gradient is
-    # nothing to AdamW, and the clipping of gradients is scaled alike.
+    # Weights that are all cut to the same tiny number are no correction: AdamW and gradient
+    # clipping are invariant to the gradient's scale.
     "grpo, lag 4, uncorrected": Variant(
         settings=(
             *_LAG_4,

@@ -26,21 +26,21 @@ MODES: dict[str, dict[str, Any]] = {
     "lag 1": {"max_staleness": 1},
     "lag 4": {"max_staleness": 4},
 }
-# Samples per second, against synchronous.
+# Min samples per second, relative to synchronous training.
 BARS = {"periodic": 1.2, "lag 1": 1.8, "lag 4": 3.0}
 _SETTLED = 4
-"""Steps before the measured ones, beside as many as the lag."""
+"""Steps before the measured ones, in addition to the staleness bound."""
 
 
 async def measure(
     here: Stage, pace: Pace, *, steps: int, places: int, rollouts: int = 1, **mode: Any
 ) -> dict[str, Any]:
-    """Train under one mode; returns what the steps are like once the run has filled up, and all of them."""
+    """Trains in one mode; returns statistics of the settled steps and of all steps."""
     lag = mode["max_staleness"]
     is_partial, settled = lag > 0, _SETTLED + lag
     steps += lag
     run_id = await here.submit(
-        # The last ones have the engines to themselves, since nothing new is begun.
+        # The last steps have the engines to themselves, because no new groups start.
         steps=steps + lag + 1,
         prompts_per_step=GROUPS,
         rollouts=rollouts,
@@ -73,7 +73,7 @@ async def measure(
 
 
 async def measure_all(names: list[str], pace: Pace, *, steps: int, places: int) -> None:
-    """Train under all modes, one after the other, and print."""
+    """Trains in all modes, one after the other, and prints the results."""
     lengths = [pace.length(seed) for seed in range(10_000)]
     limit_s = max(pace.train_s, GROUPS * GROUP_SIZE * fmean(lengths) / pace.tokens_per_s)
     limit = GROUPS * GROUP_SIZE / limit_s

@@ -31,39 +31,39 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How long everything takes: by default what two H200s took with 1.3 billion parameters."""
+    """Durations; the defaults are those of two H200s with 1.3 billion parameters."""
 
     token_s: float = 0.0055
-    """One decode step while the engine is not full."""
+    """Seconds of one decode step while the engine is not full."""
     tokens_per_s: float = 45_000.0
-    """Most that an engine makes."""
+    """Max rate of an engine."""
     mean_tokens: float = 280.0
-    """Of the geometric response lengths; the median of log-normal ones."""
+    """Mean of geometric response lengths, or median of log-normal ones."""
     sigma: float = 0.0
-    """Spread of log-normal lengths; 0 makes them geometric."""
+    """Sigma of log-normal lengths; 0 makes them geometric."""
     max_tokens: int = 1024
     train_s: float = 1.5
-    """A step of the trainer, of ``batch_tokens`` response tokens."""
+    """Seconds of a trainer's step with ``batch_tokens`` response tokens."""
     batch_tokens: float = 256 * 273.0
     piece_s: float = 0.03
-    """What a part of a step takes by itself."""
+    """Fixed seconds of a part of a step."""
     pack_s: float = 0.005
-    """Copy of the trainer's weights, and the canary's score."""
+    """Seconds to copy the trainer's weights and to score the canary."""
     transfer_s: float = 0.05
     stall_s: float = 0.003
-    """Pause of an engine for an adoption."""
+    """Seconds that an engine pauses for an adoption."""
     handover_s: float = 0.8
-    """Of a step in turns, there and back; each side sleeps and wakes for a quarter of it."""
+    """Seconds of both switches of a colocated step; each side sleeps and wakes for a quarter of it."""
     is_partial: bool = False
-    """Whether running responses go on under new weights."""
+    """True if running responses continue with new weights."""
 
     def step_seconds(self, num_running: int) -> float:
-        """One decode step of an engine."""
+        """Returns the seconds of one decode step of an engine."""
         return max(self.token_s, num_running / self.tokens_per_s)
 
     @property
     def lengths(self) -> Lengths:
-        """Of the responses."""
+        """Returns the distribution of response lengths."""
         if self.sigma:
             return Lognormal(
                 median_tokens=self.mean_tokens, sigma=self.sigma, max_tokens=self.max_tokens
@@ -71,11 +71,11 @@ class Pace:
         return Geometric(mean_tokens=self.mean_tokens, max_tokens=self.max_tokens)
 
     def length(self, seed: int) -> int:
-        """Tokens of the sample with this seed."""
+        """Returns the tokens of the sample with this seed."""
         return next(self.lengths.draws(Random(seed)))
 
     def rates(self) -> Rates:
-        """The same, as a plan takes it."""
+        """Returns the durations as a plan's rates."""
         return Rates(
             train_tokens_per_s=self.batch_tokens / self.train_s,
             decode=DecodeTime(
@@ -117,7 +117,7 @@ class PacedRollouts(FakeRollouts):
         self._decoding = DecodeTimes()
 
     def gauges(self) -> dict[str, float]:
-        """What heartbeats say of the engine."""
+        """Returns the engine's gauges in heartbeats."""
         stats = self.engine.stats()
         return {
             **self._decoding.gauges(),
@@ -126,7 +126,7 @@ class PacedRollouts(FakeRollouts):
         }
 
     async def watch(self) -> None:
-        """Look at the engine as often as a real rollout does, for ever."""
+        """Observes the engine as often as a real rollout does, forever."""
         while True:
             self._decoding.observe(self.engine.stats(), now=time.monotonic())
             await asyncio.sleep(_LOOK_S)
@@ -145,7 +145,7 @@ class PacedRollouts(FakeRollouts):
     async def InterruptGroups(self, request: Any, context: Any) -> Any:
         found = {name: self._groups[name] for name in request.group_ids or [*self._groups]}
         self._cut |= found.keys()
-        # It knows requests by their names only, and all of them are cut.
+        # The engine knows requests only by name, and all of them are aborted.
         await self.engine.abort()
         if found:
             await asyncio.wait(found.values())
@@ -203,7 +203,7 @@ class PacedRollouts(FakeRollouts):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What there is of a sample."""
+    """The generated part of a sample."""
 
     tokens: int = 0
     versions: frozenset[int] = frozenset()
@@ -223,7 +223,7 @@ def _interrupted(group: Any, parts: Collection[Part]) -> GroupFailure:
 
 
 class PacedTrainer(FakeTrainer):
-    """Sleeps for each step, and says why it idled between two."""
+    """Sleeps for each step, and reports why it idled between two steps."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__(pace.train_s)
@@ -247,7 +247,7 @@ class PacedTrainer(FakeTrainer):
         return trainer_pb2.AccumulateStepResponse()
 
     def _work(self, batch: Any) -> float:
-        """Seconds for what is new in a batch."""
+        """Return the seconds for the new part of a batch."""
         meta = KVBatchMeta.from_proto(batch)
         tokens = {
             key: cast("int", count)

@@ -20,7 +20,7 @@ from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
 
 async def populate(order: dict[str, Any], queue: FakeQueue, tasks: asyncio.TaskGroup) -> None:
-    """Bring up the workers of a run, each with a server of its own."""
+    """Starts the workers of a run, each with its own server."""
     pace = Pace(**order["pace"])
     channel = grpc.aio.insecure_channel(order["controller"], options=OPTIONS)
     trainer = PacedTrainer(pace)
@@ -45,7 +45,7 @@ async def populate(order: dict[str, Any], queue: FakeQueue, tasks: asyncio.TaskG
 
 
 async def _report(members: Any, run_id: str, name: str, failures: Sequence[GroupFailure]) -> None:
-    """Tell the controller of groups that were put aside."""
+    """Report parked groups to the controller."""
     found = [to_message(failure, membership_pb2.GroupFailure) for failure in failures]
     await members.ReportGroups(
         membership_pb2.ReportGroupsRequest(run_id=run_id, worker_id=name, failures=found)

@@ -29,7 +29,7 @@ _PLACES = 256
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """GPUs and lag of one measurement."""
+    """GPUs and staleness bound of one measurement."""
 
     trainer_gpus: int
     rollouts: int
@@ -56,13 +56,13 @@ SPLITS = (
     Split(1, 3, 1, in_turns=1),
     Split(1, 3, 4, in_turns=1),
 )
-"""The rates are measured in the first."""
+"""The measured splits; the first one provides the rates."""
 
 
 async def compare(
     here: Stage, pace: Pace, split: Split, rates: Rates | None
 ) -> tuple[dict[str, Any], Rates]:
-    """Measure one split, and predict it; with its own rates if there are none yet."""
+    """Measures and predicts one split; uses the split's own rates if there are none yet."""
     setting = Setting(
         trainer_gpus=split.trainer_gpus,
         rollouts=split.rollouts,
@@ -84,7 +84,7 @@ async def compare(
         topology={"placement": setting.placement},
     )
     rates = rates or rates_of(measured[STEPS], _lengths(measured[STEPS]), setting=setting)
-    # A run apart says nothing of handovers.
+    # A disaggregated run has no measurement of switches.
     predicted = predict(replace(rates, handover_s=pace.handover_s), setting)
     row = {
         "predicted_step_s": round(predicted.step_s, 3),
@@ -106,7 +106,7 @@ def _lengths(steps: list[dict[str, Any]]) -> dict[int, int]:
 
 
 async def measure_shapes(names: list[str]) -> None:
-    """Measure, print and write."""
+    """Measures, prints and writes."""
     found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"shapes": {}}
     async with stage("bench.pace.fleet") as here:
         for name in names:
@@ -125,7 +125,7 @@ async def measure_shapes(names: list[str]) -> None:
 
 
 def _choice(rows: dict[str, Any]) -> dict[str, Any]:
-    """Of the splits of three GPUs, which is chosen, and what it costs not to have chosen the best."""
+    """Return the chosen split of three GPUs, and its loss compared with the best one."""
     gpus = {split: split.trainer_gpus + split.rollouts - split.in_turns for split in SPLITS}
     three = [str(split) for split, count in gpus.items() if count == 3]
     chosen = min(three, key=lambda split: rows[split]["predicted_step_s"])

@@ -32,9 +32,9 @@ RESULTS = Path(__file__).parents[1] / "results" / "page.json"
 BAR_MS = 200.0
 RUNS = [f"run_{number:032x}" for number in range(1, 4)]
 FURTHER = 45
-"""Numbers of a step that no chart names."""
+"""Number of a step's metrics that no chart shows."""
 
-# What is in sight is drawn: each chart has its canvas and says the newest step's value.
+# All visible content is drawn: each chart has its canvas and shows the newest step's value.
 CHARTS = """() => {
   const isSeen = (f) => f.checkVisibility() && f.getBoundingClientRect().top < innerHeight;
   const seen = [...document.querySelectorAll('figure')].filter(isSeen);
@@ -52,7 +52,7 @@ VIEWS = {
 
 
 def fill(folder: Path, steps: int) -> None:
-    """Write runs that have ended into the database of a controller that is about to start."""
+    """Writes ended runs into the database of a controller before its start."""
     database = Database(f"sqlite:///{folder / DATABASE_FILE}")
     store = RunStore(database)
     for number, run_id in enumerate(RUNS):
@@ -139,7 +139,7 @@ def _events(row: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 async def measure(page: Page, address: str, condition: str) -> float:
-    """Milliseconds from going to an address of the page to its being there."""
+    """Returns the milliseconds from the navigation to an address until the page is complete."""
     took: float = await page.evaluate(
         f"""async (address) => {{
           const isThere = {condition};
@@ -158,7 +158,7 @@ async def measure(page: Page, address: str, condition: str) -> float:
 
 
 async def _busy_s(session: Any) -> float:
-    """Processor time of the page's thread so far."""
+    """Return the CPU time of the page's thread so far."""
     found = await session.send("Performance.getMetrics")
     (busy,) = (each["value"] for each in found["metrics"] if each["name"] == "TaskDuration")
     return float(busy)
@@ -177,7 +177,8 @@ async def main(steps: int, times: int) -> dict[str, Any]:
         for name, (part, condition) in VIEWS.items():
             took, scripts_ms, controller_ms = [], [], []
             for _ in range(times):
-                # Another run's view without charts, so that nothing of the one that is measured is there yet.
+                # Another run's view without charts, so that nothing of the measured view is loaded
+                # yet.
                 await page.goto(f"{on.url}/runs/{RUNS[1]}/checkpoints")
                 await page.wait_for_selector("#panel p")
                 await page.wait_for_timeout(300)
@@ -188,7 +189,7 @@ async def main(steps: int, times: int) -> dict[str, Any]:
             figures[name] = {
                 "median_ms": round(statistics.median(took), 1),
                 "worst_ms": round(max(took), 1),
-                # In processor time, which other work on the machine disturbs less.
+                # In CPU time, which other work on the machine disturbs less.
                 "page_cpu_ms": round(statistics.median(scripts_ms), 1),
                 "controller_cpu_ms": round(statistics.median(controller_ms), 1),
             }

@@ -82,10 +82,10 @@ def main() -> None:
 
 
 def train(folder: Path, settings: list[str], spec: Path, setting: Setting) -> dict[str, Any]:
-    """Train once; returns the held-out curve, and rates of the steady steps.
+    """Trains once; returns the held-out curve and the rates of the steady steps.
 
     Raises:
-        SystemExit: If the run fails, with what it said.
+        SystemExit: If the run fails, with its output.
     """
     began = time.time()
     with watched() as processors, running(folder, settings, spec=spec) as process:
@@ -118,7 +118,7 @@ def train(folder: Path, settings: list[str], spec: Path, setting: Setting) -> di
 
 
 def keep(entries: list[dict[str, Any]], results: Path) -> None:
-    """Write entries in the place of former ones of their variant and seed."""
+    """Writes entries, replacing former ones with the same variant and seed."""
     found: dict[str, Any] = {}
     if results.exists():
         found = json.loads(results.read_text(encoding="utf-8"))
@@ -131,7 +131,7 @@ def keep(entries: list[dict[str, Any]], results: Path) -> None:
 
 
 def _logs(folder: Path) -> str:
-    """The ends of the workers' logs."""
+    """Return the ends of the workers' logs."""
     ends = []
     for log in sorted(folder.glob("run_*/logs/*.log")):
         text = log.read_text(encoding="utf-8", errors="replace")

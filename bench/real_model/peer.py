@@ -33,7 +33,7 @@ def _reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
 
 
 class _Curve(TrainerCallback):
-    """Evaluates between steps, and notes when each step ended."""
+    """Evaluates between steps and records when each step ended."""
 
     def __init__(self, setting: Setting, began: float) -> None:
         self._setting = setting
@@ -45,17 +45,17 @@ class _Curve(TrainerCallback):
         self.rewards: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Evaluate the initial weights."""
+        """Evaluates the initial weights."""
         self._evaluate(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note the time, and evaluate every so many steps."""
+        """Records the time, and evaluates at a fixed interval of steps."""
         self.ends.append(time.time() - self._began)
         if state.global_step % self._setting.evaluate_every == 0:
             self._evaluate(state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Take in the reward."""
+        """Records the reward."""
         if logs and "reward" in logs:
             self.rewards.append(round(float(logs["reward"]), 4))
 
@@ -101,7 +101,7 @@ class _Curve(TrainerCallback):
 
 
 def train(setting: Setting, model: Path, folder: Path, *, seed: int, micro: int) -> dict[str, Any]:
-    """Train; returns curve and rates as ``bench.real_model`` does."""
+    """Trains; returns curve and rates as ``bench.real_model`` does."""
     began = time.time()
     is_real = setting.engine == "vllm"
     config = GRPOConfig(
@@ -149,7 +149,7 @@ def train(setting: Setting, model: Path, folder: Path, *, seed: int, micro: int)
     curve.trainer = trainer
     trainer.train()
     steady = curve.ends[_STEADY - 1 :]
-    # Evaluations lie between steps.
+    # Evaluations run between steps.
     pauses = curve.points[-1]["evaluated_s"] - curve.points[0]["evaluated_s"]
     wall = steady[-1] - steady[0] - pauses * len(steady) / len(curve.ends)
     return {

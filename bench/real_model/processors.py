@@ -12,10 +12,10 @@ _POLL_S = 1.0
 
 
 class Processors:
-    """Looks at all processes of this host once a second.
+    """Samples all processes of this host once per second.
 
     Attributes:
-        shares: By kind, the part of a processor that the busiest process of the kind used in each second.
+        shares: By kind, the CPU share of the kind's busiest process in each second.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Processors:
         self._done = threading.Event()
 
     def medians(self, *, last_s: int) -> dict[str, float]:
-        """The median of each kind over the newest seconds."""
+        """Returns the median of each kind over the newest seconds."""
         return {
             kind: round(sorted(values[-last_s:])[len(values[-last_s:]) // 2], 2)
             for kind, values in sorted(self.shares.items())
@@ -32,7 +32,7 @@ class Processors:
         }
 
     def watch(self) -> None:
-        """Look until :meth:`stop`."""
+        """Samples until :meth:`stop`."""
         while not self._done.wait(_POLL_S):
             busiest: dict[str, float] = {}
             for process in psutil.process_iter():
@@ -48,13 +48,13 @@ class Processors:
                 self.shares.setdefault(kind, []).append(share)
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stops sampling."""
         self._done.set()
 
 
 @contextmanager
 def watched() -> Iterator[Processors]:
-    """Watch while the block runs."""
+    """Samples while the block runs."""
     found = Processors()
     thread = threading.Thread(target=found.watch, daemon=True)
     thread.start()

@@ -28,7 +28,7 @@ class Setting:
         return self.prompts_per_step * self.group_size
 
     def spec(self, model: Path, **settings: Any) -> dict[str, Any]:
-        """The run's specification."""
+        """Returns the run's specification."""
         return {
             "name": "addition",
             "model": {"path": str(model)},
@@ -67,7 +67,7 @@ class Setting:
 
 
 def smoke(setting: Setting) -> Setting:
-    """A few steps on a CPU."""
+    """Returns a setting with a few steps on a CPU."""
     return replace(
         setting,
         steps=2,

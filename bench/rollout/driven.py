@@ -13,12 +13,12 @@ from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_order import EngineConfig
 
 Directly = Callable[[str, Sequence[int], int], Any]
-"""Generates: name, prompt, number of tokens."""
+"""Function that generates: name, prompt, number of tokens."""
 
 
 @asynccontextmanager
 async def serving(engine: Engine) -> AsyncIterator[None]:
-    """Let an engine run."""
+    """Runs an engine during the block."""
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(engine.run())
         await engine.wait_ready()
@@ -27,7 +27,7 @@ async def serving(engine: Engine) -> AsyncIterator[None]:
 
 
 def order(config: Any, *, dtype: torch.dtype, max_running: int, **changes: Any) -> EngineConfig:
-    """An engine on the GPU, if there is one."""
+    """Returns the configuration of an engine, on the GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return EngineConfig(
         config=config, dtype=dtype, device=device, max_running=max_running, **changes
@@ -36,7 +36,7 @@ def order(config: Any, *, dtype: torch.dtype, max_running: int, **changes: Any) 
 
 @asynccontextmanager
 async def opened(name: str, ordered: EngineConfig) -> AsyncIterator[Engine]:
-    """An engine that serves behind its adapter."""
+    """Yields a running engine behind its adapter."""
     engine = make_engine(name, ordered)
     async with serving(engine):
         yield engine
@@ -44,8 +44,8 @@ async def opened(name: str, ordered: EngineConfig) -> AsyncIterator[Engine]:
 
 @asynccontextmanager
 async def alone(name: str, ordered: EngineConfig) -> AsyncIterator[Directly]:
-    """Another project's engine without our adapter; it answers once, with logprobs, at the end."""
-    # Its environment and its arguments on this device are the adapter's.
+    """Yields another project's engine without our adapter; it returns once, at the end, with logprobs."""
+    # The engine has the adapter's environment and arguments for this device.
     engine: Any = make_engine(name, ordered)
     if name == "sglang":
         async with serving(engine):
@@ -96,7 +96,7 @@ def _ask_sglang(engine: Any) -> Directly:
 def requests(
     name: str, count: int, num_tokens: int, vocab: int, **changes: Any
 ) -> list[GenerationRequest]:
-    """Requests with prompts of 64 tokens."""
+    """Returns requests with prompts of 64 tokens."""
     values = {"temperature": 1.0} | changes
     return [
         GenerationRequest(

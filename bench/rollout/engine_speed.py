@@ -36,7 +36,7 @@ _VOCABULARY = 258
 
 
 def config(*, is_tiny: bool) -> Qwen2Config:
-    """1.31 B parameters and a small vocabulary, or as little as all engines take."""
+    """Returns a model of 1.31 B parameters with a small vocabulary, or the smallest for all engines."""
     hidden, intermediate, layers, heads = (64, 128, 2, 2) if is_tiny else (2048, 5632, 28, 16)
     return Qwen2Config(
         vocab_size=_VOCABULARY,
@@ -52,7 +52,7 @@ def config(*, is_tiny: bool) -> Qwen2Config:
 
 
 async def timed(asked: Sequence[Awaitable[Any]], num_tokens: int) -> dict[str, float]:
-    """Rate and processor time of requests that all run at once."""
+    """Returns rate and CPU time of requests that all run at once."""
     began, began_cpu = time.perf_counter(), time.process_time()
     await asyncio.gather(*asked)
     seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
@@ -65,14 +65,14 @@ async def timed(asked: Sequence[Awaitable[Any]], num_tokens: int) -> dict[str, f
 
 
 def median(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each figure."""
+    """Returns the median of each value."""
     return {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
 
 
 async def behind_adapter(
     name: str, ordered: EngineConfig, *, num_tokens: int, repeats: int, num_updates: int
 ) -> dict[str, Any]:
-    """Rates of an engine behind its adapter, undisturbed and with updates."""
+    """Measures an engine behind its adapter, without and with weight updates."""
     async with opened(name, ordered) as engine:
         weights = {
             spec.name: torch.randn(spec.shape, dtype=ordered.dtype, device=ordered.device) * 0.02
@@ -105,7 +105,7 @@ async def behind_adapter(
 async def _update(
     engine: Engine, weights: dict[str, torch.Tensor], seconds: float, count: int
 ) -> list[float]:
-    """Adopt weights a few times while requests run; returns the seconds without a token of each."""
+    """Adopt weights several times while requests run; return the seconds without a token of each."""
     stalls = []
     for version in range(1, count + 1):
         await asyncio.sleep(seconds / (count + 1))
@@ -116,7 +116,7 @@ async def _update(
 async def by_itself(
     name: str, ordered: EngineConfig, *, num_tokens: int, repeats: int
 ) -> dict[str, float]:
-    """Rates of the engine alone."""
+    """Measures the engine alone."""
     async with alone(name, ordered) as directly:
 
         async def ask(label: str) -> dict[str, float]:
@@ -129,7 +129,7 @@ async def by_itself(
 
 
 async def measure(options: argparse.Namespace) -> None:
-    """Measure at each number of running requests."""
+    """Measures with each number of running requests."""
     arguments = json.loads(options.arguments)
     report = GrowingReport(options.out, {"engine": options.engine, "arguments": arguments})
     num_tokens, repeats = (64, 2) if options.smoke else (512, 3)

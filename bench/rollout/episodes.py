@@ -37,11 +37,11 @@ from services.rollout.openai.agent import Agent
 
 
 async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
-    """Let episodes run, and look at their turns once all of them are in their midst.
+    """Runs episodes and examines their turns once all episodes are in progress.
 
     Args:
-        load: What is asked.
-        seconds: That are measured.
+        load: The load.
+        seconds: Measured seconds.
     """
     raise_descriptor_limit()
     workflow = Agent(agent="bench.rollout.tool_agent:use_tools")
@@ -58,7 +58,7 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
         await asyncio.sleep(seconds)
         end, cpu = time.monotonic(), _cpu() - cpu
         idle = episodes.engine.stats().idle_seconds - idle
-        # Turns of an episode are known at its end.
+        # The turns of an episode are known only at its end.
         await asyncio.sleep(load.turns * load.sleep_s[1] / 2)
     asked = [turn for turn in episodes.asked if begin <= turn.sent < end]
     herd = [turn.received for turn in episodes.asked if turn.is_first and turn.sent < began + 1]
@@ -80,7 +80,7 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
 
 
 def idle_though_asked(asked: Sequence[Asked]) -> float:
-    """Seconds in which the engine worked on nothing, though the endpoint had been asked for something."""
+    """Returns the seconds in which the engine was idle although the endpoint had requests."""
     changes = sorted(
         change
         for turn in asked
@@ -99,7 +99,7 @@ def idle_though_asked(asked: Sequence[Asked]) -> float:
 
 
 def _cpu() -> float:
-    """Seconds of a processor that this process has used."""
+    """Return the CPU seconds of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 

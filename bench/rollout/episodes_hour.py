@@ -21,11 +21,11 @@ _WARM_MINUTES = 3
 
 
 def hour(load: Load, *, minutes: int) -> dict[str, Any]:
-    """Run episodes on a loop whose time jumps to whatever is next; overhead is as on a processor of its own.
+    """Runs episodes in virtual time; the overhead is that on a dedicated processor.
 
     Args:
-        load: What is asked.
-        minutes: That are measured, after some that are not.
+        load: The load.
+        minutes: Measured minutes, after a warm-up.
     """
     with asyncio.Runner(loop_factory=_WorkingTimeLoop) as runner:
         return runner.run(_grown(load, minutes))
@@ -69,7 +69,7 @@ class _Runner:
 
 
 class _WorkingTimeLoop(VirtualTimeLoop):
-    """Waiting takes no time, and work as much as it needs of a processor: other load changes nothing."""
+    """An event loop in which waiting takes no time and work takes its CPU time, whatever the other load."""
 
     def time(self) -> float:
         return super().time() + time.thread_time()

@@ -9,14 +9,14 @@ from typing import Any
 
 
 def earned(response: str) -> float:
-    """What a response has earned: half of them 1, the others 0.25. Nothing earns 0."""
+    """Returns the earned score of a response: 1 for half of them, 0.25 for the others, never 0."""
     return 1.0 if sum(response.encode()) % 2 else 0.25
 
 
 def failing(
     prompt: str, response: str, answer: Any, row: Mapping[str, Any], *, rate: float
 ) -> float:
-    """Fail at a rate, in every way that a reward can."""
+    """Fails at a rate, in every way that a reward can."""
     if random.random() >= rate:
         return earned(response)
     way = random.random()
@@ -32,7 +32,7 @@ def failing(
 def sleeping(
     prompt: str, response: str, answer: Any, row: Mapping[str, Any], *, once: str
 ) -> float:
-    """Sleep for ever, the first time that anybody asks."""
+    """Sleeps forever on the first call."""
     try:
         Path(once).touch(exist_ok=False)
     except FileExistsError:

@@ -39,11 +39,11 @@ GROUP_SIZE = 8
 MAX_TOKENS = 400
 PARTIAL = "run/partial"
 ABORTED = 3
-"""Finish code of a cut turn; see ``services.rollout.sampling.progress_cache``."""
+"""Finish code of an aborted turn; see ``services.rollout.sampling.progress_cache``."""
 
 
 class Outcome:
-    """What becomes of the groups of one replica."""
+    """Results of the groups of one replica."""
 
     def __init__(self) -> None:
         self.published: dict[str, list[Sample]] = {}
@@ -61,7 +61,7 @@ class Outcome:
 
 @asynccontextmanager
 async def replica(address: str) -> AsyncIterator[tuple[GroupSampler, CountedEngine, Outcome]]:
-    """A replica as ``services.rollout`` builds it."""
+    """Yields a replica as ``services.rollout`` builds it."""
     outcome, engine = Outcome(), tiny_engine(max_running=GROUP_SIZE * 1024)
     data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column=None)  # type: ignore[arg-type]
     prompts = PromptStore(
@@ -97,7 +97,7 @@ async def replica(address: str) -> AsyncIterator[tuple[GroupSampler, CountedEngi
 
 
 async def measure(address: str, num_groups: int, num_decoded: int) -> dict[str, Any]:
-    """One interruption."""
+    """Measures one interruption."""
     groups = [
         GroupAssignment(
             group_id=f"g{index:08}",
@@ -154,7 +154,7 @@ async def measure(address: str, num_groups: int, num_decoded: int) -> dict[str, 
 
 
 async def step_seconds(engine: CountedEngine) -> float:
-    """Time of a decode step with all requests running."""
+    """Returns the time of a decode step with all requests running."""
     before, began = engine.stats().tokens_total, time.monotonic()
     while engine.stats().tokens_total == before:
         await asyncio.sleep(0.001)
@@ -162,13 +162,13 @@ async def step_seconds(engine: CountedEngine) -> float:
 
 
 def finished_tokens(outcome: Outcome) -> int:
-    """Tokens of the groups that ended before the interruption."""
+    """Returns the tokens of the groups that ended before the interruption."""
     samples = [sample for samples in outcome.published.values() for sample in samples]
     return sum(len(sample.response_ids) for sample in samples)
 
 
 async def tokens_kept(address: str) -> tuple[int, int]:
-    """Tokens in the partial partition, and responses that were cut."""
+    """Returns the tokens in the partial partition, and the number of aborted responses."""
     async with (
         DataClient.connect(address) as data,
         TransferQueueClient.connect(address) as metadata,

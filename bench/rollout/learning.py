@@ -35,7 +35,7 @@ PARTIAL = (
 
 
 def train(seed: int, overrides: Sequence[str], folder: Path) -> dict[str, Any]:
-    """One run; returns its scores."""
+    """Trains one run; returns its scores."""
     run = whole_run(folder, (f"seed={seed}", *overrides))
     return {
         "seed": seed,
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def meets_bars(run: dict[str, Any]) -> bool:
-    """Whether a run learned what it should, as partial rollout."""
+    """Returns True if a run reached its scores and used partial rollout."""
     return (
         run["greedy"] >= 0.88
         and run["sampled"] >= 0.75

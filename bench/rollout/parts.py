@@ -26,12 +26,12 @@ _START_S = 30.0
 
 
 def tokenizer() -> Tokenizer:
-    """Of the tiny model."""
+    """Returns the tokenizer of the tiny model."""
     return load_tokenizer(MODEL)
 
 
 class CountedEngine(TorchEngine):
-    """Counts what it was asked for."""
+    """A torch engine that counts its requests."""
 
     num_requests = 0
 
@@ -41,12 +41,12 @@ class CountedEngine(TorchEngine):
 
 
 def tiny_engine(*, max_running: int, seed: int = 0) -> CountedEngine:
-    """The torch engine on a CPU with random weights."""
+    """Returns a torch engine on a CPU with random weights."""
     return CountedEngine(_model(seed), max_running=max_running, decode=tokenizer().decode)
 
 
 def random_weights(seed: int = 0) -> dict[str, Tensor]:
-    """Those of the tiny model, tied ones once."""
+    """Returns random weights of the tiny model, with tied ones once."""
     return {name: value.detach() for name, value in _model(seed).named_parameters()}
 
 
@@ -61,12 +61,12 @@ class _NoReward:
 
 
 def no_reward() -> Reward:
-    """Scores nothing, at once."""
+    """Returns a reward that scores nothing and takes no time."""
     return _NoReward()
 
 
 class NoCache:
-    """Remembers no progress."""
+    """A progress cache that stores nothing."""
 
     async def load(self, first_attempts: Mapping[str, int]) -> Mapping[str, GroupProgress]:
         return {}
@@ -80,7 +80,7 @@ class NoCache:
 
 @contextmanager
 def queue_process() -> Iterator[str]:
-    """A transferqueue in a process of its own; yields its address."""
+    """Runs a transferqueue in a separate process; yields its address."""
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready.json"
         process = subprocess.Popen(

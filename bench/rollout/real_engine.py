@@ -66,7 +66,7 @@ _MAX_RUNNING = 64
 
 
 def make_config(size: str) -> Qwen2Config:
-    """A model in the shape of Qwen2.5."""
+    """Returns a model configuration in the shape of Qwen2.5."""
     hidden, intermediate, layers, heads, kv_heads, vocab = SHAPES[size]
     return Qwen2Config(
         vocab_size=vocab,
@@ -82,7 +82,7 @@ def make_config(size: str) -> Qwen2Config:
 
 
 def train(size: str, dtype: torch.dtype, device: str, steps: int) -> tuple[PreTrainedModel, float]:
-    """A model that has learned to count, with one random token in five; returns its last loss."""
+    """Returns a model that learned to count, with one random token in five, and its last loss."""
     torch.manual_seed(0)
     model = build_model(make_config(size), dtype=dtype, device=device)
     model.gradient_checkpointing_enable()
@@ -105,7 +105,7 @@ def train(size: str, dtype: torch.dtype, device: str, steps: int) -> tuple[PreTr
 
 
 async def updates(engine: Engine, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Adopt disturbed versions and then the weights themselves, each while requests run."""
+    """Adopts perturbed versions and then the weights themselves, each while requests run."""
     stalls, versions = [], set[int]()
     generator = torch.Generator(next(iter(weights.values())).device).manual_seed(1)
     for version in range(1, 6):
@@ -136,10 +136,10 @@ async def updates(engine: Engine, weights: dict[str, Tensor]) -> dict[str, Any]:
 
 
 async def fingerprint(engine: Engine) -> dict[str, Any]:
-    """What an engine says about fixed texts, one after the other.
+    """Returns an engine's results for fixed texts, one after the other.
 
-    Nobody else asks for these texts, backwards: a prefix that the cache holds already was computed in another
-    batch, whose roundings are others.
+    No other request uses these texts, which are reversed: a prefix that the cache already holds was
+    computed in another batch, with other rounding.
     """
     texts = [request.context_ids for request in requests("f", 8, 1, NUM_SYMBOLS)]
     scores = [await engine.score(text) for text in texts]
@@ -153,7 +153,7 @@ async def fingerprint(engine: Engine) -> dict[str, Any]:
 def distances(
     model: PreTrainedModel, todo: list[GenerationRequest], results: list[GenerationResult]
 ) -> dict[str, float]:
-    """How far the engine's logprobs are from the trainer's."""
+    """Returns the distances of the engine's logprobs from the trainer's."""
     packed = pack(
         Jagged.from_list([torch.tensor(request.context_ids) for request in todo]),
         Jagged.from_list([torch.tensor(result.token_ids) for result in results]),
@@ -173,7 +173,7 @@ def distances(
 
 
 def compared(synced: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
-    """Whether two fingerprints agree."""
+    """Compares two fingerprints."""
     return {
         f"{kind}_equal_bit_for_bit": sum(
             a == b for a, b in zip(synced[kind], loaded[kind], strict=True)
@@ -183,7 +183,7 @@ def compared(synced: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
 
 
 async def measure(options: argparse.Namespace) -> None:
-    """Everything about one engine, each part reported as soon as it is known."""
+    """Measures everything about one engine; reports each part as soon as it is known."""
     is_cpu = not torch.cuda.is_available()
     dtype, device = (torch.float32, "cpu") if is_cpu else (torch.bfloat16, "cuda")
     arguments = json.loads(options.arguments)
@@ -229,7 +229,7 @@ async def open_engine(
     *,
     loads: bool,
 ) -> AsyncIterator[Engine]:
-    """The engine, with random weights or with those of the folder."""
+    """Yields the engine, with random weights or with those of the folder."""
     config = make_config(options.size)
     if options.engine == "torch":
         if loads:

@@ -33,7 +33,7 @@ SHAPES = {
 
 
 def build(arguments: argparse.Namespace, seed: int) -> PreTrainedModel:
-    """A random model in the shape of Qwen2.5."""
+    """Returns a random model in the shape of Qwen2.5."""
     hidden, intermediate, layers, heads, kv_heads, vocab = SHAPES[arguments.size]
     config = Qwen2Config(
         vocab_size=vocab,
@@ -52,7 +52,7 @@ def build(arguments: argparse.Namespace, seed: int) -> PreTrainedModel:
 
 
 def requests(count: int, num_tokens: int, vocab: int) -> list[GenerationRequest]:
-    """Requests with prompts of 100 tokens, a group of eight each."""
+    """Returns requests with prompts of 100 tokens, in groups of eight."""
     return [
         GenerationRequest(
             request_id=f"r{index}",
@@ -65,7 +65,7 @@ def requests(count: int, num_tokens: int, vocab: int) -> list[GenerationRequest]
 
 
 async def generate(engine: TorchEngine, todo: list[GenerationRequest]) -> list[GenerationResult]:
-    """Results of requests that are all admitted at once, so that every run has the same batches."""
+    """Returns results of requests that are all admitted at once, so that every run has the same batches."""
     await engine.pause()
     tasks = [asyncio.ensure_future(engine.generate(request)) for request in todo]
     await asyncio.sleep(0.01)
@@ -74,7 +74,7 @@ async def generate(engine: TorchEngine, todo: list[GenerationRequest]) -> list[G
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All numbers of one size."""
+    """Measures one size."""
     model = build(arguments, 0)
     vocab = model.config.vocab_size
     report: dict[str, Any] = {
@@ -140,7 +140,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def first_difference(one: Sequence[float], other: Sequence[float]) -> int:
-    """Place of the first values that differ; their number if none do."""
+    """Returns the index of the first values that differ; the length if none do."""
     pairs = enumerate(zip(one, other, strict=True))
     return next((place for place, (a, b) in pairs if a != b), len(one))
 
@@ -149,7 +149,7 @@ def first_difference(one: Sequence[float], other: Sequence[float]) -> int:
 def compare_with_forward(
     model: PreTrainedModel, todo: list[GenerationRequest], results: list[GenerationResult]
 ) -> dict[str, Any]:
-    """Distances to a plain forward pass over whole sequences."""
+    """Compares the results with a plain forward pass over whole sequences."""
     distances: list[float] = []
     for request, result in zip(todo, results, strict=True):
         ids = torch.tensor([request.context_ids + result.token_ids], device=model.device)

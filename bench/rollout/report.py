@@ -7,7 +7,7 @@ from typing import Any
 
 
 def report_to(out: Path | None, result: Mapping[str, Any]) -> None:
-    """Print a result, and write it if there is a file for it."""
+    """Prints a result, and writes it to a file if one is given."""
     text = json.dumps(result, indent=2)
     print(text, flush=True)
     if out is not None:
@@ -15,13 +15,13 @@ def report_to(out: Path | None, result: Mapping[str, Any]) -> None:
 
 
 class GrowingReport:
-    """A report that is printed and written part by part, so that a run that is cut off loses one at most.
+    """A report that is printed and written part by part, so that an interruption loses at most one part.
 
-    Until the end it says that it is unfinished.
+    It is marked as unfinished until the end.
 
     Args:
         out: The file, if there is one.
-        facts: What is known from the start.
+        facts: Values that are known from the start.
     """
 
     def __init__(self, out: Path | None, facts: Mapping[str, Any]) -> None:
@@ -29,11 +29,11 @@ class GrowingReport:
         self._found = dict(facts)
 
     def add(self, part: Mapping[str, Any]) -> None:
-        """Add a part and report all so far."""
+        """Adds a part and writes all parts so far."""
         self._found |= part
         report_to(self._out, self._found | {"unfinished": True})
 
     def finish(self, part: Mapping[str, Any]) -> None:
-        """Add the last part."""
+        """Adds the last part."""
         self._found |= part
         report_to(self._out, self._found)

@@ -38,7 +38,7 @@ DEADLINE_S = 3.0
 
 
 class Outcome:
-    """Finished groups; none may fail for good."""
+    """Finished groups; no group may fail permanently."""
 
     def __init__(self) -> None:
         self.groups: list[list[Sample]] = []
@@ -58,7 +58,7 @@ class Outcome:
 async def sample_groups(
     num_groups: int, reward: Mapping[str, Any], policy: str
 ) -> tuple[Outcome, float]:
-    """Sample groups with a reward; returns them and the seconds it took."""
+    """Samples groups with a reward; returns them and the elapsed seconds."""
     spec = RolloutSpec(
         group_size=GROUP_SIZE,
         max_response_tokens=12,
@@ -97,7 +97,7 @@ async def sample_groups(
 
 
 def assignment(index: int) -> GroupAssignment:
-    """A group of its own prompt and seeds."""
+    """Returns a group with its own prompt and seeds."""
     return GroupAssignment(
         group_id=f"g{index:08}",
         attempt=1,
@@ -111,7 +111,7 @@ def assignment(index: int) -> GroupAssignment:
 
 
 def report(outcome: Outcome) -> dict[str, Any]:
-    """Advantages of the samples that count, and scores that were not earned."""
+    """Returns the advantages of the samples that count, and the number of scores that were not earned."""
     text = tokenizer().decode
     scored = [[s for s in group if s.finish_reason != "failed"] for group in outcome.groups]
     wrong = [s for group in scored for s in group if s.score.value != earned(text(s.response_ids))]
@@ -134,19 +134,19 @@ def report(outcome: Outcome) -> dict[str, Any]:
 
 
 def advantages_of(rewards: Sequence[float]) -> list[float]:
-    """GRPO."""
+    """Returns GRPO's advantages."""
     mean, spread = statistics.fmean(rewards), statistics.stdev(rewards)
     return [(reward - mean) / (spread + 1e-6) for reward in rewards]
 
 
 def with_error(values: Sequence[float]) -> dict[str, float]:
-    """Mean and its standard error."""
+    """Returns the mean and its standard error."""
     error = statistics.stdev(values) / math.sqrt(len(values))
     return {"mean": round(statistics.fmean(values), 5), "error": round(error, 5)}
 
 
 def z_score(one: Mapping[str, float], other: Mapping[str, float]) -> float:
-    """Difference in standard errors."""
+    """Returns the difference in standard errors."""
     error = math.hypot(one["error"], other["error"])
     return round((one["mean"] - other["mean"]) / error, 2) if error > 0 else 0.0
 

@@ -36,48 +36,48 @@ _CONTEXT_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked of the rollout."""
+    """The load on a rollout."""
 
     episodes: int
-    """At once."""
+    """Concurrent episodes."""
     turns: int = 8
-    """Of each."""
+    """Turns of each episode."""
     sleep_s: tuple[float, float] = (1.0, 30.0)
-    """Least and most time of a tool."""
+    """Min and max seconds of a tool."""
     median_tokens: float = 200.0
-    """Of a reply, with the fake engine."""
+    """Median tokens of a reply, with the fake engine."""
     engine: str = "fake"
-    """Which one; others than the fake one have a tiny model with random weights."""
+    """The engine; engines other than the fake one have a tiny model with random weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A turn, in seconds of the event loop's clock."""
+    """A turn; times are seconds of the event loop's clock."""
 
     sent: float
-    """When the agent asked."""
+    """Time of the agent's request."""
     begun: float
-    """When the engine was asked."""
+    """Time of the request to the engine."""
     received: float
-    """When the agent had the answer."""
+    """Time of the agent's response."""
     engine_s: float
-    """What the engine took: the fake one, if nothing is in its way; others from when they were asked until
-    they had answered."""
+    """Seconds of the engine. For the fake one, the time without any obstacle; for others, from the
+    request until the response."""
     is_first: bool
-    """Whether it is its episode's first."""
+    """True for the first turn of an episode."""
 
     @property
     def overhead_s(self) -> float:
-        """What it took beyond the engine's time."""
+        """Returns the time of the turn beyond the engine's."""
         return self.received - self.sent - self.engine_s
 
 
 class Watched:
-    """An engine that remembers when it was asked for what, and when it had answered.
+    """An engine that records the times of requests and responses.
 
     Attributes:
         spans: Begin and end of each turn, by group.
-        num_asked: Turns.
+        num_asked: Number of turns.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -89,7 +89,7 @@ class Watched:
         return getattr(self._engine, name)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Decode one request."""
+        """Decodes one request."""
         self.num_asked += 1
         now = asyncio.get_running_loop().time
         span = [now()]
@@ -118,7 +118,7 @@ def _engine(load: Load) -> Engine:
 
 
 class _Rows:
-    """As many as are wanted, each with its number."""
+    """An unlimited number of rows, each with its number."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -132,7 +132,7 @@ class _Rows:
 
 
 class _Queue:
-    """Takes tensors and keeps none."""
+    """Accepts tensors and stores none."""
 
     async def put(self, *given: Any, **more: Any) -> KVBatchMeta | None:
         return None
@@ -141,7 +141,7 @@ class _Queue:
 
 
 class _Session:
-    """Reports to nobody."""
+    """Accepts reports and sends none."""
 
     spec = SimpleNamespace(limits=LimitsSpec())
 
@@ -149,13 +149,13 @@ class _Session:
 
 
 class Episodes:
-    """Keeps as many episodes running as there should be.
+    """Keeps a fixed number of episodes running.
 
     Attributes:
-        engine: Where they are sampled.
-        asked: Turns of those that have ended.
-        failed: Why others ended.
-        num_ended: Episodes.
+        engine: Engine that samples the episodes.
+        asked: Turns of the ended episodes.
+        failed: Reasons of failed episodes.
+        num_ended: Number of ended episodes.
     """
 
     def __init__(self, load: Load) -> None:
@@ -169,7 +169,7 @@ class Episodes:
 
     @asynccontextmanager
     async def running(self, workflow: Agent) -> AsyncIterator[None]:
-        """Run them until the block ends."""
+        """Runs episodes until the block ends."""
         spec = RolloutSpec(
             group_size=1,
             max_running_samples=self._load.episodes,
@@ -207,13 +207,13 @@ class Episodes:
             decoding.cancel()
 
     async def _watch(self, sampler: GroupSampler) -> None:
-        """Gauges, stalls and stored progress, as often as a rollout looks at them."""
+        """Process gauges, stalls and stored progress as often as a rollout does."""
         session: Any = _Session()
         engine: Any = self.engine
         await monitor(session, engine, sampler, publish_wait_s=lambda: 0.0)
 
     async def score(self, given: RewardInput) -> Score:
-        """Take in what the agent measured."""
+        """Records the agent's measurements."""
         earned: Any = given.earned
         spans = self.engine.spans.pop(f"g{given.row['number']}")
         is_fake = self._load.engine == "fake"
@@ -222,7 +222,8 @@ class Episodes:
                 sent=sent,
                 begun=spans[number][0],
                 received=received,
-                # The first token of a request that comes between two steps takes less than one.
+                # The first token of a request that arrives between two steps takes less than one
+                # step.
                 engine_s=(tokens - 1) * TOKEN_S if is_fake else spans[number][1] - spans[number][0],
                 is_first=number == 0,
             )
@@ -233,7 +234,7 @@ class Episodes:
     async def publish(
         self, assignment: GroupAssignment, prompt: Prompt, samples: list[Sample]
     ) -> None:
-        """Make what would be stored; another episode takes the place of the one that ended."""
+        """Makes the data that would be stored; another episode replaces the one that ended."""
         prompt_fields(samples)
         sample_fields(samples)
         sample_tags(samples, prompt, group_id=assignment.group_id, attempt=assignment.attempt)
@@ -241,7 +242,7 @@ class Episodes:
         self._begin(1)
 
     async def report(self, failures: Sequence[Failure]) -> None:
-        """None should fail."""
+        """Records failures, of which there should be none."""
         self.failed += [f"{error.reason}: {error.message}" for _, error in failures]
         self._begin(len(failures))
 
@@ -266,7 +267,7 @@ def _assignment(number: int) -> GroupAssignment:
 
 
 def milliseconds(seconds: Sequence[float]) -> Mapping[str, float]:
-    """How values are spread."""
+    """Returns the distribution of values in milliseconds."""
     ordered = sorted(seconds)
     places = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     last = len(ordered) - 1

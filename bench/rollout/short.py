@@ -56,7 +56,7 @@ class _Outcome:
 
 
 async def measure(groups: int, tokens: int, profile: cProfile.Profile | None) -> dict[str, float]:
-    """Seconds of this process, and of the clock, per response."""
+    """Returns the CPU seconds of this process and the elapsed seconds per response."""
     spec = RolloutSpec(
         group_size=GROUP_SIZE,
         max_response_tokens=tokens,

@@ -28,7 +28,7 @@ PROMPT = tuple(range(2, 34))
 
 
 def build_model(device: str) -> PreTrainedModel:
-    """A random model of 1.2 M parameters without an end token."""
+    """Returns a random model of 1.2 M parameters without an end token."""
     config = Qwen2Config(
         vocab_size=512,
         hidden_size=160,
@@ -46,7 +46,7 @@ def build_model(device: str) -> PreTrainedModel:
 
 
 async def time_engine(model: PreTrainedModel, lengths: Sequence[int], places: int) -> float:
-    """Seconds in which the engine finishes all requests."""
+    """Returns the seconds in which the engine finishes all requests."""
     engine = TorchEngine(model, max_running=places)
     async with asyncio.TaskGroup() as tasks:
         decoding = tasks.create_task(engine.run())
@@ -69,7 +69,7 @@ async def time_engine(model: PreTrainedModel, lengths: Sequence[int], places: in
 
 @torch.inference_mode()
 def time_generate(model: PreTrainedModel, lengths: Sequence[int], places: int) -> float:
-    """Seconds in which ``generate`` finishes all requests in static batches."""
+    """Returns the seconds in which ``generate`` finishes all requests in static batches."""
     model.set_attn_implementation("sdpa")
     started_at = time.perf_counter()
     for first in range(0, len(lengths), places):

@@ -28,7 +28,7 @@ _INTERVAL = 16
 
 
 class Core:
-    """In place of vLLM's client of its engine process: every request gets a token a step."""
+    """Replaces vLLM's client of its engine process: every request gets one token per step."""
 
     def __init__(self, num_tokens: int) -> None:
         from services.rollout.engines.vllm.scheduler import TokenBatcher
@@ -41,11 +41,11 @@ class Core:
         self._step = 0
 
     async def add_request_async(self, request: Any) -> None:
-        """Take a request."""
+        """Accepts a request."""
         self.requests.append(request.request_id)
 
     async def get_output_async(self) -> Any:
-        """What the engine process sends of the next steps, encoded and decoded as on its socket."""
+        """Returns the engine's output of the next steps, encoded and decoded as on its socket."""
         from vllm.v1.engine import EngineCoreOutputs
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -90,7 +90,7 @@ async def _deliver(backend: Any) -> None:
 
 
 async def measure(running: int, num_tokens: int) -> dict[str, float]:
-    """Microseconds of processor time per token, by part."""
+    """Returns microseconds of CPU time per token, by part."""
     order = EngineConfig(
         config=Qwen2Config(
             vocab_size=258, num_hidden_layers=1, hidden_size=64, intermediate_size=64

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 Post = Callable[[bytes], Awaitable[bytes]]
-"""Sends the body of a request, returns that of the answer."""
+"""Function that sends the body of a request and returns the body of the response."""
 
 _TOOL = {
     "type": "function",
@@ -25,7 +25,7 @@ _RESULT = "A passage of a document that has something to do with what was search
 async def use_tools(
     base_url: str, api_key: str, model: str, prompt: str, row: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """An episode over HTTP; returns what :func:`converse` does."""
+    """Plays an episode over HTTP; returns the same as :func:`converse`."""
     connection = _Connection(base_url, api_key)
     try:
         return await converse(connection.post, model, prompt, row)
@@ -34,17 +34,17 @@ async def use_tools(
 
 
 async def converse(post: Post, model: str, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask, use a tool, ask again with all that was said so far.
+    """Alternates between requests with the whole conversation so far and a tool.
 
     Args:
-        post: Reaches the endpoint.
-        model: To name.
+        post: Sends a request to the endpoint.
+        model: Name of the model.
         prompt: The question.
-        row: ``number`` of the episode, its ``turns``, and ``sleep``: least and most seconds of a tool.
+        row: ``number`` of the episode, its ``turns``, and ``sleep``: min and max seconds of a tool.
 
     Returns:
-        ``turns``: of each, seconds of the event loop's clock when it was sent and when it was answered, and
-        tokens of the reply.
+        ``turns``: for each, seconds of the event loop's clock when it was sent and when it was
+            answered, and the tokens of the reply.
     """
     random, now = Random(row["number"]), asyncio.get_running_loop().time
     head = json.dumps({"model": model, "tools": [_TOOL]})[:-1].encode() + b', "messages": ['
@@ -68,7 +68,7 @@ def _message(role: str, content: str, **more: str) -> bytes:
 
 
 class _Connection:
-    """One that is kept; opened again if the server has closed it."""
+    """A persistent connection, reopened if the server has closed it."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
         url = urlsplit(base_url)

@@ -39,7 +39,7 @@ class OneLong:
     """The first group has responses of two hours, all others of five minutes."""
 
     def length(self, seed: int) -> int:
-        """Tokens, at ten a second."""
+        """Returns the tokens of a response, at ten per second."""
         return 72_000 if seed in {sample_seed(0, 0, member) for member in range(2)} else 3_000
 
 
@@ -59,7 +59,7 @@ TWO_HOURS = Setting(
 
 
 def settings(*, is_small: bool) -> Iterator[tuple[str, Setting]]:
-    """What is compared, by name."""
+    """Yields the compared settings by name."""
     kills = 5 if is_small else 20
     for lag in (1, 4):
         full = Setting(steps=16 + lag, lag=lag, **_SMALL if is_small else {})

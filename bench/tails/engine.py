@@ -10,11 +10,11 @@ from services.rollout.engines.fake import FakeEngine
 
 
 class Caches:
-    """What the engines of a run hold of responses, and why tokens of these are computed again.
+    """Caches of a run's engines, and counts of tokens that are recomputed, by reason.
 
     Attributes:
-        after_updates: Tokens whose cache was of other weights.
-        after_kills: Tokens that nobody holds because the engine that did was killed.
+        after_updates: Tokens that were cached with other weights.
+        after_kills: Tokens that no engine holds because the one that did was killed.
         elsewhere: Tokens that another engine holds.
     """
 
@@ -26,25 +26,25 @@ class Caches:
 
     @property
     def total(self) -> int:
-        """Tokens that were computed again."""
+        """Returns the number of recomputed tokens."""
         return self.after_updates + self.after_kills + self.elsewhere
 
     @property
     def most_times(self) -> int:
-        """How often a response was computed again under one weight version, at most."""
+        """Returns the max number of times that a response was recomputed with one weight version."""
         return max(self._times.values(), default=0)
 
     def join(self) -> dict[str, int]:
-        """The cache of another engine: tokens by member."""
+        """Returns the cache of a new engine: tokens by member."""
         self._held.append({})
         return self._held[-1]
 
     def leave(self, held: dict[str, int]) -> None:
-        """An engine is gone, with its cache."""
+        """Removes an engine with its cache."""
         self._held = [one for one in self._held if one is not held]
 
     def go_on(self, member: str, held: dict[str, int], *, needed: int, version: int) -> int:
-        """Count what an engine lacks of a response's ``needed`` tokens to go on with it, and return that."""
+        """Returns, and counts, those of a response's ``needed`` tokens that an engine has not cached."""
         here = min(needed, held.get(member, 0))
         there = min(needed, max(one.get(member, 0) for one in self._held))
         self.elsewhere += max(0, there - here)
@@ -58,7 +58,7 @@ class Caches:
         return needed - here
 
     def update(self, tokens: Mapping[str, int], held: dict[str, int], *, version: int) -> int:
-        """Count that an engine computes these members again, forgets all others, and return the tokens."""
+        """Counts that an engine recomputes these members and evicts all others; returns the tokens."""
         held.clear()
         total = sum(tokens.values())
         self.after_updates += total
@@ -67,15 +67,15 @@ class Caches:
 
 
 class CachingEngine(FakeEngine):
-    """Takes time for what it computes again.
+    """A fake engine whose recomputation takes time.
 
-    A response that goes on here finds what it has here, unless weights were adopted meanwhile and caches
-    are recomputed. Its cache is never full.
+    A response that continues here finds its cache here, unless weights were adopted meanwhile and
+    caches are recomputed. The cache is never full.
 
     Args:
-        caches: Of all engines of the run.
-        kv_policy: Whether an adoption recomputes what runs: ``recompute`` or ``keep``.
-        prefill_tokens_per_s: How fast contexts are computed.
+        caches: Caches of all engines of the run.
+        kv_policy: Treatment of running responses by an adoption: ``recompute`` or ``keep``.
+        prefill_tokens_per_s: Rate of the prefill.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class CachingEngine(FakeEngine):
         self._caches, self._held = caches, caches.join()
 
     def lose_cache(self) -> None:
-        """End as a process does."""
+        """Discards the cache, as the end of a process does."""
         self._caches.leave(self._held)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Compute what is missing of the response so far, then decode."""
+        """Computes the missing part of the response so far, then decodes."""
         member = _member(request)
         missing = self._caches.go_on(
             member, self._held, needed=request.draw_offset, version=self._weight_version
@@ -103,7 +103,7 @@ class CachingEngine(FakeEngine):
         return result
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Any]) -> float:
-        """Stop, compute again what runs if that is the policy, and count further tokens to a version."""
+        """Stops, recomputes running responses if the policy says so, and tags later tokens with a version."""
         await self.pause()
         stall_s = 0.0
         if self._recomputes:

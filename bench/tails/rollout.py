@@ -23,7 +23,7 @@ _LOOK_S, _CHECKPOINT_S = 150.0, 60.0
 
 
 class Tokenizer:
-    """Enough of a tokenizer for an engine without a model."""
+    """A minimal tokenizer for an engine without a model."""
 
     eos_id, pad_id, vocab_size = 1, 0, 256
     stop_ids = frozenset({1})
@@ -43,18 +43,18 @@ class _Reward:
 
 
 class SimulatedRollout:
-    """A rollout until it is killed; the controller calls it as it calls a client.
+    """A rollout until it is killed; the controller calls it like a client.
 
     Args:
-        name: Of the worker.
-        setting: How fast it is.
-        caches: What engines hold.
+        name: Name of the worker.
+        setting: Settings of the simulation.
+        caches: Caches of the engines.
         prompts: The run's data.
-        tokenizer: Of its model.
-        publisher: Takes finished groups.
-        progress: Takes unfinished ones.
-        report: Tells the controller of groups without samples.
-        tasks: Owns what it does.
+        tokenizer: Tokenizer of the model.
+        publisher: Receives finished groups.
+        progress: Receives unfinished groups.
+        report: Reports groups without samples to the controller.
+        tasks: Task group of its tasks.
     """
 
     def __init__(
@@ -112,31 +112,31 @@ class SimulatedRollout:
         self.task = tasks.create_task(self._serve())
 
     async def start_groups(self, groups: Sequence[GroupAssignment]) -> None:
-        """Whoever is dead starts nothing."""
+        """Starts groups, unless the rollout is dead."""
         if not self._is_over.is_set():
             self.sampler.start(groups)
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        """End groups."""
+        """Ends groups."""
         self.sampler.cancel(group_ids)
 
     async def interrupt_groups(self, group_ids: Sequence[str] | None = None) -> None:
-        """Stop groups, and keep what they have."""
+        """Stops groups and stores their tokens."""
         await self.sampler.interrupt(group_ids)
 
     def kill(self) -> None:
-        """Whatever was not stored is gone."""
+        """Ends the rollout; everything that was not stored is lost."""
         self.engine.lose_cache()
         self._is_over.set()
 
     async def adopt(self, version: int) -> None:
-        """Put a version into service."""
+        """Adopts a version."""
         await self._is_there.wait()
         await self._receiver.adopt_weights(version, {})
         self.worker.weight_version = version
 
     async def num_unfinished(self) -> int:
-        """Tokens of the groups that are generated here."""
+        """Returns the tokens of the groups that this rollout generates."""
         running = await self.engine.peek()
         found = [group.progress(running) for group in self.sampler._groups.values()]  # noqa: SLF001
         return sum(len(t.token_ids) for one in found for m in one.values() for t in m.turns)
@@ -179,7 +179,7 @@ class SimulatedRollout:
             await self.sampler.stop_stalled(watch, now=asyncio.get_running_loop().time())
 
     async def _checkpoint(self) -> None:
-        """As often as a real one does."""
+        """Store progress as often as a real rollout does."""
         while True:
             await asyncio.sleep(_CHECKPOINT_S)
             self.sampler.checkpoint_soon()

@@ -17,8 +17,14 @@ _LOOK_S = 0.5
 
 
 def specification(model: Path, *, tokens: int, versions: int) -> dict[str, Any]:
-    """A run whose first response has so many tokens, while so many versions come from shorter ones."""
-    # The long one has a rollout to itself; the others share the time that it takes.
+    """Returns a run whose first response is long while shorter ones produce new versions.
+
+    Args:
+        model: Folder of the model.
+        tokens: Tokens of the long response.
+        versions: Number of weight versions meanwhile.
+    """
+    # The long response has a rollout to itself; the others share the time that it takes.
     rows = {"long": tokens, "short": max(8, tokens // versions), "count": versions + 8}
     data = {"source": "python", "path": "bench.tails.task:rows", "arguments": rows}
     return {
@@ -57,9 +63,10 @@ def specification(model: Path, *, tokens: int, versions: int) -> dict[str, Any]:
 def measure(
     folder: Path, *, tokens: int, versions: int, kills: int, limit_s: float
 ) -> dict[str, Any]:
-    """Train such a run, and kill whoever generates the long response, at equal distances in versions.
+    """Trains such a run, and kills the rollout with the long response at regular intervals of versions.
 
-    A run that takes longer is cut off, all services at once; another call with the folder goes on with it.
+    A run that exceeds the limit is terminated with all services; another call with the folder
+    continues it.
 
     Raises:
         AssertionError: If the run fails, or its ledger does not close.
@@ -111,7 +118,7 @@ def _found(state: Path) -> dict[str, Any]:
 
 
 def _ledger(state: Path) -> dict[str, int]:
-    """What became of every prompt: each that was issued was trained once, if nothing was lost."""
+    """Return the final states of all prompts: if nothing was lost, each issued prompt was trained once."""
     trained = [
         sequence
         for (groups,) in _read(state, "SELECT groups_json FROM steps WHERE is_committed")
@@ -124,20 +131,20 @@ def _ledger(state: Path) -> dict[str, int]:
 
 
 def _step(state: Path) -> int:
-    """The newest step that is committed."""
+    """Return the newest committed step."""
     found = _read(state, "SELECT max(step) FROM steps WHERE is_committed")
     return int(found[0][0] or 0) if found else 0
 
 
 def _holder(state: Path) -> str:
-    """Who generates the long response now; nobody between two attempts and in the end."""
+    """Return the rollout that generates the long response; empty between two attempts and at the end."""
     running = "sequence = 0 AND state IN ('leased', 'generating')"
     found = _read(state, f"SELECT worker_id FROM prompts WHERE {running}")
     return str(found[0][0]) if found else ""
 
 
 def _read(state: Path, statement: str) -> list[Any]:
-    """Rows of the controller's database; none before it is there."""
+    """Return rows of the controller's database; none if it does not exist yet."""
     if not (database := state / "slipstream.db").exists():
         return []
     with suppress(sqlite3.OperationalError), closing(sqlite3.connect(database)) as connection:
@@ -146,7 +153,7 @@ def _read(state: Path, statement: str) -> list[Any]:
 
 
 def _kill(root: int, worker_id: str) -> bool:
-    """Kill a rollout, which is known by the name of its log; returns whether it was there."""
+    """Kill a rollout, identified by the name of its log; return True if it existed."""
     for child in psutil.Process(root).children(recursive=True):
         with suppress(psutil.Error, OSError):
             log = Path("/proc") / str(child.pid) / "fd" / "1"
@@ -157,7 +164,7 @@ def _kill(root: int, worker_id: str) -> bool:
 
 
 def _cut_off(process: "subprocess.Popen[bytes]") -> None:
-    """End a command and all below it at once, if it has not ended."""
+    """Kill a command and all its descendants at once, if it has not ended."""
     if process.poll() is not None:
         return
     root = psutil.Process(process.pid)

@@ -20,9 +20,10 @@ class Setting:
     segment_tokens: int | None = None
     kills: int = 0
     kills_oldest: bool = False
-    """Whether it is always the rollout with the oldest group that dies; else any."""
+    """True if kills always hit the rollout with the oldest group; otherwise a random one."""
     stale_wait_timeout_s: float = 180.0
-    """Longest wait for groups that would grow too old; their oldest tokens are masked then."""
+    """Max seconds to wait for groups that would become too stale; their oldest tokens are masked
+    after that."""
     replicas: int = 4
     places: int = 32
     groups_per_step: int = 16
@@ -33,10 +34,10 @@ class Setting:
     prefill_tokens_per_s: float = 40_000.0
     train_s: float = 60.0
     restart_s: float = 60.0
-    """From a kill until the rollout serves again."""
+    """Seconds from a kill until the rollout serves again."""
 
     def specification(self) -> RunSpec:
-        """The run as its services are told of it."""
+        """Returns the run's specification for its services."""
         return parse_spec(
             {
                 "name": "tails",
@@ -57,7 +58,8 @@ class Setting:
                     "max_staleness": self.lag,
                     "stale_wait_timeout_s": self.stale_wait_timeout_s,
                 },
-                # More than are trained: behind the last one nothing new would be begun.
+                # More steps than are trained, because no new groups would start after the last
+                # one.
                 "trainer": {
                     "steps": self.steps + self.lag + 1,
                     "prompts_per_step": self.groups_per_step,

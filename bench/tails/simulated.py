@@ -42,7 +42,7 @@ _Made = tuple[int, Sample]
 
 
 class _Clock:
-    """Virtual."""
+    """The virtual clock."""
 
     def time(self) -> float:
         return asyncio.get_running_loop().time()
@@ -51,7 +51,7 @@ class _Clock:
 
 
 class _Journal:
-    """Writes nothing; keeps what users would see."""
+    """Writes nothing; keeps the events that users would see."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -65,7 +65,7 @@ class _Journal:
 
 
 class _LocalReplicas(RolloutPool):
-    """Rollouts of this process."""
+    """The rollouts of this process."""
 
     def __init__(self, rollouts: dict[str, SimulatedRollout]) -> None:
         super().__init__()
@@ -105,13 +105,13 @@ class SimulatedRun:
     async def publish(
         self, assignment: GroupAssignment, prompt: Prompt, samples: list[Sample]
     ) -> None:
-        """Store a group, as a rollout does."""
+        """Stores a group, as a rollout does."""
         found = self._found.setdefault(assignment.group_id, [])
         found += zip(assignment.seeds, samples, strict=True)
         self._queue.put(assignment, prompt, samples)
 
     async def run(self) -> dict[str, Any]:
-        """Simulate and report."""
+        """Simulates the run and returns its report."""
         async with TaskGroup() as self._tasks:
             for number in range(self.setting.replicas):
                 await self._join(f"rollout-{number}")
@@ -145,7 +145,7 @@ class SimulatedRun:
                 await asyncio.sleep(0)
                 continue
             await asyncio.sleep(setting.train_s)
-            # The run may have been entered again meanwhile.
+            # The run may have been restarted meanwhile.
             batch = self._ledger.in_state(GroupState.TRAINING)
             for group in batch:
                 self._staleness.append(self._version - group.oldest_version)
@@ -159,7 +159,7 @@ class SimulatedRun:
             self._offered.set()
 
     async def _publish(self) -> None:
-        """Bring the newest version into service, and again if there is another by then."""
+        """Publish the newest version, and repeat if there is a newer one by then."""
         while True:
             await self._offered.wait()
             self._offered.clear()
@@ -176,7 +176,7 @@ class SimulatedRun:
             self._generation.published(version)
 
     async def _kill(self) -> None:
-        """Kill one rollout after the other, at random moments."""
+        """Kill one rollout after the other at random times."""
         setting, chooser = self.setting, Random(0)
         for number in range(setting.kills):
             while self._version < number * setting.steps // setting.kills:
@@ -213,7 +213,7 @@ class SimulatedRun:
         await self._generation.fail(failures)
 
     async def _enter(self, *, lost: list[str]) -> None:
-        """Leave the loop, if it was entered, and enter it again with the rollouts that are there."""
+        """Leave the loop if it runs, and start it again with the available rollouts."""
         self._leave.set()
         async with self._choosing:
             for task in self._background:
@@ -249,7 +249,7 @@ class SimulatedRun:
 
     async def _report(self) -> dict[str, Any]:
         setting = self.setting
-        # Those before fill the engines.
+        # Earlier steps fill the engines.
         first = min(setting.lag + 1, setting.steps // 2)
         seconds = self._ends[-1] - self._ends[first - 1]
         num_samples = (setting.steps - first) * setting.groups_per_step * setting.group_size
@@ -290,12 +290,12 @@ class SimulatedRun:
         }
 
     def _num_stale(self, sample: Sample) -> int:
-        """Tokens that are too old to be trained now."""
+        """Return the number of tokens that are too stale to train now."""
         oldest = self._version - self.setting.lag
         return sum(length for version, length in sample.version_runs if version < oldest)
 
     async def _num_unfinished(self) -> int:
-        """Tokens of groups that are not trained yet, each once."""
+        """Return the tokens of groups that are not trained yet, each counted once."""
         total = sum(len(s.response_ids) for made in self._found.values() for _, s in made)
         for group in self._ledger.in_state(GroupState.PARTIAL):
             total += self._progress.num_tokens(group.group_id)
@@ -304,7 +304,7 @@ class SimulatedRun:
         return total
 
     def _is_right(self, seed: int, sample: Sample) -> bool:
-        """Whether a response has the tokens that nobody's death may change, under versions that grow."""
+        """Return True if a response has its expected tokens, despite failures, and increasing versions."""
         setting = self.setting
         wanted, most = setting.lengths.length(seed), setting.max_tokens
         places = np.arange(min(wanted, most), dtype=np.int64)
@@ -316,7 +316,7 @@ class SimulatedRun:
 
 
 def _restored(ledger: Ledger, spec: CurrentSpec) -> Ledger:
-    """What a ledger is after the loop was entered again."""
+    """Return the state of a ledger after a restart of the loop."""
     state = LedgerState(
         groups=tuple(ledger.in_state(*(set(GroupState) - TERMINAL))),
         num_issued=ledger.num_issued,
@@ -330,6 +330,6 @@ def _restored(ledger: Ledger, spec: CurrentSpec) -> Ledger:
 
 
 def simulate(setting: Setting) -> dict[str, Any]:
-    """Run one setting in virtual time."""
+    """Runs one setting in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(SimulatedRun(setting).run())

@@ -14,7 +14,7 @@ from services.rollout.sampling.samples import Sample, sample_tags
 
 
 class MemoryQueue:
-    """Tags of samples; tensors are left out."""
+    """Stores the tags of samples, without tensors."""
 
     def __init__(self) -> None:
         self._partition = ""
@@ -22,7 +22,7 @@ class MemoryQueue:
         self._watchers: list[asyncio.Queue[KVBatchMeta]] = []
 
     def put(self, assignment: GroupAssignment, prompt: Prompt, samples: Sequence[Sample]) -> None:
-        """Store a group, or a share of one."""
+        """Stores a group, or a shard of one."""
         self._partition, group_id = assignment.partition_id, assignment.group_id
         tags = sample_tags(samples, prompt, group_id=group_id, attempt=assignment.attempt)
         new = {
@@ -57,7 +57,7 @@ class MemoryQueue:
 
 
 class MemoryProgress:
-    """What unfinished groups have, where every rollout finds it."""
+    """Stores the progress of unfinished groups, for all rollouts."""
 
     def __init__(self) -> None:
         self.groups: dict[str, dict[int, MemberProgress]] = defaultdict(dict)
@@ -76,6 +76,6 @@ class MemoryProgress:
             self.groups.get(group_id, {}).pop(member, None)
 
     def num_tokens(self, group_id: str) -> int:
-        """Tokens that a group has here."""
+        """Returns the stored tokens of a group."""
         members = self.groups.get(group_id, {}).values()
         return sum(len(turn.token_ids) for member in members for turn in member.turns)

@@ -17,7 +17,7 @@ _STEADY, _NEVER = 4.0, -8.0
 
 
 def rows(*, long: int, short: int, count: int) -> Iterator[dict[str, str]]:
-    """One prompt for a long response, and others for short ones behind it."""
+    """Yields one prompt for a long response, followed by others for short ones."""
     yield {"prompt": f"{long}", "answer": "none"}
     for _ in range(count):
         yield {"prompt": f"{short}", "answer": "none"}
@@ -27,12 +27,12 @@ class AsLongAsAsked:
     """Samples as many tokens as the prompt says."""
 
     async def run(self, episode: Episode) -> None:
-        """Sample the response."""
+        """Samples the response."""
         await episode.generate(max_tokens=int(episode.prompt.text))
 
 
 def save_endless_model(folder: Path) -> None:
-    """Write a model of one small layer that has a long context and all but no chance of a stop token."""
+    """Writes a model of one small layer with a long context and almost no chance of a stop token."""
     stop_ids = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")).stop_ids
     config = AutoConfig.for_model(
         "qwen2",

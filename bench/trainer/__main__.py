@@ -48,7 +48,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "trainer.json"
 
 
 class Launch(BaseSettings):
-    """What ``torchrun`` says about this process."""
+    """Environment that ``torchrun`` sets for this process."""
 
     rank: int = Field(0, validation_alias="RANK")
     local_rank: int = Field(0, validation_alias="LOCAL_RANK")
@@ -94,7 +94,7 @@ def main() -> None:
 def measure(
     scale: Scale, trainer: dict[str, Any], device: torch.device, launch: Launch
 ) -> dict[str, Any]:
-    """All figures of this number of ranks."""
+    """Returns all measurements for this number of ranks."""
     row: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "ranks": launch.world_size,
@@ -115,7 +115,7 @@ def measure(
 def measure_packed(
     scale: Scale, trainer: dict[str, Any], device: torch.device, launch: Launch
 ) -> dict[str, Any]:
-    """Our step: tokens per second, MFU, memory, and what a checkpoint costs."""
+    """Measures our step: tokens per second, MFU, memory, and the cost of a checkpoint."""
     work, runner, plan, topology = prepare(scale, trainer, device, launch)
     reset_peak(device)
     seconds = timed(work, scale.rounds, device)
@@ -135,7 +135,7 @@ def measure_packed(
 def study(
     scale: Scale, trainer: dict[str, Any], device: torch.device, launch: Launch
 ) -> dict[str, Any]:
-    """What single choices in the step are worth, and where its time goes."""
+    """Measures the effect of single choices in the step, and its time by part."""
     work, *_ = prepare(scale, trainer, device, launch)
     variants = compare(work, lambda call: timed(call, 0, device))
     peak = peak_flops(device)
@@ -152,7 +152,7 @@ def study(
 def prepare(
     scale: Scale, trainer: dict[str, Any], device: torch.device, launch: Launch
 ) -> tuple[Callable[[], Any], StepRunner, StepPlan, RankTopology]:
-    """A step of this rank, and what it is made of."""
+    """Returns a step of this rank and its components."""
     spec = spec_of(scale, **trainer)
     model = build_model(scale.config, dtype=torch.float32, device=device)
     policy = Policy(model, temperature=1.0)
@@ -184,7 +184,7 @@ def prepare(
 
 
 def measure_padded(scale: Scale, device: torch.device) -> dict[str, Any]:
-    """The padded Hugging Face step."""
+    """Measures the padded Hugging Face step."""
     model = build_model(scale.config, dtype=torch.float32, device=device)
     step = PaddedStep(model, scale, autocast=device.type == "cuda")
     samples, _ = make_samples(scale)
@@ -199,9 +199,10 @@ def measure_padded(scale: Scale, device: torch.device) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure_exactness(scale: Scale, device: torch.device) -> dict[str, Any]:
-    """Packed logprobs next to one forward pass per sequence, and both next to the same in float32.
+    """Compares packed logprobs with one forward pass per sequence, and both with float32.
 
-    In bfloat16 two correct kernels differ as much as either differs from float32: that is the floor.
+    In bfloat16 two correct kernels differ as much as either differs from float32: that is the
+    floor.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = build_model(scale.config, dtype=dtype, device=device)
@@ -226,7 +227,7 @@ def measure_exactness(scale: Scale, device: torch.device) -> dict[str, Any]:
 
 
 def per_sequence(model: PreTrainedModel, samples: Samples) -> Tensor:
-    """Logprobs of all response tokens, from one Hugging Face forward pass for each sequence."""
+    """Returns logprobs of all response tokens, from one Hugging Face forward pass per sequence."""
     found = []
     for prompt, response in zip(samples.prompts.unbind(), samples.responses.unbind(), strict=True):
         ids = torch.cat([prompt, response]).to(model.device)
@@ -237,7 +238,7 @@ def per_sequence(model: PreTrainedModel, samples: Samples) -> Tensor:
 
 
 def measure_logits_memory(scale: Scale, device: torch.device) -> dict[str, Any]:
-    """Peak memory of the logits path, for two numbers of tokens."""
+    """Measures the peak memory of the logits path for two numbers of tokens."""
     if device.type != "cuda":
         return {}
     row = {}
@@ -260,8 +261,8 @@ def measure_logits_memory(scale: Scale, device: torch.device) -> dict[str, Any]:
 
 
 def measure_checkpoint(runner: StepRunner, topology: RankTopology) -> dict[str, Any]:
-    """Time for which a save blocks training, asynchronous and whole."""
-    # One path for all ranks.
+    """Measures the time for which a save blocks training, asynchronous and synchronous."""
+    # All ranks need the same path.
     root = Path(tempfile.gettempdir()) / "slipstream-bench-checkpoints"
     checkpointer = Checkpointer(runner.parts(), root=root, keep=1, topology=topology)
     checkpointer.snapshot(1, runner.facts())  # allocates the buffers, once in a run
@@ -280,7 +281,7 @@ def measure_checkpoint(runner: StepRunner, topology: RankTopology) -> dict[str, 
 
 
 def save(row: dict[str, Any], *, is_smoke: bool) -> None:
-    """Print the figures; keep them unless they are only a smoke test."""
+    """Prints the results; stores them unless they are only a smoke test."""
     print(json.dumps(row, indent=1))
     if is_smoke:
         return

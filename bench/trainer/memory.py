@@ -37,7 +37,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "weights and optimizer in host memory": {"cpu_offload": True},
 }
 _UNCOUNTED = ("weights on their way", "context")
-"""Nothing is sent here, and torch does not count its own memory."""
+"""Parts without a counterpart: no weights are sent here, and torch does not count its own memory."""
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _tried(scale: Scale, trainer: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Figures of one way, or why there are none: the others are measured all the same."""
+    """Return the results of one setting, or the reason why there are none; the others are still measured."""
     begin = time.monotonic()
     try:
         row = _measured(scale, trainer, device)

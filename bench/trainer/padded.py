@@ -21,7 +21,7 @@ class PaddedStep:
         self._optimizer = optim.build_optimizer(self._parameters, OptimizerSpec())
 
     def run(self, samples: Samples) -> None:
-        """Train on all samples with a plain policy gradient."""
+        """Trains on all samples with a plain policy gradient."""
         device = self._model.device
         prompts, responses = samples.prompts.unbind(), samples.responses.unbind()
         for start in range(0, len(prompts), self._scale.padded_batch):

@@ -48,12 +48,12 @@ from services.trainer.steps.step import StepRunner
 
 RESULTS = Path(__file__).parents[1] / "results" / "trainer-peer.json"
 _SHAPES = {"long prompts": (2048, 512), "long responses": (512, 2048)}
-"""Tokens of a prompt, and of a response in the mean."""
+"""Tokens of a prompt, and mean tokens of a response."""
 _TOKENS = 20_480
-"""What a micro-batch of layers that are not compiled leaves room for beside two models."""
+"""Tokens of a micro-batch that fit with two models and uncompiled layers."""
 _CLIP = 0.2
 _TOLERANCES = {"bfloat16": (0.05, 0.05), "float32": (1e-4, 1e-3)}
-"""Mean distance of logprobs, and distance of the gradients' norms as a share."""
+"""Max mean distance of logprobs, and max relative distance of the gradients' norms."""
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true", help="layers keep only their inputs")
     parser.add_argument("--out", type=Path, help=f"file of the results; default {RESULTS.name}")
     arguments = parser.parse_args()
-    # Both sides leave gaps of other sizes in memory; our trainer asks for this too.
+    # The two sides leave gaps of different sizes in memory; our trainer sets this too.
     set_defaults({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     on_gpu = torch.cuda.is_available() and not arguments.smoke
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
@@ -79,7 +79,7 @@ def main() -> None:
         "compile": on_gpu and not arguments.no_compile,
         "activation_checkpointing": arguments.recompute,
         "tokens_per_micro_batch": arguments.tokens or budget,
-        # Both sides keep the weights that they begin with, so that they can be compared at any time.
+        # Both sides keep their initial weights, so that they can be compared at any time.
         "optimizer": {"learning_rate": 1e-12},
     }
     results: dict[str, Any] = {
@@ -105,12 +105,12 @@ def main() -> None:
 
 
 class _Sides:
-    """Two models of the same weights, ours and TRL's.
+    """Two models with the same weights, ours and TRL's.
 
     Args:
         scale: The model.
         trainer: Part of the specification.
-        device: Of both.
+        device: Device of both models.
     """
 
     def __init__(self, scale: Scale, trainer: dict[str, Any], device: torch.device) -> None:
@@ -132,7 +132,7 @@ class _Sides:
         distribute(self._policy, self._spec.trainer, self._topology)
 
     def measure(self, samples: Samples, cohort: BatchFacts, *, rounds: int) -> dict[str, Any]:
-        """Both sides, at one shape."""
+        """Measures both sides with one shape."""
         ours = _OurStep(
             self._policy, self._spec, self._topology, self._cost, samples=samples, cohort=cohort
         )
@@ -172,7 +172,7 @@ class _Sides:
                 "mfu_of_unique_tokens": self._utilization(work, median(seconds[way])),
                 "loss": sums[way][0],
                 "grad_norm": sums[way][1],
-                # Beside the weights and moments of both sides.
+                # In addition to the weights and moments of both sides.
                 "peak_memory_gib": peaks[way],
             }
             for way in ways
@@ -185,7 +185,7 @@ class _Sides:
             "computed_tokens": tokens,
             "micro_batches": {"ours": ours.num_micro_batches, "trl": len(batches)},
             "divided_micro_batches": ours.num_divided,
-            # On the CPU, of a step.
+            # CPU seconds per step.
             "packing_s": {"ours": _seconds(ours.pack), "trl": _seconds(theirs.packed)},
             **found,
             "speedup": found["trl"]["step_s"] / found["ours"]["step_s"],
@@ -210,7 +210,7 @@ class _Sides:
 
 
 class _OurStep:
-    """Our step over groups, its plan included."""
+    """Our step over groups, including its plan."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class _OurStep:
             policy, reference=None, spec=spec, ranks=topology.data, device=topology.device
         )
         heard: list[tuple[Samples, Tensor]] = []
-        # Not a method, so that the runner and its moments go as soon as this step does.
+        # Not a method, so that the runner and its moments are freed with this step.
         self._runner.hear_of(lambda part, logprobs: heard.append((part, logprobs.detach())))
         self._spec = spec
         self._ranks = topology.data
@@ -237,7 +237,7 @@ class _OurStep:
         self.num_micro_batches = self.num_divided = 0
 
     def advantages(self) -> Tensor:
-        """``[R]`` those that the step computes."""
+        """Returns ``[R]`` the advantages that the step computes."""
         credit = CreditAssigner(
             self._spec.algorithm,
             self._ranks,
@@ -246,7 +246,7 @@ class _OurStep:
         return credit(self._samples, self._cohort, kl_coefficient=0.0).advantages
 
     def plan(self) -> tuple[Samples, StepPlan]:
-        """The samples in the order of their plan, as a rank has them."""
+        """Returns the samples in the order of their plan, as a rank has them."""
         share = shard_of(
             self._cohort,
             num_updates=1,
@@ -266,7 +266,7 @@ class _OurStep:
         return samples, plan
 
     def run(self) -> tuple[float, float]:
-        """Train the samples once; returns loss and norm of the gradients."""
+        """Trains the samples once; returns the loss and the norm of the gradients."""
         self._heard.clear()
         samples, plan = self.plan()
         metrics = self._runner.run(1, samples, self._cohort, plan).metrics
@@ -275,22 +275,22 @@ class _OurStep:
         return metrics["loss"], metrics["grad_norm"]
 
     def pack(self) -> list[Work]:
-        """Plan and pack the micro-batches, on the CPU; returns what they cost."""
+        """Plans and packs the micro-batches on the CPU; returns their costs."""
         samples, plan = self.plan()
         (micros,) = plan.updates
         return [self.work(samples.select(micro)) for micro in micros]
 
     def num_tokens(self) -> int:
-        """Tokens that the model computes."""
+        """Returns the number of tokens that the model computes."""
         return sum(work.tokens for work in self.pack())
 
     def work(self, samples: Samples) -> Work:
-        """What samples cost as one micro-batch."""
+        """Returns the cost of samples as one micro-batch."""
         cpu = torch.device("cpu")
         return pack_samples(samples, cpu, shares_prefixes=self._spec.shares_prefixes).work
 
     def logprobs(self) -> Tensor:
-        """``[R]`` those of the last step, before its update, in the order of the samples."""
+        """Returns ``[R]`` the logprobs of the last step, before its update, in the order of the samples."""
         found: dict[int, Tensor] = {}
         for part, logprobs in self._heard:
             own = logprobs.cpu().split(part.responses.lengths.tolist())
@@ -301,7 +301,7 @@ class _OurStep:
 def _timed(
     run: Callable[[], tuple[float, float]], device: torch.device
 ) -> tuple[float, tuple[float, float]]:
-    """Seconds of a step, and what it returns."""
+    """Return the seconds of a step and its result."""
     returned: list[tuple[float, float]] = []
     spent = timed(lambda: returned.append(run()), 0, device)
     return spent, returned[0]
@@ -316,7 +316,7 @@ def _seconds(work: Callable[[], object]) -> float:
 def _agreement(
     ours: Tensor, theirs: Tensor, sums: dict[str, tuple[float, float]], *, dtype: str
 ) -> dict[str, Any]:
-    """Whether both sides compute the same, from their last steps, whose weights are the first."""
+    """Compare the results of both sides' last steps, which have the initial weights."""
     distance = (ours - theirs).abs()
     norms = sums["ours"][1], sums["trl"][1]
     of_norms = abs(norms[0] - norms[1]) / norms[0]

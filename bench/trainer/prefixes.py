@@ -39,7 +39,7 @@ _SHAPES = {
     "long responses": (512, 2048),
     "responses only": (1, 2048),
 }
-"""Tokens of a prompt, and of a response in the mean."""
+"""Tokens of a prompt, and mean tokens of a response."""
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def main() -> None:
 def measure_shapes(
     scale: Scale, trainer: dict[str, Any], device: torch.device, num_groups: int, shrink: int
 ) -> dict[str, Any]:
-    """Both ways to train, at all shapes."""
+    """Measures both variants with all shapes."""
     model = build_model(scale.config, dtype=torch.float32, device=device)
     policy = Policy(model, temperature=1.0)
     cost = sequence_cost(policy)
@@ -110,7 +110,7 @@ def measure_shapes(
 
 
 class _Step:
-    """A step over groups, with prefixes shared or not."""
+    """A step over groups, with or without shared prefixes."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ def _figures(step: _Step, seconds: list[float], peak: float) -> dict[str, float]
 def make_groups(
     scale: Scale, num_groups: int, prompt: int, response: int
 ) -> tuple[Samples, BatchFacts]:
-    """Groups of one prompt each, with log-normal lengths of responses."""
+    """Returns groups of one prompt each, with log-normal response lengths."""
     generator = torch.Generator().manual_seed(2)
     count = num_groups * _GROUP_SIZE
     lengths = torch.exp(0.5 * torch.randn(count, generator=generator))

@@ -28,15 +28,15 @@ _KINDS = {
     "exchange": ("nccl", "allgather", "split_with_sizes", "chunk_cat"),
     "optimizer": ("multi_tensor", "fusedadam", "fused_adam", "lpnorm"),
 }
-"""Parts of kernels' names, by what is reported; the first that fits counts."""
+"""Parts of kernels' names by reported kind; the first match counts."""
 
 
 def compare(work: Callable[[], Any], timed: Callable[[Callable[[], Any]], float]) -> dict[str, Any]:
-    """Median seconds of a step under each variant, and over that of the step as it is.
+    """Returns the median seconds of a step with each variant, and its ratio to the unchanged step.
 
     Args:
         work: Trains one step.
-        timed: Seconds of one call.
+        timed: Returns the seconds of one call.
     """
     seconds: dict[str, list[float]] = {name: [] for name in _VARIANTS}
     for turn in range(_TURNS + 1):
@@ -53,7 +53,7 @@ def compare(work: Callable[[], Any], timed: Callable[[Callable[[], Any]], float]
 
 
 def explain(work: Callable[[], Any], device: torch.device) -> dict[str, float]:
-    """Seconds of a step's kernels by kind, those in which the GPU did nothing, and the longest kernels."""
+    """Returns the seconds of a step's kernels by kind, of the idle GPU, and of the longest kernels."""
     activities = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
     with profile(activities=activities) as profiler:
         work()
@@ -84,7 +84,7 @@ def _kind(name: str) -> str:
 
 @contextmanager
 def _rounded() -> Iterator[None]:
-    """Logits as the output head's own dtype has them."""
+    """Keep logits in the output head's dtype."""
     with patch.object(logprobs, "float32_products", functional.linear):
         yield
 

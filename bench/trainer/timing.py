@@ -9,7 +9,7 @@ import torch
 
 
 def timed(work: Callable[[], Any], rounds: int, device: torch.device) -> float:
-    """Median seconds, after one run to warm up; with no rounds, those of that one."""
+    """Returns the median seconds after one warm-up; without rounds, those of the warm-up."""
     seconds = []
     for _ in range(rounds + 1):
         start = time.perf_counter()

@@ -38,13 +38,13 @@ class Batch:
     """A micro-batch as TRL's collator makes it."""
 
     inputs: dict[str, Tensor]
-    """Of its ``compute_loss``."""
+    """Inputs of its ``compute_loss``."""
     numbers: tuple[int, ...]
-    """Its samples."""
+    """Indexes of its samples."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the model computes."""
+        """Returns the number of tokens that the model computes."""
         return self.inputs["input_ids"].numel()
 
 
@@ -52,14 +52,14 @@ class TrlStep:
     """A step over groups.
 
     Args:
-        model: By :func:`begin_trl`. Trained in place.
-        samples: Trained whole.
-        advantages: ``[R]`` of the response tokens, one number for each sample.
+        model: Model from :func:`begin_trl`; trained in place.
+        samples: Samples, all of which are trained.
+        advantages: ``[R]`` of the response tokens, one value per sample.
         groups: ``[n]`` the group of each sample.
-        optimizer: As ours.
-        clip: Distance at which the ratio is clipped.
+        optimizer: The same as ours.
+        clip: Clip distance of the ratio.
         max_tokens: Unique tokens of a micro-batch (``token_budget``).
-        device: Of the model.
+        device: Device of the model.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class TrlStep:
             epsilon_low=clip,
             epsilon_high=clip,
             aux_loss_enabled=False,
-            # The loss is divided by the tokens of the whole update, as ours.
+            # The loss is divided by the tokens of the whole update, like ours.
             current_gradient_accumulation_steps=1,
             _metrics={"train": defaultdict(list)},
             **dict.fromkeys(_COUNTERS, 0.0),
@@ -106,8 +106,8 @@ class TrlStep:
         self._heard: list[tuple[Batch, Tensor]] = []
 
     def packed(self) -> list[Batch]:
-        """Plan and pack the micro-batches, on the CPU."""
-        # The planner waits for more samples until one fits no longer: the last of these is that one.
+        """Plans and packs the micro-batches on the CPU."""
+        # The planner waits until a further sample does not fit; this filler is that sample.
         filler = {**self._samples[-1], "group_id": -1, "number": -1}
         filler["input_ids"] = torch.zeros(self._max_tokens, dtype=torch.int64)
         filler["completion_mask"] = torch.zeros(self._max_tokens, dtype=torch.int64)
@@ -126,10 +126,10 @@ class TrlStep:
         return batches
 
     def run(self, batches: list[Batch] | None = None) -> tuple[float, float]:
-        """Train the samples once.
+        """Trains the samples once.
 
         Args:
-            batches: Micro-batches that are made; None to make them, before the first is trained, as
+            batches: Prepared micro-batches; None makes them before the first is trained, as
                 transformers' trainer does.
 
         Returns:
@@ -148,7 +148,7 @@ class TrlStep:
         return float(torch.stack(losses).sum()), float(norm)
 
     def logprobs(self) -> Tensor:
-        """``[R]`` those of the last step, before its update, in the order of the samples."""
+        """Returns ``[R]`` the logprobs of the last step, before its update, in the order of the samples."""
         found: dict[int, Tensor] = {}
         for batch, values in self._heard:
             terms = values.cpu()[batch.inputs["token_index"].flatten()]
@@ -171,26 +171,27 @@ _COUNTERS = (
     "_step_samples",
     "_step_forward_s",
 )
-"""What the loss adds to the trainer's numbers."""
+"""Metrics that the loss adds to the trainer's."""
 
 
 def trl_version() -> str:
-    """Of the package.
+    """Returns the version of the package.
 
     Raises:
-        SystemExit: If it is not there, or has no tree packing.
+        SystemExit: If it is not installed, or has no tree packing.
     """
     _module("packing")
     return version("trl")
 
 
 def begin_trl(model: PreTrainedModel, dtype: torch.dtype, *, recomputes: bool) -> None:
-    """Give a model TRL's attention and output head, in place.
+    """Replaces a model's attention and output head by TRL's, in place.
 
     Args:
-        model: With any attention.
-        dtype: Of its weights, in which it then computes; frequencies of rotary embeddings stay float32.
-        recomputes: Whether layers keep only their inputs.
+        model: Model with any attention.
+        dtype: Dtype of its weights and computation; frequencies of rotary embeddings remain
+            float32.
+        recomputes: If true, layers keep only their inputs.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -218,7 +219,7 @@ def _module(name: str) -> Any:
 
 
 def _samples(samples: Samples, advantages: Tensor, groups: Tensor) -> Iterator[dict[str, Any]]:
-    """What TRL's rollouts give its trainer."""
+    """Yield samples in the form that TRL's rollouts pass to its trainer."""
     lengths = samples.responses.lengths.tolist()
     parts = zip(
         samples.prompts.unbind(),
@@ -253,7 +254,7 @@ def _attention(
     causal: bool,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """``[T, heads, D]`` of queries that stand at the ends of their keys."""
+    """Return ``[T, heads, D]`` attention of queries that are at the ends of their keys."""
     assert causal, "TRL asks for attention to later tokens"
     if not query.is_cuda:
         return _exact_attention(query, key, value, cu_queries, cu_keys, scale=softmax_scale)
@@ -293,7 +294,7 @@ def _exact_attention(
     *,
     scale: float | None,
 ) -> Tensor:
-    """The same on any device, sequence by sequence and without windows."""
+    """Return the same on any device, sequence by sequence and without windows."""
     parts = []
     bounds = (pairwise(each.tolist()) for each in (cu_queries, cu_keys))
     for (begin, end), (first, last) in zip(*bounds, strict=True):

@@ -17,7 +17,7 @@ from services.trainer.model.flops import active_weights, training_flops
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the measured step is."""
+    """Size of the measured step."""
 
     config: PretrainedConfig
     num_sequences: int
@@ -29,7 +29,7 @@ class Scale:
 
 
 def full_scale() -> Scale:
-    """Qwen2.5-1.5B's shape with random weights; 64 sequences of 256 to 8192 tokens."""
+    """Returns Qwen2.5-1.5B's shape with random weights; 64 sequences of 256 to 8192 tokens."""
     config = AutoConfig.for_model(
         "qwen2",
         vocab_size=151_936,
@@ -46,13 +46,13 @@ def full_scale() -> Scale:
 
 
 def smoke_scale() -> Scale:
-    """Small enough for a minute on one CPU core."""
+    """Returns a size that takes a minute on one CPU core."""
     values = preset_config("tiny:qwen2-1.2m", vocab_size=512, eos_id=1, pad_id=0)
     return Scale(AutoConfig.for_model(**values), 16, 16, 256, 1024, 4, 2)
 
 
 def long_tailed_lengths(scale: Scale) -> list[int]:
-    """Log-normal lengths: most are short, a few reach the limit."""
+    """Returns log-normal lengths: most are short, a few reach the limit."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.randn(scale.num_sequences, generator=generator)
     middle = scale.shortest * 4.5
@@ -62,7 +62,7 @@ def long_tailed_lengths(scale: Scale) -> list[int]:
 
 
 def spec_of(scale: Scale, *, algorithm: Mapping[str, Any] | None = None, **trainer: Any) -> RunSpec:
-    """A specification with the step that is measured."""
+    """Returns a specification with the measured step."""
     return RunSpec.model_validate(
         {
             "name": "bench",
@@ -81,7 +81,7 @@ def spec_of(scale: Scale, *, algorithm: Mapping[str, Any] | None = None, **train
 
 
 def make_samples(scale: Scale) -> tuple[Samples, BatchFacts]:
-    """The whole batch: an eighth of each sequence is its prompt."""
+    """Returns the whole batch; an eighth of each sequence is its prompt."""
     generator = torch.Generator().manual_seed(1)
     lengths = long_tailed_lengths(scale)
     prompts = [length // 8 for length in lengths]
@@ -120,7 +120,7 @@ def make_samples(scale: Scale) -> tuple[Samples, BatchFacts]:
 
 
 def useful_flops(scale: Scale) -> float:
-    """Operations of one step that are of use."""
+    """Returns the useful operations of one step."""
     lengths = long_tailed_lengths(scale)
     model = build_model(scale.config, dtype=torch.float32, device="meta")
     return training_flops(

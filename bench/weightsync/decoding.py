@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Decoding:
-    """Decode steps in a thread and a stream of its own; knows when each ended."""
+    """Decode steps in a separate thread and stream, with the time at which each ended."""
 
     def __init__(self, live: list[Tensor], *, batch: int = 32) -> None:
         self._matrices = [tensor for tensor in live if tensor.dim() == 2]
@@ -20,7 +20,7 @@ class Decoding:
         }
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
-        # While a graph is captured, no other thread may touch the device.
+        # No other thread may use the device while a graph is captured.
         self._captured = threading.Event()
         self.ends: list[float] = []
 
@@ -34,10 +34,10 @@ class Decoding:
         self._thread.join()
 
     def step_ms(self, begin: float, end: float) -> tuple[float, float]:
-        """Mean and longest duration of the steps that ran between two moments, in milliseconds.
+        """Returns the mean and max duration of the steps between two times, in milliseconds.
 
-        Steps that only began or only ended between them count whole: a step that was held up for the whole
-        time must not go unseen. To be asked when a step has ended after ``end``.
+        Steps that only began or only ended between them count completely, because a step that was
+        blocked for the whole time must be included. Call it when a step has ended after ``end``.
         """
         durations = [
             stop - start for start, stop in pairwise(self.ends) if stop >= begin and start <= end
@@ -45,7 +45,7 @@ class Decoding:
         return 1000 * fmean(durations), 1000 * max(durations)
 
     def wait_step(self) -> None:
-        """Wait until a step has ended that began after now."""
+        """Waits for the end of a step that begins after the call."""
         target = len(self.ends) + 2
         while len(self.ends) < target:
             time.sleep(0.001)

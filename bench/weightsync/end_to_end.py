@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str] | None = None) -> Any:
 
 
 async def measure(options: Any) -> dict[str, float]:
-    """Medians over the rounds; fails if a parameter differs in the end."""
+    """Returns medians over the rounds; fails if a parameter differs at the end."""
     meetings = RendezvousStore()
     meetings.open("run_bench")
     rendezvous = RendezvousServicer(meetings)

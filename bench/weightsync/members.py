@@ -31,15 +31,15 @@ from services.weightsync.server import WeightSyncServicer
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
 _NOT_TRAINED = object()
-"""Stands for a rank's part in training, which this does not measure."""
+"""Placeholder for a rank's training part, which is not measured here."""
 
 
 def run_trainer_rank(rank: int, options: Any, controller: str, port: int, members: Any) -> None:
-    """One trainer rank: its weights change when it is told to, and are sent when the controller asks."""
+    """Runs one trainer rank: its weights change on command and are sent when the controller requests it."""
     device = _device(options, rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     if options.trainers > 1:
-        # A store of its own: whoever waits for a key keeps others from the same connection.
+        # A separate store, because a blocked wait for a key blocks other users of the connection.
         trainer_store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if options.use_gpu else "gloo",
@@ -90,7 +90,7 @@ async def _serve_rank(
 
 
 def run_rollout(number: int, options: Any, controller: str, port: int, members: Any) -> None:
-    """One rollout: decodes all the while."""
+    """Runs one rollout, which decodes all the time."""
     torch.set_num_threads(1)
     device = _device(options, options.trainers + number)
     model = _model(options, getattr(torch, options.dtype), device)
@@ -120,10 +120,10 @@ async def _serve_rollout(
 
 
 class _NothingUnfinished:
-    """Stands for the sampler, which caches unfinished responses."""
+    """Replaces the sampler, which stores unfinished responses."""
 
     def checkpoint_soon(self) -> None:
-        """Nothing to cache."""
+        """Does nothing."""
 
 
 async def _decode_on(engine: TorchEngine, name: str) -> None:
@@ -145,7 +145,7 @@ def _step_when_told(
     options: Any,
     store: Any,
 ) -> None:
-    """Stands for the optimizer: changes every weight a little."""
+    """Replace the optimizer: change every weight slightly on command."""
     _use(next(policy.parameters()).device)
     for version in range(options.rounds + options.warm_up):
         store.wait([f"step/{version}"])
@@ -199,7 +199,7 @@ def _model(options: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _device(options: Any, number: int) -> torch.device:
-    # As in a run: each process sees one GPU.
+    # Each process sees one GPU, as in a run.
     os.environ["CUDA_VISIBLE_DEVICES"] = str(number)  # noqa: TID251
     device = torch.device("cuda", 0) if options.use_gpu else torch.device("cpu")
     _use(device)

@@ -57,13 +57,13 @@ class Bench:
         self._rows: dict[str, dict[str, float]] = {}
 
     def run(self) -> dict[str, dict[str, float]]:
-        """All rows: ``{row: {measure: value}}``."""
+        """Measures all rows: ``{row: {measure: value}}``."""
         self._usual_transports()
         asyncio.run(self._ours(backend=self._transport))
         return self._rows
 
     def _usual_transports(self) -> None:
-        """Source 0 sends whole bf16 tensors to all receivers; other sources look on."""
+        """Send whole bf16 tensors from source 0 to all receivers; other sources do not take part."""
         if self._source not in (None, 0):
             for _ in range(3 * (self._arguments.rounds + 2)):
                 self._barrier()
@@ -241,7 +241,7 @@ class Bench:
         return statistics.median(samples[2:])
 
     def _digests(self, version: int, digests: tuple[str, ...]) -> list[str]:
-        """What the sources state, as the controller would hand it on."""
+        """Return the sources' digests, as the controller would pass them on."""
         if self._source is not None:
             self._store.set(f"digest/{self._way}/{version}/{self._source}", digests[0])
         return [

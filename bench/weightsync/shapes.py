@@ -17,7 +17,7 @@ class Qwen2Shape:
     vocab: int = 151_936
 
     def tensors(self, dtype: str) -> list[TensorSpec]:
-        """All parameters under their Hugging Face names, tied ones once."""
+        """Returns all parameters with their Hugging Face names, tied ones once."""
         head = self.hidden // self.heads
         kv = self.kv_heads * head
         specs = [("model.embed_tokens.weight", (self.vocab, self.hidden))]
@@ -58,7 +58,7 @@ _FUSED = {
 
 
 def fused_name(name: str) -> str:
-    """Name of the parameter that an engine keeps a tensor in."""
+    """Returns the name of the engine's parameter that contains a tensor."""
     for part, fused in _FUSED.items():
         name = name.replace(f".{part}.", f".{fused}.")
     return name

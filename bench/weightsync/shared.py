@@ -37,7 +37,7 @@ class _AllWays(Bench):
     """One member's side."""
 
     def run(self) -> dict[str, dict[str, float]]:
-        """All ways: ``{way: {measure: value}}``."""
+        """Measures all ways: ``{way: {measure: value}}``."""
         for way, (mode, backend) in WAYS.items():
             self._way = way
             wire = MODES[mode].wire_device(str(self._device))
@@ -50,7 +50,8 @@ class _AllWays(Bench):
 def _measure(number: int, arguments: Any, use_gpu: bool, port: int, queue: Any) -> None:
     torch.set_num_threads(1)
     if number == 0:
-        # As in a trainer: nothing that torch allocates so can be lent everywhere.
+        # As in a trainer: memory that torch allocates with this setting cannot be shared
+        # everywhere.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # noqa: TID251
     device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
     if use_gpu:

@@ -17,7 +17,7 @@ from services.weightsync.plan import TensorSpec, WeightPlan, WeightShard
 
 
 class Store:
-    """The members' meeting place, over torch's own store."""
+    """The members' rendezvous, on torch's own store."""
 
     def __init__(self, store: dist.TCPStore, scope: str) -> None:
         self._store = dist.PrefixStore(scope, store)
@@ -33,7 +33,7 @@ class Store:
 
 
 class TrainerRank:
-    """fp32 master weights in the rows that FSDP2 gives this rank."""
+    """fp32 master weights in the rows that FSDP2 assigns to this rank."""
 
     def __init__(
         self, specs: Sequence[TensorSpec], shards: Sequence[WeightShard], device: torch.device
@@ -48,7 +48,7 @@ class TrainerRank:
         }
 
     def change(self, version: int) -> None:
-        """New random weights; every rank draws the same whole tensors."""
+        """Sets new random weights; every rank draws the same whole tensors."""
         for s in self.shards:
             spec = self._specs[s.tensor]
             whole = random_tensor(spec, version, s.tensor, self.rows[spec.name].device)
@@ -87,7 +87,7 @@ class Rollout:
         }
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
-        """One copy into the live parameters; their addresses stay."""
+        """Copies into the live parameters, whose addresses stay the same."""
         synchronize(self._device)
         begin = time.perf_counter()
         copy_all(list(self._views.values()), [tensors[name] for name in self._views])
@@ -101,18 +101,18 @@ class Rollout:
         raise NotImplementedError("there is no controller here that would ask")
 
     async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
-        """Into the tensors as they are sent: views into the fused ones."""
+        """Receives into the sent tensors, which are views into the fused ones."""
         return live_placer(plan, self._views)
 
     async def adopt_placed(self, version: int) -> float:
-        """Take what is there."""
+        """Adopts the received weights."""
         return await self.adopt_weights(version, self._views)
 
     async def close_weights(self) -> None:
-        """Nothing is paused here."""
+        """Does nothing: no generation is paused here."""
 
     def differs_from(self, specs: Sequence[TensorSpec], version: int) -> list[str]:
-        """Tensors that are not bit by bit what the trainer drew, cast to the wire's type."""
+        """Returns the tensors that differ in any bit from the trainer's, cast to the transfer's dtype."""
         return [
             spec.name
             for index, spec in enumerate(specs)
@@ -134,12 +134,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def raw_broadcast(channel: Channel, buffer: Tensor) -> None:
-    """The limit: all bytes in one collective."""
+    """Sends all bytes in one collective: the limit."""
     channel.broadcast(buffer).wait()
 
 
 def broadcast_each(channel: Channel, tensors: Sequence[Tensor]) -> None:
-    """One collective per parameter, all started before any is waited for."""
+    """Sends one collective per parameter, all started before any is waited for."""
     works = [channel.broadcast(tensor) for tensor in tensors]
     for work in works:
         work.wait()
@@ -148,7 +148,7 @@ def broadcast_each(channel: Channel, tensors: Sequence[Tensor]) -> None:
 def broadcast_packed(
     channel: Channel, tensors: Sequence[Tensor], *, is_source: bool, bucket_bytes: int
 ) -> None:
-    """Buckets made by ``torch.cat``, broadcast, and split again: the usual engine transport."""
+    """Broadcasts buckets made by ``torch.cat`` and splits them: the usual transport of engines."""
     bucket: list[Tensor] = []
     size = 0
     for index, tensor in enumerate(tensors):

@@ -142,8 +142,8 @@ class WeightSyncSpec(SpecPart):
     for members that share no NCCL. ``delta``: only changed values are sent, for slow links."""
     senders: Literal["ranks", "leader"] = "ranks"
     """Senders. ``ranks``: every trainer rank sends its own rows. ``leader``: rank 0 gathers all
-    weights and sends them. Merged adapters and tensors that are sharded by columns are always
-    sent by ``leader``."""
+    weights and sends them. A model with merged adapters, or with tensors that are sharded by
+    columns, is always sent by rank 0."""
     bucket_bytes: int | None = Field(None, ge=1 << 16)
     """Bytes of one collective. Default: 512 MiB over NCCL, and 64 MiB over Gloo, which detects a
     stopped member once per bucket."""
