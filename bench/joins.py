@@ -163,7 +163,7 @@ class _Watch:
 
 
 def _gaps(folder: Path, seen: _Seen, *, began: float, leaves: float) -> Mapping[str, float]:
-    """Return seconds between steps: usual ones, and the longest while a rollout loaded, joined, or left.
+    """Returns seconds between steps: usual ones, and the longest while a rollout loaded, joined, or left.
 
     The wait for samples in the longest one is reported separately: the first samples of a new
     rollout take longer.

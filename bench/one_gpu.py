@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def _planned(spec: RunSpec, model: Path) -> dict[str, float]:
-    """Return the planned GB of the trainer, and of the engine with its weight transfer."""
+    """Returns the planned GB of the trainer, and of the engine with its weight transfer."""
     config = AutoConfig.from_pretrained(model)
     total = int(_query("memory.total")[0]) << 20
     engines = 0 if spec.topology.is_colocated else 1
@@ -111,7 +111,7 @@ def _planned(spec: RunSpec, model: Path) -> dict[str, float]:
 
 @contextmanager
 def _watched() -> Iterator[dict[str, float]]:
-    """Yield the max GPU bytes of each service's processes, updated during the block."""
+    """Yields the max GPU bytes of each service's processes, updated during the block."""
     peaks: dict[str, float] = {}
     done = threading.Event()
 
@@ -138,7 +138,7 @@ def _watched() -> Iterator[dict[str, float]]:
 
 
 def _service(pid: int) -> str:
-    """Return the service of a process or of its parent; empty if it is gone."""
+    """Returns the service of a process or of its parent; empty if it is gone."""
     with suppress(psutil.Error):
         process = psutil.Process(pid)
         for one in (process, *process.parents()):

@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _note(out: Path, way: str, found: dict[str, float], *, steps: int, chosen: int) -> None:
-    """Write a way's results next to those of the others."""
+    """Writes a way's results next to those of the others."""
     known = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     facts = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -118,7 +118,7 @@ def _spec(model: Path, *, engine: str, replay: str, is_small: bool) -> dict[str,
 
 
 def _config(*, is_small: bool, num_chosen: int) -> Any:
-    """Return a model of 0.7 billion parameters, or a small one; large weights make the experts matter."""
+    """Returns a model of 0.7 billion parameters, or a small one; large weights make the experts matter."""
     hidden, layers, heads = (256, 4, 4) if is_small else (1024, 12, 16)
     return AutoConfig.for_model(
         "qwen3_moe",

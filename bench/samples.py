@@ -206,7 +206,7 @@ async def controller(steps: int, batch: int, rounds: int) -> dict[str, object]:
 
 
 async def _a_group(here: Stage, steps: int, batch: int, *, is_kept: bool) -> float:
-    """Return the microseconds per group."""
+    """Returns the microseconds per group."""
     samples = {} if is_kept else OFF
     run_id = await here.submit(steps=steps, prompts_per_step=batch, rollouts=8, samples=samples)
     await here.until_step(run_id, 1)
@@ -216,13 +216,13 @@ async def _a_group(here: Stage, steps: int, batch: int, *, is_kept: bool) -> flo
 
 
 def _child(module: str) -> psutil.Process:
-    """Return the child process that runs a module."""
+    """Returns the child process that runs a module."""
     (found,) = (each for each in psutil.Process().children() if module in each.cmdline())
     return found
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median of the rounds and their quartiles."""
+    """Returns the median of the rounds and their quartiles."""
     low, middle, high = statistics.quantiles(values, n=4)
     return {"median": round(middle, 4), "from": round(low, 4), "to": round(high, 4)}
 

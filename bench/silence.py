@@ -66,7 +66,7 @@ def silences(*, in_terminal: bool) -> dict[str, object]:
 
 
 def _drain(descriptor: int) -> None:
-    """Read until all writers have closed."""
+    """Reads until all writers have closed."""
     try:
         while os.read(descriptor, 1 << 16):
             pass

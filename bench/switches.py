@@ -46,7 +46,7 @@ def switches(steps: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]
 
 
 def _parts(step: Mapping[str, Any]) -> dict[str, float]:
-    """Return the switch before a step, from rollouts to trainer, and the one before it, back to rollouts."""
+    """Returns the switch before a step, from rollouts to trainer, and the one before it, back to rollouts."""
     if not {"sync_ms", "rollouts_sleep_s", "rollouts_wake_s"} <= step.keys():
         return {}
     handed = {

@@ -119,7 +119,7 @@ def output_of(folder: Path) -> str:
 
 
 def _cancel(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt twice: the first signal pauses the run with a checkpoint."""
+    """Interrupts twice: the first signal pauses the run with a checkpoint."""
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
@@ -135,6 +135,6 @@ def _command(folder: Path, settings: Iterable[str], spec: Path) -> list[str]:
 
 
 def _steps(metrics: Path) -> list[dict[str, Any]]:
-    """Return complete lines only; the last one may be incomplete."""
+    """Returns complete lines only; the last one may be incomplete."""
     lines = metrics.read_text(encoding="utf-8").split("\n")[:-1]
     return list(map(json.loads, lines))

@@ -132,7 +132,7 @@ class Attacker:
         return str((await self._http.get(path)).status_code)
 
     async def _stream(self) -> str:
-        """Hold a stream of events."""
+        """Holds a stream of events."""
         path = f"/v1/runs/{self._order['run_id']}/events/stream"
         async with self._http.stream("GET", path) as answer:
             with suppress(httpx.ReadTimeout):
@@ -154,7 +154,7 @@ class Attacker:
             writer.close()
 
     async def _say_little(self, port: str) -> str:
-        """Send nothing, or a request byte by byte."""
+        """Sends nothing, or a request byte by byte."""
         reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
         text = self._choice.choice(
             (b"", b"POST /v1/runs HTTP/1.1\r\nHost: localhost\r\nX-Slow: aaaaaa")
@@ -191,7 +191,7 @@ class Attacker:
         return "OK"
 
     async def _frames(self, port: str) -> str:
-        """Send one message of very many frames, from a peer without a key."""
+        """Sends one message of very many frames, from a peer without a key."""
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as peer:
             peer.setsockopt(zmq.LINGER, 0)
             peer.setsockopt(zmq.SNDTIMEO, 2000)

@@ -142,7 +142,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
-    """Return a header field in HPACK's encoding without its tables (RFC 7541, 6.2.2)."""
+    """Returns a header field in HPACK's encoding without its tables (RFC 7541, 6.2.2)."""
     return b"\x00" + _length(name) + name + _length(value) + value
 
 

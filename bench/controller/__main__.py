@@ -72,7 +72,7 @@ async def ledger(is_smoke: bool) -> Figures:
 
 
 def _median_gap(times: list[float]) -> float:
-    """Return the median seconds between two steps."""
+    """Returns the median seconds between two steps."""
     return statistics.median(after - before for before, after in itertools.pairwise(times))
 
 
@@ -110,7 +110,7 @@ async def workers(is_smoke: bool) -> Figures:
 
 
 def _quantile(counts: dict[float, float], total: float, share: float) -> float:
-    """Return the min bound below which a share of the observations lies."""
+    """Returns the min bound below which a share of the observations lies."""
     return next(bound for bound, count in counts.items() if count >= share * total)
 
 

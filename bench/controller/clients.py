@@ -150,7 +150,7 @@ def _request(path: str) -> bytes:
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> None:
-    """Read a response to its end.
+    """Reads a response to its end.
 
     Raises:
         RuntimeError: If the response has an unexpected status.

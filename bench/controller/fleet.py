@@ -58,7 +58,7 @@ async def _obey(
 
 
 async def _populate(order: dict[str, Any], queue: FakeQueue, tasks: asyncio.TaskGroup) -> None:
-    """Start the workers of a run."""
+    """Starts the workers of a run."""
     names = ["trainer-0", *(f"rollout-{i}" for i in range(order["rollouts"]))]
     server = grpc.aio.server(options=OPTIONS)
     seconds = (order["least_s"], order["most_s"])

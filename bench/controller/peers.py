@@ -201,7 +201,7 @@ def add_services(
 
 
 def _meta(partition: str, made: Sequence[MadeGroup]) -> KVBatchMeta:
-    """Return the description of groups' samples after one put, as a transferqueue makes it."""
+    """Returns the description of groups' samples after one put, as a transferqueue makes it."""
     samples = [
         (one, member, tokens)
         for one in made

@@ -142,7 +142,7 @@ async def several_clients(count: int, rounds: int) -> list[Row]:
 
 
 async def _together(clients: Sequence[Ours], workload: Workload) -> float:
-    """Return the seconds until all clients have put and got the batch."""
+    """Returns the seconds until all clients have put and got the batch."""
     started = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
         for number, ours in enumerate(clients):

@@ -53,7 +53,7 @@ def _measure(workload: Workload, batch: TensorDict, *, check: bool) -> tuple[flo
 
 
 def _measure_together(workload: Workload, batch: TensorDict, clients: int) -> float:
-    """Return the seconds until several threads have each put and got the batch under separate keys."""
+    """Returns the seconds until several threads have each put and got the batch under separate keys."""
 
     def work(owner: int) -> None:
         keys = [f"{owner}.{n}" for n in range(workload.num_rows)]

@@ -114,7 +114,7 @@ def _engine_alone(shape: str, *, is_smoke: bool) -> dict[str, Any]:
 
 
 def _compare(found: dict[str, Any]) -> None:
-    """Print a table of current and earlier measurements."""
+    """Prints a table of current and earlier measurements."""
     synchronous = found["variants"].get("synchronous", {}).get("samples_per_s")
     print(
         f"\n{'':12} samples/s  x sync  step s  least  share  sync p50  waits for weights  first step s"

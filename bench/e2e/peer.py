@@ -76,7 +76,7 @@ worker.parse_response = lambda *_, **__: {"role": "assistant", "content": ""}
 
 
 def _reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """Return 1 for about half of the responses."""
+    """Returns 1 for about half of the responses."""
     return [float(len(ids) % 2) for ids in completion_ids]
 
 

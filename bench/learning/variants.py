@@ -21,7 +21,7 @@ _LAG_4 = ("algorithm.max_staleness=4",)
 
 
 def _apart(role: str) -> tuple[str, ...]:
-    """Return settings for a separate process of a role, with one trainer and two rollouts."""
+    """Returns settings for a separate process of a role, with one trainer and two rollouts."""
     return (
         f"topology.task_groups=[train, {role}, generate]",
         "topology.ratios=[0.25, 0.25, 0.5]",

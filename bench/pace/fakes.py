@@ -247,7 +247,7 @@ class PacedTrainer(FakeTrainer):
         return trainer_pb2.AccumulateStepResponse()
 
     def _work(self, batch: Any) -> float:
-        """Return the seconds for the new part of a batch."""
+        """Returns the seconds for the new part of a batch."""
         meta = KVBatchMeta.from_proto(batch)
         tokens = {
             key: cast("int", count)

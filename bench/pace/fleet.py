@@ -45,7 +45,7 @@ async def populate(order: dict[str, Any], queue: FakeQueue, tasks: asyncio.TaskG
 
 
 async def _report(members: Any, run_id: str, name: str, failures: Sequence[GroupFailure]) -> None:
-    """Report parked groups to the controller."""
+    """Reports parked groups to the controller."""
     found = [to_message(failure, membership_pb2.GroupFailure) for failure in failures]
     await members.ReportGroups(
         membership_pb2.ReportGroupsRequest(run_id=run_id, worker_id=name, failures=found)
@@ -62,7 +62,7 @@ async def _join(
     queue: FakeQueue,
     **more: Any,
 ) -> None:
-    """Start a worker's server and register the worker."""
+    """Starts a worker's server and register the worker."""
     weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(weights, server)
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -125,7 +125,7 @@ async def measure_shapes(names: list[str]) -> None:
 
 
 def _choice(rows: dict[str, Any]) -> dict[str, Any]:
-    """Return the chosen split of three GPUs, and its loss compared with the best one."""
+    """Returns the chosen split of three GPUs, and its loss compared with the best one."""
     gpus = {split: split.trainer_gpus + split.rollouts - split.in_turns for split in SPLITS}
     three = [str(split) for split, count in gpus.items() if count == 3]
     chosen = min(three, key=lambda split: rows[split]["predicted_step_s"])

@@ -158,7 +158,7 @@ async def measure(page: Page, address: str, condition: str) -> float:
 
 
 async def _busy_s(session: Any) -> float:
-    """Return the CPU time of the page's thread so far."""
+    """Returns the CPU time of the page's thread so far."""
     found = await session.send("Performance.getMetrics")
     (busy,) = (each["value"] for each in found["metrics"] if each["name"] == "TaskDuration")
     return float(busy)

@@ -131,7 +131,7 @@ def keep(entries: list[dict[str, Any]], results: Path) -> None:
 
 
 def _logs(folder: Path) -> str:
-    """Return the ends of the workers' logs."""
+    """Returns the ends of the workers' logs."""
     ends = []
     for log in sorted(folder.glob("run_*/logs/*.log")):
         text = log.read_text(encoding="utf-8", errors="replace")

@@ -105,7 +105,7 @@ async def behind_adapter(
 async def _update(
     engine: Engine, weights: dict[str, torch.Tensor], seconds: float, count: int
 ) -> list[float]:
-    """Adopt weights several times while requests run; return the seconds without a token of each."""
+    """Adopts weights several times while requests run; returns the seconds without a token of each."""
     stalls = []
     for version in range(1, count + 1):
         await asyncio.sleep(seconds / (count + 1))

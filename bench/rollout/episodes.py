@@ -99,7 +99,7 @@ def idle_though_asked(asked: Sequence[Asked]) -> float:
 
 
 def _cpu() -> float:
-    """Return the CPU seconds of this process."""
+    """Returns the CPU seconds of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 

@@ -207,7 +207,7 @@ class Episodes:
             decoding.cancel()
 
     async def _watch(self, sampler: GroupSampler) -> None:
-        """Process gauges, stalls and stored progress as often as a rollout does."""
+        """Processes gauges, stalls and stored progress as often as a rollout does."""
         session: Any = _Session()
         engine: Any = self.engine
         await monitor(session, engine, sampler, publish_wait_s=lambda: 0.0)

@@ -179,7 +179,7 @@ class SimulatedRollout:
             await self.sampler.stop_stalled(watch, now=asyncio.get_running_loop().time())
 
     async def _checkpoint(self) -> None:
-        """Store progress as often as a real rollout does."""
+        """Stores progress as often as a real rollout does."""
         while True:
             await asyncio.sleep(_CHECKPOINT_S)
             self.sampler.checkpoint_soon()

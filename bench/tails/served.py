@@ -118,7 +118,7 @@ def _found(state: Path) -> dict[str, Any]:
 
 
 def _ledger(state: Path) -> dict[str, int]:
-    """Return the final states of all prompts: if nothing was lost, each issued prompt was trained once."""
+    """Returns the final states of all prompts: if nothing was lost, each issued prompt was trained once."""
     trained = [
         sequence
         for (groups,) in _read(state, "SELECT groups_json FROM steps WHERE is_committed")
@@ -131,20 +131,20 @@ def _ledger(state: Path) -> dict[str, int]:
 
 
 def _step(state: Path) -> int:
-    """Return the newest committed step."""
+    """Returns the newest committed step."""
     found = _read(state, "SELECT max(step) FROM steps WHERE is_committed")
     return int(found[0][0] or 0) if found else 0
 
 
 def _holder(state: Path) -> str:
-    """Return the rollout that generates the long response; empty between two attempts and at the end."""
+    """Returns the rollout that generates the long response; empty between two attempts and at the end."""
     running = "sequence = 0 AND state IN ('leased', 'generating')"
     found = _read(state, f"SELECT worker_id FROM prompts WHERE {running}")
     return str(found[0][0]) if found else ""
 
 
 def _read(state: Path, statement: str) -> list[Any]:
-    """Return rows of the controller's database; none if it does not exist yet."""
+    """Returns rows of the controller's database; none if it does not exist yet."""
     if not (database := state / "slipstream.db").exists():
         return []
     with suppress(sqlite3.OperationalError), closing(sqlite3.connect(database)) as connection:
@@ -153,7 +153,7 @@ def _read(state: Path, statement: str) -> list[Any]:
 
 
 def _kill(root: int, worker_id: str) -> bool:
-    """Kill a rollout, identified by the name of its log; return True if it existed."""
+    """Kills a rollout, identified by the name of its log; returns True if it existed."""
     for child in psutil.Process(root).children(recursive=True):
         with suppress(psutil.Error, OSError):
             log = Path("/proc") / str(child.pid) / "fd" / "1"
@@ -164,7 +164,7 @@ def _kill(root: int, worker_id: str) -> bool:
 
 
 def _cut_off(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a command and all its descendants at once, if it has not ended."""
+    """Kills a command and all its descendants at once, if it has not ended."""
     if process.poll() is not None:
         return
     root = psutil.Process(process.pid)

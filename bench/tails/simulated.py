@@ -159,7 +159,7 @@ class SimulatedRun:
             self._offered.set()
 
     async def _publish(self) -> None:
-        """Publish the newest version, and repeat if there is a newer one by then."""
+        """Publishes the newest version, and repeats this if there is a newer one by then."""
         while True:
             await self._offered.wait()
             self._offered.clear()
@@ -176,7 +176,7 @@ class SimulatedRun:
             self._generation.published(version)
 
     async def _kill(self) -> None:
-        """Kill one rollout after the other at random times."""
+        """Kills one rollout after the other at random times."""
         setting, chooser = self.setting, Random(0)
         for number in range(setting.kills):
             while self._version < number * setting.steps // setting.kills:
@@ -213,7 +213,7 @@ class SimulatedRun:
         await self._generation.fail(failures)
 
     async def _enter(self, *, lost: list[str]) -> None:
-        """Leave the loop if it runs, and start it again with the available rollouts."""
+        """Leaves the loop if it runs, and starts it again with the available rollouts."""
         self._leave.set()
         async with self._choosing:
             for task in self._background:
@@ -290,12 +290,12 @@ class SimulatedRun:
         }
 
     def _num_stale(self, sample: Sample) -> int:
-        """Return the number of tokens that are too stale to train now."""
+        """Returns the number of tokens that are too stale to train now."""
         oldest = self._version - self.setting.lag
         return sum(length for version, length in sample.version_runs if version < oldest)
 
     async def _num_unfinished(self) -> int:
-        """Return the tokens of groups that are not trained yet, each counted once."""
+        """Returns the tokens of groups that are not trained yet, each counted once."""
         total = sum(len(s.response_ids) for made in self._found.values() for _, s in made)
         for group in self._ledger.in_state(GroupState.PARTIAL):
             total += self._progress.num_tokens(group.group_id)
@@ -304,7 +304,7 @@ class SimulatedRun:
         return total
 
     def _is_right(self, seed: int, sample: Sample) -> bool:
-        """Return True if a response has its expected tokens, despite failures, and increasing versions."""
+        """Returns True if a response has its expected tokens, despite failures, and increasing versions."""
         setting = self.setting
         wanted, most = setting.lengths.length(seed), setting.max_tokens
         places = np.arange(min(wanted, most), dtype=np.int64)
@@ -316,7 +316,7 @@ class SimulatedRun:
 
 
 def _restored(ledger: Ledger, spec: CurrentSpec) -> Ledger:
-    """Return the state of a ledger after a restart of the loop."""
+    """Returns the state of a ledger after a restart of the loop."""
     state = LedgerState(
         groups=tuple(ledger.in_state(*(set(GroupState) - TERMINAL))),
         num_issued=ledger.num_issued,

@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _tried(scale: Scale, trainer: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the results of one setting, or the reason why there are none; the others are still measured."""
+    """Returns the results of one setting, or the reason why there are none; the others are still measured."""
     begin = time.monotonic()
     try:
         row = _measured(scale, trainer, device)

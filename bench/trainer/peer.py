@@ -301,7 +301,7 @@ class _OurStep:
 def _timed(
     run: Callable[[], tuple[float, float]], device: torch.device
 ) -> tuple[float, tuple[float, float]]:
-    """Return the seconds of a step and its result."""
+    """Returns the seconds of a step and its result."""
     returned: list[tuple[float, float]] = []
     spent = timed(lambda: returned.append(run()), 0, device)
     return spent, returned[0]
@@ -316,7 +316,7 @@ def _seconds(work: Callable[[], object]) -> float:
 def _agreement(
     ours: Tensor, theirs: Tensor, sums: dict[str, tuple[float, float]], *, dtype: str
 ) -> dict[str, Any]:
-    """Compare the results of both sides' last steps, which have the initial weights."""
+    """Compares the results of both sides' last steps, which have the initial weights."""
     distance = (ours - theirs).abs()
     norms = sums["ours"][1], sums["trl"][1]
     of_norms = abs(norms[0] - norms[1]) / norms[0]

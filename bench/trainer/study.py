@@ -84,7 +84,7 @@ def _kind(name: str) -> str:
 
 @contextmanager
 def _rounded() -> Iterator[None]:
-    """Keep logits in the output head's dtype."""
+    """Keeps logits in the output head's dtype."""
     with patch.object(logprobs, "float32_products", functional.linear):
         yield
 

@@ -219,7 +219,7 @@ def _module(name: str) -> Any:
 
 
 def _samples(samples: Samples, advantages: Tensor, groups: Tensor) -> Iterator[dict[str, Any]]:
-    """Yield samples in the form that TRL's rollouts pass to its trainer."""
+    """Yields samples in the form that TRL's rollouts pass to its trainer."""
     lengths = samples.responses.lengths.tolist()
     parts = zip(
         samples.prompts.unbind(),
@@ -254,7 +254,7 @@ def _attention(
     causal: bool,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """Return ``[T, heads, D]`` attention of queries that are at the ends of their keys."""
+    """Returns ``[T, heads, D]`` attention of queries that are at the ends of their keys."""
     assert causal, "TRL asks for attention to later tokens"
     if not query.is_cuda:
         return _exact_attention(query, key, value, cu_queries, cu_keys, scale=softmax_scale)
@@ -294,7 +294,7 @@ def _exact_attention(
     *,
     scale: float | None,
 ) -> Tensor:
-    """Return the same on any device, sequence by sequence and without windows."""
+    """Returns the same on any device, sequence by sequence and without windows."""
     parts = []
     bounds = (pairwise(each.tolist()) for each in (cu_queries, cu_keys))
     for (begin, end), (first, last) in zip(*bounds, strict=True):

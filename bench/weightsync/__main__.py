@@ -58,7 +58,7 @@ def main() -> None:
 def _report(
     arguments: Any, use_gpu: bool, results: Mapping[int, dict[str, dict[str, float]]]
 ) -> None:
-    """Print and store the slowest member of each row, compared with the limit."""
+    """Prints and stores the slowest member of each row, compared with the limit."""
     rows: dict[str, dict[str, float]] = {}
     for result in results.values():
         for row, measures in result.items():

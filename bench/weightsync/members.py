@@ -145,7 +145,7 @@ def _step_when_told(
     options: Any,
     store: Any,
 ) -> None:
-    """Replace the optimizer: change every weight slightly on command."""
+    """Replaces the optimizer: changes every weight slightly on command."""
     _use(next(policy.parameters()).device)
     for version in range(options.rounds + options.warm_up):
         store.wait([f"step/{version}"])

@@ -63,7 +63,7 @@ class Bench:
         return self._rows
 
     def _usual_transports(self) -> None:
-        """Send whole bf16 tensors from source 0 to all receivers; other sources do not take part."""
+        """Sends whole bf16 tensors from source 0 to all receivers; other sources do not take part."""
         if self._source not in (None, 0):
             for _ in range(3 * (self._arguments.rounds + 2)):
                 self._barrier()
@@ -199,7 +199,7 @@ class Bench:
         plan_hash: str,
         version: int,
     ) -> None:
-        """Decode on the receivers before and during transfers."""
+        """Decodes on the receivers before and during transfers."""
         if rollout is None:
             for offset in range(5):
                 await self._sync(member, trainer, rollout, plan_hash, version + offset)
@@ -241,7 +241,7 @@ class Bench:
         return statistics.median(samples[2:])
 
     def _digests(self, version: int, digests: tuple[str, ...]) -> list[str]:
-        """Return the sources' digests, as the controller would pass them on."""
+        """Returns the sources' digests, as the controller would pass them on."""
         if self._source is not None:
             self._store.set(f"digest/{self._way}/{version}/{self._source}", digests[0])
         return [

@@ -151,7 +151,7 @@ def _annotation(name: str, color: str, expression: str, text: str) -> dict[str, 
 
 
 def _place(content: Sequence[Row | Panel]) -> list[dict[str, Any]]:
-    """Place panels from left to right and top to bottom; each row begins a new line."""
+    """Places panels from left to right and top to bottom; each row begins a new line."""
     placed: list[dict[str, Any]] = []
     x = y = height = 0
     for number, part in enumerate(content, start=1):

@@ -81,7 +81,7 @@ def _operations(document: _Schema) -> Iterator[_Operation]:
 
 
 def _type(schema: _Schema, *, is_sent: bool = False) -> str:  # noqa: PLR0911
-    """Return the type of a schema; answers may contain values that this release does not know."""
+    """Returns the type of a schema; answers may contain values that this release does not know."""
     if "$ref" in schema:
         name: str = schema["$ref"].rpartition("/")[2]
         return name
@@ -106,7 +106,7 @@ def _names(text: str) -> set[str]:
 
 
 def _models(schemas: Mapping[str, _Schema], operations: list[_Operation]) -> str:
-    """Return the models of answers."""
+    """Returns the models of answers."""
     needed: set[str] = set()
     waiting = {name for operation in operations for name in _names(operation.answer)} & set(schemas)
     while waiting:
@@ -148,7 +148,7 @@ def _docstring(text: str, *, indent: str) -> str:
 
 
 def _methods(schemas: Mapping[str, _Schema], operations: list[_Operation]) -> str:
-    """Return all operations as methods of a class."""
+    """Returns all operations as methods of a class."""
     answers = sorted({name for each in operations for name in _names(each.answer)} & set(schemas))
     lines = [
         f'"""The operations of the API as methods.{_NOTE}"""',
@@ -217,7 +217,7 @@ def _method(schemas: Mapping[str, _Schema], operation: _Operation) -> Iterator[s
 
 
 def _argument(schemas: Mapping[str, _Schema], name: str, schema: _Schema, about: _Schema) -> str:
-    """Return the declaration of an argument; references to schemas are expanded."""
+    """Returns the declaration of an argument; references to schemas are expanded."""
     parts = [
         schemas[_type(part)] if "$ref" in part else part for part in schema.get("anyOf", (schema,))
     ]
@@ -231,7 +231,7 @@ def _argument(schemas: Mapping[str, _Schema], name: str, schema: _Schema, about:
 
 
 def _body(schemas: Mapping[str, _Schema], described: _Schema) -> Iterator[tuple[str, _Schema]]:
-    """Yield the keys of a body, or ``spec`` if the body is a specification."""
+    """Yields the keys of a body, or ``spec`` if the body is a specification."""
     if "requestBody" not in described:
         return
     schema = described["requestBody"]["content"][_JSON]["schema"]
@@ -256,7 +256,7 @@ def _without_await(text: str) -> str:
 
 
 def _formatted(text: str) -> str:
-    """Return the text in the project's code format."""
+    """Returns the text in the project's code format."""
     name = ["--stdin-filename", str(PACKAGE / "generated.py")]
     for command in (
         ["check", "--quiet", "--fix-only", "--select", "I", *name, "-"],

@@ -82,7 +82,7 @@ def _compared(engine: str, family: str) -> str:
 
 
 def _telling(family: str) -> Iterator[str]:
-    """Yield the engines that report the experts of a mixture."""
+    """Yields the engines that report the experts of a mixture."""
     yield _ENGINES["torch"]
     for engine, families in COMPARED.items():
         if family in families and family not in TELLS_NOT[engine]:

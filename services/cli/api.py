@@ -140,7 +140,7 @@ class Api:
 
 
 def _request(operation: Operation[Any]) -> Request:
-    """Return the HTTP request of an operation."""
+    """Returns the HTTP request of an operation."""
     fields = operation.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     if "idempotency_key" in type(operation).model_fields:
         fields.setdefault("idempotency_key", uuid.uuid4().hex)

@@ -35,7 +35,7 @@ _SOME_ID = f"run_{'0' * 32}"
 
 
 def _given(run_id: str | None) -> str | None:
-    """Validate a run's name or id.
+    """Validates a run's name or id.
 
     It is empty in ``slipstream watch "$(slipstream submit FILE)"`` if the submission failed.
     """
@@ -180,7 +180,7 @@ def find_controller(url: str | None) -> tuple[str, str]:
 
 
 def _started_in(state_directory: Path) -> str:
-    """Return the address of the running controller that was started in a folder; empty if there is none."""
+    """Returns the address of the running controller that was started in a folder; empty if there is none."""
     try:
         url = str(json.loads((state_directory / UP_FILE).read_text(encoding="utf-8"))["url"])
     except FileNotFoundError:
@@ -230,7 +230,7 @@ def _terminate() -> None:
 
 
 def _told(error: BaseException) -> str:
-    """Return an error's message for a person."""
+    """Returns an error's message for a person."""
     if not isinstance(error, ValidationError):
         return str(error)
     wrong = error.errors(include_url=False)
@@ -238,7 +238,7 @@ def _told(error: BaseException) -> str:
 
 
 def _most_telling(found: list[BaseException]) -> list[BaseException]:
-    """Return only the exits of services if there are any, because they caused the failed calls."""
+    """Returns only the exits of services if there are any, because they caused the failed calls."""
     exited: list[BaseException] = [
         error for error in found if isinstance(error, ServiceExitedError)
     ]

@@ -110,7 +110,7 @@ class _Pace:
         self._seconds: deque[float] = deque(maxlen=_RECENT)
 
     def rest(self, record: Mapping[str, Any]) -> str:
-        """Return the time from a step to the end of the run."""
+        """Returns the time from a step to the end of the run."""
         self._seconds.append(record["seconds"])
         left = self.total - record["step"]
         return duration(left * sum(self._seconds) / len(self._seconds))
@@ -122,7 +122,7 @@ def _score(score: Mapping[str, Any] | None, name: str) -> str:
 
 
 def _loss(record: Mapping[str, Any]) -> str:
-    """Return the loss as a substitute for a missing reward."""
+    """Returns the loss as a substitute for a missing reward."""
     return f"(loss {record['loss']:.3f})" if "loss" in record else "-"
 
 

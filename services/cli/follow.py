@@ -83,7 +83,7 @@ def _show(kind: str, event: Mapping[str, Any], log: StepLog, display: Display) -
 
 
 async def _show_start(api: Api, run_id: str, display: Display, reasons: Sequence[str]) -> None:
-    """Show the workers' activities, or the newest reason for no progress, until the first step is done."""
+    """Shows the workers' activities, or the newest reason for no progress, until the first step is done."""
     begin = time.monotonic()
     while True:
         try:
@@ -97,7 +97,7 @@ async def _show_start(api: Api, run_id: str, display: Display, reasons: Sequence
 
 
 async def _show_saving(api: Api, run_id: str, display: Display) -> None:
-    """Show the progress of the last checkpoint, as the trainers report it."""
+    """Shows the progress of the last checkpoint, as the trainers report it."""
     begin = time.monotonic()
     while True:
         try:
@@ -113,6 +113,6 @@ async def _show_saving(api: Api, run_id: str, display: Display) -> None:
 
 
 def _seconds(run: Mapping[str, Any]) -> float:
-    """Return the duration of an ended run by the controller's clock, without its time in the queue."""
+    """Returns the duration of an ended run by the controller's clock, without its time in the queue."""
     begin, end = run.get("start_time") or run["create_time"], run["finish_time"]
     return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds()

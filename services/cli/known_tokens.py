@@ -49,7 +49,7 @@ def running() -> list[str]:
 
 
 def _lives(path: Path) -> bool | None:
-    """Return True if the controller of a token file runs; None if the file cannot be read."""
+    """Returns True if the controller of a token file runs; None if the file cannot be read."""
     try:
         return not is_gone(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):

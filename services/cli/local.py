@@ -176,7 +176,7 @@ async def local_services(
 
 @contextmanager
 def _files_of_this_user() -> Iterator[None]:
-    """Set a umask under which only this user can read new files, also those of the services."""
+    """Sets a umask under which only this user can read new files, also those of the services."""
     before = os.umask(0o077)
     try:
         yield
@@ -185,7 +185,7 @@ def _files_of_this_user() -> Iterator[None]:
 
 
 async def _start(service: _Service) -> dict[str, str]:
-    """Start a service and return the addresses that it announces."""
+    """Starts a service and returns the addresses that it announces."""
     prefix = f"SLIPSTREAM_{service.name.upper()}_"
     service.ready_file.unlink(missing_ok=True)
     environment = {
@@ -235,7 +235,7 @@ def _exited(service: _Service) -> ServiceExitedError:
 
 
 async def _stop_everything(services: LocalServices, strangers: Sequence[psutil.Process]) -> None:
-    """End the services, the last one first, because the controller stops its workers; kill the rest.
+    """Ends the services, the controller first because it stops its workers; kills the rest.
 
     Args:
         services: The started services.
@@ -266,6 +266,6 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of workers whose controller dies (Linux only)."""
+    """Becomes the parent of workers whose controller dies (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

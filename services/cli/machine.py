@@ -155,7 +155,7 @@ def memory_problems(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
 
 
 def _fewer_rollouts(spec: RunSpec) -> Iterator[MachineDefault]:
-    """Yield a number of rollouts that fits this machine's GPUs, if the default does not.
+    """Yields a number of rollouts that fits this machine's GPUs, if the default does not.
 
     Two engines on one GPU hold the weights twice and have half of the cache each, for the same
     work.
@@ -247,7 +247,7 @@ def hub_is_needed(spec: RunSpec) -> bool:
 
 
 def _is_folder(name: str) -> bool:
-    """Return True if a name denotes a folder, even a missing one."""
+    """Returns True if a name denotes a folder, even a missing one."""
     return name.startswith(("/", ".", "~")) or Path(name).is_dir()
 
 

@@ -111,7 +111,7 @@ def batch_problems(
 
 
 def _expert_bytes(spec: RunSpec, config: Mapping[str, Any]) -> int:
-    """Return the bytes per token of the chosen experts, if the run stores them."""
+    """Returns the bytes per token of the chosen experts, if the run stores them."""
     routing = routing_shape(config)
     if routing is None or spec.rollout.routing_replay == "off":
         return 0
@@ -156,7 +156,7 @@ def token_problems(
 
 
 def _tool_result_problems(spec: RunSpec, tokenizer: Vocabulary) -> Iterator[str]:
-    """Yield problems of tool results that the chat template cannot render.
+    """Yields problems of tool results that the chat template cannot render.
 
     The template of a built-in tokenizer renders every role.
     """

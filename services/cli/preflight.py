@@ -139,7 +139,7 @@ def _try(
     *,
     tries_functions: bool,
 ) -> list[str]:
-    """Try the first rows, and with them the user's functions if there is no other problem; return notes."""
+    """Tries the first rows, and with them the user's functions if there is no other problem; returns notes."""
     # This imports transformers, which takes a second.
     from services.common.models.tokenizer import load_tokenizer
 
@@ -161,7 +161,7 @@ def _collect(problems: list[str], step: Callable[[RunSpec], Iterator[str]], spec
 
 
 def _weights(key: str, model: ModelSpec) -> Iterator[str]:
-    """Yield problems that prevent a model from being loaded."""
+    """Yields problems that prevent a model from being loaded."""
     path = model.path
     if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
         raise ValueError(
@@ -236,7 +236,7 @@ def _model(spec: RunSpec) -> Iterator[str]:
 
 
 def _built(spec: RunSpec) -> Iterator[str]:
-    """Yield problems of a model's modules and their sizes; called if there is no other problem."""
+    """Yields problems of a model's modules and their sizes; called if there is no other problem."""
     if spec.trainer.lora is None and spec.model.is_tiny:
         return  # it loads torch
     try:
@@ -252,7 +252,7 @@ def _built(spec: RunSpec) -> Iterator[str]:
 
 
 def _adapter_names(spec: RunSpec) -> Iterator[str]:
-    """Yield LoRA target modules that the model does not have."""
+    """Yields LoRA target modules that the model does not have."""
     # This imports torch.
     from services.common.models.training_memory import shapes_of
 
@@ -301,7 +301,7 @@ def _start(spec: RunSpec) -> Iterator[str]:
 
 
 def _sources(spec: RunSpec, *, opened: dict[str, PromptSource]) -> Iterator[str]:
-    """Yield problems of the data; sources with usable rows are added to ``opened``."""
+    """Yields problems of the data; sources with usable rows are added to ``opened``."""
     for split, source_spec in spec.data.sets.items():
         if source_spec.source == "environment" and source_spec.limit is None:
             continue  # the rules say so
@@ -329,7 +329,7 @@ def _sources(spec: RunSpec, *, opened: dict[str, PromptSource]) -> Iterator[str]
 
 
 def _too_few_rows(spec: RunSpec, opened: Mapping[str, PromptSource]) -> Iterator[str]:
-    """Yield a problem if a step has more prompts than rows, because it would train some rows repeatedly."""
+    """Yields a problem if a step has more prompts than rows, because it would train some rows repeatedly."""
     sets, prompts = spec.data.train_sets, spec.trainer.prompts_per_step
     if spec.validation.only or not sets.keys() <= opened.keys():
         return
@@ -344,7 +344,7 @@ def _too_few_rows(spec: RunSpec, opened: Mapping[str, PromptSource]) -> Iterator
 def _check_rows(
     source: PromptSource, spec: RunSpec, split: str, *, num_demonstrations: int
 ) -> None:
-    """Check rows until one is usable; the run quarantines and reports the others."""
+    """Checks rows until one is usable; the run quarantines and reports the others."""
     refused = []
     for index in range(min(len(source), MAX_ROWS)):
         try:
@@ -433,7 +433,7 @@ def _curriculum(spec: RunSpec) -> Iterator[str]:
 def _called(
     key: str, reference: str, given: tuple[Any, ...] | None, arguments: dict[str, Any]
 ) -> Iterator[str]:
-    """Yield problems that prevent a function from being imported or called with these arguments."""
+    """Yields problems that prevent a function from being imported or called with these arguments."""
     try:
         function = load_callable(reference)
     except (ValueError, ImportError, SyntaxError) as error:

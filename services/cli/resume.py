@@ -80,7 +80,7 @@ async def submit_or_resume(
 
 
 async def _newest_with_checkpoint(api: Api, name: str) -> ListedRun | None:
-    """Return the newest run with a name, if it did not succeed and has a checkpoint."""
+    """Returns the newest run with a name, if it did not succeed and has a checkpoint."""
     for run in (await api.call(ListRuns(name=name, page_size=1))).items:
         kept = (await api.call(ListCheckpoints(run_id=run.id))).items
         if run.state != "SUCCEEDED" and any(point.state == "READY" for point in kept):
@@ -89,7 +89,7 @@ async def _newest_with_checkpoint(api: Api, name: str) -> ListedRun | None:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of ``new`` whose values differ, nested as in ``new``."""
+    """Returns the keys of ``new`` whose values differ, nested as in ``new``."""
     found: dict[str, Any] = {}
     for key, value in new.items():
         before = old.get(key)

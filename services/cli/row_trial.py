@@ -79,7 +79,7 @@ def try_rows(
 
 
 def _check_demonstrations(prompt: Prompt, spec: RunSpec, place: str) -> None:
-    """Refuse an answer that the run would not train, as ``rollout/sampling/demonstrated.py`` does."""
+    """Rejects an answer that the run would not train, as ``rollout/sampling/demonstrated.py`` does."""
     max_tokens = spec.rollout.max_response_tokens
     longest = max((shown.num_tokens for shown in prompt.demonstrations), default=0)
     if longest > max_tokens and not prompt.may_be_cut:
@@ -126,7 +126,7 @@ async def _try_functions(
 def _scored_by(
     key: str, spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]]
 ) -> Iterator[tuple[str, Prompt]]:
-    """Yield the first prompts that the rewards of a key score, max :data:`MAX_ROWS`."""
+    """Yields the first prompts that the rewards of a key score, max :data:`MAX_ROWS`."""
     is_sampled = not spec.algorithm.num_demonstrations
     found = [
         (split, prompt)
@@ -140,7 +140,7 @@ def _scored_by(
 
 
 def _is_tried(reward: RewardSpec, spec: RunSpec) -> bool:
-    """Return True if a row suffices to call a reward, without an episode or a call to a service."""
+    """Returns True if a row suffices to call a reward, without an episode or a call to a service."""
     is_here = reward.name != EARNED and not reward.name.startswith(SERVICES)
     is_played = spec.rollout.workflow in ("agent", "environment")
     # The number of turns or tokens of an episode is unknown before it is played.
@@ -151,7 +151,7 @@ def _is_tried(reward: RewardSpec, spec: RunSpec) -> bool:
 
 
 def _input(prompt: Prompt, split: str) -> RewardInput:
-    """Return the reward input for a response that equals the expected answer."""
+    """Returns the reward input for a response that equals the expected answer."""
     answer = prompt.answer if isinstance(prompt.answer, str | int | float) else ""
     return RewardInput(
         prompt=prompt.text,
@@ -235,7 +235,7 @@ def _is_pair(value: Any) -> bool:
 async def _judge(
     trial: Trial, calls: Sequence[Callable[[], Awaitable[None]]], *, key: str, what: str
 ) -> None:
-    """Make calls until a deadline; report a problem if all fail, a note if some fail."""
+    """Makes calls until a deadline; reports a problem if all fail, a note if some fail."""
     failed, num_succeeded = list[str](), 0
 
     async def make(call: Callable[[], Awaitable[None]]) -> None:

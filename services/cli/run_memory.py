@@ -101,7 +101,7 @@ def _planned(
 
 
 def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
-    """Return the roles beside the trainer, and beside the first rollout, on a machine of this size."""
+    """Returns the roles beside the trainer, and beside the first rollout, on a machine of this size."""
     roles: dict[str, str] = {worker: role for role, worker in worker_names(spec)}
     host = HostGpus([str(number) for number in range(gpus)])
     host.assign(spec.name, gpu_needs(spec), hosts=gpu_hosts(spec))
@@ -118,7 +118,7 @@ def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
 def _smallest_change(
     spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int, gpus: int | None
 ) -> str:
-    """Return a text with the one or two settings whose change makes the run fit."""
+    """Returns a text with the one or two settings whose change makes the run fit."""
     changes = list(_changes(spec))
     for count in (1, 2):
         for some in combinations(changes, count):
@@ -139,7 +139,7 @@ def _smallest_change(
 
 
 def _changes(spec: RunSpec) -> Iterator[_Changes]:
-    """Yield settings that reduce memory, the ones with the lowest cost first."""
+    """Yields settings that reduce memory, the ones with the lowest cost first."""
     trainer = spec.trainer
     kept = trainer.activation_checkpointing
     if kept not in ("auto", True):

@@ -68,7 +68,7 @@ def process_folder() -> Iterator[Path]:
 
 
 def _is_left_behind(folder: Path) -> bool:
-    """Return True for a folder of this user whose process is known to have ended."""
+    """Returns True for a folder of this user whose process is known to have ended."""
     try:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():

@@ -69,7 +69,7 @@ def running_controller(folder: Path, **settings: object) -> Iterator[RunningCont
 def _service(
     name: str, given: Mapping[str, object], ready: Path, log: Path
 ) -> Iterator[tuple[subprocess.Popen, dict[str, str]]]:
-    """Yield a service's process and its addresses once it has announced them."""
+    """Yields a service's process and its addresses once it has announced them."""
     prefix = f"SLIPSTREAM_{name.upper()}_"
     environment = {f"{prefix}{key.upper()}": str(value) for key, value in given.items()}
     with log.open("w") as output:

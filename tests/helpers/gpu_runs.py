@@ -29,7 +29,7 @@ def train_on_gpus(folder: Path, engine: str, *settings: str, timeout: float) -> 
 
 
 def _told(folder: Path, finished: Finished) -> Iterator[str]:
-    """Yield the end of the output of the command and of each worker."""
+    """Yields the end of the output of the command and of each worker."""
     yield finished.out[-2000:] + finished.err[-4000:]
     for log in sorted(folder.rglob("*.log")):
         yield f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}"

@@ -102,7 +102,7 @@ def check_trained_tokens(path: Path, steps: Sequence[sqlite3.Row], bound: int) -
 
 
 def _kept(path: Path) -> Iterator[tuple[sqlite3.Row, Mapping[str, Any]]]:
-    """Yield the trainer's report of each kept sample, with the sample's facts."""
+    """Yields the trainer's report of each kept sample, with the sample's facts."""
     with closing(sqlite3.connect(path)) as connection:
         connection.row_factory = sqlite3.Row
         rows = connection.execute(

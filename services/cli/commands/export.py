@@ -57,7 +57,7 @@ def export(
 
 
 def _best(run: RunView) -> int:
-    """Return the step of the checkpoint with the highest held-out score."""
+    """Returns the step of the checkpoint with the highest held-out score."""
     if (best := run.summary.get("best")) is None:
         raise ApiError(
             f"{run.name} has no best checkpoint: trainer.checkpoint.best says how it is known, and one "

@@ -120,7 +120,7 @@ def init(
 
 
 def _write_example(folder: Path, *, force: bool) -> None:
-    """Copy the files of the example."""
+    """Copys the files of the example."""
     source = next(found for found in _EXAMPLE_FOLDERS if (found / _EXAMPLE[0]).exists())
     for name in _EXAMPLE:
         _refuse_if_there(folder / name, force=force)
@@ -153,7 +153,7 @@ class _Rows:
 
 
 def _first_rows(source: PromptSourceSpec) -> _Rows:
-    """Read the first rows; return a stand-in for a Hugging Face id, which is not downloaded for this."""
+    """Reads the first rows; returns a stand-in for a Hugging Face id, which is not downloaded for this."""
     if source.source == "huggingface":
         return _Rows([{"prompt": "", "answer": ""}], _PROMPTS_PER_STEP)
     data = DataSpec(train=source, prompt_column="", answer_column=None)
@@ -183,7 +183,7 @@ _PLAIN = _AnswerForm(re.compile(""), "exact_match", "")
 
 
 def _answer_form(answers: Sequence[str]) -> _AnswerForm:
-    """Return the form of the majority of answers."""
+    """Returns the form of the majority of answers."""
     for form in _FORMS:
         if 2 * sum(form.pattern.search(answer) is not None for answer in answers) > len(answers):
             return form
@@ -195,7 +195,7 @@ def _column(row: Row, known: Sequence[str]) -> str:
 
 
 def _path(data: str, source: str, file: Path) -> str:
-    """Return the data's path for the specification: relative to its folder if possible."""
+    """Returns the data's path for the specification: relative to its folder if possible."""
     if source == "huggingface":
         return data
     folder = file.resolve().parent

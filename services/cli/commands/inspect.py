@@ -114,7 +114,7 @@ def get(
 
 
 def _facts(run: RunView, rewards: MetricPage) -> dict[str, str]:
-    """Return the facts of a run to display, by name."""
+    """Returns the facts of a run to display, by name."""
     fell = fall_of_reward(dict(_by_step(rewards)))
     prompts = run.summary.get("prompts", {})
     counts = (f"{count} {name}" for name, count in prompts.items() if name != "reasons")
@@ -227,7 +227,7 @@ def metrics(
 
 
 async def _run_and_number(api: Api, run: str, number: str) -> tuple[str, str]:
-    """Return a run and the requested metric; an argument that names no run is a metric of the newest run."""
+    """Returns a run and the requested metric; an argument that names no run is a metric of the newest run."""
     if not run or number:
         return await find_run(api, run or None), number
     try:
@@ -331,7 +331,7 @@ def _write_json(items: Iterable[BaseModel]) -> None:
 
 
 def _write_metrics(found: MetricPage) -> None:
-    """Write one JSON object per step with its metrics."""
+    """Writes one JSON object per step with its metrics."""
     for index, step in enumerate(found.steps):
         numbers = {metric.name: metric.values[index] for metric in found.items}
         known = {name: value for name, value in numbers.items() if value is not None}
@@ -339,7 +339,7 @@ def _write_metrics(found: MetricPage) -> None:
 
 
 def _by_step(found: MetricPage) -> Iterator[tuple[int, float]]:
-    """Yield the steps and values of the only metric."""
+    """Yields the steps and values of the only metric."""
     for metric in found.items:
         for step, value in zip(found.steps, metric.values, strict=True):
             if value is not None:
@@ -347,7 +347,7 @@ def _by_step(found: MetricPage) -> Iterator[tuple[int, float]]:
 
 
 def _hint(text: str) -> None:
-    """Print a hint to standard error, so that programs do not read it as output."""
+    """Prints a hint to standard error, so that programs do not read it as output."""
     errors.print(text, soft_wrap=True)
 
 
@@ -381,13 +381,13 @@ def _heldout(run: ListedRun) -> str:
 
 
 def _heldout_sets(run: ListedRun) -> dict[str, dict[str, float]]:
-    """Return the scores of each set if there are several."""
+    """Returns the scores of each set if there are several."""
     sets: dict[str, dict[str, float]] = (run.summary.get("heldout") or {}).get("sets", {})
     return sets if len(sets) > 1 else {}
 
 
 def _size(num_bytes: int) -> str:
-    """Format bytes for a terminal; print the exact number otherwise."""
+    """Formats bytes for a terminal; returns the exact number otherwise."""
     return decimal(num_bytes) if console.is_terminal else str(num_bytes)
 
 

@@ -77,7 +77,7 @@ def up(state_directory: StateDirectory = DEFAULT_STATE, port: Port = 8700) -> No
 async def _run(
     spec: RunSpec, state_directory: Path, port: int, *, resume: bool
 ) -> dict[str, Any] | None:
-    """Return the ended run, or None if a signal came first."""
+    """Returns the ended run, or None if a signal came first."""
     restarts = spec.limits.max_restarts
     async with _started(state_directory, port=port, max_restarts=restarts) as (services, api):
         run_id = await submit_or_resume(api, spec, console, resume=resume)
@@ -91,7 +91,7 @@ async def _run(
 async def _follow_beside(
     services: LocalServices, api: Api, run_id: str, state_directory: Path
 ) -> dict[str, Any] | None:
-    """Follow a run until it ends; return None after a signal, raise if a service dies."""
+    """Follows a run until it ends; returns None after a signal, raises if a service dies."""
     following, *_ = await until_first(
         follow(api, run_id, state_directory=state_directory, console=console),
         SignalHandler().pause_runs(api, console),
@@ -118,7 +118,7 @@ async def _up(state_directory: Path, port: int) -> None:
 async def _started(
     state_directory: Path, *, port: int, max_restarts: int
 ) -> AsyncIterator[tuple[LocalServices, Api]]:
-    """Start the services and yield them with an API client that waits for a restarted controller.
+    """Starts the services and yields them with an API client that waits for a restarted controller.
 
     Meanwhile, commands in the folder find the controller.
     """

@@ -84,7 +84,7 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
 def _known(
     spec: RunSpec, memory: Memory, run: str, path: Path | None, *, url: str | None
 ) -> _Known:
-    """Return measured rates if a run is named, else assumed ones; values from a file override both."""
+    """Returns measured rates if a run is named, else assumed ones; values from a file override both."""
     if run:
         rates, sources = _measured(run, url=url)
     else:
@@ -125,7 +125,7 @@ def _steps(page: MetricPage) -> list[Step]:
 
 
 def _lengths(page: MetricPage) -> Mapping[int, int]:
-    """Return the number of responses by upper bound of their length, over all steps."""
+    """Returns the number of responses by upper bound of their length, over all steps."""
     for found in page.histograms:
         if found.name == "response_tokens":
             sums = [sum(counts) for counts in zip(*found.counts, strict=True)]
@@ -232,7 +232,7 @@ def _cells(split: Split) -> Iterator[str]:
 
 
 def _keys(split: Split) -> dict[str, int | str]:
-    """Return the keys to set in the specification."""
+    """Returns the keys to set in the specification."""
     return {
         "topology.placement": split.setting.placement,
         "trainer.world_size": split.setting.trainer_gpus,

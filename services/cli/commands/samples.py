@@ -91,7 +91,7 @@ def samples(
 
 
 def _kept_here(state_directory: Path, run: str) -> str:
-    """Return the id of the run whose samples are in this folder; empty if there is none."""
+    """Returns the id of the run whose samples are in this folder; empty if there is none."""
     # Ids begin with the time of submission, so the last one is the newest.
     ids = sorted(path.stem for path in (state_directory / KEPT_SAMPLES).glob("run_*.db"))
     found = [id_ for id_ in ids if id_.removeprefix("run_").startswith(run.removeprefix("run_"))]
@@ -102,7 +102,7 @@ def _kept_here(state_directory: Path, run: str) -> str:
 
 
 def _name_of(folder: Path) -> str | None:
-    """Return the name of a run that ended in this folder."""
+    """Returns the name of a run that ended in this folder."""
     with suppress(OSError, ValueError):
         return str(json.loads((folder / "summary.json").read_text(encoding="utf-8"))["name"])
     return None
@@ -132,7 +132,7 @@ def _read(
     tokens: bool,
     show: Show,
 ) -> int:
-    """Show samples from the store on disk, which needs no controller; otherwise like :func:`_ask`."""
+    """Shows samples from the store on disk, which needs no controller; otherwise like :func:`_ask`."""
     query = KeptSampleQuery(
         **{name: value for name, value in only.items() if value is not None},
         limit=limit,
@@ -150,7 +150,7 @@ def _read(
 
 @contextmanager
 def _written(export: Path | None, *, as_json: bool) -> Iterator[Show]:
-    """Yield a function that writes a sample: to a file, as a JSON line, or as text."""
+    """Yields a function that writes a sample: to a file, as a JSON line, or as text."""
     if export is not None:
         with export.open("w", encoding="utf-8") as file:
             yield lambda sample: _append(file, sample)
@@ -169,7 +169,7 @@ def _line(sample: Mapping[str, Any]) -> str:
 
 
 def _show(sample: Mapping[str, Any]) -> None:
-    """Print one sample as text."""
+    """Prints one sample as text."""
     console.print(Text.assemble((sample["id"], "bold"), f"  {_facts(sample)}"), soft_wrap=True)
     _block("prompt", sample["prompt"], "blue")
     for turn in sample.get("turns") or ():
@@ -184,7 +184,7 @@ def _show(sample: Mapping[str, Any]) -> None:
 
 
 def _facts(sample: Mapping[str, Any]) -> str:
-    """Return the facts of a sample in one line."""
+    """Returns the facts of a sample in one line."""
     reward = sample["reward"]
     terms = {name: f"{value:.4g}" for name, value in (sample.get("terms") or {}).items()}
     parts = [
@@ -203,7 +203,7 @@ def _facts(sample: Mapping[str, Any]) -> str:
 
 
 def _block(name: str, text: str, style: str) -> None:
-    """Print a text with its name before the first line."""
+    """Prints a text with its name before the first line."""
     for number, line in enumerate(text.splitlines() or [""]):
         head = name if number == 0 else ""
         console.print(Text(f"  {head:<7} "), Text(line, style=style), sep="", soft_wrap=True)

@@ -70,7 +70,7 @@ class Writer:
             Cursor(seq=self._cursor.seq, is_done=True).write(self._path)
 
     async def _follow(self, tracker: Tracker) -> str:
-        """Return the state that the run ended in; empty if it is only paused."""
+        """Returns the state that the run ended in; empty if it is only paused."""
         async for kind, event in self._events(max(self._cursor.seq - tracker.rereads, 0)):
             if kind in ("StepCommitted", "Validated", "end"):
                 await self._write_due_samples(tracker)
@@ -89,7 +89,7 @@ class Writer:
         return ""
 
     async def _events(self, after_seq: int) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Yield events of the run; if some were deleted, from the oldest that exists."""
+        """Yields events of the run; if some were deleted, from the oldest that exists."""
         try:
             async for kind, event in self._api.watch(self._run.id, after_seq=after_seq):
                 yield kind, event
@@ -145,7 +145,7 @@ class Writer:
 
     @contextmanager
     def _deadline(self) -> Iterator[None]:
-        """End this process if a call of the tracker takes too long.
+        """Ends this process if a call of the tracker takes too long.
 
         The kernel's timer works even if everything else hangs.
         """
@@ -157,13 +157,13 @@ class Writer:
 
 
 def _spec_of(run: RunView, kind: str) -> TrackerSpec:
-    """Return a run's settings of a tracker; defaults if the run does not name it."""
+    """Returns a run's settings of a tracker; defaults if the run does not name it."""
     named = [part for part in run.spec.get("trackers", ()) if part["kind"] == kind]
     return TrackerSpec.model_validate(named[0] if named else {"kind": kind})
 
 
 def _scores(data: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the scores of an evaluation, and of each set and source; a single one has no name prefix."""
+    """Yields the scores of an evaluation, and of each set and source; a single one has no name prefix."""
     parts = [("heldout", {name: data[name] for name in ("greedy", "sampled")})]
     for kind in ("by_set", "by_source"):
         named = data.get(kind, {})
@@ -191,7 +191,7 @@ async def _write(order: TrackerJob) -> None:
 
 @contextmanager
 def _alone(order: TrackerJob) -> Iterator[None]:
-    """Lock a run and tracker; another process may still be ending with its last call."""
+    """Locks a run and tracker; another process may still be ending with its last call."""
     path = cursor_path(order.folder, order.run_id, order.kind).with_suffix(".lock")
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

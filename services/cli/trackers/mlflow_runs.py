@@ -78,7 +78,7 @@ def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> MlflowRun:
 
 
 def _experiment(client: MlflowClient, name: str, folder: Path) -> str:
-    """Return the id of an experiment; create it if necessary."""
+    """Returns the id of an experiment, which is created if necessary."""
     if (found := client.get_experiment_by_name(name)) is not None:
         return str(found.experiment_id)
     # A database has no artifact location; the default would be the current folder.

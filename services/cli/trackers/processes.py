@@ -76,7 +76,7 @@ class TrackerProcesses:
                 tasks.create_task(self._keep(run_id, kind))
 
     async def _unwritten(self) -> list[str]:
-        """Return the running runs, and those that are not completely written."""
+        """Returns the running runs, and those that are not completely written."""
         runs = (await self._api.call(ListRuns(page_size=_LISTED))).items
         known = (self._folder / CURSORS).glob("*/*.json")
         left = [path.parent.name for path in known if not Cursor.read(path).is_done]
@@ -102,7 +102,7 @@ class TrackerProcesses:
         self._known.discard(run_id)
 
     async def _keep(self, run_id: str, kind: str) -> None:
-        """Keep a process that writes a run to a tracker, until the run ends or pauses."""
+        """Keeps a process that writes a run to a tracker, until the run ends or pauses."""
         clock = asyncio.get_running_loop().time
         pause_s, is_told = _FIRST_PAUSE_S, False
         while True:
@@ -146,7 +146,7 @@ class TrackerProcesses:
         return False
 
     async def _is_gone(self, run_id: str) -> bool:
-        """Return True if the run does not exist any more."""
+        """Returns True if the run does not exist any more."""
         try:
             await self._api.get(run_id)
         except ApiError as error:
@@ -166,7 +166,7 @@ class TrackerProcesses:
 
 
 def _environment(folder: Path, token: str) -> dict[str, str]:
-    """Return environment variables for the processes: the token, and default locations of trackers' files."""
+    """Returns environment variables of the processes: token and default locations of trackers' files."""
     folder = folder.absolute()
     defaults = {
         "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",

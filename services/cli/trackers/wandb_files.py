@@ -28,7 +28,7 @@ def rows_of(folder: Path, run_id: str) -> Iterator[Any]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Yield the complete records of a log."""
+    """Yields the complete records of a log."""
     position, record = _FILE_HEADER, b""
     while position + _HEADER.size <= len(data):
         room = _BLOCK - position % _BLOCK

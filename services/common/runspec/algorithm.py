@@ -91,9 +91,9 @@ class AlgorithmSpec(SpecPart):
         "seq-mean-token-mean",
     ] = "token-mean"
     """Reduction of the token losses to one number. ``token-mean``: mean over all tokens.
-    ``token-sum``: sum. ``seq-mean-...``: mean over sequences of each sequence's ``token-sum``,
-    ``token-mean``, or ``token-sum-norm``, its sum divided by ``rollout.max_response_tokens``.
-    Denominators are global over ranks and micro-batches."""
+    ``token-sum``: sum over all tokens. ``seq-mean-token-sum``, ``seq-mean-token-mean`` and
+    ``seq-mean-token-sum-norm``: mean over sequences of each sequence's sum, mean, or sum divided
+    by ``rollout.max_response_tokens``. Denominators are global over ranks and micro-batches."""
     clip_low: float = Field(0.2, ge=0)
     """Lower clip distance: the ratio is clipped at ``1 - clip_low``. The default for ``cispo`` is
     1, which sets no lower bound."""
@@ -167,9 +167,9 @@ class AlgorithmSpec(SpecPart):
     on_stale: Literal["wait", "mask", "restart", "drop"] = "wait"
     """Treatment of a group that becomes too stale before it is trained. ``wait``: the trainer waits
     for groups that are about to become too stale, up to ``stale_wait_timeout_s``, then masks
-    stale tokens. ``mask``: masks stale tokens without a wait. ``restart``: the group is
-    generated again. ``drop``: the group is discarded, and its prompt is issued again at the end
-    of the epoch."""
+    stale tokens. ``mask``: stale tokens are masked without a wait. ``restart``: the group is
+    generated again. ``drop``: the group is discarded, another prompt takes its place, and its
+    prompt is issued again at the end of the epoch."""
     mask_older_tokens: bool = False
     """If true, only tokens that the newest weight version of a response sampled are trained; tokens
     that earlier versions sampled before an interruption are context only."""

@@ -99,7 +99,7 @@ def let_win(document: dict[str, Any], given: Collection[str]) -> None:
 
 
 def _count_without_groups(document: dict[str, Any], given: Collection[str]) -> None:
-    """Replace a split into two groups by process counts, after a user has set one of these counts.
+    """Replaces a split into two groups by process counts, after a user has set one of these counts.
 
     Process counts cannot express a group of ``logp``, ``ref_logp`` or ``critic``; the rules then
     report the contradiction.
@@ -125,7 +125,7 @@ def _count_without_groups(document: dict[str, Any], given: Collection[str]) -> N
 
 
 def _is_set(key: str, document: Mapping[str, Any], given: Collection[str]) -> bool:
-    """Return True if a key has a value that a user has just set."""
+    """Returns True if a key has a value that a user has just set."""
     part, _, name = key.partition(".")
     group = document.get(part)
     has_value = isinstance(group, Mapping) and group.get(name) is not None
@@ -152,7 +152,7 @@ def _rename(result: Renamed, alias: str, value: Any, key: str) -> None:
 
 
 def _count_gpus(result: Renamed) -> None:
-    """Convert node counts to GPU counts: dots.rl's task groups under ``trainer`` count nodes."""
+    """Converts node counts to GPU counts: dots.rl's task groups under ``trainer`` count nodes."""
     trainer, topology = result.document["trainer"], result.document["topology"]
     nodes, per_node = trainer.pop("nnodes", 1), trainer.pop("n_gpus_per_node", None)
     if per_node is None or not isinstance(topology, dict):

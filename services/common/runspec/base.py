@@ -19,7 +19,7 @@ class SpecPart(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _numbers_are_no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reject YAML's ``yes`` and ``no`` for numbers; they would count as 1 and 0."""
+        """Rejects YAML's ``yes`` and ``no`` for numbers; they would count as 1 and 0."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         types = {annotation, *get_args(annotation)}
         if isinstance(value, bool) and types & {int, float} and bool not in types:

@@ -106,9 +106,9 @@ class CurriculumSpec(SpecPart):
     """Skips prompts for some steps, by the running mean of their groups' rewards or by your own function."""
 
     function: str | None = None
-    """``module:function`` or ``file.py:function``, called before a prompt is issued with its row
-    and its statistics. The function returns True to issue the prompt now. With a function,
-    ``solved_from`` and ``hopeless_to`` default to null."""
+    """``module:function`` or ``file.py:function``, called with a prompt's row and its statistics
+    before responses to the prompt are generated. The function returns True to generate them now.
+    With a function, ``solved_from`` and ``hopeless_to`` default to null."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     timeout_s: float = Field(10.0, gt=0)
@@ -146,7 +146,7 @@ _MOST_SETS = 64
 
 
 def _form(value: object) -> str:
-    """Return the form in which prompts are given: one set, or several by name."""
+    """Returns the form in which prompts are given: one set, or several by name."""
     if not isinstance(value, Mapping) or not value or value.keys() & PromptSourceSpec.model_fields:
         return ONE_SET
     are_parts = all(isinstance(part, Mapping | PromptSourceSpec | None) for part in value.values())

@@ -131,7 +131,7 @@ def _best(spec: RunSpec) -> Iterator[str]:
 
 
 def _scores(count: int) -> list[str]:
-    """Return the scores of a set by the number of sampled responses per prompt."""
+    """Returns the scores of a set by the number of sampled responses per prompt."""
     if not count:
         return ["greedy"]
     powers = [1 << power for power in range(count.bit_length())]

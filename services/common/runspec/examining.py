@@ -118,7 +118,7 @@ def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
 
 
 def _place(error: Any) -> tuple[int | str, ...]:
-    """Return the location of an error without the names of forms and types."""
+    """Returns the location of an error without the names of forms and types."""
     place = tuple(step for step in error["loc"] if step not in FORMS and step != "[key]")
     is_of_type = error["type"].startswith(_OF_TYPES) and _TYPE.fullmatch(str(place[-1])) is not None
     return place[:-1] if is_of_type else place
@@ -129,13 +129,13 @@ def _key(place: tuple[int | str, ...]) -> str:
 
 
 def _names(problem: str, key: str) -> bool:
-    """Return True if a message names a key or one below it; single words are also English words."""
+    """Returns True if a message names a key or one below it; single words are also English words."""
     ending = r"(?=\.\w|: )" if "." not in key else r"\b"
     return re.search(rf"(?<![\w.]){re.escape(key)}{ending}", problem) is not None
 
 
 def _mend(document: dict[str, Any], place: tuple[int | str, ...]) -> bool:
-    """Remove a wrong key or replace it by a stand-in; return True on success."""
+    """Removes a wrong key or replaces it by a stand-in; returns True on success."""
     while place and isinstance(place[-1], int):
         place = place[:-1]  # all of a list, if one of its items is wrong
     if not place:
@@ -159,7 +159,7 @@ def _mend(document: dict[str, Any], place: tuple[int | str, ...]) -> bool:
 
 
 def _too_large(value: Any, key: str = "") -> Iterator[str]:
-    """Yield a problem for integers beyond 64 bits, the limit of databases and other languages."""
+    """Yields a problem for integers beyond 64 bits, the limit of databases and other languages."""
     if isinstance(value, int) and abs(value) >= 1 << 63:
         yield f"{key}: must be a number below 2**63, but is larger"
     if isinstance(value, list):
@@ -169,7 +169,7 @@ def _too_large(value: Any, key: str = "") -> Iterator[str]:
 
 
 def _problem(errors: Sequence[Any]) -> str:
-    """Return one line about the errors at one location."""
+    """Returns one line about the errors at one location."""
     error, key = errors[0], _key(_place(errors[0]))
     if error["type"] == "missing":
         return f"{key}: is required, but missing; see docs/runspec.md for what it means"
@@ -185,7 +185,7 @@ def _problem(errors: Sequence[Any]) -> str:
 
 
 def _expected(errors: Sequence[Any], key: str) -> str:
-    """Return the expected value in words; alternatives are joined by "or"."""
+    """Returns the expected value in words; alternatives are joined by "or"."""
     ways = []
     for error in errors:
         known = _TYPES.get(error["type"])
@@ -198,13 +198,13 @@ def _expected(errors: Sequence[Any], key: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value in YAML syntax, shortened to 80 characters."""
+    """Returns a value in YAML syntax, shortened to 80 characters."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _hint(errors: Sequence[Any], key: str) -> str:
-    """Return a hint on the value that was most likely meant; empty if there is none."""
+    """Returns a hint on the value that was most likely meant; empty if there is none."""
     value, types = errors[0]["input"], {error["type"] for error in errors}
     name = re.sub(r"\.\d+", ".N", key)
     hint = ""
@@ -230,7 +230,7 @@ def _hint(errors: Sequence[Any], key: str) -> str:
 
 
 def _label(text: str) -> str:
-    """Return the DNS label that is most similar to a text; empty if no character remains."""
+    """Returns the DNS label that is most similar to a text; empty if no character remains."""
     plain = (
         unicodedata.normalize("NFKD", text.replace("ß", "ss")).encode("ascii", "ignore").decode()
     )

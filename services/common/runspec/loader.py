@@ -223,7 +223,7 @@ def _resolve_model(model: dict[str, Any], folder: Path) -> None:
 
 
 def _resolve_arguments(arguments: dict[str, Any], folder: Path) -> None:
-    """Make the paths of functions in a workflow's arguments absolute."""
+    """Makes the paths of functions in a workflow's arguments absolute."""
     for key in ("agent", "environment", "train"):
         if isinstance(arguments.get(key), str):
             arguments[key] = _absolute_callable(arguments[key], folder)
@@ -259,7 +259,7 @@ def _absolute_callable(reference: str, folder: Path) -> str:
 
 
 def _apply_override(document: dict[str, Any], assignment: str) -> str:
-    """Set a key and remove its aliases from the document; return the canonical name of the key."""
+    """Sets a key and removes its aliases from the document; returns the canonical name of the key."""
     key, separator, text = assignment.partition("=")
     if not separator or not key:
         raise SpecError(

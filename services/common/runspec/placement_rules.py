@@ -46,7 +46,7 @@ _NOBODY_SHARDED = (
 
 
 def _counts(spec: RunSpec, engine_gpus: int) -> Iterator[str]:
-    """Yield problems of process counts that differ from those of the task groups."""
+    """Yields problems of process counts that differ from those of the task groups."""
     scoring = [task for task in ("logp", "ref_logp") if spec.topology.own_gpus(task)]
     parallelism = {
         "train": spec.trainer.tensor_parallel * spec.trainer.context_parallel,
@@ -80,7 +80,7 @@ def _counts(spec: RunSpec, engine_gpus: int) -> Iterator[str]:
 
 
 def _roles(spec: RunSpec) -> Iterator[str]:
-    """Yield problems of tasks with GPUs of their own that have no work or lack an input."""
+    """Yields problems of tasks with GPUs of their own that have no work or lack an input."""
     topology = spec.topology
     if topology.own_gpus("ref_logp") and not spec.needs_reference:
         yield (
@@ -117,7 +117,7 @@ def _roles(spec: RunSpec) -> Iterator[str]:
 
 
 def _sharded_logp(spec: RunSpec) -> Iterator[str]:
-    """Yield a problem of a sharded policy, which has no GPU that could receive whole weights."""
+    """Yields a problem of a sharded policy, which has no GPU that could receive whole weights."""
     if not MODES[spec.weight_sync.mode].through_host:
         yield (
             f"topology.scoring_ranks is {spec.topology.scoring_ranks}, so logp is sharded and gets its "
@@ -127,7 +127,7 @@ def _sharded_logp(spec: RunSpec) -> Iterator[str]:
 
 
 def _critic(spec: RunSpec) -> Iterator[str]:
-    """Yield problems of a critic with GPUs of its own, which computes returns from stored samples only."""
+    """Yields problems of a critic with GPUs of its own, which computes returns from stored samples only."""
     if not spec.algorithm.advantage_kind.needs_critic:
         yield (
             "topology.task_groups gives critic GPUs of its own, but algorithm.advantage "
@@ -148,14 +148,14 @@ def _critic(spec: RunSpec) -> Iterator[str]:
 
 
 def _turns(spec: RunSpec) -> Iterator[str]:
-    """Yield problems of colocation: trainer and rollouts take turns, and only rollouts have other GPUs."""
+    """Yields problems of colocation: trainer and rollouts take turns, and only rollouts have other GPUs."""
     apart = "or set topology.placement to 'disaggregated'"
     for problem in (*_unequal(spec), *_at_once(spec)):
         yield f"topology.placement is {spec.topology.placement!r}, but {problem}, {apart}"
 
 
 def _unequal(spec: RunSpec) -> Iterator[str]:
-    """Yield problems of rollouts that do not fill the trainer's GPUs equally.
+    """Yields problems of rollouts that do not fill the trainer's GPUs equally.
 
     No other rollouts exist, except in a mixed placement, which needs at least one.
     """
@@ -188,7 +188,7 @@ def _unequal(spec: RunSpec) -> Iterator[str]:
 
 
 def _at_once(spec: RunSpec) -> Iterator[str]:
-    """Yield problems of settings that need GPUs while the other side has them."""
+    """Yields problems of settings that need GPUs while the other side has them."""
     able = ", ".join(name for name, kind in ENGINES.items() if kind.sleeps)
     if not ENGINES[spec.rollout.engine].sleeps:
         yield (

@@ -134,9 +134,9 @@ class RolloutSpec(SpecPart):
     reward_concurrency: int = Field(8, ge=1)
     """Max concurrent reward evaluations in one replica."""
     answer_pattern: str = Field("", max_length=1000)
-    """Regular expression for the answer in a response: the last match, or its first group. Without
-    a match, the whole response is the answer. The score maj@k of an evaluation votes over
-    answers."""
+    """Regular expression for the answer in a response: the last match, or that match's first group
+    if the pattern has one. Without a match, the whole response is the answer. The score maj@k of
+    an evaluation votes over answers."""
     on_reward_failure: Literal["regenerate", "mask"] = "regenerate"
     """Treatment of a sample whose reward or agent failed: ``regenerate`` generates it again,
     ``mask`` excludes it from the loss."""

@@ -102,7 +102,7 @@ def batch_bytes(spec: RunSpec, *, expert_bytes: int = 0) -> int:
 
 
 def _token_bytes(spec: RunSpec) -> int:
-    """Return the bytes that a rollout stores per response token."""
+    """Returns the bytes that a rollout stores per response token."""
     are_placed = any(one.per != "response" for some in spec.rewards.values() for one in some)
     return sum(
         _ITEM_BYTES[field.dtype]
@@ -133,7 +133,7 @@ def weight_sync(spec: RunSpec) -> Iterator[str]:
 
 
 def _alone(spec: RunSpec, lora: LoraSpec) -> Iterator[str]:
-    """Yield reasons why adapters cannot be sent without their base weights."""
+    """Yields reasons why adapters cannot be sent without their base weights."""
     if MODES[spec.weight_sync.mode].is_in_place:
         yield (
             "trainer.lora.sync adapter receives adapters beside the live weights, but weight_sync.mode is "
@@ -231,7 +231,7 @@ def _rewards_of(
 
 
 def _address(key: str, url: str) -> Iterator[str]:
-    """Yield a problem if a service's address is incomplete."""
+    """Yields a problem if a service's address is incomplete."""
     try:
         parts = urlsplit(url)
         is_whole = bool(parts.hostname) and (parts.port or not url.startswith("grpc"))
@@ -244,7 +244,7 @@ def _address(key: str, url: str) -> Iterator[str]:
 
 
 def _unearned(key: str, rewards: Sequence[RewardSpec], spec: RunSpec) -> Iterator[str]:
-    """Yield problems of rewards whose scores would all be 0, or would never exist."""
+    """Yields problems of rewards whose scores would all be 0, or would never exist."""
     workflow = spec.rollout.workflow
     if rewards and not any(reward.weight for reward in rewards):
         yield (

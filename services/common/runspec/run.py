@@ -390,7 +390,7 @@ class RunSpec(SpecPart):
     @model_validator(mode="before")
     @classmethod
     def _asynchrony_gives_defaults(cls, values: Any) -> Any:
-        """Fill in defaults of rollouts that follow from the max staleness."""
+        """Fills in defaults of rollouts that follow from the max staleness."""
         if not isinstance(values, Mapping) or not isinstance(values.get("rollout"), Mapping):
             return values
         try:
@@ -407,7 +407,7 @@ class RunSpec(SpecPart):
     @model_validator(mode="before")
     @classmethod
     def _demonstrations_give_defaults(cls, values: Any) -> Any:
-        """Fill in defaults of a run that trains on demonstrations instead of samples."""
+        """Fills in defaults of a run that trains on demonstrations instead of samples."""
         if not isinstance(values, Mapping) or not isinstance(values.get("algorithm"), Mapping):
             return values
         kind = LOSSES.get(str(values["algorithm"].get("loss")))
@@ -430,7 +430,7 @@ class RunSpec(SpecPart):
     @model_validator(mode="before")
     @classmethod
     def _teacher_gives_defaults(cls, values: Any) -> Any:
-        """Fill in defaults of distillation if a teacher is named."""
+        """Fills in defaults of distillation if a teacher is named."""
         algorithm = values.get("algorithm", {}) if isinstance(values, Mapping) else None
         if not isinstance(algorithm, Mapping) or values.get("teacher") is None:
             return values
@@ -444,7 +444,7 @@ class RunSpec(SpecPart):
     @model_validator(mode="before")
     @classmethod
     def _topology_gives_the_counts(cls, values: Any) -> Any:
-        """Fill in process counts that follow from task groups or colocation.
+        """Fills in process counts that follow from task groups or colocation.
 
         The rules report contradictions later.
         """

@@ -122,7 +122,7 @@ def place_groups(
 def _named(
     task_groups: Sequence[str | Sequence[str]], *, num_ratios: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the groups as tuples of valid task names."""
+    """Returns the groups as tuples of valid task names."""
     if len(task_groups) != num_ratios:
         raise TaskGroupError(
             TaskGroupFault.LENGTH_MISMATCH,
