@@ -86,7 +86,7 @@ def _tried(scale: Scale, trainer: dict[str, Any], device: torch.device) -> dict[
     begin = time.monotonic()
     try:
         row = _measured(scale, trainer, device)
-    except Exception as error:  # noqa: BLE001 -- it is told
+    except Exception as error:  # noqa: BLE001 -- it is reported
         row = {"failed": f"{type(error).__name__}: {error}"[:500]}
     finally:
         if distributed.is_initialized():

@@ -209,7 +209,7 @@ def run_until_signal(work: Coroutine[Any, Any, Any], *, needs_reader: bool = Tru
         with tolerate_broken_pipe(console, None if needs_reader else _terminate):
             return asyncio.run(main())
     except BrokenPipeError:
-        raise typer.Exit(0) from None  # whoever read has read enough, as `head` does
+        raise typer.Exit(0) from None  # the reader has read enough, as `head` does
     except asyncio.CancelledError:
         errors.print("stopped", highlight=False)
         raise typer.Exit(130) from None

@@ -197,7 +197,7 @@ def describe(what: str, console: Console) -> Iterator[None]:
         status, every_s, show = nullcontext(), REPEAT_EVERY_S, partial(print_line, console)
 
     def tick() -> None:
-        with suppress(BrokenPipeError):  # whoever writes next is told of it
+        with suppress(BrokenPipeError):  # the next write raises it again
             while not is_done.wait(every_s):
                 show(f"{what}, {time.monotonic() - begin:.0f} s")
 

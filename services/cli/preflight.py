@@ -139,7 +139,7 @@ def _try(
     *,
     tries_functions: bool,
 ) -> list[str]:
-    """Tries the first rows, and with them the user's functions if there is no other problem; returns notes."""
+    """Tries the first rows, and the user's functions if there is no other problem; returns notes."""
     # This imports transformers, which takes a second.
     from services.common.models.tokenizer import load_tokenizer
 

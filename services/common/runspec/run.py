@@ -134,7 +134,7 @@ class WeightSyncSpec(SpecPart):
     """Transport of the weights. ``nccl`` and ``gloo`` use the collectives of these libraries.
     ``handle`` uses memory that the trainer shares: memory of the GPU that all members share, or
     host memory if weights are sent from there. ``auto`` selects ``handle`` if all members share
-    one GPU, NCCL if every member has a GPU of its own, and Gloo if no member has a GPU."""
+    one GPU, NCCL if every member has its own GPU, and Gloo if no member has a GPU."""
     mode: Literal["shadow", "inplace", "cpu_async", "delta"] = "shadow"
     """Mode of the transfer. ``shadow``: rollouts receive into a second copy of the weights while
     generation continues. ``inplace``: rollouts pause and receive into the live weights, for GPUs

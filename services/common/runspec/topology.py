@@ -18,13 +18,13 @@ class TopologySpec(SpecPart):
     """
 
     placement: Literal["disaggregated", "colocated", "mixed"] = "disaggregated"
-    """Placement of trainer and rollouts. ``disaggregated``: each has GPUs of its own, and both run
-    at the same time. ``colocated``: all are on the trainer's GPUs and take turns; the side that
-    sleeps keeps at most what fits into memory beside the other side. The total GPUs of all
-    rollouts must be a multiple of ``trainer.world_size``, and ``algorithm.max_staleness`` must
-    be 0 or 1. ``mixed``: the first rollouts fill the trainer's GPUs and take turns with it; the
-    other rollouts (one by default) have GPUs of their own and always run. Responses that are
-    unfinished when the trainer's turn begins continue on them."""
+    """Placement of trainer and rollouts. ``disaggregated``: each has its own GPUs, and both run at
+    the same time. ``colocated``: all are on the trainer's GPUs and take turns; the side that
+    sleeps keeps at most the data that fits into memory in addition to the other side. The total
+    GPUs of all rollouts must be a multiple of ``trainer.world_size``, and
+    ``algorithm.max_staleness`` must be 0 or 1. ``mixed``: the first rollouts fill the trainer's
+    GPUs and take turns with it; the other rollouts (one by default) have their own GPUs and
+    always run. Responses that are unfinished when the trainer's turn begins continue on them."""
     task_groups: tuple[tuple[str, ...], ...] = ()
     """Tasks of each group: one name, or a list of names that share GPUs. Tasks are ``train``,
     ``generate``, ``logp``, ``ref_logp``, ``critic`` and ``reward``. An unlisted task belongs to

@@ -43,8 +43,8 @@ class LoraSpec(SpecPart):
     weights from ``model.path`` into host memory, verifies that they equal the trainer's, and
     merges. No GPU then needs a copy of the weights for the transfer. ``merged``: all weights,
     with the adapters merged. ``auto``: ``adapter``, or ``merged`` if the model is a preset
-    (which has no folder), if experts have adapters, if ``logp`` has GPUs of its own, or if
-    ``weight_sync.mode`` is ``inplace``."""
+    (which has no folder), if experts have adapters, if ``logp`` has its own GPUs, if
+    ``weight_sync.mode`` is ``inplace``, or if ``rollout.engine`` is ``none``."""
 
     @property
     def adapts_experts(self) -> bool:
