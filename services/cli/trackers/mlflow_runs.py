@@ -88,5 +88,5 @@ def _experiment(client: MlflowClient, name: str, folder: Path) -> str:
 
 
 def _allowed(name: str) -> str:
-    """Returns the name with only those characters that MLflow allows."""
+    """Returns the name with ``_`` in place of characters that MLflow does not allow."""
     return "".join(sign if sign.isalnum() or sign in "_-. :/" else "_" for sign in name)
