@@ -5,7 +5,7 @@ from typing import Any
 
 from services.common.models.families import FAMILIES, Family, attention_modules, exact_tokens
 from services.common.models.made_tokenizers import Vocabulary
-from services.common.models.routers import routing_shape
+from services.common.models.routing_shape import routing_shape
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.rules import batch_bytes, quota

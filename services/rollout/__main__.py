@@ -15,7 +15,7 @@ from services.common.fields import partition_id
 from services.common.http.limits import raise_descriptor_limit
 from services.common.lifetime import report_ready, wait_for_shutdown
 from services.common.models.loading import load_config
-from services.common.models.routers import routing_shape
+from services.common.models.routing_shape import routing_shape
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.rpc.server import serve
 from services.common.runspec.engines import engine_kind

@@ -30,7 +30,7 @@ from services.transferqueue.encoding.packing import (
     unpack,
 )
 from services.transferqueue.encoding.readplan import Extent, plan_read
-from services.transferqueue.registry_client import place
+from services.transferqueue.placement import place
 from services.transferqueue.transport.buffers import BufferPool
 from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.links import Links

@@ -1,9 +1,6 @@
 """Typed client of the shard registry, used by shards that run outside the index process."""
 
-from collections.abc import Sequence
-
 import grpc
-import xxhash
 
 from services.common.batch import KVBatchMeta
 from services.common.messages import from_message, to_message
@@ -11,24 +8,6 @@ from services.common.rpc.client import call
 from services.transferqueue.types import ObjectStoreAddress, Shard
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
-
-
-def place(group: str, shards: Sequence[Shard]) -> str:
-    """Chooses the shard of a group by rendezvous hashing.
-
-    All clients choose the same shard without communication, and adding or removing a shard moves
-    only that shard's fraction of the groups.
-
-    Raises:
-        ValueError: If there is no shard.
-    """
-    if not shards:
-        raise ValueError("there is no shard; add one or wait for one to start")
-    return max(
-        [shard.shard_id for shard in shards],
-        key=lambda shard_id: xxhash.xxh3_64_intdigest(f"{shard_id}/{group}".encode()),
-    )
-
 
 _TIMEOUT_S = 30.0
 

@@ -17,7 +17,7 @@ from services.common.errors import InternalError, NotFoundError, ResourceExhaust
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
-from services.transferqueue.registry_client import place
+from services.transferqueue.placement import place
 from services.transferqueue.settings import TransferQueueSettings
 from tests.helpers.ports import free_port
 

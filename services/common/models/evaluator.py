@@ -216,7 +216,7 @@ def _result(evaluate: Callable[..., Any], source: str, arguments: dict[str, Any]
     except MemoryError:
         return {"error": f"it took more than {_MEMORY_BYTES >> 20} MiB of memory"}
     except Exception as error:  # noqa: BLE001 -- the edge to a stranger's program
-        text = str(error).strip().partition("\n")[0]
+        text = " ".join(str(error).split())
         return {"error": (text or type(error).__name__)[:2000]}
     return {"value": value}
 

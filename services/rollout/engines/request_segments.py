@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.common.models.routers import RoutingShape
+from services.common.models.routing_shape import RoutingShape
 from services.rollout.engines.base import (
     FinishReason,
     GenerationRequest,

@@ -4,7 +4,7 @@ import time
 
 from services.common.errors import AlreadyExistsError, InvalidArgumentError, ServiceError
 from services.common.fields import sample_key
-from services.common.models.routers import RoutingShape
+from services.common.models.routing_shape import RoutingShape
 from services.common.telemetry import tracing
 from services.rollout import metrics
 from services.rollout.client import GroupAssignment

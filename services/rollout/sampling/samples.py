@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.common.fields import ROUTED_EXPERTS, TOKEN_REWARDS, TOOL_VERSION
-from services.common.models.routers import RoutingShape
+from services.common.models.routing_shape import RoutingShape
 from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import VersionRun
 from services.rollout.rewards.base import Score

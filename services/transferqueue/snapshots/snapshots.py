@@ -24,7 +24,7 @@ from services.common.fields import group_of
 from services.transferqueue.encoding import codec
 from services.transferqueue.encoding.codec import blob_checksum
 from services.transferqueue.index.index import Index
-from services.transferqueue.registry_client import place
+from services.transferqueue.placement import place
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.blobs import BlobClient
 from services.transferqueue.snapshots.records import RecordReader, RecordWriter

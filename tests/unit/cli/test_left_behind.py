@@ -16,8 +16,8 @@ from services.common.host import own_identity
 PROGRAM = """
 import sys
 from services.cli import known_tokens
-from services.cli.state_directory import owned_folder
-with owned_folder() as folder, known_tokens.known(f"http://127.0.0.1:{sys.argv[1]}", "secret"):
+from services.cli.state_directory import process_folder
+with process_folder() as folder, known_tokens.known(f"http://127.0.0.1:{sys.argv[1]}", "secret"):
     print(folder, flush=True)
     sys.stdin.read()
 """

@@ -10,8 +10,8 @@ from services.cli.state_directory import StateInUseError, lock_state_directory
 PROGRAM = """
 import sys
 from pathlib import Path
-from services.cli.state_directory import sole_use
-with sole_use(Path(sys.argv[2])):
+from services.cli.state_directory import lock_state_directory
+with lock_state_directory(Path(sys.argv[2])):
     print("has it", flush=True)
     sys.stdin.read()
 """

@@ -211,7 +211,7 @@ class Rollout:
     def assigned(self, worker_id):
         """Loads do not matter here."""
 
-    def part_with_ending(self):
+    def detach_ending(self):
         """It stays."""
 
     def finished(self, worker_id):
@@ -243,7 +243,7 @@ class Rollout:
     async def interrupt(self, names=None):
         """Nothing is under way: groups are finished at once."""
 
-    async def put_down(self, group_ids):
+    async def park_groups(self, group_ids):
         self._workers.cancels.set()
 
     async def cancel(self, group_ids):

@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from services.common.models.loading import build_model, stored_tensors
-from services.common.models.routers import RouterWatch, RoutingShape, routing_shape
+from services.common.models.routers import RouterWatch
+from services.common.models.routing_shape import RoutingShape, routing_shape
 from services.rollout.engines.request_segments import RequestProgress, TokenChunk, as_told
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.rewards.base import Score

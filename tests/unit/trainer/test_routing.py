@@ -10,7 +10,8 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss
 from services.common.jagged import Jagged
 from services.common.models.families import FAMILIES
 from services.common.models.loading import build_model
-from services.common.models.routers import RouterWatch, RoutingShape, routing_shape
+from services.common.models.routers import RouterWatch
+from services.common.models.routing_shape import RoutingShape, routing_shape
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.policy import Policy
 from services.trainer.model.routing import imbalance

@@ -9,7 +9,7 @@ import torch
 
 from services.common.fields import ROUTED_EXPERTS
 from services.common.jagged import Jagged
-from services.common.models.routers import RoutingShape
+from services.common.models.routing_shape import RoutingShape
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields
 from services.rollout.workflows.conversations import flattened

@@ -3,7 +3,7 @@
 import pytest
 
 from services.common.fields import group_of
-from services.transferqueue.registry_client import place
+from services.transferqueue.placement import place
 from services.transferqueue.types import Shard
 
 

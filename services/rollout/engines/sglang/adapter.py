@@ -21,7 +21,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import MultiprocessingSerializer
 
 from services.common.models.families import exact_tokens
-from services.common.models.routers import routing_shape
+from services.common.models.routing_shape import routing_shape
 from services.rollout.engines.backend import EngineDiedError
 from services.rollout.engines.base import EngineCapabilities, RoutedExperts
 from services.rollout.engines.engine_config import write_sglang_config

@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from services.common.models.families import has_plain_scores, windows_of
-from services.common.models.routers import RouterWatch, RoutingShape
+from services.common.models.routers import RouterWatch
+from services.common.models.routing_shape import RoutingShape
 from services.rollout.engines.base import (
     FinishReason,
     GenerationRequest,

@@ -14,7 +14,7 @@ from services.common.host import usable_processors
 from services.common.models.families import check_trainer, has_plain_scores
 from services.common.models.head import use_float32_head
 from services.common.models.loading import build_model, stored_tensors
-from services.common.models.routers import routing_shape
+from services.common.models.routing_shape import routing_shape
 from services.rollout.engines.base import (
     EngineCapabilities,
     EngineStats,

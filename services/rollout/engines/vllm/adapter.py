@@ -22,7 +22,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.common.models.routers import routing_shape
+from services.common.models.routing_shape import routing_shape
 from services.rollout.engines.backend import EngineDiedError
 from services.rollout.engines.base import EngineCapabilities, RoutedExperts, VersionRun
 from services.rollout.engines.engine_config import engine_config

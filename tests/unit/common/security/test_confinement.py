@@ -328,7 +328,7 @@ def test_every_key_that_holds_a_text_says_how_it_is_judged():
 
 
 def test_the_threat_model_says_which_gate_judges_which_key():
-    page = Path(__file__).parents[3] / "docs" / "threat-model.md"
+    page = Path(__file__).parents[4] / "docs" / "threat-model.md"
     table = page.read_text(encoding="utf-8").partition("## Which gate judges which key")[2]
     lines = {line.split("|")[1].strip(): line for line in table.splitlines() if line[:1] == "|"}
     for key, kind in KINDS.items():

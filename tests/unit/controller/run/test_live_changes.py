@@ -18,7 +18,7 @@ from tests.unit.controller.workers import MemoryQueue, Workers, specification
 @pytest.fixture
 def workers(monkeypatch) -> Workers:
     workers = Workers(MemoryQueue())
-    monkeypatch.setattr("services.controller.run.lifecycle.loop.assemble", workers.assemble)
+    monkeypatch.setattr("services.controller.run.lifecycle.loop.connect", workers.assemble)
     return workers
 
 

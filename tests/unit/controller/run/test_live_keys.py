@@ -37,7 +37,7 @@ LIVE = {
 def workers(monkeypatch) -> Workers:
     workers = Workers(MemoryQueue())
     workers.may_train.clear()
-    monkeypatch.setattr("services.controller.run.lifecycle.loop.assemble", workers.assemble)
+    monkeypatch.setattr("services.controller.run.lifecycle.loop.connect", workers.assemble)
     return workers
 
 

@@ -61,7 +61,7 @@ def publisher(connections):
         journal=SimpleNamespace(note=nothing),
         connections=connections,
         ledger=None,
-        generation=SimpleNamespace(published=connections.opened.append),
+        scheduler=SimpleNamespace(published=connections.opened.append),
         evaluator=SimpleNamespace(published=nothing),
         gpu_time_sharing=connections,
         progress=SimpleNamespace(synced=lambda report: None, summary=lambda ledger: {}),

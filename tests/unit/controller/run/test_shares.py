@@ -81,7 +81,7 @@ class Rollouts(RolloutPool):
     async def cancel(self, group_ids):
         self.cancelled += group_ids
 
-    async def put_down(self, group_ids):
+    async def park_groups(self, group_ids):
         self.put_aside_by_name += group_ids
 
 

@@ -18,7 +18,7 @@ def workers(monkeypatch) -> Workers:
     """The trainer has loaded the checkpoint of step 3."""
     workers = Workers(MemoryQueue())
     workers.trained = 3
-    monkeypatch.setattr("services.controller.run.lifecycle.loop.assemble", workers.assemble)
+    monkeypatch.setattr("services.controller.run.lifecycle.loop.connect", workers.assemble)
     monkeypatch.setattr("services.controller.run.lifecycle.driver._EXIT_REPORT_S", 0.0)
     return workers
 

@@ -1,12 +1,14 @@
 """A server of OpenEnv's own package, unchanged, shapes episodes."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvicorn
 
-from services.common.http.server import serve_http
 from services.rollout.calls.reach import AddressPolicy
 from services.rollout.environments.openenv import OpenEnv
 from services.rollout.environments.workflow import Environments
@@ -47,9 +49,20 @@ def openenv_app(*, most: int = 4) -> Any:
     return server.create_fastapi_app(Echo, Shout, Heard, max_concurrent_envs=most)
 
 
+@asynccontextmanager
+async def serving(app: Any, port: int = 0) -> AsyncIterator[int]:
+    """Serves an application with WebSockets, as its own package does; yields the port."""
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None))
+        task = asyncio.ensure_future(server.serve([listener]))
+        yield listener.getsockname()[1]
+        server.should_exit = server.force_exit = True
+        await task
+
+
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    async with serve_http("127.0.0.1:0", openenv_app()) as port:
+    async with serving(openenv_app()) as port:
         yield port
 
 
@@ -87,7 +100,7 @@ async def test_what_an_openenv_server_refuses_is_told_by_its_name(port: int) -> 
 
 
 async def test_a_place_in_an_openenv_server_is_waited_for() -> None:
-    async with serve_http("127.0.0.1:0", openenv_app(most=1)) as port:
+    async with serving(openenv_app(most=1)) as port:
         server = OpenEnv(
             f"openenv+http://127.0.0.1:{port}",
             reach=HERE,
@@ -106,7 +119,7 @@ async def test_a_place_in_an_openenv_server_is_waited_for() -> None:
 
 
 async def test_a_server_that_starts_again_is_waited_for() -> None:
-    async with serve_http("127.0.0.1:0", openenv_app()) as port:
+    async with serving(openenv_app()) as port:
         pass
     server = OpenEnv(
         f"openenv+http://127.0.0.1:{port}",
@@ -119,7 +132,7 @@ async def test_a_server_that_starts_again_is_waited_for() -> None:
     beginning = asyncio.ensure_future(server.begin({}, seed=0))
     await asyncio.wait([beginning], timeout=0.1)
     assert not beginning.done()
-    async with serve_http(f"127.0.0.1:{port}", openenv_app()):
+    async with serving(openenv_app(), port):
         session, _ = await beginning
         await session.close()
 

@@ -13,7 +13,7 @@ from tests.unit.controller.workers import MemoryQueue, Workers, specification
 @pytest.fixture
 def workers(monkeypatch) -> Workers:
     workers = Workers(MemoryQueue())
-    monkeypatch.setattr("services.controller.run.lifecycle.loop.assemble", workers.assemble)
+    monkeypatch.setattr("services.controller.run.lifecycle.loop.connect", workers.assemble)
     monkeypatch.setattr("services.controller.run.lifecycle.driver._EXIT_REPORT_S", 0.0)
     return workers
 
