@@ -41,7 +41,7 @@ class AsyncOperations:
         return TypeAdapter(kind).validate_json(content or b"null")
 
     async def get_quota(self) -> QuotaView:
-        """What the project may use, and uses."""
+        """Returns the limits of the project and its current use."""
         request = Request(method="GET", path="/v1/quota")
         answer: QuotaView = await self._ask(QuotaView, request)
         return answer
@@ -68,7 +68,7 @@ class AsyncOperations:
         page_size: int = 50,
         page_token: str = "",
     ) -> RunPage:
-        """List the runs of the project, newest first unless ``order_by`` says otherwise."""
+        """Lists the runs of the project, newest first unless ``order_by`` differs."""
         request = Request(
             method="GET",
             path="/v1/runs",
@@ -93,9 +93,9 @@ class AsyncOperations:
         label: Sequence[str] = (),
         idempotency_key: str = "",
     ) -> RunView | ValidatedView:
-        """Submit a run; the body is its specification. It starts when its turn comes.
+        """Submits a run; the body is its specification. The run starts when the queue admits it.
 
-        Of several values of ``label`` with the same key the last one counts.
+        If ``label`` repeats a key, the last value counts.
         """
         request = Request(
             method="POST",
@@ -110,7 +110,7 @@ class AsyncOperations:
     async def delete_run(
         self, run_id: str, *, delete_checkpoints: bool = False, if_match: str
     ) -> None:
-        """Forget a run that has ended. Its checkpoints stay on disk unless they are to go too."""
+        """Deletes a run that has ended. Its checkpoints stay on disk unless ``delete_checkpoints`` is set."""
         request = Request(
             method="DELETE",
             path="/v1/runs/{run_id}",
@@ -121,7 +121,7 @@ class AsyncOperations:
         await self._ask(None, request)
 
     async def get_run(self, run_id: str) -> RunView:
-        """One run."""
+        """Returns one run."""
         request = Request(method="GET", path="/v1/runs/{run_id}", names={"run_id": run_id})
         answer: RunView = await self._ask(RunView, request)
         return answer
@@ -138,7 +138,7 @@ class AsyncOperations:
         rollout_replicas: int | None = None,
         validation_every: int | None = None,
     ) -> RunView:
-        """Change a run; ``If-Match`` names the revision that was read."""
+        """Changes a run; ``If-Match`` names the revision that the caller has read."""
         request = Request(
             method="PATCH",
             path="/v1/runs/{run_id}",
@@ -161,7 +161,10 @@ class AsyncOperations:
     async def cancel_run(
         self, run_id: str, *, grace_seconds: float = 0.0, save_checkpoint: bool = False
     ) -> RunView:
-        """End a run. Cancelling a cancelled run changes nothing; a second call may shorten the grace."""
+        """Cancels a run.
+
+        Cancelling a cancelled run changes nothing; a second call may shorten the grace period.
+        """
         request = Request(
             method="POST",
             path="/v1/runs/{run_id}/cancel",
@@ -172,7 +175,7 @@ class AsyncOperations:
         return answer
 
     async def save_run(self, run_id: str) -> RunView:
-        """Save a checkpoint at the end of the current step; event ``CheckpointSaved`` tells of it."""
+        """Saves a checkpoint at the end of the current step; the event ``CheckpointSaved`` reports it."""
         request = Request(
             method="POST", path="/v1/runs/{run_id}/checkpoint", names={"run_id": run_id}
         )
@@ -180,7 +183,7 @@ class AsyncOperations:
         return answer
 
     async def list_checkpoints(self, run_id: str) -> CheckpointPage:
-        """Checkpoints of a run, newest first."""
+        """Lists the checkpoints of a run, newest first."""
         request = Request(
             method="GET", path="/v1/runs/{run_id}/checkpoints", names={"run_id": run_id}
         )
@@ -188,7 +191,7 @@ class AsyncOperations:
         return answer
 
     async def delete_checkpoint(self, run_id: str, *, checkpoint_id: str) -> None:
-        """Delete a checkpoint that no run needs any more."""
+        """Deletes a checkpoint that no run needs any more."""
         request = Request(
             method="DELETE",
             path="/v1/runs/{run_id}/checkpoints/{checkpoint_id}",
@@ -197,7 +200,7 @@ class AsyncOperations:
         await self._ask(None, request)
 
     async def get_checkpoint(self, run_id: str, *, checkpoint_id: str) -> CheckpointView:
-        """One checkpoint."""
+        """Returns one checkpoint."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/checkpoints/{checkpoint_id}",
@@ -217,7 +220,10 @@ class AsyncOperations:
         not_type: Sequence[str] = (),
         order_by: Literal["seq", "-seq"] = "seq",
     ) -> EventPage:
-        """Events of a run in order, or the newest first: then ``before_seq`` goes on behind a page."""
+        """Lists the events of a run in order, or newest first with ``order_by=-seq``.
+
+        In the latter case ``before_seq`` continues after a page.
+        """
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/events",
@@ -243,7 +249,10 @@ class AsyncOperations:
         name: str = "",
         overrides: Mapping[str, Any] | None = None,
     ) -> RunView:
-        """Start a new run that goes on from a checkpoint, with the same prompts behind it."""
+        """Starts a new run that continues from a checkpoint of another run.
+
+        It does not repeat the prompts trained up to that checkpoint, unless its data or seed differ.
+        """
         request = Request(
             method="POST",
             path="/v1/runs/{run_id}/fork",
@@ -255,7 +264,7 @@ class AsyncOperations:
         return answer
 
     async def list_groups(self, run_id: str, *, after_step: int = 0, steps: int = 10) -> GroupPage:
-        """Groups that steps trained, those in flight, and those that were given up, with the reason."""
+        """Lists the groups that steps trained, those in flight, and those that were dropped, with the reason."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/groups",
@@ -268,7 +277,7 @@ class AsyncOperations:
     async def read_logs(
         self, run_id: str, *, component: str = "", tail_lines: int = 1000
     ) -> AsyncIterator[LogLine]:
-        """The ends of the workers' logs, one JSON object a line: ``component`` and ``line``."""
+        """Returns the last lines of the workers' logs, one JSON object per line: ``component`` and ``line``."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/logs",
@@ -287,9 +296,11 @@ class AsyncOperations:
         to_step: int = 0,
         max_points: int = 2000,
     ) -> MetricPage:
-        """Numbers of the run's steps; of more than ``max_points`` every n-th. ``to_step`` 0 is the newest.
+        """Lists metrics of the run's steps; more than ``max_points`` steps are thinned to every n-th.
 
-        A ``name`` that ends with ``*`` means all that begin so.
+        ``to_step`` 0 is the newest.
+
+        A ``name`` that ends with ``*`` selects all metrics with that prefix.
         """
         request = Request(
             method="GET",
@@ -306,7 +317,7 @@ class AsyncOperations:
         return answer
 
     async def pause_run(self, run_id: str, *, checkpoint: bool = True) -> RunView:
-        """Finish the current step, save a checkpoint if it is wanted, and stop the workers."""
+        """Pauses a run: finishes the current step, saves a checkpoint if requested, and stops the workers."""
         request = Request(
             method="POST",
             path="/v1/runs/{run_id}/pause",
@@ -317,7 +328,7 @@ class AsyncOperations:
         return answer
 
     async def resume_run(self, run_id: str) -> RunView:
-        """Queue a paused run again; it goes on from its checkpoint."""
+        """Queues a paused run again; it continues from its checkpoint."""
         request = Request(method="POST", path="/v1/runs/{run_id}/resume", names={"run_id": run_id})
         answer: RunView = await self._ask(RunView, request)
         return answer
@@ -340,7 +351,7 @@ class AsyncOperations:
         page_size: int = 50,
         page_token: str = "",
     ) -> SamplePage:
-        """Kept samples with their facts and, over REST, the beginnings of their texts."""
+        """Lists recorded samples with their facts and, over REST, the beginnings of their texts."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/samples",
@@ -381,7 +392,7 @@ class AsyncOperations:
         tokens: bool = True,
         limit: int = 0,
     ) -> AsyncIterator[WholeSample]:
-        """Kept samples as JSON lines, one after the other as they are read."""
+        """Exports recorded samples as JSON lines, streamed as they are read."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/samples.jsonl",
@@ -405,7 +416,7 @@ class AsyncOperations:
             yield WholeSample.model_validate(item)
 
     async def get_sample(self, run_id: str, *, sample_id: str) -> WholeSample:
-        """One kept sample with its turns and tokens."""
+        """Returns one recorded sample with its turns and tokens."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/samples/{sample_id}",
@@ -415,7 +426,7 @@ class AsyncOperations:
         return answer
 
     async def get_topology(self, run_id: str) -> Topology:
-        """Registered workers of a run and what they are doing."""
+        """Lists the registered workers of a run and their activities."""
         request = Request(method="GET", path="/v1/runs/{run_id}/topology", names={"run_id": run_id})
         answer: Topology = await self._ask(Topology, request)
         return answer
@@ -423,7 +434,7 @@ class AsyncOperations:
     async def report_tracker(
         self, run_id: str, *, tracker: str, is_writing: bool | None = None, message: str = ""
     ) -> EventView:
-        """Tell that a tracker of the run has failed or is written to again; an event of the run says so."""
+        """Records, as an event of the run, that a tracker has failed or works again."""
         request = Request(
             method="POST",
             path="/v1/runs/{run_id}/trackers/{tracker}",
@@ -434,7 +445,7 @@ class AsyncOperations:
         return answer
 
     async def evaluate_run(self, run_id: str) -> RunView:
-        """Evaluate the weights that are served now; event ``Validated`` tells of it."""
+        """Evaluates the weights that the run serves now; the event ``Validated`` reports the result."""
         request = Request(
             method="POST", path="/v1/runs/{run_id}/validate", names={"run_id": run_id}
         )
@@ -442,7 +453,7 @@ class AsyncOperations:
         return answer
 
     async def get_version(self) -> VersionView:
-        """The release that answers."""
+        """Returns the release of the controller."""
         request = Request(method="GET", path="/v1/version")
         answer: VersionView = await self._ask(VersionView, request)
         return answer

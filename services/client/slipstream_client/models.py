@@ -18,7 +18,7 @@ class CheckpointPage(BaseModel):
 
 
 class CheckpointView(BaseModel):
-    """A checkpoint of a run."""
+    """Checkpoint of a run."""
 
     create_time: datetime
     id: str
@@ -31,7 +31,7 @@ class CheckpointView(BaseModel):
 
 
 class ConditionView(BaseModel):
-    """Whether something is true of a run, why, and since when."""
+    """Condition of a run: its status, the reason and the time of its last change."""
 
     last_transition_time: datetime
     message: str
@@ -48,7 +48,7 @@ class EventPage(BaseModel):
 
 
 class EventView(BaseModel):
-    """Something that happened to a run."""
+    """Event of a run."""
 
     actor: str
     data: dict[str, Any]
@@ -60,13 +60,13 @@ class EventView(BaseModel):
 
 
 class GroupPage(BaseModel):
-    """Groups of a run by sequence."""
+    """Groups of a run, ordered by sequence."""
 
     items: list[GroupView]
 
 
 class GroupView(BaseModel):
-    """A group of samples and what became of it. Texts are not part of it."""
+    """Group of samples and its outcome, without texts."""
 
     attempt: int
     group_id: str
@@ -79,7 +79,7 @@ class GroupView(BaseModel):
 
 
 class ListedRun(BaseModel):
-    """A run in a list, without its specification."""
+    """Run as listed, without its specification."""
 
     create_time: datetime
     created_by: str
@@ -108,21 +108,21 @@ class ListedRun(BaseModel):
 
 
 class LogLine(BaseModel):
-    """A line of a worker's log."""
+    """Line of a worker's log."""
 
     component: str
     line: str
 
 
 class Metric(BaseModel):
-    """A number of each step."""
+    """One metric over the steps of a run."""
 
     name: str
     values: list[float | None]
 
 
 class MetricHistogram(BaseModel):
-    """How the samples of each step spread."""
+    """Distribution of one quantity over the samples of each step."""
 
     bounds: list[int]
     counts: list[list[int]]
@@ -130,7 +130,7 @@ class MetricHistogram(BaseModel):
 
 
 class MetricPage(BaseModel):
-    """Numbers of a run's steps, as columns."""
+    """Metrics of a run's steps, in columns."""
 
     histograms: list[MetricHistogram]
     items: list[Metric]
@@ -139,7 +139,7 @@ class MetricPage(BaseModel):
 
 
 class QuotaView(BaseModel):
-    """What a project may use, and uses."""
+    """Limits of a project and its current use."""
 
     active_runs: int
     checkpoint_bytes: int
@@ -158,7 +158,7 @@ class QuotaView(BaseModel):
 
 
 class RunError(BaseModel):
-    """Why a run failed."""
+    """Reason for which a run failed."""
 
     category: str
     code: str
@@ -169,14 +169,14 @@ class RunError(BaseModel):
 
 
 class RunPage(BaseModel):
-    """A page of runs, newest first."""
+    """Page of runs, newest first."""
 
     items: list[ListedRun]
     next_page_token: str
 
 
 class RunView(BaseModel):
-    """A run as clients see it."""
+    """Run with its specification."""
 
     create_time: datetime
     created_by: str
@@ -206,14 +206,14 @@ class RunView(BaseModel):
 
 
 class SamplePage(BaseModel):
-    """Kept samples of a run."""
+    """Page of a run's recorded samples."""
 
     items: list[SampleView]
     next_page_token: str
 
 
 class SampleView(BaseModel):
-    """One kept sample: its facts, and how its texts begin."""
+    """Recorded sample: its facts and excerpts of its texts."""
 
     attempt: int
     data_source: str
@@ -242,9 +242,9 @@ class SampleView(BaseModel):
 
 
 class TokenColumns(BaseModel):
-    """The tokens of a response, in columns: an entry for each, or none before it was trained.
+    """Tokens of a response in columns of equal length; columns of training are empty before it.
 
-    What is not finite is null.
+    Values that are not finite are null.
     """
 
     ids: list[int]
@@ -258,13 +258,13 @@ class TokenColumns(BaseModel):
 
 
 class Topology(BaseModel):
-    """Registered workers of a run, by name."""
+    """Registered workers of a run, ordered by name."""
 
     items: list[WorkerView]
 
 
 class TurnView(BaseModel):
-    """A stretch of a response that the policy sampled, or that it was told, as by a tool."""
+    """Stretch of a response that the policy sampled or observed, for example from a tool."""
 
     is_sampled: bool
     num_tokens: int
@@ -275,20 +275,20 @@ class TurnView(BaseModel):
 
 
 class ValidatedView(BaseModel):
-    """A specification that may be submitted."""
+    """Valid specification, ready to submit."""
 
     spec: dict[str, Any]
     spec_digest: str
 
 
 class VersionView(BaseModel):
-    """The release that answers."""
+    """Release of the controller that answers."""
 
     version: str
 
 
 class WholeSample(BaseModel):
-    """One kept sample with everything that is known of it."""
+    """Recorded sample with its turns, tokens and expected answer."""
 
     attempt: int
     data_source: str
@@ -320,7 +320,7 @@ class WholeSample(BaseModel):
 
 
 class WorkerView(BaseModel):
-    """A worker of a run."""
+    """Worker of a run."""
 
     activity: str
     gauges: dict[str, float]

@@ -41,7 +41,7 @@ class Operations:
         return TypeAdapter(kind).validate_json(content or b"null")
 
     def get_quota(self) -> QuotaView:
-        """What the project may use, and uses."""
+        """Returns the limits of the project and its current use."""
         request = Request(method="GET", path="/v1/quota")
         answer: QuotaView = self._ask(QuotaView, request)
         return answer
@@ -68,7 +68,7 @@ class Operations:
         page_size: int = 50,
         page_token: str = "",
     ) -> RunPage:
-        """List the runs of the project, newest first unless ``order_by`` says otherwise."""
+        """Lists the runs of the project, newest first unless ``order_by`` differs."""
         request = Request(
             method="GET",
             path="/v1/runs",
@@ -93,9 +93,9 @@ class Operations:
         label: Sequence[str] = (),
         idempotency_key: str = "",
     ) -> RunView | ValidatedView:
-        """Submit a run; the body is its specification. It starts when its turn comes.
+        """Submits a run; the body is its specification. The run starts when the queue admits it.
 
-        Of several values of ``label`` with the same key the last one counts.
+        If ``label`` repeats a key, the last value counts.
         """
         request = Request(
             method="POST",
@@ -108,7 +108,7 @@ class Operations:
         return answer
 
     def delete_run(self, run_id: str, *, delete_checkpoints: bool = False, if_match: str) -> None:
-        """Forget a run that has ended. Its checkpoints stay on disk unless they are to go too."""
+        """Deletes a run that has ended. Its checkpoints stay on disk unless ``delete_checkpoints`` is set."""
         request = Request(
             method="DELETE",
             path="/v1/runs/{run_id}",
@@ -119,7 +119,7 @@ class Operations:
         self._ask(None, request)
 
     def get_run(self, run_id: str) -> RunView:
-        """One run."""
+        """Returns one run."""
         request = Request(method="GET", path="/v1/runs/{run_id}", names={"run_id": run_id})
         answer: RunView = self._ask(RunView, request)
         return answer
@@ -136,7 +136,7 @@ class Operations:
         rollout_replicas: int | None = None,
         validation_every: int | None = None,
     ) -> RunView:
-        """Change a run; ``If-Match`` names the revision that was read."""
+        """Changes a run; ``If-Match`` names the revision that the caller has read."""
         request = Request(
             method="PATCH",
             path="/v1/runs/{run_id}",
@@ -159,7 +159,10 @@ class Operations:
     def cancel_run(
         self, run_id: str, *, grace_seconds: float = 0.0, save_checkpoint: bool = False
     ) -> RunView:
-        """End a run. Cancelling a cancelled run changes nothing; a second call may shorten the grace."""
+        """Cancels a run.
+
+        Cancelling a cancelled run changes nothing; a second call may shorten the grace period.
+        """
         request = Request(
             method="POST",
             path="/v1/runs/{run_id}/cancel",
@@ -170,7 +173,7 @@ class Operations:
         return answer
 
     def save_run(self, run_id: str) -> RunView:
-        """Save a checkpoint at the end of the current step; event ``CheckpointSaved`` tells of it."""
+        """Saves a checkpoint at the end of the current step; the event ``CheckpointSaved`` reports it."""
         request = Request(
             method="POST", path="/v1/runs/{run_id}/checkpoint", names={"run_id": run_id}
         )
@@ -178,7 +181,7 @@ class Operations:
         return answer
 
     def list_checkpoints(self, run_id: str) -> CheckpointPage:
-        """Checkpoints of a run, newest first."""
+        """Lists the checkpoints of a run, newest first."""
         request = Request(
             method="GET", path="/v1/runs/{run_id}/checkpoints", names={"run_id": run_id}
         )
@@ -186,7 +189,7 @@ class Operations:
         return answer
 
     def delete_checkpoint(self, run_id: str, *, checkpoint_id: str) -> None:
-        """Delete a checkpoint that no run needs any more."""
+        """Deletes a checkpoint that no run needs any more."""
         request = Request(
             method="DELETE",
             path="/v1/runs/{run_id}/checkpoints/{checkpoint_id}",
@@ -195,7 +198,7 @@ class Operations:
         self._ask(None, request)
 
     def get_checkpoint(self, run_id: str, *, checkpoint_id: str) -> CheckpointView:
-        """One checkpoint."""
+        """Returns one checkpoint."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/checkpoints/{checkpoint_id}",
@@ -215,7 +218,10 @@ class Operations:
         not_type: Sequence[str] = (),
         order_by: Literal["seq", "-seq"] = "seq",
     ) -> EventPage:
-        """Events of a run in order, or the newest first: then ``before_seq`` goes on behind a page."""
+        """Lists the events of a run in order, or newest first with ``order_by=-seq``.
+
+        In the latter case ``before_seq`` continues after a page.
+        """
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/events",
@@ -241,7 +247,10 @@ class Operations:
         name: str = "",
         overrides: Mapping[str, Any] | None = None,
     ) -> RunView:
-        """Start a new run that goes on from a checkpoint, with the same prompts behind it."""
+        """Starts a new run that continues from a checkpoint of another run.
+
+        It does not repeat the prompts trained up to that checkpoint, unless its data or seed differ.
+        """
         request = Request(
             method="POST",
             path="/v1/runs/{run_id}/fork",
@@ -253,7 +262,7 @@ class Operations:
         return answer
 
     def list_groups(self, run_id: str, *, after_step: int = 0, steps: int = 10) -> GroupPage:
-        """Groups that steps trained, those in flight, and those that were given up, with the reason."""
+        """Lists the groups that steps trained, those in flight, and those that were dropped, with the reason."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/groups",
@@ -266,7 +275,7 @@ class Operations:
     def read_logs(
         self, run_id: str, *, component: str = "", tail_lines: int = 1000
     ) -> Iterator[LogLine]:
-        """The ends of the workers' logs, one JSON object a line: ``component`` and ``line``."""
+        """Returns the last lines of the workers' logs, one JSON object per line: ``component`` and ``line``."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/logs",
@@ -285,9 +294,11 @@ class Operations:
         to_step: int = 0,
         max_points: int = 2000,
     ) -> MetricPage:
-        """Numbers of the run's steps; of more than ``max_points`` every n-th. ``to_step`` 0 is the newest.
+        """Lists metrics of the run's steps; more than ``max_points`` steps are thinned to every n-th.
 
-        A ``name`` that ends with ``*`` means all that begin so.
+        ``to_step`` 0 is the newest.
+
+        A ``name`` that ends with ``*`` selects all metrics with that prefix.
         """
         request = Request(
             method="GET",
@@ -304,7 +315,7 @@ class Operations:
         return answer
 
     def pause_run(self, run_id: str, *, checkpoint: bool = True) -> RunView:
-        """Finish the current step, save a checkpoint if it is wanted, and stop the workers."""
+        """Pauses a run: finishes the current step, saves a checkpoint if requested, and stops the workers."""
         request = Request(
             method="POST",
             path="/v1/runs/{run_id}/pause",
@@ -315,7 +326,7 @@ class Operations:
         return answer
 
     def resume_run(self, run_id: str) -> RunView:
-        """Queue a paused run again; it goes on from its checkpoint."""
+        """Queues a paused run again; it continues from its checkpoint."""
         request = Request(method="POST", path="/v1/runs/{run_id}/resume", names={"run_id": run_id})
         answer: RunView = self._ask(RunView, request)
         return answer
@@ -338,7 +349,7 @@ class Operations:
         page_size: int = 50,
         page_token: str = "",
     ) -> SamplePage:
-        """Kept samples with their facts and, over REST, the beginnings of their texts."""
+        """Lists recorded samples with their facts and, over REST, the beginnings of their texts."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/samples",
@@ -379,7 +390,7 @@ class Operations:
         tokens: bool = True,
         limit: int = 0,
     ) -> Iterator[WholeSample]:
-        """Kept samples as JSON lines, one after the other as they are read."""
+        """Exports recorded samples as JSON lines, streamed as they are read."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/samples.jsonl",
@@ -403,7 +414,7 @@ class Operations:
             yield WholeSample.model_validate(item)
 
     def get_sample(self, run_id: str, *, sample_id: str) -> WholeSample:
-        """One kept sample with its turns and tokens."""
+        """Returns one recorded sample with its turns and tokens."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/samples/{sample_id}",
@@ -413,7 +424,7 @@ class Operations:
         return answer
 
     def get_topology(self, run_id: str) -> Topology:
-        """Registered workers of a run and what they are doing."""
+        """Lists the registered workers of a run and their activities."""
         request = Request(method="GET", path="/v1/runs/{run_id}/topology", names={"run_id": run_id})
         answer: Topology = self._ask(Topology, request)
         return answer
@@ -421,7 +432,7 @@ class Operations:
     def report_tracker(
         self, run_id: str, *, tracker: str, is_writing: bool | None = None, message: str = ""
     ) -> EventView:
-        """Tell that a tracker of the run has failed or is written to again; an event of the run says so."""
+        """Records, as an event of the run, that a tracker has failed or works again."""
         request = Request(
             method="POST",
             path="/v1/runs/{run_id}/trackers/{tracker}",
@@ -432,7 +443,7 @@ class Operations:
         return answer
 
     def evaluate_run(self, run_id: str) -> RunView:
-        """Evaluate the weights that are served now; event ``Validated`` tells of it."""
+        """Evaluates the weights that the run serves now; the event ``Validated`` reports the result."""
         request = Request(
             method="POST", path="/v1/runs/{run_id}/validate", names={"run_id": run_id}
         )
@@ -440,7 +451,7 @@ class Operations:
         return answer
 
     def get_version(self) -> VersionView:
-        """The release that answers."""
+        """Returns the release of the controller."""
         request = Request(method="GET", path="/v1/version")
         answer: VersionView = self._ask(VersionView, request)
         return answer
