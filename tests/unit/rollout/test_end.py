@@ -13,6 +13,7 @@ class Session:
         has_engine=True,
         limits=SimpleNamespace(stall_timeout_s=1.0),
         rollout=SimpleNamespace(partial_rollout=True),
+        sends_adapters=False,
     )
 
     def report(self, **changes):

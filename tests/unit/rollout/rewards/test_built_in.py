@@ -67,7 +67,7 @@ HARD = (r"\boxed{x^{40}+x^{31}-7x^{3}+x>1 or x^{37}+x^5+3>2}", r"\boxed{10000000
 def test_a_comparison_that_takes_too_long_is_a_time_out_not_a_zero(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(math_reward, "_CPU_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(math_reward, "_CPU_TIMEOUT_S", 0.02)
     for response in HARD:
         with pytest.raises(TimeoutError):
             math_answer("", response, r"(1,\infty)", {})
