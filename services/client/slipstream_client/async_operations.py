@@ -264,7 +264,7 @@ class AsyncOperations:
         return answer
 
     async def list_groups(self, run_id: str, *, after_step: int = 0, steps: int = 10) -> GroupPage:
-        """Lists the groups that steps trained, those in flight, and those that were dropped, with the reason."""
+        """Lists the groups that steps trained, those in flight, and those that were dropped with a reason."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/groups",
@@ -277,7 +277,7 @@ class AsyncOperations:
     async def read_logs(
         self, run_id: str, *, component: str = "", tail_lines: int = 1000
     ) -> AsyncIterator[LogLine]:
-        """Returns the last lines of the workers' logs, one JSON object per line: ``component`` and ``line``."""
+        """Returns the last lines of the workers' logs as JSON objects with ``component`` and ``line``."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/logs",

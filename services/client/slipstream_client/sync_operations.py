@@ -262,7 +262,7 @@ class Operations:
         return answer
 
     def list_groups(self, run_id: str, *, after_step: int = 0, steps: int = 10) -> GroupPage:
-        """Lists the groups that steps trained, those in flight, and those that were dropped, with the reason."""
+        """Lists the groups that steps trained, those in flight, and those that were dropped with a reason."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/groups",
@@ -275,7 +275,7 @@ class Operations:
     def read_logs(
         self, run_id: str, *, component: str = "", tail_lines: int = 1000
     ) -> Iterator[LogLine]:
-        """Returns the last lines of the workers' logs, one JSON object per line: ``component`` and ``line``."""
+        """Returns the last lines of the workers' logs as JSON objects with ``component`` and ``line``."""
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/logs",

@@ -260,7 +260,7 @@ class WatchRuns(Operation[EventView]):
 
 
 class ReadLogs(OfRun[LogLine]):
-    """Returns the last lines of the workers' logs, one JSON object per line: ``component`` and ``line``."""
+    """Returns the last lines of the workers' logs as JSON objects with ``component`` and ``line``."""
 
     http = "GET /v1/runs/{run_id}/logs"
     form = "lines"
@@ -295,7 +295,7 @@ class ListMetrics(OfRun[MetricPage]):
 
 
 class ListGroups(OfRun[GroupPage]):
-    """Lists the groups that steps trained, those in flight, and those that were dropped, with the reason."""
+    """Lists the groups that steps trained, those in flight, and those that were dropped with a reason."""
 
     http = "GET /v1/runs/{run_id}/groups"
     after_step: Seq = 0
