@@ -18,7 +18,7 @@ class PaddedStep:
         self._scale = scale
         self._autocast = autocast
         self._parameters = list(model.parameters())
-        self._optimizer = optim.build_optimizer(self._parameters, OptimizerSpec())
+        self._optimizer = optim.build_optimizer(model, OptimizerSpec())
 
     def run(self, samples: Samples) -> None:
         """Trains on all samples with a plain policy gradient."""

@@ -11,7 +11,7 @@ from tests.helpers.plumbing import PLUMBING
 
 pytestmark = pytest.mark.timeout(300)
 
-# What held-out responses are worth goes up and down again, whatever they say.
+# The score of held-out responses rises and falls, whatever they say. The command tries the function twice before the run.
 _UP_AND_DOWN = """
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from pathlib import Path
 def score(prompt, response, answer, row):
     with Path(__file__).with_suffix(".calls").open("a+") as calls:
         calls.write("x")
-        return float(-abs(calls.tell() - 3))
+        return float(-abs(calls.tell() - 5))
 """
 
 

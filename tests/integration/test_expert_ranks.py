@@ -171,7 +171,7 @@ def test_what_ranks_load_send_and_save_is_the_whole_model(
     run_ranks(_load_and_save, str(tmp_path), name, shared, ranks, count=ranks)
     # The checkpoint of all ranks goes on alone.
     policy = _policy(name)
-    optimizer = build_optimizer(list(policy.parameters()), _spec_alone().optimizer)
+    optimizer = build_optimizer(policy, _spec_alone().optimizer)
     alone = Checkpointer(
         {"": (policy, optimizer)},
         root=tmp_path / "run",
@@ -202,7 +202,7 @@ def _load_and_save(rank: int, folder: str, name: str, shared: int, ranks: int) -
         assert torch.equal(value, whole[key]), key
 
     # An update moves them; the rows of all ranks are then the whole again.
-    optimizer = build_optimizer(list(policy.parameters()), spec.optimizer)
+    optimizer = build_optimizer(policy, spec.optimizer)
     checkpointer = Checkpointer(
         {"": (policy, optimizer)}, root=root / "run", keep=1, topology=topology
     )

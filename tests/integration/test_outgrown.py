@@ -100,13 +100,13 @@ def _idle_rank(rank: int, folder: str, port: int) -> None:
         if rank == 1:
             with (
                 pytest.raises(RankFailedError, match="rank 1: no room"),
-                command_group.together(ends=True),
+                command_group.guard(ends=True),
             ):
                 raise ValueError("no room")
         else:
             with pytest.raises(RankFailedError, match="rank 1: no room"):
                 asyncio.run(command_group.failed())
-        with pytest.raises(RankFailedError, match="rank 1: no room"), command_group.together():
+        with pytest.raises(RankFailedError, match="rank 1: no room"), command_group.guard():
             """Whatever was computed meanwhile counts for nothing."""
     assert not distributed.is_initialized()
 
@@ -117,7 +117,7 @@ def _end_well(rank: int, folder: str, port: int) -> None:
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
     )
     command_group = CommandGroup(2)
-    with command_group.listening(), command_group.together():
+    with command_group.listening(), command_group.guard():
         command_group.gather(str(rank))
     assert not command_group.has_failed
     assert [thread for thread in threading.enumerate() if thread.name == "crew"] == []
