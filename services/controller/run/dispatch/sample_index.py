@@ -87,16 +87,16 @@ class SampleIndex:
         wanted: dict[int, list[int]] = {number: [] for number in batches}
         for samples in chosen:
             wanted[id(samples.batch)] += samples.indexes
-        connections = [batches[number].select(indexes) for number, indexes in wanted.items()]
-        if len(connections) == 1:
-            return connections[0]
+        parts = [batches[number].select(indexes) for number, indexes in wanted.items()]
+        if len(parts) == 1:
+            return parts[0]
         begins = dict(zip(wanted, accumulate(map(len, wanted.values()), initial=0), strict=False))
         order: list[int] = []
         for samples in chosen:
             begin = begins[id(samples.batch)]
             begins[id(samples.batch)] += len(samples.indexes)
             order += range(begin, begins[id(samples.batch)])
-        return KVBatchMeta.concat(connections).select(order)
+        return KVBatchMeta.concat(parts).select(order)
 
     async def release(self, groups: Sequence[Group]) -> None:
         """Deletes the samples of groups that ended."""

@@ -69,7 +69,7 @@ class GroupFailures:
         """Resets the count of consecutive failures after a group succeeded."""
         self._in_a_row.clear()
 
-    def check_progress_of_failures(self) -> None:
+    def raise_if_all_fail(self) -> None:
         """Raises a GenerationError if many more groups than a batch failed in a row.
 
         All running groups may fail at once with an environment or a service that they share; they
@@ -261,7 +261,7 @@ class GenerationScheduler:
             else:
                 self._failures.blame(group, failure)
                 await self._journal.note(failed(failure), self._ledger)
-                self._failures.check_progress_of_failures()
+                self._failures.raise_if_all_fail()
             if len(workers) > 1:
                 await self._rollout_pool.cancel([group.group_id])
             await self.stored.discard([group])

@@ -37,12 +37,12 @@ def test_a_run_survives_the_failure_of_all_that_runs_and_ends_when_nothing_succe
     num_running = 2 * (1 + max_staleness)
     for _ in range(num_running):
         found.blame(group, failure)
-    found.check_progress_of_failures()
+    found.raise_if_all_fail()
     for _ in range(6):
         found.blame(group, failure)
     with pytest.raises(
         GenerationError, match=r"groups failed in a row, the first one of row 7: env"
     ):
-        found.check_progress_of_failures()
+        found.raise_if_all_fail()
     found.reset_failures()
-    found.check_progress_of_failures()
+    found.raise_if_all_fail()
