@@ -28,6 +28,10 @@ class KlSpec(SpecPart):
     reference's."""
     placement: Literal["loss", "reward"] = "loss"
     """``loss`` adds the penalty to the loss; ``reward`` subtracts it from the token rewards."""
+    importance_weighted: bool = True
+    """If true, the penalty in the loss is multiplied by the importance weight of its token, so that
+    its expectation is over the current policy. If false, it is over the policies that sampled the
+    tokens, as in GRPO (arXiv:2402.03300) and most libraries. No difference without a correction."""
     target: float | None = Field(None, gt=0)
     """Target divergence towards which the coefficient adapts. None keeps the coefficient fixed."""
     horizon: int = Field(10_000, ge=1)
@@ -66,23 +70,25 @@ class AlgorithmSpec(SpecPart):
     """Advantage, loss, off-policy correction and staleness."""
 
     advantage: str = Field("grpo", json_schema_extra={"examples": [*ADVANTAGES]})
-    """Advantage estimator: ``grpo``, ``dr_grpo``, ``rloo``, ``opo``, ``pass_at_k``,
+    """Advantage estimator: ``grpo``, ``dr_grpo``, ``rloo``, ``maxrl``, ``opo``, ``pass_at_k``,
     ``reinforce_pp``, ``reinforce_pp_baseline``, ``remax``, ``gae``, ``uniform`` (1 for every
     token), ``none`` (0 for every token; the default with a teacher), or your own function
     ``module:function`` / ``file.py:function``, which receives a ``ScoredBatch``."""
     advantage_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of your own advantage function. Built-in estimators are configured by the
-    keys of ``algorithm``."""
+    """Keyword arguments of your own advantage function, or of a built-in one: ``gae`` takes
+    ``length_adaptive`` (alpha of VAPO's lambda by length, arXiv:2504.05118; paper: 0.05)."""
     loss: str = Field("ppo", json_schema_extra={"examples": [*LOSSES]})
-    """Policy loss: ``ppo``, ``gspo``, ``cispo``, ``aipo``, ``sapo``, ``reinforce``, or your own
-    function ``module:function`` / ``file.py:function``, which receives ``LossTokens``. ``gspo``
-    (with default clip distances of 3e-4 and 4e-4) and ``sapo`` have the default aggregation
-    ``seq-mean-token-mean``. Two losses train on answers in ``data.train`` and sample no
-    responses: ``sft`` is their cross entropy, and ``dpo`` learns a preference between two
-    answers."""
+    """Policy loss: ``ppo``, ``gspo``, ``cispo``, ``aipo``, ``sapo``, ``dppo``, ``gmpo``, ``clip_cov``,
+    ``kl_cov``, ``reinforce``, or your own function ``module:function`` / ``file.py:function``,
+    which receives ``LossTokens``. ``gspo`` (with default clip distances of 3e-4 and 4e-4),
+    ``gmpo`` (.4 and .4, of log-ratios) and ``sapo`` have the default aggregation
+    ``seq-mean-token-mean``; ``dppo`` bounds a divergence, by default .15. Two losses train on
+    answers in ``data.train`` and sample no responses: ``sft`` is their cross entropy, and ``dpo``
+    learns a preference between two answers."""
     loss_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of your own loss function. Built-in losses are configured by the keys of
-    ``algorithm``."""
+    """Keyword arguments of your own loss function, or of a built-in one. ``dppo``: ``divergence``
+    (``tv`` or ``kl``) and ``ratio_max``; ``clip_cov``: ``fraction``, ``low`` and ``high``;
+    ``kl_cov``: ``fraction`` and ``coefficient``. Other settings are keys of ``algorithm``."""
     aggregation: Literal[
         "token-mean",
         "token-sum",
@@ -208,13 +214,15 @@ class AlgorithmSpec(SpecPart):
     @property
     def arguments_of_loss(self) -> dict[str, Any]:
         """Keyword arguments of the loss function."""
-        return {**{key: getattr(self, key) for key in self.loss_kind.keys}, **self.loss_arguments}
+        kind = self.loss_kind
+        return {key: getattr(self, key) for key in kind.keys} | kind.resolve(self.loss_arguments)
 
     @property
     def arguments_of_advantage(self) -> dict[str, Any]:
         """Keyword arguments of the advantage function."""
-        given = {key: getattr(self, key) for key in self.advantage_kind.keys}
-        return {**given, **self.advantage_arguments}
+        kind = self.advantage_kind
+        keys = {key: getattr(self, key) for key in kind.keys}
+        return keys | kind.resolve(self.advantage_arguments)
 
     @property
     def looks_ahead(self) -> bool:

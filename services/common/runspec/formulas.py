@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from pydantic import Field
+
+from services.common.runspec.base import SpecPart
+
 _LOSSES: Final = "services.trainer.algorithm.loss"
 _ESTIMATORS: Final = "services.trainer.algorithm.estimators"
 
@@ -20,8 +24,18 @@ class Formula:
     """Reference ``module:function``."""
     keys: tuple[str, ...] = ()
     """Keys of ``algorithm`` that are passed as arguments with the same names."""
+    arguments: type[SpecPart] = SpecPart
+    """Schema of ``loss_arguments`` or ``advantage_arguments``, with defaults. Empty for most."""
     is_own: bool = False
-    """True if the function is the user's own."""
+    """True if the function is the user's own, which may have any arguments."""
+
+    def resolve(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns keyword arguments with defaults; those of a user's own function are unchanged.
+
+        Raises:
+            pydantic.ValidationError: If the built-in function has no such argument or rejects its value.
+        """
+        return dict(given) if self.is_own else self.arguments.model_validate(given).model_dump()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +68,43 @@ class AdvantageKind(Formula):
     """True if each group has one additional greedy response."""
 
 
+class DppoArguments(SpecPart):
+    """Arguments of the loss ``dppo``."""
+
+    divergence: Literal["tv", "kl"] = "tv"
+    """Divergence that ``clip_low`` and ``clip_high`` bound: total variation or Kullback-Leibler."""
+    ratio_max: float = Field(20.0, gt=1)
+    """Max importance weight of a token."""
+
+
+class ClipCovArguments(SpecPart):
+    """Arguments of the loss ``clip_cov``."""
+
+    fraction: float = Field(2e-4, gt=0, le=1)
+    """Fraction of the trained tokens that are detached."""
+    low: float = 1.0
+    """Min covariance term of a token that may be detached."""
+    high: float = 5.0
+    """Max covariance term of a token that may be detached."""
+
+
+class KlCovArguments(SpecPart):
+    """Arguments of the loss ``kl_cov``."""
+
+    fraction: float = Field(2e-3, gt=0, le=1)
+    """Fraction of the trained tokens that get the penalty."""
+    coefficient: float = Field(1.0, ge=0)
+    """Factor of the penalty."""
+
+
+class GaeArguments(SpecPart):
+    """Arguments of the advantage ``gae``."""
+
+    length_adaptive: float | None = Field(None, gt=0)
+    """Alpha of VAPO's lambda ``1 - 1 / (alpha * length)`` for the advantages (paper: 0.05), while the
+    critic's targets use ``gae_lambda``. None uses ``gae_lambda`` for both."""
+
+
 LOSSES: Final[Mapping[str, LossKind]] = {
     "ppo": LossKind(function=f"{_LOSSES}:ppo", keys=("clip_low", "clip_high", "dual_clip")),
     "gspo": LossKind(
@@ -72,6 +123,22 @@ LOSSES: Final[Mapping[str, LossKind]] = {
         keys=("sapo_temperature_positive", "sapo_temperature_negative"),
         defaults={"aggregation": "seq-mean-token-mean"},
     ),
+    # The trust region's bounds of the paper for total variation; the ratio needs no clip.
+    "dppo": LossKind(
+        function=f"{_LOSSES}:dppo",
+        keys=("clip_low", "clip_high"),
+        arguments=DppoArguments,
+        defaults={"clip_low": 0.15, "clip_high": 0.15},
+    ),
+    "gmpo": LossKind(
+        function=f"{_LOSSES}:gmpo",
+        keys=("clip_low", "clip_high"),
+        defaults={"clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq-mean-token-mean"},
+    ),
+    "clip_cov": LossKind(
+        function=f"{_LOSSES}:clip_cov", keys=("clip_low", "clip_high"), arguments=ClipCovArguments
+    ),
+    "kl_cov": LossKind(function=f"{_LOSSES}:kl_cov", arguments=KlCovArguments),
     # It has no ratio, so the correction's weight is its only correction, also under bypass.
     "reinforce": LossKind(function=f"{_LOSSES}:reinforce", weighted="corrected"),
     # Cross entropy is the policy gradient of equally rewarded responses. Demonstrations never
@@ -108,6 +175,7 @@ ADVANTAGES: Final[Mapping[str, AdvantageKind]] = {
     "grpo": AdvantageKind(function=f"{_ESTIMATORS}:grpo", is_per_group=True),
     "dr_grpo": AdvantageKind(function=f"{_ESTIMATORS}:dr_grpo", is_per_group=True),
     "rloo": AdvantageKind(function=f"{_ESTIMATORS}:rloo", is_per_group=True),
+    "maxrl": AdvantageKind(function=f"{_ESTIMATORS}:maxrl", is_per_group=True),
     "opo": AdvantageKind(function=f"{_ESTIMATORS}:opo", is_per_group=True),
     "pass_at_k": AdvantageKind(function=f"{_ESTIMATORS}:pass_at_k", is_per_group=True),
     "none": AdvantageKind(function=f"{_ESTIMATORS}:none", is_per_group=True),
@@ -118,6 +186,9 @@ ADVANTAGES: Final[Mapping[str, AdvantageKind]] = {
         function=f"{_ESTIMATORS}:remax", keys=("gamma",), is_per_group=True, needs_greedy=True
     ),
     "gae": AdvantageKind(
-        function=f"{_ESTIMATORS}:gae", keys=("gamma", "gae_lambda"), needs_critic=True
+        function=f"{_ESTIMATORS}:gae",
+        keys=("gamma", "gae_lambda"),
+        arguments=GaeArguments,
+        needs_critic=True,
     ),
 }

@@ -3,16 +3,19 @@
 A message begins with a key and names all keys involved, their values, and a fix.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 from urllib.parse import urlsplit
+
+from pydantic import ValidationError
 
 from services.common.callables import is_reference
 from services.common.fields import FIELDS, TOKEN_REWARDS
 from services.common.runspec.built_in import EARNED, NEED_ANSWERS, REWARDS, SERVICES, WORKFLOWS
 from services.common.runspec.data_rules import data, demonstrations
 from services.common.runspec.engines import engine_kind
-from services.common.runspec.formulas import ADVANTAGES, LOSSES
+from services.common.runspec.formulas import ADVANTAGES, LOSSES, Formula
 from services.common.runspec.placement_rules import placement
 from services.common.runspec.rollout import RewardSpec
 from services.common.runspec.run import TINY_PREFIX, RunSpec
@@ -317,6 +320,25 @@ def _engine(spec: RunSpec) -> Iterator[str]:
         yield str(error)
 
 
+def _argument_problems(
+    key: str, name: str, formula: Formula, arguments: Mapping[str, Any]
+) -> Iterator[str]:
+    known = tuple(formula.arguments.model_fields)
+    try:
+        formula.resolve(arguments)
+    except ValidationError as error:
+        for problem in error.errors():
+            argument = ".".join(map(str, problem["loc"]))
+            if problem["type"] == "extra_forbidden":
+                settings = ", ".join((*known, *(f"algorithm.{each}" for each in formula.keys)))
+                yield (
+                    f"{key}_arguments.{argument} is unknown; the settings of {name!r} are "
+                    f"{settings or 'none'}" + did_you_mean(argument, known)
+                )
+            else:
+                yield f"{key}_arguments.{argument}: {problem['msg']}, but is {problem['input']!r}"
+
+
 def _formulas(spec: RunSpec) -> Iterator[str]:
     algorithm = spec.algorithm
     for key, name, table, arguments in (
@@ -328,11 +350,8 @@ def _formulas(spec: RunSpec) -> Iterator[str]:
                 f"algorithm.{key} {name!r} is unknown; take one of {', '.join(table)}, or a function of "
                 "yours, 'module:function' or 'file.py:function'." + did_you_mean(name, tuple(table))
             )
-        if name in table and arguments:
-            yield (
-                f"algorithm.{key}_arguments {sorted(arguments)} are for a function of your own; the "
-                f"settings of {name!r} are keys of algorithm: {', '.join(table[name].keys) or 'none'}"
-            )
+        if name in table:
+            yield from _argument_problems(f"algorithm.{key}", name, table[name], arguments)
     if spec.critic != CriticSpec() and not algorithm.advantage_kind.needs_critic:
         yield (
             f"critic is given, but algorithm.advantage {algorithm.advantage!r} has none; remove it, "

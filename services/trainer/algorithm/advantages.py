@@ -79,6 +79,24 @@ def rloo(scores: Tensor, groups: Tensor) -> Tensor:
     return _centred(scores, groups) * size / (size - 1).clamp(min=1)
 
 
+def maxrl(scores: Tensor, groups: Tensor) -> Tensor:
+    """Score minus the group's mean, divided by that mean (MaxRL, arXiv:2602.02710).
+
+    With scores of 0 and 1 this is an unbiased estimate of the gradient of a truncated expansion of the
+    log-likelihood of success, which weighs prompts by the inverse of their success rate. A group with a mean
+    of 0 or less gets 0.
+
+    Args:
+        scores: ``[N]`` float, at least 0.
+        groups: ``[N]`` int64.
+
+    Returns:
+        ``[N]`` advantages.
+    """
+    mean = _group_mean(scores, groups)
+    return torch.where(mean > 0, _centred(scores, groups) / mean.clamp(min=_STD_EPSILON), 0.0)
+
+
 def opo(scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     """Score minus the length-weighted mean of the group (arXiv:2505.23585).
 
@@ -148,7 +166,13 @@ def returns_to_go(rewards: Tensor, mask: Tensor, segments: Segments, *, gamma: f
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, segments: Segments, *, gamma: float, decay: float
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    segments: Segments,
+    *,
+    gamma: float,
+    decay: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (arXiv:1506.02438), not yet whitened.
 
@@ -160,17 +184,18 @@ def gae(
         mask: ``[T]`` bool, tokens that the policy sampled.
         segments: Sequences of the tokens.
         gamma: Discount per token.
-        decay: Lambda, the decay of the estimate.
+        decay: Lambda, the decay of the estimate: a number, or ``[N]`` float by sequence.
 
     Returns:
         ``[T]`` advantages and ``[T]`` returns, 0 outside ``mask``.
     """
     advantages = torch.zeros_like(rewards)
+    decays = segments.spread(torch.as_tensor(decay, dtype=rewards.dtype).expand(len(segments)))
 
     def step(tokens: Tensor, state: Tensor) -> Tensor:
         next_value, next_advantage = state.unbind(1)
         delta = rewards[tokens] + gamma * next_value - values[tokens]
-        advantage = delta + gamma * decay * next_advantage
+        advantage = delta + gamma * decays[tokens] * next_advantage
         kept = mask[tokens]
         advantages[tokens] = torch.where(kept, advantage, 0.0)
         updated = torch.stack([values[tokens], advantage], dim=1)
@@ -178,6 +203,19 @@ def gae(
 
     segments.scan_backwards(step, rewards.new_zeros(len(segments), 2))
     return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def length_adaptive_decay(lengths: Tensor, *, alpha: float) -> Tensor:
+    """Returns the lambda ``1 - 1 / (alpha * length)`` of each sequence, at least 0 (VAPO, arXiv:2504.05118).
+
+    Args:
+        lengths: ``[N]`` sampled tokens of each sequence.
+        alpha: Factor of the length; the paper uses 0.05.
+
+    Returns:
+        ``[N]`` float64.
+    """
+    return (1.0 - 1.0 / (alpha * lengths.to(torch.float64).clamp(min=1.0))).clamp(min=0.0)
 
 
 def whiten(

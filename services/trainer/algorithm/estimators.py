@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,6 +75,11 @@ def rloo(batch: ScoredBatch) -> Tensor:
     return batch.spread(advantages.rloo(batch.scores, batch.groups))
 
 
+def maxrl(batch: ScoredBatch) -> Tensor:
+    """Advantages relative to the group's mean; see :func:`advantages.maxrl`."""
+    return batch.spread(advantages.maxrl(batch.scores, batch.groups))
+
+
 def opo(batch: ScoredBatch) -> Tensor:
     """Advantages with the length-weighted baseline; see :func:`advantages.opo`."""
     return batch.spread(advantages.opo(batch.scores, batch.groups, batch.lengths))
@@ -118,12 +124,26 @@ def remax(batch: ScoredBatch, *, gamma: float) -> Tensor:
     return _returns(batch, gamma) - batch.segments.spread(batch.greedy_scores[batch.prompts])
 
 
-def gae(batch: ScoredBatch, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
-    """Generalized advantages, whitened over the batch, and the critic's targets (arXiv:1506.02438)."""
+def gae(
+    batch: ScoredBatch, *, gamma: float, gae_lambda: float, length_adaptive: float | None
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantages, whitened over the batch, and the critic's targets (arXiv:1506.02438).
+
+    Args:
+        batch: The batch, with values.
+        gamma: Discount per token.
+        gae_lambda: Lambda of the advantages, and of the critic's targets.
+        length_adaptive: Alpha of VAPO's lambda by length (arXiv:2504.05118), which then replaces
+            ``gae_lambda`` for the advantages only; None for none.
+    """
     assert batch.values is not None, "a critic gives values"
-    raw, returns = advantages.gae(
-        batch.rewards, batch.values, batch.mask, batch.segments, gamma=gamma, decay=gae_lambda
+    estimate = partial(
+        advantages.gae, batch.rewards, batch.values, batch.mask, batch.segments, gamma=gamma
     )
+    raw, returns = estimate(decay=gae_lambda)
+    if length_adaptive is not None:
+        lengths = batch.segments.count(batch.mask)
+        raw, _ = estimate(decay=advantages.length_adaptive_decay(lengths, alpha=length_adaptive))
     return batch.whiten(raw), returns
 
 

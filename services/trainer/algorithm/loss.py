@@ -1,6 +1,7 @@
 """Policy losses, penalties and their aggregation, as pure functions on flat tokens.
 
-A policy loss maps the tokens of a micro-batch to one loss per token; ``spec/formulas.py`` names the losses.
+A policy loss maps the tokens of a micro-batch to one loss per token; ``runspec/formulas.py`` names the
+losses.
 """
 
 import math
@@ -187,6 +188,148 @@ def sapo(
     temperature = temperature.masked_fill(advantages > 0, sapo_temperature_positive)
     gate = torch.sigmoid(temperature * (ratio - 1.0)) * 4.0 / temperature
     return TokenLoss(-gate * advantages)
+
+
+def dppo(
+    tokens: LossTokens, *, clip_low: float, clip_high: float, divergence: str, ratio_max: float
+) -> TokenLoss:
+    """Policy gradient that masks tokens outside a trust region (DPPO, arXiv:2602.04879).
+
+    The trust region bounds the divergence between the old and the current policy of the event "this token",
+    and not the ratio, which is noisy for unlikely tokens. A token outside it trains only if its gradient
+    leads back.
+
+    Args:
+        tokens: The micro-batch.
+        clip_low: Max divergence of a token whose probability falls.
+        clip_high: Max divergence of a token whose probability rises.
+        divergence: ``tv``, the difference of the two probabilities, or ``kl``, the divergence of the two
+            Bernoulli distributions.
+        ratio_max: Max weight of a token.
+
+    Returns:
+        Token loss with ``clip_fraction``, the masked tokens.
+    """
+    logprobs, old = tokens.logprobs.detach(), tokens.old_logprobs
+    probability, old_probability = torch.exp(logprobs), torch.exp(old)
+    rises = probability > old_probability
+    if divergence == "tv":
+        distance = (probability - old_probability).abs()
+    else:
+        rest, old_rest = (_log_complement(each) for each in (logprobs, old))
+        distance = old_probability * (old - logprobs) + (1.0 - old_probability) * (old_rest - rest)
+    leaves = torch.where(
+        tokens.advantages > 0, rises & (distance > clip_high), ~rises & (distance > clip_low)
+    )
+    weight = ratio_of(logprobs, old).clamp(max=ratio_max)
+    values = torch.where(leaves, 0.0, -weight * tokens.advantages * tokens.logprobs)
+    return TokenLoss(values, {"clip_fraction": leaves.to(values.dtype)})
+
+
+def _log_complement(logprobs: Tensor) -> Tensor:
+    """Returns ``log(1 - exp(logprobs))``, at least the logarithm of the smallest step below 1."""
+    smallest = torch.finfo(logprobs.dtype).eps
+    return torch.log((-torch.expm1(logprobs)).clamp(min=smallest))
+
+
+def gmpo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> TokenLoss:
+    """Surrogate with the geometric mean of a sequence's clipped ratios (GMPO, arXiv:2507.20673).
+
+    Each log-ratio is clipped against the sign of its token's advantage before the mean, so that one token
+    cannot decide for its sequence.
+
+    Args:
+        tokens: The micro-batch.
+        clip_low: A log-ratio that falls below ``-clip_low`` with a negative advantage is clipped.
+        clip_high: A log-ratio that rises above ``clip_high`` with a positive advantage is clipped.
+
+    Returns:
+        Token loss with ``clip_fraction``.
+    """
+    log_ratio = log_ratio_of(tokens.logprobs, tokens.old_logprobs)
+    is_clipped = torch.where(
+        tokens.advantages > 0, log_ratio > clip_high, log_ratio < -clip_low
+    ) & (tokens.advantages != 0)
+    bounded = torch.where(is_clipped, log_ratio.clamp(-clip_low, clip_high), log_ratio)
+    mean = tokens.segments.mean(bounded, tokens.mask)
+    values = -tokens.advantages * tokens.segments.spread(torch.exp(mean))
+    return TokenLoss(values, {"clip_fraction": is_clipped.to(values.dtype)})
+
+
+def clip_cov(
+    tokens: LossTokens,
+    *,
+    clip_low: float,
+    clip_high: float,
+    fraction: float,
+    low: float,
+    high: float,
+) -> TokenLoss:
+    """Clipped surrogate that detaches some tokens that would lower the entropy most (arXiv:2505.22617).
+
+    Entropy falls with the covariance of log-probability and advantage. Of the tokens whose term of it lies
+    between ``low`` and ``high``, a random selection gets no gradient. The covariance is that of the
+    micro-batch. Equal micro-batches have equal selections.
+
+    Args:
+        tokens: The micro-batch.
+        clip_low: The ratio is clipped at ``1 - clip_low``.
+        clip_high: The ratio is clipped at ``1 + clip_high``.
+        fraction: Fraction of the trained tokens that are selected.
+        low: Min covariance term of a token that may be selected.
+        high: Max covariance term of a token that may be selected.
+
+    Returns:
+        Token loss with ``clip_fraction`` and ``covariance_fraction``, the selected tokens.
+    """
+    ratio = ratio_of(tokens.logprobs, tokens.old_logprobs)
+    clipped = _clipped(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+    covariance = _covariance(tokens)
+    free = tokens.mask & (clipped.indicators["clip_fraction"] == 0)
+    candidates = torch.nonzero(free & (covariance > low) & (covariance < high)).squeeze(1)
+    count = min(len(candidates), math.ceil(fraction * int(tokens.mask.sum())))
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(0))
+    selected = torch.zeros_like(tokens.mask)
+    selected[candidates[order[:count].to(candidates.device)]] = True
+    values = torch.where(selected, clipped.values.detach(), clipped.values)
+    return TokenLoss(
+        values, {**clipped.indicators, "covariance_fraction": selected.to(values.dtype)}
+    )
+
+
+def kl_cov(tokens: LossTokens, *, fraction: float, coefficient: float) -> TokenLoss:
+    """Policy gradient with a penalty on the tokens that would lower the entropy most (arXiv:2505.22617).
+
+    Args:
+        tokens: The micro-batch, whose covariance counts; see :func:`clip_cov`.
+        fraction: Fraction of the trained tokens, those with the largest covariance terms, that get the
+            penalty; at least one token.
+        coefficient: Factor of the penalty, the absolute log-ratio to the old policy.
+
+    Returns:
+        Token loss with ``covariance_fraction``, the penalized tokens.
+    """
+    log_ratio = log_ratio_of(tokens.logprobs, tokens.old_logprobs)
+    values = -tokens.advantages * torch.exp(log_ratio)
+    num_trained = int(tokens.mask.sum())
+    count = min(num_trained, max(1, int(fraction * num_trained)))
+    ranked = _covariance(tokens).masked_fill(~tokens.mask, -torch.inf)
+    selected = torch.zeros_like(tokens.mask)
+    selected[torch.topk(ranked, count).indices] = True
+    penalized = values + coefficient * log_ratio.abs()
+    return TokenLoss(
+        torch.where(selected, penalized, values), {"covariance_fraction": selected.to(values.dtype)}
+    )
+
+
+def _covariance(tokens: LossTokens) -> Tensor:
+    """Returns the ``[T]`` terms of the covariance of advantage and logprob over the trained tokens."""
+    count = tokens.mask.sum().clamp(min=1)
+    centred = (
+        each - torch.where(tokens.mask, each, 0.0).sum() / count
+        for each in (tokens.advantages, tokens.logprobs.detach())
+    )
+    return math.prod(centred)  # type: ignore[return-value]
 
 
 def reinforce(tokens: LossTokens) -> TokenLoss:

@@ -247,11 +247,13 @@ class Objective:
         return result
 
     def _penalty(self, logprobs: Tensor, samples: Samples, compared: _Comparison) -> Tensor:
-        """Returns the KL penalty to the reference, importance-weighted because tokens may be stale."""
+        """Returns the KL penalty to the reference, importance-weighted unless the run excludes that."""
         penalty = loss.kl_penalty(
             logprobs, samples.tokens["ref_logprobs"], estimator=self._spec.kl.estimator
         )
-        return penalty if compared.weights is None else penalty * compared.weights
+        if compared.weights is None or not self._spec.kl.importance_weighted:
+            return penalty
+        return penalty * compared.weights
 
     def _report(
         self,

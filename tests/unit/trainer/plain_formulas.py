@@ -141,6 +141,8 @@ def plain_group_advantage(
         return centred / (deviation + 1e-6)
     if name == "rloo":
         return centred * len(own) / (len(own) - 1)
+    if name == "maxrl":
+        return centred / mean(own) if mean(own) > 0 else 0.0
     if name == "opo":
         lengths = [sum(batch.sampled[j]) for j in members]
         return score - sum(n * r for n, r in zip(lengths, own, strict=True)) / max(1, sum(lengths))
@@ -185,10 +187,12 @@ def plain_objective(
             if spec.loss == "gspo":
                 log_s = sum(logprobs[i][k].detach() - old[k] for k in kept) / len(kept)
                 ratio = torch.exp(torch.clamp(log_s + lp - lp.detach(), max=10.0))
+            elif spec.loss == "gmpo":
+                ratio = plain_geometric_mean(spec, logprobs[i], old, rows[i], kept)
             else:
                 base = batch.rollout[i][t] if spec.loss == "aipo" else old[t]
                 ratio = torch.exp(torch.clamp(lp - base, -20.0, 20.0))
-            loss = plain_token_loss(spec, ratio, lp, a)
+            loss = plain_token_loss(spec, ratio, lp, a, old[t])
             if correction == "decoupled" and spec.loss != "aipo":
                 loss = loss * weight
             if correction == "bypass" and spec.loss == "reinforce":
@@ -211,8 +215,43 @@ def plain_objective(
     return total
 
 
-def plain_token_loss(spec: AlgorithmSpec, ratio: Tensor, lp: Tensor, a: float) -> Tensor:
+def plain_geometric_mean(
+    spec: AlgorithmSpec, logprobs: Any, old: Any, advantages: list[float], kept: list[int]
+) -> Tensor:
+    terms = []
+    for t in kept:
+        term = torch.clamp(logprobs[t] - old[t], -20.0, 20.0)
+        if advantages[t] > 0:
+            term = torch.clamp(term, max=spec.clip_high)
+        if advantages[t] < 0:
+            term = torch.clamp(term, min=-spec.clip_low)
+        terms.append(term)
+    return torch.exp(torch.stack(terms).mean())
+
+
+def plain_leaves_trust_region(spec: AlgorithmSpec, lp: float, old: float, a: float) -> bool:
+    p, q = math.exp(lp), math.exp(old)
+    if spec.loss_arguments["divergence"] == "tv":
+        distance = abs(p - q)
+    else:
+        smallest = 2.0**-52
+        rest, old_rest = (math.log(max(-math.expm1(x), smallest)) for x in (lp, old))
+        distance = q * (old - lp) + (1.0 - q) * (old_rest - rest)
+    if a > 0:
+        return p > q and distance > spec.clip_high
+    return p <= q and distance > spec.clip_low
+
+
+def plain_token_loss(
+    spec: AlgorithmSpec, ratio: Tensor, lp: Tensor, a: float, old: float
+) -> Tensor:
     low, high = 1.0 - spec.clip_low, 1.0 + spec.clip_high
+    if spec.loss == "gmpo":
+        return -a * ratio
+    if spec.loss == "dppo":
+        if plain_leaves_trust_region(spec, lp.item(), old, a):
+            return 0.0 * lp
+        return -ratio.detach().clamp(max=spec.loss_arguments["ratio_max"]) * a * lp
     if spec.loss == "cispo":
         return -ratio.detach().clamp(low, high) * a * lp
     if spec.loss == "aipo":

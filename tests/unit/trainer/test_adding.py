@@ -59,6 +59,12 @@ def test_an_advantage_of_the_users_own_is_the_one_it_copies(tmp_path: Path) -> N
         ({"loss": "pppo"}, ["algorithm.loss 'pppo'", "ppo", "module:function"]),
         ({"advantage": "a2c"}, ["algorithm.advantage 'a2c'", "gae", "module:function"]),
         ({"loss": "ppo", "loss_arguments": {"low": 1}}, ["loss_arguments", "low", "clip_low"]),
+        (
+            {"loss": "dppo", "loss_arguments": {"divergence": "js"}},
+            ["loss_arguments.divergence", "js"],
+        ),
+        ({"loss": "kl_cov", "loss_arguments": {"fraction": 2}}, ["loss_arguments.fraction", "2"]),
+        ({"advantage_arguments": {"length_adaptive": 0.05}}, ["advantage_arguments", "grpo"]),
     ],
 )
 def test_what_no_loss_or_advantage_is_called_is_refused(

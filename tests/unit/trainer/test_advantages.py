@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm import advantages
+from services.trainer.algorithm import advantages, estimators
+from services.trainer.algorithm.estimators import ScoredBatch
 from services.trainer.batch.segments import Segments
 from tests.unit.trainer.vectors import assert_close, case, flat, groups_of, mask_of, segments_of
 
@@ -141,3 +142,45 @@ def test_the_overlong_penalty_matches() -> None:
         factor=inputs["factor"],
     )
     torch.testing.assert_close(penalty, torch.tensor(expected["penalty"]), atol=1e-7, rtol=1e-6)
+
+
+def test_length_adaptive_gae_decays_by_length_and_leaves_the_targets_alone() -> None:
+    lengths, alpha = torch.tensor([3, 40]), 0.05
+    segments = Segments.from_lengths(lengths)
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = (torch.randn(43, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.ones(43, dtype=torch.bool)
+    batch = ScoredBatch(
+        scores=torch.zeros(2),
+        groups=torch.zeros(2, dtype=torch.int64),
+        lengths=lengths.double(),
+        greedy_scores=torch.zeros(1),
+        prompts=torch.zeros(2, dtype=torch.int64),
+        places=torch.arange(2),
+        segments=segments,
+        rewards=rewards,
+        mask=mask,
+        trained=mask,
+        values=values,
+        add_up=lambda part: part,
+    )
+    found, targets = estimators.gae(batch, gamma=1.0, gae_lambda=1.0, length_adaptive=alpha)
+
+    wanted = torch.empty(43, dtype=torch.float64)
+    # 3 tokens: 1 - 1 / .15 is below 0, so lambda is 0; 40 tokens: 1 - 1 / 2.
+    for start, end, decay in ((0, 3, 0.0), (3, 43, 0.5)):
+        state, following = 0.0, 0.0
+        for t in reversed(range(start, end)):
+            state = float(rewards[t]) + following - float(values[t]) + decay * state
+            following = float(values[t])
+            wanted[t] = state
+    torch.testing.assert_close(found, advantages.whiten(wanted, mask))
+    returns = advantages.returns_to_go(rewards, mask, segments, gamma=1.0)
+    torch.testing.assert_close(targets, returns)
+
+
+def test_maxrl_divides_by_the_mean_and_skips_groups_without_success() -> None:
+    scores = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+    groups = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
+    found = advantages.maxrl(scores, groups)
+    assert found.tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
