@@ -33,16 +33,16 @@ from services.common.fields import ROLLOUT_FIELDS
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import ModelSpec
-from services.rollout.client import GroupAssignment
 from services.rollout.data.prompts import Prompt
 from services.rollout.publish.publisher import GroupPublisher
 from services.rollout.publish.sample_recorder import SampleRecorder
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.turns import Turn
-from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.dataclient import DataClient
-from services.transferqueue.types import KeptSampleQuery
+from services.wire.data.client import DataClient
+from services.wire.rollout import GroupAssignment
+from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.types import KeptSampleQuery
 
 RESULTS = Path(__file__).parent / "results"
 BAR = 0.02

@@ -14,9 +14,9 @@ from typing import Any
 
 import grpc
 
-from services.common.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.common.fields import ROLLOUT_FIELDS
 from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan
+from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
 from slipstream.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from slipstream.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from slipstream.transferqueue.v1 import transferqueue_pb2 as tq

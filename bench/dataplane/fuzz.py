@@ -8,7 +8,7 @@ import time
 
 import msgpack
 
-from services.transferqueue.encoding import codec
+from services.wire.data.encoding import codec
 
 _SEEDS = (
     codec.Reserve("put_0", "run/train", (64, 128, 1 << 20), 30.0),

@@ -8,11 +8,11 @@ from statistics import median
 
 import torch
 
-from services.common.batch import BlobRef, FieldColumn, KVBatchMeta
-from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.dataclient import DataClient
 from services.transferqueue.index.index import Index
-from services.transferqueue.types import AcquireRequest
+from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
+from services.wire.data.client import DataClient
+from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.types import AcquireRequest
 
 _PUT_KEYS = 1000
 _PARTITION = "bench/metadata"

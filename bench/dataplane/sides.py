@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from bench.dataplane.workloads import Workload
-from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.dataclient import DataClient
+from services.wire.data.client import DataClient
+from services.wire.transferqueue.client import TransferQueueClient
 
 ROOT = Path(__file__).parents[2]
 PEER_VENV = ROOT / "build" / "peer"

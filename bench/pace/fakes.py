@@ -14,14 +14,14 @@ from statistics import fmean
 from typing import Any, cast
 
 from bench.controller.peers import FakeQueue, FakeRollouts, FakeTrainer, FakeWeights, MadeGroup
-from services.common.batch import KVBatchMeta
-from services.controller.client import GroupFailure
 from services.controller.planning.lengths import Geometric, Lengths, Lognormal
 from services.controller.planning.rates import DecodeTime, Rates
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.fake import FakeEngine
 from services.rollout.monitor import DecodeTimes
 from services.trainer.phases import IdleClock
+from services.wire.batch import KVBatchMeta
+from services.wire.controller import GroupFailure
 from slipstream.rollout.v1 import rollout_pb2
 from slipstream.trainer.v1 import trainer_pb2
 from slipstream.weightsync.v1 import weightsync_pb2 as ws

@@ -12,7 +12,7 @@ from bench.controller.fleet import OPTIONS, beat, serve
 from bench.controller.peers import FakeQueue
 from bench.pace.fakes import Pace, PacedRollouts, PacedSink, PacedSource, PacedTrainer, Part
 from services.common.messages import to_message
-from services.controller.client import GroupFailure
+from services.wire.controller import GroupFailure
 from slipstream.controller.v1 import membership_pb2, membership_pb2_grpc
 from slipstream.rollout.v1 import rollout_pb2_grpc
 from slipstream.trainer.v1 import trainer_pb2_grpc

@@ -25,15 +25,15 @@ from bench.rollout.report import report_to
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
-from services.rollout.client import GroupAssignment
 from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.single_turn import SingleTurn
-from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.dataclient import DataClient
+from services.wire.data.client import DataClient
+from services.wire.rollout import GroupAssignment
+from services.wire.transferqueue.client import TransferQueueClient
 
 GROUP_SIZE = 8
 MAX_TOKENS = 400

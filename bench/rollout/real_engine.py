@@ -49,12 +49,12 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from bench.rollout.driven import opened, order, requests, serving
 from bench.rollout.report import GrowingReport
-from services.common.jagged import Jagged
 from services.common.models.loading import build_model, load_folder
 from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
 from services.rollout.engines.torch.engine import TorchEngine
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
+from services.wire.data.jagged import Jagged
 
 SHAPES = {
     "tiny": (128, 336, 2, 4, 4, 512),

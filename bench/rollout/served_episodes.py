@@ -11,13 +11,11 @@ import torch
 
 from bench.rollout.driven import order
 from bench.rollout.parts import MODEL, random_weights, tokenizer
-from services.common.batch import KVBatchMeta
 from services.common.models.loading import load_config
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.run import LimitsSpec
 from services.rollout.calls.pool import CallPool
-from services.rollout.client import GroupAssignment
 from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
 from services.rollout.engines.build import make_engine
@@ -29,6 +27,8 @@ from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields, sample_tags
+from services.wire.batch import KVBatchMeta
+from services.wire.rollout import GroupAssignment
 
 TOKEN_S = 0.002
 _CONTEXT_TOKENS = 16_384

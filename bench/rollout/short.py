@@ -20,7 +20,6 @@ from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.calls.reach import AddressPolicy
-from services.rollout.client import GroupAssignment
 from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.fake import FakeEngine
 from services.rollout.rewards.scorer import Scorer
@@ -28,6 +27,7 @@ from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.single_turn import SingleTurn
+from services.wire.rollout import GroupAssignment
 
 GROUP_SIZE = 16
 

@@ -7,10 +7,8 @@ from typing import Any
 from bench.tails.engine import Caches, CachingEngine
 from bench.tails.setting import RUN, Setting
 from services.common.task_group import TaskGroup
-from services.controller.client import GroupFailure
 from services.controller.membership.registry import Worker
 from services.rollout.calls.pool import CallPool
-from services.rollout.client import GroupAssignment
 from services.rollout.data.prompts import PromptStore
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.sampling.group import GroupServices
@@ -18,6 +16,8 @@ from services.rollout.sampling.liveness import EpisodeWatch
 from services.rollout.sampling.sampler import Failure, GroupSampler, ProgressCache, Publisher
 from services.rollout.weights import WeightReceiver
 from services.rollout.workflows.single_turn import SingleTurn
+from services.wire.controller import GroupFailure
+from services.wire.rollout import GroupAssignment
 
 _LOOK_S, _CHECKPOINT_S = 150.0, 60.0
 

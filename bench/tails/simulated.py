@@ -20,7 +20,6 @@ from bench.tails.setting import RUN, Setting
 from bench.tails.stores import MemoryProgress, MemoryQueue
 from services.common.fields import partition_id
 from services.common.task_group import TaskGroup
-from services.controller.client import GroupFailure
 from services.controller.rules.groups import TERMINAL, GroupState, LedgerState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.prompts import Mixture, PromptOrder
@@ -31,10 +30,11 @@ from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.observe.waits import Waits
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.run.train.batcher import take_batch
-from services.rollout.client import GroupAssignment
 from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.virtual_time import VirtualTimeLoop
 from services.rollout.sampling.samples import Sample
+from services.wire.controller import GroupFailure
+from services.wire.rollout import GroupAssignment
 
 _ROWS = 1_000_000
 _Made = tuple[int, Sample]

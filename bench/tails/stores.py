@@ -5,12 +5,12 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
-from services.common.batch import KVBatchMeta
 from services.common.fields import sample_key
-from services.rollout.client import GroupAssignment
 from services.rollout.data.prompts import Prompt
 from services.rollout.sampling.progress_cache import GroupProgress, MemberProgress
 from services.rollout.sampling.samples import Sample, sample_tags
+from services.wire.batch import KVBatchMeta
+from services.wire.rollout import GroupAssignment
 
 
 class MemoryQueue:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from bench.trainer.timing import peak_gib, reset_peak, timed
 from bench.trainer.workload import Scale, full_scale, smoke_scale, spec_of
-from services.common.jagged import Jagged
 from services.common.models.loading import build_model
 from services.trainer.batch import flash
 from services.trainer.batch.plan import Bounds, plan_step, shard_of
@@ -31,6 +30,7 @@ from services.trainer.model.parallel import (
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.build import sequence_cost
 from services.trainer.steps.step import StepRunner
+from services.wire.data.jagged import Jagged
 
 RESULTS = Path(__file__).parents[1] / "results" / "trainer-prefixes.json"
 _GROUP_SIZE = 8

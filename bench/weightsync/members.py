@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from bench.weightsync.shapes import SHAPES
 from services.common.rpc.server import serve
 from services.common.runspec.trainer import TrainerSpec
-from services.controller.client import open_rendezvous
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.weights import WeightReceiver
@@ -28,6 +27,7 @@ from services.trainer.ranks.leader import Leader
 from services.trainer.weights import WeightExport
 from services.weightsync.member import WeightMember
 from services.weightsync.server import WeightSyncServicer
+from services.wire.controller import open_rendezvous
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
 _NOT_TRAINED = object()

@@ -12,7 +12,6 @@ from services.common.runspec.data import kind_of
 from services.common.runspec.rollout import RewardSpec
 from services.common.runspec.run import RunSpec
 from services.rollout.calls.pool import CallPool
-from services.rollout.client import TriedPrompt
 from services.rollout.data.curriculum import Curriculum
 from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.data.sources import PromptSource
@@ -20,6 +19,7 @@ from services.rollout.failures import CallError, GroupError
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.comparison import Comparison
 from services.rollout.rewards.scorer import Scorer
+from services.wire.rollout import TriedPrompt
 
 MAX_ROWS = 16
 TIMEOUT_S = 60.0

@@ -45,7 +45,7 @@ from services.controller.store.copies import in_use
 from services.controller.store.database import Database
 from services.controller.store.lease import Leadership
 from services.controller.store.runs import RunStore
-from services.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.client import TransferQueueClient
 from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
 
 logger = logging.getLogger(__name__)

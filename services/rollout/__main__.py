@@ -25,7 +25,6 @@ from services.common.security.credentials import acting_as
 from services.common.security.secrets import with_secrets
 from services.common.task_group import TaskGroup, until_first, unwrapped
 from services.common.telemetry.logging import configure
-from services.controller.client import GroupFailure, WorkerSession
 from services.rollout.calls.pool import CallPool
 from services.rollout.calls.reach import AddressPolicy
 from services.rollout.data.curriculum import Curriculum
@@ -50,10 +49,11 @@ from services.rollout.settings import RolloutSettings
 from services.rollout.weights import WeightReceiver
 from services.rollout.workflows.base import Workflow, load_workflow
 from services.rollout.workflows.multi_turn import MultiTurn
-from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.dataclient import DataClient
 from services.weightsync.member import WeightMember
 from services.weightsync.server import serve_member
+from services.wire.controller import GroupFailure, WorkerSession
+from services.wire.data.client import DataClient
+from services.wire.transferqueue.client import TransferQueueClient
 from slipstream.rollout.v1 import rollout_pb2_grpc
 
 logger = logging.getLogger(__name__)

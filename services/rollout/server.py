@@ -6,8 +6,8 @@ import grpc
 
 from services.common.errors import InvalidArgumentError, UnavailableError
 from services.common.messages import from_message
-from services.rollout.client import GroupAssignment, TriedPrompt
 from services.rollout.sampling.sampler import GroupSampler
+from services.wire.rollout import GroupAssignment, TriedPrompt
 from slipstream.rollout.v1 import rollout_pb2 as pb
 from slipstream.rollout.v1 import rollout_pb2_grpc
 

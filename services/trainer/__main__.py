@@ -28,7 +28,6 @@ from services.common.security.credentials import acting_as
 from services.common.settings import set_defaults
 from services.common.task_group import leaves
 from services.common.telemetry.logging import configure
-from services.controller.client import WorkerSession, open_rendezvous
 from services.trainer import metrics
 from services.trainer.algorithm.own import OwnFunctionError
 from services.trainer.critic import serve_critic
@@ -47,6 +46,7 @@ from services.trainer.steps.step import StepResult
 from services.trainer.transfers import QueueTransfers
 from services.weightsync.member import WeightMember
 from services.weightsync.server import serve_member
+from services.wire.controller import WorkerSession, open_rendezvous
 from slipstream.trainer.v1 import trainer_pb2_grpc
 
 _T = TypeVar("_T")

@@ -8,10 +8,8 @@ from typing import Any
 
 import grpc
 
-from services.common.batch import KVBatchMeta
 from services.common.lifetime import report_ready
 from services.common.rpc.server import serve
-from services.controller.client import WorkerSession
 from services.trainer import metrics
 from services.trainer.ranks.build import build_critic
 from services.trainer.ranks.command_group import CommandGroup
@@ -21,6 +19,8 @@ from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.fields import lacking
 from services.trainer.steps.step import StepResult
+from services.wire.batch import KVBatchMeta
+from services.wire.controller import WorkerSession
 from slipstream.trainer.v1 import scoring_pb2 as pb
 from slipstream.trainer.v1 import scoring_pb2_grpc, trainer_pb2_grpc
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 
-from services.common.batch import KVBatchMeta
 from services.common.errors import InvalidArgumentError
 from services.common.fields import group_of
 from services.common.task_group import TaskGroup, unwrapped
@@ -15,6 +14,7 @@ from services.common.telemetry import tracing
 from services.trainer import metrics
 from services.trainer.ranks.leader import Leader
 from services.trainer.steps.step import StepResult
+from services.wire.batch import KVBatchMeta
 from slipstream.trainer.v1 import trainer_pb2 as pb
 from slipstream.trainer.v1 import trainer_pb2_grpc
 

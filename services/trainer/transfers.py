@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from services.common.batch import KVBatchMeta
 from services.common.errors import (
     AlreadyExistsError,
     DeadlineExceededError,
     InvalidArgumentError,
     ServiceError,
 )
-from services.common.jagged import Jagged
-from services.transferqueue.dataclient import DataClient
+from services.wire.batch import KVBatchMeta
+from services.wire.data.client import DataClient
+from services.wire.data.jagged import Jagged
 
 Fetch = Callable[[KVBatchMeta, Sequence[str]], dict[str, Jagged]]
 """Fetches fields of samples; blocks until they have arrived."""

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from services.common.jagged import Jagged
 from services.common.models.loading import stored_buffers, stored_tensors
 from services.trainer.batch.packing import pack
 from services.trainer.collectives import Ranks
@@ -22,6 +21,7 @@ from services.trainer.model.policy import Policy
 from services.weightsync.adapters import DIGEST_SPEC, FROZEN_DIGEST, frozen_digest
 from services.weightsync.canary import Canary, canary_text
 from services.weightsync.plan import TensorSpec
+from services.wire.data.jagged import Jagged
 
 _CPU = torch.device("cpu")
 _ALONE = Ranks()

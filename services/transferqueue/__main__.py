@@ -16,9 +16,7 @@ from services.common.rpc.server import serve
 from services.common.security.credentials import acting_as
 from services.common.telemetry.logging import configure
 from services.transferqueue import metrics
-from services.transferqueue.channels.sockets import keep_freed_memory
 from services.transferqueue.index.index import Index
-from services.transferqueue.registry_client import ShardRegistryClient
 from services.transferqueue.samples.keeper import Keeper
 from services.transferqueue.server import KeptSampleServicer, TransferQueueServicer
 from services.transferqueue.settings import TransferQueueSettings
@@ -27,7 +25,9 @@ from services.transferqueue.shards.registry_server import ShardRegistryServicer
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.snapshots import Snapshots
 from services.transferqueue.storage.shard import storage_shard
-from services.transferqueue.types import Shard
+from services.wire.data.channels.sockets import keep_freed_memory
+from services.wire.transferqueue.registry_client import ShardRegistryClient
+from services.wire.transferqueue.types import Shard
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from services.common.fields import partition_id, run_of
 from services.common.messages import from_message, to_message
 from services.common.security.access import caller_run
 from services.transferqueue.index.index import Index
-from services.transferqueue.registry_client import shard_to_proto
 from services.transferqueue.samples.keeper import Keeper
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.snapshots import Snapshots
 from services.transferqueue.storage.admission import ALL_RUNS
-from services.transferqueue.types import AcquireRequest, KeptSampleQuery
+from services.wire.transferqueue.registry_client import shard_to_proto
+from services.wire.transferqueue.types import AcquireRequest, KeptSampleQuery
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 

@@ -278,7 +278,7 @@ import asyncio, sys
 from services.common.security.credentials import acting_as
 from services.common.errors import ServiceError
 from services.rollout.settings import RolloutSettings
-from services.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.client import TransferQueueClient
 
 async def pry():
     address, partition = sys.argv[1:]

@@ -15,7 +15,6 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from services.common.jagged import Jagged
 from services.common.models.families import COMPARED, TELLS_NOT, exact_tokens, is_mixture
 from services.common.models.loading import build_model, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
@@ -26,6 +25,7 @@ from services.rollout.engines.build import build_engine, make_engine
 from services.rollout.engines.engine_order import EngineConfig
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
+from services.wire.data.jagged import Jagged
 from tests.helpers.engines import running
 from tests.helpers.mixtures import mixture_shape
 

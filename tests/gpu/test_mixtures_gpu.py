@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from services.common.jagged import Jagged
 from services.common.models.loading import build_model
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.torch.engine import TorchEngine
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
+from services.wire.data.jagged import Jagged
 from tests.helpers.mixtures import mixture_shape
 
 pytestmark = [

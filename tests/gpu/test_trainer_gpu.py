@@ -9,7 +9,6 @@ import torch
 from torch import distributed
 from transformers import PreTrainedModel
 
-from services.common.jagged import Jagged
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.trainer.batch.packing import pack
@@ -19,6 +18,7 @@ from services.trainer.model.policy import Policy
 from services.trainer.ranks.rank import Rank
 from services.trainer.steps.step import StepRunner
 from services.trainer.weights import WeightExport
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 pytestmark = [

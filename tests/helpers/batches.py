@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from services.common.batch import BlobRef, FieldColumn, KVBatchMeta
-from services.common.jagged import Jagged
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import RunSpec
@@ -19,6 +17,8 @@ from services.trainer.model.policy import Critic, Policy
 from services.trainer.ranks.rank import NO_PROFILES, Rank, StepProfiler
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.step import StepRunner
+from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
+from services.wire.data.jagged import Jagged
 
 CPU = torch.device("cpu")
 SYMBOLS = "chars:0123456789+-=abcde"

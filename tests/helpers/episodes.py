@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.common.jagged import Jagged
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields
 from services.rollout.workflows.conversations import Conversation, flattened, trained_once
 from services.rollout.workflows.turns import Turn, observed, token_ids
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.policy import Policy
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, Queue, queue_of
 
 GROUP_SIZE = 3

@@ -21,7 +21,7 @@ from services.controller.run.lifecycle.loop import Services
 from services.controller.run.train.checkpoints import Checkpoint
 from services.controller.settings import Limits
 from services.controller.store.tables import CHECKPOINTS
-from services.transferqueue.types import Stats
+from services.wire.transferqueue.types import Stats
 from tests.helpers.specs import changed
 
 SPEC = changed(name="one", rollout={"max_response_tokens": 8}, trainer={"steps": 3})

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from services.common.jagged import Jagged
+from services.wire.data.jagged import Jagged
 
 
 def random_trie(

@@ -18,7 +18,6 @@ from torch import Tensor
 from services.common.rpc.client import open_channel
 from services.common.rpc.server import serve
 from services.common.telemetry.logging import configure
-from services.controller.client import Rendezvous
 from services.weightsync import group, shared_buffers
 from services.weightsync.canary import Canary
 from services.weightsync.endpoints import Place
@@ -26,6 +25,7 @@ from services.weightsync.member import WeightMember
 from services.weightsync.modes.placing import live_placer
 from services.weightsync.plan import TensorSpec, WeightPlan
 from services.weightsync.server import WeightSyncServicer
+from services.wire.controller import Rendezvous
 from slipstream.controller.v1 import membership_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
-from services.common.jagged import Jagged
 from services.common.runspec.run import RunSpec
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy, freeze
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.ranks import run_ranks
 

@@ -7,7 +7,6 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import Qwen2Config
 
-from services.common.jagged import Jagged
 from services.common.models.loading import build_model
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
@@ -15,6 +14,7 @@ from services.trainer.collectives import Ranks
 from services.trainer.model.compiling import compile_ahead
 from services.trainer.model.parallel import RankTopology, distribute
 from services.trainer.model.policy import Policy
+from services.wire.data.jagged import Jagged
 
 CPU = torch.device("cpu")
 

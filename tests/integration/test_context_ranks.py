@@ -10,9 +10,7 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from services.common.batch import KVBatchMeta
 from services.common.errors import UnavailableError
-from services.common.jagged import Jagged
 from services.common.models.families import FAMILIES
 from services.common.models.loading import build_model
 from services.common.runspec.run import RunSpec
@@ -20,6 +18,8 @@ from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.model.policy import Critic, Policy
+from services.wire.batch import KVBatchMeta
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import Queue, policy_of, random_queue, rank_of
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks

@@ -9,7 +9,6 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from services.common.jagged import Jagged
 from services.common.models.expert_names import is_fused
 from services.common.models.loading import build_model, load_folder, stored_tensors
 from services.common.runspec.trainer import LoraSpec, TrainerSpec
@@ -24,6 +23,7 @@ from services.trainer.model.policy import Policy
 from services.trainer.model.sharded import fill
 from services.trainer.weights import WeightExport
 from services.weightsync.plan import fsdp_shards
+from services.wire.data.jagged import Jagged
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks
 

@@ -8,13 +8,13 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
-from services.common.jagged import Jagged
 from services.common.models.families import FAMILIES
 from services.common.models.loading import build_model
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import pack
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy
+from services.wire.data.jagged import Jagged
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks
 

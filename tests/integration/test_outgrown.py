@@ -13,13 +13,13 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
-from services.common.jagged import Jagged
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import Bounds
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.ranks.command_group import CommandGroup, RankFailedError
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of
 from tests.helpers.cli import train
 from tests.helpers.ledger_check import check_run

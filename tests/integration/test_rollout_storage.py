@@ -13,7 +13,6 @@ from services.common.fields import ROLLOUT_FIELDS, TAGS
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import ModelSpec
-from services.rollout.client import GroupAssignment
 from services.rollout.data.prompts import Prompt
 from services.rollout.failures import GroupError
 from services.rollout.publish.publisher import GroupPublisher
@@ -27,10 +26,11 @@ from services.rollout.sampling.progress_cache import (
 from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.turns import Turn
 from services.transferqueue.__main__ import transferqueue
-from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.dataclient import DataClient
 from services.transferqueue.settings import TransferQueueSettings
-from services.transferqueue.types import KeptSampleQuery
+from services.wire.data.client import DataClient
+from services.wire.rollout import GroupAssignment
+from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.types import KeptSampleQuery
 from tests.helpers.controllers import SPEC
 
 TRAIN, PARTIAL = "run/train", "run/partial"

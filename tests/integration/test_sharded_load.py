@@ -7,7 +7,6 @@ import torch
 from torch import distributed
 from transformers import AutoConfig
 
-from services.common.jagged import Jagged
 from services.common.models.loading import build_model, load_folder
 from services.common.models.presets import preset_config
 from services.common.runspec.run import RunSpec
@@ -17,6 +16,7 @@ from services.trainer.model.policy import Critic, Policy
 from services.trainer.ranks.build import Loader, load_policy
 from services.trainer.settings import TrainerSettings
 from services.trainer.weights import WeightExport
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, spec_of
 from tests.helpers.ranks import run_ranks
 

@@ -10,8 +10,8 @@ import pytest
 
 from services.common.errors import UnavailableError
 from services.transferqueue.__main__ import transferqueue
-from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.settings import TransferQueueSettings
+from services.wire.transferqueue.client import TransferQueueClient
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 

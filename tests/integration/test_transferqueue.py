@@ -15,12 +15,12 @@ from services.common.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
-from services.common.jagged import Jagged
 from services.transferqueue.__main__ import transferqueue
-from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.dataclient import DataClient
 from services.transferqueue.settings import TransferQueueSettings
-from services.transferqueue.types import AcquireRequest
+from services.wire.data.client import DataClient
+from services.wire.data.jagged import Jagged
+from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.types import AcquireRequest
 
 TRAIN = "run_1/train"
 MIB = 1 << 20

@@ -15,23 +15,23 @@ import pytest
 import torch
 import zmq
 
-from services.common.batch import KVBatchMeta
 from services.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     UnavailableError,
 )
-from services.transferqueue import client as client_module
 from services.transferqueue import metrics
 from services.transferqueue.__main__ import transferqueue
-from services.transferqueue.channels.arena_socket import open_arena
-from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.dataclient import DataClient
-from services.transferqueue.encoding import codec
 from services.transferqueue.index.index import Index
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.storage.dataplane import DataPlane
-from services.transferqueue.types import AcquireRequest
+from services.wire.batch import KVBatchMeta
+from services.wire.data.channels.arena_socket import open_arena
+from services.wire.data.client import DataClient
+from services.wire.data.encoding import codec
+from services.wire.transferqueue import client as client_module
+from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.types import AcquireRequest
 
 TRAIN = "run_1/train"
 

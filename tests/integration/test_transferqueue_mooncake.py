@@ -15,10 +15,10 @@ import torch
 
 from services.common.errors import InternalError, NotFoundError, ResourceExhaustedError
 from services.transferqueue.__main__ import transferqueue
-from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.dataclient import DataClient
-from services.transferqueue.placement import place
 from services.transferqueue.settings import TransferQueueSettings
+from services.wire.data.client import DataClient
+from services.wire.data.placement import place
+from services.wire.transferqueue.client import TransferQueueClient
 from tests.helpers.ports import free_port
 
 pytest.importorskip(
@@ -167,7 +167,7 @@ async def test_samples_outlive_a_process_that_lent_memory_for_a_copy(
 async def test_a_server_that_is_not_the_master_is_named_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("services.transferqueue.channels.object_store._CONNECT_S", 3.0)
+    monkeypatch.setattr("services.wire.data.channels.object_store._CONNECT_S", 3.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         settings = TransferQueueSettings(

@@ -9,7 +9,6 @@ import pytest
 import torch
 import zmq
 
-from services.common.batch import BlobRef, KVBatchMeta
 from services.common.errors import (
     AlreadyExistsError,
     DataLossError,
@@ -18,16 +17,17 @@ from services.common.errors import (
 )
 from services.common.rpc.client import open_channel
 from services.transferqueue.__main__ import transferqueue
-from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.dataclient import DataClient
-from services.transferqueue.encoding import codec
-from services.transferqueue.encoding.packing import pack
-from services.transferqueue.registry_client import ShardRegistryClient
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.shards import shards as shards_module
-from services.transferqueue.transport.connection import ShardConnection
-from services.transferqueue.transport.links import Links
-from services.transferqueue.types import AcquireRequest, Shard
+from services.wire.batch import BlobRef, KVBatchMeta
+from services.wire.data.client import DataClient
+from services.wire.data.encoding import codec
+from services.wire.data.encoding.packing import pack
+from services.wire.data.transport.connection import ShardConnection
+from services.wire.data.transport.links import Links
+from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.registry_client import ShardRegistryClient
+from services.wire.transferqueue.types import AcquireRequest, Shard
 
 TRAIN = "run_1/train"
 MIB = 1 << 20

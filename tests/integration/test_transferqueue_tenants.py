@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.batch import KVBatchMeta
 from services.common.errors import (
     FailedPreconditionError,
     PermissionDeniedError,
@@ -21,10 +20,11 @@ from services.common.security.credentials import Identity, acting_as
 from services.common.security.run_tokens import issue_token
 from services.common.telemetry.logging import RareLog
 from services.transferqueue.__main__ import transferqueue
-from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.dataclient import DataClient
-from services.transferqueue.encoding import codec
 from services.transferqueue.settings import TransferQueueSettings
+from services.wire.batch import KVBatchMeta
+from services.wire.data.client import DataClient
+from services.wire.data.encoding import codec
+from services.wire.transferqueue.client import TransferQueueClient
 
 KEY = b"k" * 32
 SERVICE = Identity(key=KEY)

@@ -17,7 +17,7 @@ from services.cli.output import console, errors, printable, write
 from services.cli.settings import CliSettings
 from services.controller.api.operations import ExportSamples
 from services.transferqueue.samples.store import SampleStore, store_path
-from services.transferqueue.types import KeptSampleQuery
+from services.wire.transferqueue.types import KeptSampleQuery
 
 Show = Callable[[Mapping[str, Any]], None]
 

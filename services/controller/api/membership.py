@@ -7,17 +7,17 @@ import grpc
 from services.common.clock import Clock
 from services.common.errors import InvalidArgumentError
 from services.common.messages import from_message
-from services.controller.client import (
+from services.controller.manager.runs import RunManager
+from services.controller.membership.registry import Membership, Worker
+from services.controller.membership.rendezvous import RendezvousStore
+from services.controller.settings import ControllerSettings
+from services.wire.controller import (
     GroupFailure,
     WorkerRole,
     WorkerState,
     role_number,
     state_number,
 )
-from services.controller.manager.runs import RunManager
-from services.controller.membership.registry import Membership, Worker
-from services.controller.membership.rendezvous import RendezvousStore
-from services.controller.settings import ControllerSettings
 from slipstream.controller.v1 import membership_pb2, membership_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.runspec.run import RunSpec
-from services.controller.client import WorkerRole
+from services.wire.controller import WorkerRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,6 @@ from services.common.runspec.run import RunSpec
 from services.common.security.confinement import CodePolicy
 from services.common.security.credentials import current_identity
 from services.common.task_group import TaskGroup
-from services.controller.client import WorkerRole
 from services.controller.launch.fork_client import ForkServer, open_fork_server
 from services.controller.launch.gpus import HostGpus, host_gpus
 from services.controller.launch.launcher import (
@@ -43,6 +42,7 @@ from services.controller.launch.worker_process import (
     adopt,
     write_record,
 )
+from services.wire.controller import WorkerRole
 
 logger = logging.getLogger(__name__)
 

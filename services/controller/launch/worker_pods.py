@@ -15,9 +15,9 @@ import yaml
 
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
-from services.controller.client import WorkerRole
 from services.controller.launch import colocated_pods, job_set, kueue
 from services.controller.launch.launcher import num_gpus, num_ranks, program_of, worker_names
+from services.wire.controller import WorkerRole
 
 RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"

@@ -9,7 +9,6 @@ from typing import Protocol
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.task_group import TaskGroup
-from services.controller.client import GroupFailure
 from services.controller.launch.launcher import WorkerExit
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.lifecycle.driver import RunDriver
@@ -18,6 +17,7 @@ from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import RequestQueue
 from services.controller.store.records import RELEASE, Event, Note, Run
 from services.controller.store.runs import InvalidTransitionError, RunStore
+from services.wire.controller import GroupFailure
 
 logger = logging.getLogger(__name__)
 

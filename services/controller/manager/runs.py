@@ -36,7 +36,7 @@ from services.controller.store.records import (
     Submission,
 )
 from services.controller.store.runs import RunStore, Work
-from services.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.client import TransferQueueClient
 
 
 class RunManager:

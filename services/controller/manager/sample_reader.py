@@ -7,8 +7,8 @@ from dataclasses import fields
 
 from services.common.errors import NotFoundError, ServiceError
 from services.controller.samples import SampleFilter, SampleView, WholeSample
-from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.types import KeptSampleQuery
+from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.types import KeptSampleQuery
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 from services.common.clock import Clock
 from services.common.errors import DeadlineExceededError, FailedPreconditionError
-from services.controller.client import WorkerRole, WorkerState
 from services.controller.membership.rendezvous import RendezvousStore
+from services.wire.controller import WorkerRole, WorkerState
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from services.controller.run.dispatch.rollout_pool import RolloutPool
 from services.controller.run.scorers import CriticClient, LogpScoring
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.run.weights.session import WeightSession
-from services.rollout.client import rows_gauge
-from services.trainer.client import TrainerClient
-from services.transferqueue.client import TransferQueueClient
+from services.wire.rollout import rows_gauge
+from services.wire.trainer import TrainerClient
+from services.wire.transferqueue.client import TransferQueueClient
 
 logger = logging.getLogger(__name__)
 

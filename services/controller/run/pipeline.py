@@ -90,7 +90,6 @@ from typing import Never
 from services.common.clock import Clock
 from services.common.errors import UnavailableError
 from services.common.task_group import TaskGroup
-from services.controller.client import GroupFailure
 from services.controller.membership.registry import Worker
 from services.controller.rules.evaluation import BegunEvaluation, Evaluation, is_periodic, score_of
 from services.controller.rules.groups import RUNNING, Group
@@ -111,6 +110,7 @@ from services.controller.run.train.train_step import TrainSteps
 from services.controller.store.records import Note
 from services.controller.store.rows import Request
 from services.controller.store.runs import Work
+from services.wire.controller import GroupFailure
 
 # Max steps by which the trainer may be ahead of the served weights: the largest allowed staleness
 # bound.

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
-from services.common.batch import KVBatchMeta
 from services.common.rpc.client import open_channel
 from services.common.task_group import TaskGroup
 from services.controller.membership.registry import Worker
-from services.trainer.client import ScoringClient, TrainerClient
-from services.transferqueue.client import TransferQueueClient
+from services.wire.batch import KVBatchMeta
+from services.wire.trainer import ScoringClient, TrainerClient
+from services.wire.transferqueue.client import TransferQueueClient
 
 
 class LogpScoring:

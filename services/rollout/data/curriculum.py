@@ -2,9 +2,9 @@
 
 from services.common.runspec.data import CurriculumSpec
 from services.rollout.calls.pool import CallPool
-from services.rollout.client import PASSED_OVER, TriedPrompt
 from services.rollout.data.sources import Row
 from services.rollout.failures import CallError, GroupError
+from services.wire.rollout import PASSED_OVER, TriedPrompt
 
 
 class Curriculum:

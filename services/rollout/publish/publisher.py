@@ -7,12 +7,12 @@ from services.common.fields import sample_key
 from services.common.models.routing_shape import RoutingShape
 from services.common.telemetry import tracing
 from services.rollout import metrics
-from services.rollout.client import GroupAssignment
 from services.rollout.data.prompts import Prompt
 from services.rollout.failures import GroupError
 from services.rollout.publish.sample_recorder import SampleRecorder
 from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields, sample_tags
-from services.transferqueue.dataclient import DataClient
+from services.wire.data.client import DataClient
+from services.wire.rollout import GroupAssignment
 
 
 class GroupPublisher:

@@ -16,11 +16,11 @@ from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.data import kind_of
 from services.common.runspec.run import RunSpec
 from services.rollout import metrics
-from services.rollout.client import GroupAssignment
 from services.rollout.data.prompts import Prompt
 from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.tool_calls import tool_calls
-from services.transferqueue.dataclient import DataClient
+from services.wire.data.client import DataClient
+from services.wire.rollout import GroupAssignment
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from services.common.task_group import TaskGroup, unwrapped
 from services.common.telemetry import tracing
 from services.rollout import metrics
 from services.rollout.calls.pool import CallPool
-from services.rollout.client import GroupAssignment
 from services.rollout.data.curriculum import Curriculum
 from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import Engine, GenerationResult
@@ -30,6 +29,7 @@ from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted,
 from services.rollout.workflows.conversations import flattened, trained_once
 from services.rollout.workflows.history import history_of
 from services.rollout.workflows.turns import Turn, num_sampled
+from services.wire.rollout import GroupAssignment
 
 logger = logging.getLogger(__name__)
 

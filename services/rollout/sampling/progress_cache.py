@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.common.batch import KVBatchMeta
 from services.common.errors import AlreadyExistsError, ServiceError
 from services.common.fields import ROUTED_EXPERTS
 from services.rollout.engines.base import FinishReason, RoutedExperts
@@ -21,8 +20,9 @@ from services.rollout.failures import GroupError
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.samples import row_of
 from services.rollout.workflows.turns import Turn, routed_experts
-from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.dataclient import DataClient
+from services.wire.batch import KVBatchMeta
+from services.wire.data.client import DataClient
+from services.wire.transferqueue.client import TransferQueueClient
 
 _FINISH_CODES: dict[FinishReason | None, int] = {None: 0, "stop": 1, "length": 2, "aborted": 3}
 _MOST_MS = 2**31 - 1

@@ -20,7 +20,6 @@ from services.common.runspec.rollout import RolloutSpec
 from services.common.task_group import TaskGroup
 from services.common.telemetry import tracing
 from services.rollout import metrics
-from services.rollout.client import PASSED_OVER, GroupAssignment
 from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.base import GenerationResult
 from services.rollout.failures import GroupError, InterruptedGroupError
@@ -29,6 +28,7 @@ from services.rollout.sampling.group import GroupServices, RunningGroup
 from services.rollout.sampling.liveness import EpisodeWatch
 from services.rollout.sampling.progress_cache import GroupProgress
 from services.rollout.sampling.samples import Sample
+from services.wire.rollout import PASSED_OVER, GroupAssignment
 
 logger = logging.getLogger(__name__)
 

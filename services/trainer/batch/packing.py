@@ -8,7 +8,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.common.jagged import Jagged
 from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.layout import AttentionLayout, build_layout
 from services.trainer.batch.prefixes import (
@@ -20,6 +19,7 @@ from services.trainer.batch.prefixes import (
     worthwhile,
 )
 from services.trainer.batch.segments import on_device
+from services.wire.data.jagged import Jagged
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from services.common.batch import MISSING, KVBatchMeta
 from services.common.errors import InvalidArgumentError
 from services.common.fields import ROUTED_EXPERTS, TOKEN_REWARDS
-from services.common.jagged import Jagged
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.segments import Segments, on_device
 from services.trainer.batch.sequences import sequences_of
+from services.wire.batch import MISSING, KVBatchMeta
+from services.wire.data.jagged import Jagged
 
 _CORRECTION_FIELDS = ("rollout_logprobs", "version_runs")
 _REQUIRED_FIELDS = ("prompt_ids", "response_ids", "response_mask", "rewards")

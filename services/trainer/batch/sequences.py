@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.common.fields import PROMPT_VERSION, ROUTED_EXPERTS
-from services.common.jagged import Jagged
+from services.wire.data.jagged import Jagged
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from services.common.callables import load_callable, source_digest
-from services.common.jagged import Jagged
 from services.common.models.loading import (
     find_folder,
     load_config,
@@ -35,6 +34,7 @@ from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.run import ModelSpec, WarmStartSpec
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
+from services.wire.data.jagged import Jagged
 
 Progress = Callable[[int, int], None]
 """Called with the number of finished steps and of all steps."""

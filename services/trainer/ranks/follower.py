@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, ServiceError
 from services.trainer.model.host_copy import OffloadedState
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
@@ -18,6 +17,7 @@ from services.trainer.steps.oom import OomLimitError
 from services.trainer.weights import WeightExport
 from services.weightsync.canary import Canary
 from services.weightsync.plan import TensorSpec
+from services.wire.batch import KVBatchMeta
 
 logger = logging.getLogger(__name__)
 

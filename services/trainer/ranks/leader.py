@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.trainer.checkpoint.checkpointer import Snapshot
 from services.trainer.model.host_copy import OffloadedState
@@ -25,6 +24,7 @@ from services.trainer.steps.step import StepResult
 from services.trainer.weights import WeightExport
 from services.weightsync.canary import Canary
 from services.weightsync.plan import TensorSpec
+from services.wire.batch import KVBatchMeta
 
 _T = TypeVar("_T")
 

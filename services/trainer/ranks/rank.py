@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from services.common.batch import KVBatchMeta
-from services.common.jagged import Jagged
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.guard import NonFiniteGuard, nonfinite_inputs
 from services.trainer.batch.plan import StepPlan, plan_step, shard_of
@@ -30,6 +28,8 @@ from services.trainer.ranks.training_recorder import TrainingRecorder
 from services.trainer.steps.oom import OomLimitError, OomLimits
 from services.trainer.steps.step import StepResult, StepRunner
 from services.trainer.transfers import Fetch
+from services.wire.batch import KVBatchMeta
+from services.wire.data.jagged import Jagged
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from services.common.lifetime import wait_for_shutdown
 from services.common.runspec.loader import canonical_json
 from services.common.runspec.run import RunSpec
 from services.common.task_group import until_first
-from services.controller.client import WorkerSession
 from services.trainer.model.warm_start import Progress
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
 from services.trainer.settings import TrainerSettings
 from services.trainer.transfers import QueueTransfers
-from services.transferqueue.dataclient import DataClient
+from services.wire.controller import WorkerSession
+from services.wire.data.client import DataClient
 
 _PROGRESS_EVERY = 20
 _Built_co = TypeVar("_Built_co", covariant=True)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from services.common.batch import KVBatchMeta
 from services.common.fields import group_of, partition_id, run_of
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.samples import Samples
 from services.trainer.transfers import Tell
+from services.wire.batch import KVBatchMeta
 
 _MAX_LOG_RATIO = 80.0
 

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 
-from services.common.batch import KVBatchMeta
 from services.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -19,8 +18,9 @@ from services.common.fields import partition_id
 from services.common.runspec.run import RunSpec
 from services.trainer import metrics
 from services.trainer.scoring.leader import ScoringLeader
-from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.types import AcquireRequest
+from services.wire.batch import KVBatchMeta
+from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.types import AcquireRequest
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from typing import Any
 import grpc
 from torch import Tensor
 
-from services.common.batch import KVBatchMeta
 from services.common.errors import InvalidArgumentError, UnavailableError
 from services.trainer import metrics
 from services.trainer.scoring.leader import ScoringLeader
 from services.weightsync.endpoints import Place
 from services.weightsync.modes.placing import live_placer
 from services.weightsync.plan import WeightPlan
+from services.wire.batch import KVBatchMeta
 from slipstream.trainer.v1 import scoring_pb2 as pb
 from slipstream.trainer.v1 import scoring_pb2_grpc
 

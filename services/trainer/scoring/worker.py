@@ -13,7 +13,6 @@ import torch
 from services.common.lifetime import report_ready
 from services.common.rpc.server import serve
 from services.common.task_group import TaskGroup
-from services.controller.client import WorkerSession
 from services.trainer.ranks.build import device_of
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.start import load, until_stopped
@@ -22,9 +21,10 @@ from services.trainer.scoring.leader import ScoringLeader
 from services.trainer.scoring.reference import ReferenceScoring
 from services.trainer.scoring.server import ScoringServicer
 from services.trainer.settings import TrainerSettings
-from services.transferqueue.client import TransferQueueClient
 from services.weightsync.member import WeightMember
 from services.weightsync.server import serve_member
+from services.wire.controller import WorkerSession
+from services.wire.transferqueue.client import TransferQueueClient
 from slipstream.trainer.v1 import scoring_pb2_grpc
 
 _REFERENCE_VERSION = 0

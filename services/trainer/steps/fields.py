@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from services.common.batch import MISSING, KVBatchMeta
 from services.common.fields import ROUTED_EXPERTS
-from services.common.jagged import Jagged
 from services.trainer.batch.plan import StepPlan, plan_step, shard_of
 from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.batch.sequences import sequences_of
 from services.trainer.collectives import Ranks
 from services.trainer.steps.oom import OomLimits
 from services.trainer.transfers import Add, Fetch
+from services.wire.batch import MISSING, KVBatchMeta
+from services.wire.data.jagged import Jagged
 
 Score = Callable[[Samples, StepPlan], Tensor]
 """Returns ``[R]`` float32 on the CPU: one number for each response token of a rank's samples."""

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from services.common.jagged import Jagged
 from services.common.models.loading import stored_tensors
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.plan import StepPlan, bounds_of, num_tokens
@@ -18,6 +17,7 @@ from services.trainer.batch.samples import Samples, idle_samples, pack_samples
 from services.trainer.model.parallel import free_gathered
 from services.trainer.model.policy import Policy
 from services.trainer.steps.oom import OomLimitError, OomLimits
+from services.wire.data.jagged import Jagged
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, TypeAlias, cast
 
-from services.common.batch import BlobRef, KVBatchMeta, TagValues
+from services.wire.batch import BlobRef, KVBatchMeta, TagValues
 
 Layout = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 """Field names, shard ids of the fields' blobs, tag names."""

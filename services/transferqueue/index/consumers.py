@@ -8,7 +8,7 @@ from functools import partial
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.transferqueue.index.columns import Extension, Row
 from services.transferqueue.index.samplers import fifo, whole_groups
-from services.transferqueue.types import AcquireRequest
+from services.wire.transferqueue.types import AcquireRequest
 
 Sampler = Callable[[Iterable[str]], list[int] | None]
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from services.common.batch import MISSING, BlobRef, FieldColumn, TagValues
 from services.transferqueue.index.columns import ColumnRange, Row, Values
 from services.transferqueue.index.schema import Schema
+from services.wire.batch import MISSING, BlobRef, FieldColumn, TagValues
 
 
 class MetaBuilder:

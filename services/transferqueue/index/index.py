@@ -8,7 +8,6 @@ uses any more are passed to ``free``.
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from services.common.batch import BlobRef, KVBatchMeta
 from services.common.clock import Clock
 from services.common.errors import (
     FailedPreconditionError,
@@ -19,7 +18,8 @@ from services.transferqueue.index.columns import Row
 from services.transferqueue.index.leasing import Leasing
 from services.transferqueue.index.partition import Partition, find
 from services.transferqueue.index.quotas import Quotas
-from services.transferqueue.types import LostSamples, PartitionImage, PartitionStats
+from services.wire.batch import BlobRef, KVBatchMeta
+from services.wire.transferqueue.types import LostSamples, PartitionImage, PartitionStats
 
 MAX_PUSH_KEYS = 4096
 """Max. samples in one message to a watcher."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from services.common.batch import KVBatchMeta
 from services.common.clock import Clock
 from services.common.errors import DeadlineExceededError, FailedPreconditionError
 from services.common.ids import new_id
@@ -10,7 +9,8 @@ from services.transferqueue.concurrency import Waiters
 from services.transferqueue.index.columns import Extension, Row
 from services.transferqueue.index.consumers import Consumer, Lease, lease_not_found, sampler_of
 from services.transferqueue.index.partition import Partition, find
-from services.transferqueue.types import AcquireRequest
+from services.wire.batch import KVBatchMeta
+from services.wire.transferqueue.types import AcquireRequest
 
 AckedKeys = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
 """Fields and acknowledged keys of each consumer."""

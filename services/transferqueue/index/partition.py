@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from services.common.batch import BlobRef, KVBatchMeta
 from services.common.errors import NotFoundError
 from services.transferqueue.index.columns import (
     ColumnRange,
@@ -18,6 +17,7 @@ from services.transferqueue.index.columns import (
 )
 from services.transferqueue.index.describe import MetaBuilder
 from services.transferqueue.index.schema import Schema
+from services.wire.batch import BlobRef, KVBatchMeta
 
 _MIN_LOG_ENTRIES = 1024
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from math import prod
 from operator import add
 
-from services.common.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.common.errors import AlreadyExistsError, InvalidArgumentError
-from services.transferqueue.encoding.codec import ITEM_BYTES
 from services.transferqueue.index.columns import Row
+from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
+from services.wire.data.encoding.codec import ITEM_BYTES
 
 Kind = tuple[str, int, tuple[int, ...]]
 """Type of a field: dtype, row rank, tail shape."""

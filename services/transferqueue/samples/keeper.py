@@ -10,17 +10,17 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
-from services.common.batch import MISSING, KVBatchMeta
 from services.common.errors import ServiceError
 from services.common.fields import KEPT_RECORDS, partition_id
 from services.common.task_group import TaskGroup
 from services.transferqueue import metrics
-from services.transferqueue.encoding import codec
 from services.transferqueue.index.index import Index
 from services.transferqueue.samples.store import SampleRecord, SampleStore, remove_store, store_path
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.blobs import BlobClient
-from services.transferqueue.types import KeptSampleQuery
+from services.wire.batch import MISSING, KVBatchMeta
+from services.wire.data.encoding import codec
+from services.wire.transferqueue.types import KeptSampleQuery
 
 logger = logging.getLogger(__name__)
 

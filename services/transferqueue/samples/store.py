@@ -15,7 +15,7 @@ from typing import Any
 
 from services.common.errors import InvalidArgumentError, NotFoundError
 from services.transferqueue.samples.tokens import token_columns
-from services.transferqueue.types import KeptSampleQuery
+from services.wire.transferqueue.types import KeptSampleQuery
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 

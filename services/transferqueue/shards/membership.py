@@ -4,12 +4,12 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from services.common.batch import KVBatchMeta
 from services.common.errors import ServiceError
 from services.common.task_group import TaskGroup, unwrapped
-from services.transferqueue.registry_client import ShardRegistryClient
 from services.transferqueue.storage.blobs import BlobStore
-from services.transferqueue.types import Shard
+from services.wire.batch import KVBatchMeta
+from services.wire.transferqueue.registry_client import ShardRegistryClient
+from services.wire.transferqueue.types import Shard
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import grpc
 
-from services.common.batch import KVBatchMeta
 from services.common.errors import NotFoundError
 from services.transferqueue.index.index import Index
-from services.transferqueue.registry_client import shard_from_proto
 from services.transferqueue.shards.shards import Shards
+from services.wire.batch import KVBatchMeta
+from services.wire.transferqueue.registry_client import shard_from_proto
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 

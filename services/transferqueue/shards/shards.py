@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from services.common.batch import BlobRef
 from services.common.errors import NotFoundError
 from services.transferqueue import metrics
 from services.transferqueue.concurrency import Waiters
 from services.transferqueue.index.index import Index
 from services.transferqueue.storage.admission import ALL_RUNS
-from services.transferqueue.types import Shard, ShardStats
+from services.wire.batch import BlobRef
+from services.wire.transferqueue.types import Shard, ShardStats
 
 HEARTBEAT_S = 1.0
 """Max. seconds that a heartbeat waits for blobs to delete."""

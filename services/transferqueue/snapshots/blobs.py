@@ -5,12 +5,12 @@ from contextlib import aclosing, asynccontextmanager
 
 import zmq
 
-from services.common.batch import BlobRef, KVBatchMeta
 from services.common.errors import DataLossError, InternalError, NotFoundError
 from services.common.ids import new_id
-from services.transferqueue.encoding import codec
 from services.transferqueue.shards.shards import Shards
-from services.transferqueue.transport.connection import ShardConnection
+from services.wire.batch import BlobRef, KVBatchMeta
+from services.wire.data.encoding import codec
+from services.wire.data.transport.connection import ShardConnection
 
 _TIMEOUT_S = 60.0
 _READ_BYTES = 4 << 20

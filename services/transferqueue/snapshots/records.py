@@ -11,7 +11,7 @@ from typing import BinaryIO
 import msgpack
 
 from services.common.errors import DataLossError
-from services.transferqueue.encoding import codec
+from services.wire.data.encoding import codec
 
 _MAGIC = b"SLIPTQ2\n"
 _PREFIX = struct.Struct("<QQ")

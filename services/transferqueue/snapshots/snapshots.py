@@ -13,7 +13,6 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from services.common.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.common.errors import (
     AlreadyExistsError,
     DataLossError,
@@ -21,14 +20,15 @@ from services.common.errors import (
     NotFoundError,
 )
 from services.common.fields import group_of
-from services.transferqueue.encoding import codec
-from services.transferqueue.encoding.codec import blob_checksum
 from services.transferqueue.index.index import Index
-from services.transferqueue.placement import place
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.blobs import BlobClient
 from services.transferqueue.snapshots.records import RecordReader, RecordWriter
-from services.transferqueue.types import PartitionImage
+from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
+from services.wire.data.encoding import codec
+from services.wire.data.encoding.codec import blob_checksum
+from services.wire.data.placement import place
+from services.wire.transferqueue.types import PartitionImage
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 

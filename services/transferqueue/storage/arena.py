@@ -9,7 +9,7 @@ import os
 from bisect import bisect_left
 from pathlib import Path
 
-from services.transferqueue.encoding.codec import aligned
+from services.wire.data.encoding.codec import aligned
 
 
 class Arena:

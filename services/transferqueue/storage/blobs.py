@@ -8,15 +8,15 @@ from typing import Protocol
 
 import numpy as np
 
-from services.common.batch import BlobRef
 from services.common.errors import (
     DataLossError,
     InvalidArgumentError,
     NotFoundError,
 )
 from services.transferqueue.concurrency import in_thread
-from services.transferqueue.encoding.codec import FRAME_BYTES, aligned, checksum, combine
 from services.transferqueue.storage.arena import Arena
+from services.wire.batch import BlobRef
+from services.wire.data.encoding.codec import FRAME_BYTES, aligned, checksum, combine
 
 _PIN_BITS = 62
 

@@ -17,7 +17,6 @@ from typing import Protocol
 
 import zmq
 
-from services.common.batch import KVBatchMeta
 from services.common.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -34,14 +33,15 @@ from services.common.fields import run_of
 from services.common.task_group import TaskGroup, unwrapped
 from services.common.unknown_peers import UnknownPeers
 from services.transferqueue import metrics
-from services.transferqueue.channels.arena_socket import serve_arena
-from services.transferqueue.channels.local_channel import LocalChannel
-from services.transferqueue.channels.sockets import MessageSocket, set_limits
 from services.transferqueue.concurrency import Waiters
-from services.transferqueue.encoding import codec
 from services.transferqueue.storage import admission
 from services.transferqueue.storage.blobs import BlobStore, Grant
 from services.transferqueue.storage.ownership import Ownership, demand_run
+from services.wire.batch import KVBatchMeta
+from services.wire.data.channels.arena_socket import serve_arena
+from services.wire.data.channels.local_channel import LocalChannel
+from services.wire.data.channels.sockets import MessageSocket, set_limits
+from services.wire.data.encoding import codec
 
 _ROOM = "room"
 

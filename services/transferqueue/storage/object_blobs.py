@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, count
 
-from services.common.batch import BlobRef
 from services.common.errors import InvalidArgumentError, NotFoundError
-from services.transferqueue.channels.object_store import (
+from services.transferqueue.storage.blobs import Grant, check_arrived
+from services.wire.batch import BlobRef
+from services.wire.data.channels.object_store import (
     PLACE_BITS,
     ObjectStore,
     object_place,
     object_range,
 )
-from services.transferqueue.encoding.codec import ALIGNMENT, aligned, blob_checksum
-from services.transferqueue.storage.blobs import Grant, check_arrived
+from services.wire.data.encoding.codec import ALIGNMENT, aligned, blob_checksum
 
 _USABLE_SHARE = 0.9
 """Usable fraction of the memory: the store's allocator refuses requests before it is full."""

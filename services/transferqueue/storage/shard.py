@@ -11,7 +11,7 @@ from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.storage.arena import Arena
 from services.transferqueue.storage.blobs import BlobStore, Storage
 from services.transferqueue.storage.dataplane import Admission, DataPlane, Metadata, Writer
-from services.transferqueue.types import ObjectStoreAddress, Shard
+from services.wire.transferqueue.types import ObjectStoreAddress, Shard
 
 
 @asynccontextmanager
@@ -69,8 +69,8 @@ def _mooncake(
     settings: TransferQueueSettings, shard: Shard, stack: AsyncExitStack
 ) -> tuple[Shard, BlobStore]:
     # Imported only if used: the package is an optional extra.
-    from services.transferqueue.channels.object_store import ObjectStore
     from services.transferqueue.storage.object_blobs import ObjectStorage
+    from services.wire.data.channels.object_store import ObjectStore
 
     address = ObjectStoreAddress(
         master=settings.mooncake_master,

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.batch import BlobRef, FieldColumn
 from services.common.messages import from_message, to_message
-from services.controller.client import GroupFailure
-from services.rollout.client import GroupAssignment
-from services.transferqueue.types import AcquireRequest, PartitionStats, ShardStats
+from services.wire.batch import BlobRef, FieldColumn
+from services.wire.controller import GroupFailure
+from services.wire.rollout import GroupAssignment
+from services.wire.transferqueue.types import AcquireRequest, PartitionStats, ShardStats
 from slipstream.controller.v1 import membership_pb2
 from slipstream.rollout.v1 import rollout_pb2
 from slipstream.transferqueue.v1 import transferqueue_pb2

@@ -4,15 +4,15 @@ import asyncio
 from collections import defaultdict
 from types import SimpleNamespace
 
-from services.common.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.common.errors import UnavailableError
 from services.common.fields import ROLLOUT_FIELDS
 from services.common.runspec.loader import parse_spec
 from services.controller.membership.registry import Worker
 from services.controller.run.weights.session import SyncReport
-from services.rollout.client import rows_gauge
-from services.trainer.client import TrainedStep
-from services.transferqueue.types import Stats
+from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
+from services.wire.rollout import rows_gauge
+from services.wire.trainer import TrainedStep
+from services.wire.transferqueue.types import Stats
 from tests.helpers.rest import SPEC
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.jagged import Jagged
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.trainer.batch.samples import BatchFacts, Samples
+from services.wire.data.jagged import Jagged
 
 HORIZON = 12
 POISON = (0.0, math.nan, math.inf, -math.inf, 1e30)

@@ -8,7 +8,6 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from services.common.jagged import Jagged
 from services.common.models.loading import build_model
 from services.common.runspec.trainer import LoraSpec, TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
@@ -17,6 +16,7 @@ from services.trainer.model.activations import arrange
 from services.trainer.model.lora import add_adapters, begin_adapters
 from services.trainer.model.parallel import RankTopology, distribute
 from services.trainer.model.policy import Policy
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU
 from tests.helpers.mixtures import tiny_config
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from services.common.errors import FailedPreconditionError
-from services.common.jagged import Jagged
 from services.trainer.batch.plan import Bounds
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
@@ -19,6 +18,7 @@ from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.critic_step import CriticStepRunner
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.steps.oom import OomLimits
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 
 GAE = {"advantage": "gae", "gae_lambda": 0.9}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.jagged import Jagged
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import Bounds
 from services.trainer.collectives import Ranks
@@ -26,6 +25,7 @@ from services.trainer.steps.oom import (
 )
 from services.trainer.steps.scorer import UNSCORED, without_unscored
 from services.trainer.steps.step import StepResult
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.shortage import limited
 

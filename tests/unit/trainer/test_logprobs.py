@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from services.common.jagged import Jagged
 from services.trainer.algorithm import logprobs
 from services.trainer.batch.packing import pack
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, policy_of, spec_of
 
 

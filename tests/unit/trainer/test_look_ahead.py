@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.jagged import Jagged
 from services.trainer.algorithm import correction
 from services.trainer.batch.segments import Segments
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 _PLAIN = {"correction": "decoupled", "dual_clip": None}

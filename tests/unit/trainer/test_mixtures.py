@@ -8,7 +8,6 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from services.common.jagged import Jagged
 from services.common.models.expert_names import checkpoint_names
 from services.common.models.families import FAMILIES
 from services.common.models.loading import build_model, stored_tensors
@@ -23,6 +22,7 @@ from services.trainer.model.lora import (
     merged_parameters,
 )
 from services.trainer.model.policy import Policy
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.mixtures import tiny_config
 

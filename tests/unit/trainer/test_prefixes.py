@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.common.jagged import Jagged
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.plan import micro_batches, shard_of
 from services.trainer.batch.prefixes import find_prefixes, joined
 from services.trainer.batch.samples import BatchFacts
 from services.trainer.model.policy import Policy
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU
 from tests.helpers.tries import random_trie
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from services.common.errors import NotFoundError
-from services.common.jagged import Jagged
 from services.common.runspec.trainer import CriticSpec
 from services.trainer.batch.samples import IncompleteBatchError
 from services.trainer.ranks.rank import StepProfiler
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
 
-from services.common.jagged import Jagged
 from services.common.models.families import FAMILIES
 from services.common.models.loading import build_model
 from services.common.models.routers import RouterWatch
@@ -15,6 +14,7 @@ from services.common.models.routing_shape import RoutingShape, routing_shape
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.policy import Policy
 from services.trainer.model.routing import imbalance
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.tries import random_trie

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from services.common.errors import FailedPreconditionError
-from services.common.jagged import Jagged
 from services.trainer.batch.plan import Bounds
 from services.trainer.collectives import Ranks
 from services.trainer.model.policy import freeze
@@ -12,6 +11,7 @@ from services.trainer.scoring.leader import ScoringLeader
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.steps.oom import OomLimits
 from services.trainer.steps.scorer import UNSCORED, Scorer
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, policy_of, queue_of, random_queue, rank_of, spec_of
 from tests.helpers.shortage import limited
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from services.common.fields import ROUTED_EXPERTS
-from services.common.jagged import Jagged
 from services.common.models.routing_shape import RoutingShape
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields
@@ -21,6 +20,7 @@ from services.trainer.collectives import Ranks
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.steps.oom import OomLimits
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import policy_of, rank_of, spec_of
 from tests.helpers.episodes import branched_episodes
 

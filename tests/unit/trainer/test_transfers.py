@@ -3,8 +3,8 @@
 import pytest
 
 from services.common.errors import InvalidArgumentError
-from services.common.jagged import Jagged
 from services.trainer.transfers import of_vocabulary
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import policy_of, random_queue, spec_of
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.transferqueue.encoding.codec import aligned
 from services.transferqueue.storage.arena import Arena
+from services.wire.data.encoding.codec import aligned
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.common.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.common.errors import DeadlineExceededError, FailedPreconditionError
 from services.transferqueue.index.index import Index
-from services.transferqueue.types import AcquireRequest
+from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
+from services.wire.transferqueue.types import AcquireRequest
 
 PARTITION = "run/train"
 SHARDS = ("s0", "s1")

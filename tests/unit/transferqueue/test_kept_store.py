@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import NotFoundError
 from services.transferqueue.samples.store import SampleRecord, SampleStore
-from services.transferqueue.types import KeptSampleQuery
+from services.wire.transferqueue.types import KeptSampleQuery
 
 NO_BOUND = {"max_bytes": 1 << 30, "max_steps": 0}
 

@@ -7,9 +7,9 @@ from itertools import accumulate
 
 import pytest
 
-from services.common.batch import MISSING, BlobRef, FieldColumn, KVBatchMeta
 from services.common.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from services.transferqueue.index.partition import Partition
+from services.wire.batch import MISSING, BlobRef, FieldColumn, KVBatchMeta
 
 ALL = 1 << 30
 

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from services.common.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.common.errors import (
     AbortedError,
     DataLossError,
@@ -15,10 +14,11 @@ from services.common.errors import (
     ServiceError,
     UnavailableError,
 )
-from services.transferqueue.encoding import codec
 from services.transferqueue.storage.arena import Arena
 from services.transferqueue.storage.blobs import Storage
 from services.transferqueue.storage.dataplane import Writer
+from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
+from services.wire.data.encoding import codec
 
 DATA = b"12345678"
 CHECKSUMS = (codec.checksum(DATA),)

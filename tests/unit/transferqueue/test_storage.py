@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from services.common.batch import BlobRef
 from services.common.errors import DataLossError, InvalidArgumentError, NotFoundError
-from services.transferqueue.encoding.codec import checksum
 from services.transferqueue.storage.arena import Arena
 from services.transferqueue.storage.blobs import Storage
+from services.wire.batch import BlobRef
+from services.wire.data.encoding.codec import checksum
 
 
 def storage(capacity: int = 4096, spill: Arena | None = None) -> Storage:

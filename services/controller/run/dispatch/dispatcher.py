@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from services.common.batch import pick
 from services.common.clock import Clock
 from services.common.fields import partition_id
 from services.common.task_group import TaskGroup
@@ -25,7 +24,8 @@ from services.controller.run.dispatch.sample_index import SampleIndex
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.store.records import Note
-from services.rollout.client import GroupAssignment, TriedPrompt
+from services.wire.batch import pick
+from services.wire.rollout import GroupAssignment, TriedPrompt
 
 logger = logging.getLogger(__name__)
 # Max consecutive prompts that the curriculum's function may postpone; the next one is dispatched

@@ -11,7 +11,7 @@ from services.common.task_group import TaskGroup, unwrapped
 from services.controller.membership.registry import Worker
 from services.controller.planning.measured import DECODE_TIMES
 from services.controller.rules.placement import Placement
-from services.rollout.client import GroupAssignment, RolloutClient
+from services.wire.rollout import GroupAssignment, RolloutClient
 
 logger = logging.getLogger(__name__)
 

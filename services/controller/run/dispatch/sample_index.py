@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import cast
 
-from services.common.batch import MISSING, KVBatchMeta, TagValues, pick
 from services.common.fields import group_of, sample_key
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.controller.rules.groups import Group
 from services.controller.rules.statistics import Histogram, histogram, term_means
-from services.transferqueue.client import TransferQueueClient
+from services.wire.batch import MISSING, KVBatchMeta, TagValues, pick
+from services.wire.transferqueue.client import TransferQueueClient
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from services.common.task_group import TaskGroup
 from services.common.telemetry import tracing
 from services.controller import metrics
-from services.controller.client import GroupFailure
 from services.controller.rules.groups import RUNNING, WAITING, Group, GroupState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.prompts import PromptOrder
@@ -26,7 +25,8 @@ from services.controller.run.dispatch.sample_index import (
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.store.records import Note
-from services.rollout.client import PASSED_OVER, GroupAssignment
+from services.wire.controller import GroupFailure
+from services.wire.rollout import PASSED_OVER, GroupAssignment
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 
-from services.common.batch import KVBatchMeta
 from services.common.fields import group_of, partition_id
 from services.common.runspec.data import HeldoutSetSpec, set_name
-from services.controller.client import GroupFailure
 from services.controller.rules.evaluation import (
     BegunEvaluation,
     Evaluation,
@@ -31,8 +29,10 @@ from services.controller.rules.prompts import sample_seed
 from services.controller.run.connections import RunConnections
 from services.controller.run.state.requests import CurrentSpec, RequestQueue
 from services.controller.store.rows import Request
-from services.rollout.client import GroupAssignment
-from services.transferqueue.client import TransferQueueClient
+from services.wire.batch import KVBatchMeta
+from services.wire.controller import GroupFailure
+from services.wire.rollout import GroupAssignment
+from services.wire.transferqueue.client import TransferQueueClient
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from contextlib import suppress
 from services.common.errors import ServiceError, UnavailableError
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup, leaves
-from services.controller.client import GroupFailure
 from services.controller.launch.launcher import WorkerExit
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.connections import forget_samples
@@ -35,6 +34,7 @@ from services.controller.run.state.worker_failures import (
     is_worker_failure,
 )
 from services.controller.store.records import Note
+from services.wire.controller import GroupFailure
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from services.controller.run.pipeline import TrainingPipeline
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec, RequestQueue
 from services.controller.run.train.gpu_time_sharing import start_colocated
-from services.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.client import TransferQueueClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

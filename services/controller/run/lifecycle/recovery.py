@@ -46,7 +46,7 @@ from services.controller.run.train.checkpoints import Checkpoints, ready_checkpo
 from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 from services.controller.run.train.train_step import TrainSteps
 from services.controller.store.rows import Request
-from services.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.client import TransferQueueClient
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from services.controller.rules.ledger import Ledger
 from services.controller.rules.staleness import choose_batch
 from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.observe.waits import Waits
-from services.trainer.client import TrainerClient
+from services.wire.trainer import TrainerClient
 
 
 async def take_batch(

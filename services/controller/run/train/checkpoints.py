@@ -33,8 +33,8 @@ from services.controller.store.database import Database
 from services.controller.store.records import Note
 from services.controller.store.runs import Work
 from services.controller.store.tables import CHECKPOINTS
-from services.trainer.client import TrainerClient
-from services.transferqueue.client import TransferQueueClient
+from services.wire.trainer import TrainerClient
+from services.wire.transferqueue.client import TransferQueueClient
 
 CheckpointState = Literal["READY", "FAILED", "DELETED"]
 

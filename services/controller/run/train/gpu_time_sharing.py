@@ -27,8 +27,8 @@ from services.controller.run.connections import RunConnections
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.state.requests import CurrentSpec, with_replicas
 from services.controller.run.weights.session import SyncReport
-from services.rollout.client import RolloutClient
-from services.trainer.client import TrainerClient
+from services.wire.rollout import RolloutClient
+from services.wire.trainer import TrainerClient
 
 
 @dataclass(slots=True, kw_only=True)

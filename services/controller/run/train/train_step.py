@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from services.common.batch import KVBatchMeta
 from services.common.runspec.data import set_name
 from services.common.task_group import TaskGroup
 from services.common.telemetry import tracing
@@ -38,7 +37,8 @@ from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 from services.controller.store.records import Note
-from services.trainer.client import TrainedStep
+from services.wire.batch import KVBatchMeta
+from services.wire.trainer import TrainedStep
 
 _MOST_TOLD = 8
 """Max samples that a message names."""

@@ -25,8 +25,8 @@ from services.common.runspec.weight_modes import (
 from services.common.task_group import TaskGroup, unwrapped
 from services.controller.membership.registry import Worker
 from services.controller.run.state.worker_failures import UnansweringError
-from services.weightsync.client import WeightSyncClient
 from services.weightsync.plan import TensorSpec, WeightPlan, fsdp_shards, make_plan
+from services.wire.weightsync import WeightSyncClient
 
 logger = logging.getLogger(__name__)
 

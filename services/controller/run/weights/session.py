@@ -22,8 +22,8 @@ from services.controller.run.state.worker_failures import LateError
 from services.controller.run.weights.members import WeightMembers
 from services.controller.run.weights.peer_transfer import PeerSource, TransferPath, bring
 from services.weightsync.canary import Canary, canary_tolerance
-from services.weightsync.client import WeightSyncClient
 from services.weightsync.plan import version_digest
+from services.wire.weightsync import WeightSyncClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,13 @@ import pytest
 
 from services.common.rpc.server import serve
 from services.controller.api.membership import MembershipServicer
-from services.controller.client import WorkerSession
 from services.controller.models import RunPatch
 from services.controller.settings import ControllerSettings
 from services.rollout.engines.base import EngineStats
 from services.rollout.monitor import monitor
 from services.rollout.sampling.liveness import EngineStalledError
 from services.trainer.settings import TrainerSettings
+from services.wire.controller import WorkerSession
 from slipstream.controller.v1 import membership_pb2_grpc
 from tests.helpers.rest import open_manager
 from tests.unit.controller.run.test_live_changes import ended, patched, submitted

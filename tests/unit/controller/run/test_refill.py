@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
-from services.common.batch import KVBatchMeta
 from services.controller.rules.ledger import Ledger
 from services.controller.run.dispatch.sample_index import GroupSamples
 from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.state.requests import CurrentSpec
+from services.wire.batch import KVBatchMeta
 from tests.helpers.specs import spec_with
 
 SPEC = spec_with(

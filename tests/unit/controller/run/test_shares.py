@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.common.batch import KVBatchMeta
-from services.controller.client import GroupFailure
 from services.controller.rules.groups import GroupState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.placement import split
@@ -16,7 +14,9 @@ from services.controller.run.dispatch.rollout_pool import RolloutPool
 from services.controller.run.dispatch.sample_index import SampleIndex
 from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.state.requests import CurrentSpec
-from services.transferqueue.types import LostSamples
+from services.wire.batch import KVBatchMeta
+from services.wire.controller import GroupFailure
+from services.wire.transferqueue.types import LostSamples
 from tests.helpers.specs import spec_with
 
 SPEC = spec_with(

@@ -7,9 +7,9 @@ import pytest
 
 from services.common.runspec.data import CurriculumSpec
 from services.rollout.calls.pool import CallPool
-from services.rollout.client import TriedPrompt
 from services.rollout.data.curriculum import Curriculum
 from services.rollout.failures import GroupError
+from services.wire.rollout import TriedPrompt
 
 MINE = """
 def wants(row, tried, *, answers):

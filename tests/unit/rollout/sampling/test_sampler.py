@@ -15,7 +15,6 @@ from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.run import ModelSpec
 from services.rollout.calls.pool import CallPool
-from services.rollout.client import GroupAssignment
 from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.failures import CallError, GroupError
@@ -32,6 +31,7 @@ from services.rollout.sampling.samples import Sample, sample_fields, sample_tags
 from services.rollout.workflows.base import Episode
 from services.rollout.workflows.single_turn import SingleTurn
 from services.rollout.workflows.turns import Turn
+from services.wire.rollout import GroupAssignment
 from tests.helpers.engines import make_engine, running, until, weights_of
 
 ROWS = [{"prompt": text, "answer": "x"} for text in ("12=", "345=", "", "6" * 40, "é", 7)]

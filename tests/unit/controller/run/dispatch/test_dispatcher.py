@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.runspec.data import CurriculumSpec
-from services.controller.client import GroupFailure
 from services.controller.rules.difficulty import Difficulty
 from services.controller.rules.groups import GroupState, LedgerState
 from services.controller.rules.ledger import Ledger
@@ -15,7 +14,8 @@ from services.controller.run.dispatch.dispatcher import Dispatcher, GenerationEr
 from services.controller.run.dispatch.sample_index import SampleIndex
 from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.state.requests import CurrentSpec
-from services.rollout.client import TriedPrompt
+from services.wire.controller import GroupFailure
+from services.wire.rollout import TriedPrompt
 from tests.helpers.specs import spec_with
 
 SPEC = spec_with(

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from services.controller.client import GroupFailure
 from services.controller.run.dispatch.dispatcher import GenerationError
 from services.controller.run.dispatch.scheduler import GroupFailures
 from services.controller.run.state.requests import CurrentSpec
+from services.wire.controller import GroupFailure
 from tests.helpers.specs import spec_with
 
 

@@ -1,6 +1,5 @@
 """Samples of groups, taken from messages that describe many."""
 
-from services.common.batch import KVBatchMeta
 from services.controller.rules.groups import Group
 from services.controller.run.dispatch.sample_index import (
     GroupSamples,
@@ -8,6 +7,7 @@ from services.controller.run.dispatch.sample_index import (
     length_facts,
     spread_of,
 )
+from services.wire.batch import KVBatchMeta
 
 
 class Messages:

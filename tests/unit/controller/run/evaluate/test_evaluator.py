@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.common.batch import KVBatchMeta
 from services.common.runspec.loader import parse_spec
-from services.controller.client import GroupFailure
 from services.controller.rules.evaluation import BegunEvaluation, Evaluation
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.state.requests import CurrentSpec
-from services.transferqueue.types import LostSamples
+from services.wire.batch import KVBatchMeta
+from services.wire.controller import GroupFailure
+from services.wire.transferqueue.types import LostSamples
 from tests.helpers.rest import SPEC
 
 ROWS = 3

@@ -12,7 +12,7 @@ from services.controller.membership.registry import Membership, Worker
 from services.controller.run.lifecycle.elastic import ElasticSizing, SizeChangedError
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.store.rows import Request
-from services.rollout.client import rows_gauge
+from services.wire.rollout import rows_gauge
 from tests.helpers.specs import spec_with
 
 RUN = "run_1"

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.common.batch import KVBatchMeta
 from services.controller.rules.groups import GroupState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.prompts import Mixture
@@ -13,7 +12,8 @@ from services.controller.run.observe.progress import Progress
 from services.controller.run.observe.waits import Waits
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.run.train.train_step import StalenessError, TrainSteps
-from services.trainer.client import TrainedStep
+from services.wire.batch import KVBatchMeta
+from services.wire.trainer import TrainedStep
 from tests.helpers.specs import spec_with
 
 BOUND = 2

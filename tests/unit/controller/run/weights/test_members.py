@@ -9,8 +9,8 @@ from services.common.runspec.run import WeightSyncSpec
 from services.controller.membership.registry import Worker
 from services.controller.run.weights.members import WeightMembers
 from services.controller.run.weights.session import WeightSession
-from services.weightsync.client import Agreed, Described
 from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan
+from services.wire.weightsync import Agreed, Described
 
 TENSORS = (TensorSpec("embed", (64, 4), "float32"),)
 

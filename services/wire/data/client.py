@@ -1,0 +1,260 @@
+"""Client that writes and reads the tensors of samples; used by rollouts and trainer.
+
+- put: reserve space (waits while the queue is full), send the bytes, commit; then it is visible
+- get: one read per shard; needs only the ``KVBatchMeta``
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from services.common.errors import InternalError, InvalidArgumentError
+from services.common.fields import group_of
+from services.common.ids import new_id
+from services.common.task_group import together
+from services.wire.batch import BlobRef, KVBatchMeta, as_tag
+from services.wire.data.concurrency import meanwhile
+from services.wire.data.encoding import codec
+from services.wire.data.encoding.packing import (
+    PackedColumn,
+    Values,
+    pack,
+    select_rows,
+    share,
+    unpack,
+)
+from services.wire.data.encoding.readplan import Extent, plan_read
+from services.wire.data.jagged import Jagged
+from services.wire.data.placement import place
+from services.wire.data.transport.buffers import BufferPool
+from services.wire.data.transport.connection import ShardConnection
+from services.wire.data.transport.links import Links
+from services.wire.data.transport.socket_transport import TIMEOUT_S
+from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.types import Shard
+
+_KEEP_BYTES = 512 << 20
+_COMMIT_TIMEOUT_S = 60.0
+T = TypeVar("T")
+
+Tags = Mapping[str, Sequence[int] | Sequence[float] | Sequence[str]]
+
+
+class DataClient:
+    """Writes tensors to a transferqueue and reads them back; see ``connect``.
+
+    Args:
+        links: Connections to the shards.
+        pool: Buffers for reads.
+        put_timeout_s: Max. seconds that a put waits for space.
+    """
+
+    def __init__(self, links: Links, pool: BufferPool, put_timeout_s: float) -> None:
+        self._links = links
+        self._pool = pool
+        self._put_timeout_s = put_timeout_s
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls, address: str, *, put_timeout_s: float = 300.0, use_shared_memory: bool = True
+    ) -> AsyncIterator["DataClient"]:
+        """Connects to the transferqueue whose metadata service is at ``host:port``.
+
+        Args:
+            address: The metadata service.
+            put_timeout_s: Max. seconds that a put waits for space.
+            use_shared_memory: Use the memory of shards on this host directly; False forces the
+                network path, for measurements.
+        """
+        links = Links(use_shared_memory=use_shared_memory)
+        async with TransferQueueClient.connect(address) as metadata, links.opened(metadata):
+            yield cls(links, BufferPool(_KEEP_BYTES), put_timeout_s)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards that are alive."""
+        return self._links.shards
+
+    async def put(
+        self,
+        partition_id: str,
+        keys: Sequence[str],
+        fields: Mapping[str, Values],
+        *,
+        tags: Tags | None = None,
+        shared: Mapping[str, Tensor] | None = None,
+    ) -> KVBatchMeta:
+        """Stores samples; returns when they are visible.
+
+        Args:
+            partition_id: An existing partition.
+            keys: New keys, or existing ones that lack these fields.
+            fields: Values of each field, one row per key.
+            tags: Small facts, one per key; all new samples of a partition have the same tags.
+            shared: Values that all these keys share, such as the prompt of a group: one row of each
+                field, stored once.
+
+        Returns:
+            Description of the samples.
+
+        Raises:
+            ResourceExhaustedError: If there was no space in time; the message names the limit.
+            AlreadyExistsError: If a key already has one of the fields.
+            InvalidArgumentError: If types or numbers of rows do not match.
+        """
+        tags = tags or {}
+        groups = tags.get("group_id") or [group_of(key) for key in keys]
+        homes = {group: place(str(group), self._links.shards) for group in set(groups)}
+        if len(set(homes.values())) == 1:
+            columns = _pack_all(fields, shared or {}, len(keys))
+            return await self._put_on(
+                homes[groups[0]], _describe(partition_id, keys, columns, tags), columns
+            )
+        places: dict[str, list[int]] = {}
+        for index, group in enumerate(groups):
+            places.setdefault(homes[group], []).append(index)
+        puts = []
+        for shard_id, indexes in places.items():
+            rows = {name: select_rows(values, indexes) for name, values in fields.items()}
+            columns = _pack_all(rows, shared or {}, len(indexes))
+            chosen = {name: as_tag([values[i] for i in indexes]) for name, values in tags.items()}
+            meta = _describe(partition_id, [keys[i] for i in indexes], columns, chosen)
+            puts.append(self._put_on(shard_id, meta, columns))
+        return KVBatchMeta.concat(await together(puts)).select(keys)
+
+    async def add_fields(self, meta: KVBatchMeta, fields: Mapping[str, Values]) -> KVBatchMeta:
+        """Adds fields to stored samples; returns ``meta`` with them.
+
+        Raises:
+            ServiceError: As ``put``.
+        """
+        added = await self.put(meta.partition_id, meta.keys, fields)
+        numbers = {i: i + len(meta.blobs) for i in range(len(added.blobs))}
+        return replace(
+            meta,
+            fields=meta.fields + tuple(column.renumber(numbers) for column in added.fields),
+            blobs=meta.blobs + added.blobs,
+            revision=added.revision,
+        )
+
+    async def get(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
+        """Fetches tensors, in the order of the keys.
+
+        Args:
+            meta: The samples.
+            fields: Fields to fetch.
+
+        Returns:
+            Rows of each field. The caller owns their memory.
+
+        Raises:
+            NotFoundError: If a sample was released or lacks a field.
+            DataLossError: If bytes are damaged.
+            ValueError: If a field does not exist.
+        """
+        plan = plan_read(meta, fields)
+        data = self._pool.take(plan.size_bytes)
+        by_shard: dict[str, list[Extent]] = {}
+        for extent in plan.extents:
+            by_shard.setdefault(extent.blob.shard_id, []).append(extent)
+        links = [await self._links.to(shard_id) for shard_id in by_shard]
+        reads = zip(links, by_shard.values(), strict=True)
+        await together([link.transport.read(extents, data) for link, extents in reads])
+        view = data.numpy().data
+        for source, target, size in plan.copies:
+            view[target : target + size] = view[source : source + size]
+        return {column.name: unpack(column, data[begin:end]) for column, begin, end in plan.columns}
+
+    async def _put_on(
+        self, shard_id: str, meta: KVBatchMeta, columns: Sequence[PackedColumn]
+    ) -> KVBatchMeta:
+        link = await self._links.to(shard_id)
+        put_id = new_id("put")
+        sizes = tuple(column.size_bytes for column in columns)
+        meta = replace(meta, blobs=_blobs(shard_id, range(len(sizes)), sizes, (0,) * len(sizes)))
+        if link.transport.takes_small_puts and sum(sizes) <= codec.STORE_BYTES:
+            return await self._store(link.connection, put_id, meta, columns)
+        reserve = codec.Reserve(put_id, meta.partition_id, sizes, self._put_timeout_s)
+        try:
+            timeout_s = self._put_timeout_s + TIMEOUT_S
+            asking = link.connection.ask(reserve, timeout_s=timeout_s)
+            answer, (description, write) = await meanwhile(
+                asking, lambda: (meta.to_bytes(), link.transport.prepare(columns))
+            )
+            grant = _expect(codec.Granted, answer)
+            link.connection.tell(codec.Describe(put_id, description))
+            checksums = await write(grant)
+            commit = codec.Commit(put_id, tuple(checksums))
+            answer = await link.connection.ask(commit, timeout_s=_COMMIT_TIMEOUT_S)
+        except BaseException:
+            link.connection.abort(put_id)
+            raise
+        blobs = _blobs(shard_id, grant.blob_ids, sizes, checksums)
+        return replace(meta, blobs=blobs, revision=_expect(codec.Committed, answer).revision)
+
+    async def _store(
+        self,
+        connection: ShardConnection,
+        put_id: str,
+        meta: KVBatchMeta,
+        columns: Sequence[PackedColumn],
+    ) -> KVBatchMeta:
+        sizes = tuple(column.size_bytes for column in columns)
+        parts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        checksums = tuple(
+            [column.lay_into(part) for column, part in zip(columns, parts, strict=True)]
+        )
+        store = codec.Store(
+            put_id, meta.partition_id, sizes, self._put_timeout_s, meta.to_bytes(), checksums
+        )
+        timeout_s = self._put_timeout_s + TIMEOUT_S
+        answer = await connection.ask(
+            store, [b"".join([part.numpy().data for part in parts])], timeout_s=timeout_s
+        )
+        stored = _expect(codec.Stored, answer)
+        blobs = _blobs(connection.shard.shard_id, stored.blob_ids, sizes, checksums)
+        return replace(meta, blobs=blobs, revision=stored.revision)
+
+
+def _pack_all(
+    fields: Mapping[str, Values], shared: Mapping[str, Tensor], num_keys: int
+) -> list[PackedColumn]:
+    columns = [pack(name, values) for name, values in fields.items()]
+    return columns + [share(name, row, num_keys) for name, row in shared.items()]
+
+
+def _describe(
+    partition_id: str, keys: Sequence[str], columns: Sequence[PackedColumn], tags: Tags
+) -> KVBatchMeta:
+    for column in columns:
+        if len(column.lengths) != len(keys):
+            raise InvalidArgumentError(
+                f"field {column.name!r} has {len(column.lengths)} rows for {len(keys)} keys",
+                field=column.name,
+            )
+    return KVBatchMeta(
+        partition_id=partition_id,
+        keys=tuple(keys),
+        fields=tuple(column.to_field(number) for number, column in enumerate(columns)),
+        tags={name: as_tag(values) for name, values in tags.items()},
+    )
+
+
+def _blobs(
+    shard_id: str, blob_ids: Sequence[int], sizes: Sequence[int], checksums: Sequence[int]
+) -> tuple[BlobRef, ...]:
+    return tuple(
+        BlobRef(shard_id=shard_id, blob_id=blob_id, size_bytes=size, checksum=checksum)
+        for blob_id, size, checksum in zip(blob_ids, sizes, checksums, strict=True)
+    )
+
+
+def _expect(cls: type[T], answer: tuple[codec.Response, list[memoryview]]) -> T:
+    if not isinstance(answer[0], cls):
+        raise InternalError(f"expected {cls.__name__}, the shard sent {type(answer[0]).__name__}")
+    return answer[0]

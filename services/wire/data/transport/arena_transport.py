@@ -1,0 +1,121 @@
+"""Transport through the shared memory of a shard on the same host."""
+
+import mmap
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from services.common.errors import DeadlineExceededError, InternalError
+from services.wire.data.concurrency import map_in_threads
+from services.wire.data.encoding import codec
+from services.wire.data.encoding.codec import combine
+from services.wire.data.encoding.packing import ColumnPart, PackedColumn
+from services.wire.data.encoding.readplan import Extent, check_whole
+from services.wire.data.transport.connection import ShardConnection
+from services.wire.data.transport.socket_transport import TIMEOUT_S, Transport, Writing
+
+_SMALL_BYTES = 64 << 10
+_ALONE_BYTES = 2 << 20
+"""Smaller copies finish before a helper thread would be awake."""
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class ArenaTransport:
+    """Transport with one memory copy per put and one per get.
+
+    Args:
+        connection: Connection to the shard.
+        arena: The shard's shared memory.
+        fallback: Reads small ranges and those that the shard has moved to disk.
+    """
+
+    takes_small_puts = True
+
+    def __init__(self, connection: ShardConnection, arena: mmap.mmap, fallback: Transport) -> None:
+        self._connection = connection
+        self._fallback = fallback
+        self._arena = torch.frombuffer(arena, dtype=torch.uint8)
+
+    def prepare(self, columns: Sequence[PackedColumn]) -> Writing:
+        """Splits the columns into parts; the returned function copies them into the arena."""
+        parts_of_columns = [column.parts() for column in columns]
+        size = sum(column.size_bytes for column in columns)
+
+        async def write(grant: codec.Granted) -> list[int]:
+            deadline = time.monotonic() + codec.GRANT_S / 2
+
+            def fill(placed: tuple[int, ColumnPart]) -> int:
+                position, part = placed
+                _check_time(deadline)
+                return codec.checksum(part.lay_into(self._arena[position : position + part.size]))
+
+            placed = [
+                (position + part.begin, part)
+                for position, parts in zip(grant.positions, parts_of_columns, strict=True)
+                for part in parts
+            ]
+            digests = iter(await _for_all(fill, placed, size))
+            return [combine(tuple(islice(digests, len(parts)))) for parts in parts_of_columns]
+
+        return write
+
+    async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
+        """Fetches bytes of blobs into ``target``, a uint8 tensor."""
+        if len(target) < _SMALL_BYTES:
+            # One answer with the bytes is faster than one with their positions and an Unpin.
+            await self._fallback.read(extents, target)
+            return
+        for begin in range(0, len(extents), codec.MAX_RANGES):
+            await self._read(extents[begin : begin + codec.MAX_RANGES], target)
+
+    def close(self) -> None:
+        """Does nothing: the mapping ends with the last tensor that views it."""
+
+    async def _read(self, extents: Sequence[Extent], target: Tensor) -> None:
+        deadline = time.monotonic() + codec.PIN_S / 2
+        numbers = tuple([n for e in extents for n in (e.blob.blob_id, e.offset, e.size)])
+        request = codec.Read(numbers, in_arena=True)
+        answer, _ = await self._connection.ask(request, timeout_s=TIMEOUT_S)
+        if not isinstance(answer, codec.Located):
+            raise InternalError(f"expected Located, the shard sent {type(answer).__name__}")
+        if not answer.positions:
+            await self._fallback.read(extents, target)
+            return
+        source, view = self._arena.numpy(), target.numpy()
+        parts = [
+            (start + part.position - extent.position, part)
+            for extent, start in zip(extents, answer.positions, strict=True)
+            for part in extent.parts()
+        ]
+
+        def copy(located: tuple[int, Extent]) -> int:
+            start, part = located
+            _check_time(deadline)
+            copied = view[part.position : part.position + part.size]
+            copied[:] = source[start : start + part.size]
+            return codec.checksum(copied.data)
+
+        try:
+            digests = await _for_all(copy, parts, sum(extent.size for extent in extents))
+        finally:
+            self._connection.let_go(answer)
+        check_whole(extents, digests)
+
+
+async def _for_all(function: Callable[[T], R], items: Sequence[T], size_bytes: int) -> list[R]:
+    if size_bytes < _ALONE_BYTES:
+        return list(map(function, items))
+    return await map_in_threads(function, items)
+
+
+def _check_time(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise DeadlineExceededError(
+            "copying took so long that the shard may use the memory for other samples; "
+            "try again with fewer samples"
+        )

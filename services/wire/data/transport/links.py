@@ -1,0 +1,173 @@
+"""Connections of a client to all shards, which follow changes of the shards."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import zmq
+
+from services.common.errors import FailedPreconditionError, NotFoundError, UnavailableError
+from services.common.task_group import TaskGroup, unwrapped
+from services.wire.data.channels.arena_socket import open_arena
+from services.wire.data.channels.sockets import keep_freed_memory
+from services.wire.data.transport.arena_transport import ArenaTransport
+from services.wire.data.transport.connection import ShardConnection
+from services.wire.data.transport.socket_transport import SocketTransport, Transport
+from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.types import Shard
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 30.0
+_RETRY_S = 1.0
+_PROBE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Connection to one shard with its transport."""
+
+    connection: ShardConnection
+    transport: Transport
+
+
+class Links:
+    """Connections to all shards; see ``opened``.
+
+    Args:
+        use_shared_memory: Use the memory of shards on this host directly.
+    """
+
+    def __init__(self, *, use_shared_memory: bool) -> None:
+        self._use_shared_memory = use_shared_memory
+        self._key_pair = zmq.curve_keypair()
+        self._links: dict[str, Link] = {}
+        self._shards: tuple[Shard, ...] = ()
+        self._changing = asyncio.Lock()
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards that are alive."""
+        return self._shards
+
+    async def to(self, shard_id: str) -> Link:
+        """Returns the link to a shard; reopens a broken one.
+
+        Raises:
+            NotFoundError: If the shard is gone with all its data; a retry is useless.
+            UnavailableError: If it does not answer, but may be alive.
+        """
+        link = self._links.get(shard_id)
+        if link is not None and not link.connection.is_open:
+            link = await self._reopen(shard_id)
+            if link is None and shard_id in self._links:
+                raise UnavailableError(f"shard {shard_id} does not answer", shard_id=shard_id)
+        if link is None:
+            raise NotFoundError(
+                f"shard {shard_id} is gone; what it held is lost and must be made again",
+                shard_id=shard_id,
+            )
+        return link
+
+    @asynccontextmanager
+    async def opened(self, metadata: TransferQueueClient) -> AsyncIterator[None]:
+        """Connects to the shards and follows their changes until the block ends."""
+        self._context = zmq.Context()
+        connected = asyncio.Event()
+        try:
+            with unwrapped():
+                async with TaskGroup() as tasks:
+                    following = tasks.create_task(self._follow(metadata, connected))
+                    async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                        await connected.wait()
+                    yield
+                    following.cancel()
+        finally:
+            await self._update(())
+            self._context.destroy(linger=0)
+
+    async def _follow(self, metadata: TransferQueueClient, connected: asyncio.Event) -> None:
+        is_known_to_be_away = False
+        while True:
+            try:
+                async for shards in metadata.connect_client(self._key_pair[0].decode()):
+                    await self._update(shards)
+                    connected.set()
+                    is_known_to_be_away = False
+            except (UnavailableError, FailedPreconditionError) as error:
+                if not is_known_to_be_away:
+                    logger.warning("index out of reach", extra={"error": str(error)})
+                is_known_to_be_away = True
+            await asyncio.sleep(_RETRY_S)
+
+    async def _reopen(self, shard_id: str) -> Link | None:
+        async with self._changing:
+            link = self._links.get(shard_id)
+            if link is None or link.connection.is_open:
+                return link
+            shard = link.connection.shard
+            reopened = await self._open_local(shard)
+            if reopened is None and await _listens(shard.endpoint):
+                logger.warning(
+                    "the shard's unix socket is gone; the network is used from now on",
+                    extra={"shard_id": shard_id, "arena_socket": shard.arena_socket},
+                )
+                reopened = await self._open_network(shard)
+            if reopened is not None:
+                self._links[shard_id] = reopened
+            return reopened
+
+    async def _update(self, shards: Sequence[Shard]) -> None:
+        async with self._changing:
+            await self._connect_to(shards)
+            self._shards = tuple(shards)
+
+    async def _connect_to(self, shards: Sequence[Shard]) -> None:
+        instances = {shard.shard_id: shard.instance_id for shard in shards}
+        for shard_id, link in list(self._links.items()):
+            if instances.get(shard_id) != link.connection.shard.instance_id:
+                link.connection.close()
+                link.transport.close()
+                del self._links[shard_id]
+        for shard in shards:
+            if shard.shard_id not in self._links:
+                local = await self._open_local(shard)
+                self._links[shard.shard_id] = local or await self._open_network(shard)
+
+    async def _open_local(self, shard: Shard) -> Link | None:
+        if not self._use_shared_memory or not shard.arena_socket:
+            return None
+        opened = await asyncio.to_thread(
+            open_arena, shard.arena_socket, instance_id=shard.instance_id
+        )
+        if opened is None:
+            return None
+        memory, peer = opened
+        connection = await ShardConnection.over_unix_socket(shard, peer)
+        sockets = SocketTransport(connection)
+        return Link(connection, ArenaTransport(connection, memory, sockets))
+
+    async def _open_network(self, shard: Shard) -> Link:
+        connection = ShardConnection.over_network(self._context, shard, self._key_pair)
+        if shard.object_store is not None:
+            # Imported only if used: the package is an optional extra.
+            from services.wire.data.transport.object_transport import open_transport
+
+            return Link(connection, await asyncio.to_thread(open_transport, shard))
+        keep_freed_memory()
+        return Link(connection, SocketTransport(connection))
+
+
+async def _listens(endpoint: str) -> bool:
+    """Returns whether a process listens at ``tcp://host:port``; ZeroMQ would wait for one to appear."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except OSError:
+        # Includes a time-out: the shard may be gone with its host.
+        return False
+    writer.close()
+    return True

@@ -1,0 +1,127 @@
+"""Interface of a transport, and the transport over the data socket."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, Protocol
+
+import torch
+import zmq
+from torch import Tensor
+
+from services.common.task_group import together
+from services.wire.data.encoding import codec
+from services.wire.data.encoding.codec import combine
+from services.wire.data.encoding.packing import ColumnPart, PackedColumn
+from services.wire.data.encoding.readplan import Extent, check_whole
+from services.wire.data.transport.arrival import Arrival
+from services.wire.data.transport.connection import ShardConnection
+
+TIMEOUT_S = 60.0
+"""Deadline of a request that does not wait for space."""
+_READS_UNDER_WAY = 2
+_AHEAD_PARTS = 3
+"""Parts that are packed while a shard reserves space."""
+
+Writing = Callable[[codec.Granted], Coroutine[Any, Any, list[int]]]
+"""Fills granted blobs; returns the checksum of each."""
+
+
+class Transport(Protocol):
+    """Interface that moves bytes between tensors and the blobs of one shard."""
+
+    takes_small_puts: bool
+    """True if a small put may go to the shard in one message."""
+
+    def prepare(self, columns: Sequence[PackedColumn]) -> Writing:
+        """Does the work that needs no space yet; returns a function that fills the granted blobs.
+
+        The tensors must not change before the put is committed.
+        """
+
+    async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
+        """Fetches bytes of blobs into ``target``, a uint8 tensor.
+
+        Raises:
+            DataLossError: If bytes are damaged.
+        """
+
+    def close(self) -> None:
+        """Releases the transport's resources; the connection stays open."""
+
+
+class SocketTransport:
+    """Transport of frames of about 1 MiB over ZeroMQ.
+
+    Args:
+        connection: Connection to the shard.
+    """
+
+    takes_small_puts = True
+
+    def __init__(self, connection: ShardConnection) -> None:
+        self._connection = connection
+        self._scratch = torch.empty(codec.FRAME_BYTES, dtype=torch.uint8)
+
+    def prepare(self, columns: Sequence[PackedColumn]) -> Writing:
+        """Packs the first parts; the returned function sends all of them."""
+        parts = [(n, part) for n, column in enumerate(columns) for part in column.parts()]
+        frames = ((n, part.begin, *self._frame(part)) for n, part in parts)
+        ready = list(islice(frames, _AHEAD_PARTS))
+
+        async def write(grant: codec.Granted) -> list[int]:
+            digests: list[list[int]] = [[] for _ in columns]
+            for number, begin, frame, digest in chain(ready, frames):
+                self._connection.tell(codec.Write(grant.blob_ids[number], begin), [frame])
+                digests[number].append(digest)
+            return [combine(of_blob) for of_blob in digests]
+
+        return write
+
+    async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
+        """Fetches bytes of blobs into ``target``, a uint8 tensor."""
+        view = target.numpy().data
+        with_checksum = not all(extent.is_whole for extent in extents)
+        window = asyncio.Semaphore(_READS_UNDER_WAY)
+
+        async def fetch(batch: Sequence[Extent]) -> list[int]:
+            numbers = tuple([n for e in batch for n in (e.blob.blob_id, e.offset, e.size)])
+            request = codec.Read(numbers, in_arena=False, with_checksum=with_checksum)
+            arrival = Arrival(batch, view, with_checksum=with_checksum)
+            async with window:
+                answer, last = await self._connection.ask(
+                    request, timeout_s=TIMEOUT_S, take=arrival.take
+                )
+                self._connection.let_go(answer)
+                arrival.take(last)
+            return arrival.digests(answer)
+
+        digests = await together([fetch(batch) for batch in _batches(extents)])
+        check_whole(extents, list(chain.from_iterable(digests)))
+
+    def close(self) -> None:
+        """Does nothing: the transport has no resources."""
+
+    def _frame(self, part: ColumnPart) -> tuple[zmq.Frame, int]:
+        """Returns the frame of a part, and its checksum."""
+        in_place = part.in_place()
+        if in_place is not None:
+            return zmq.Frame(in_place, copy=False), codec.checksum(in_place)
+        # ZeroMQ sends copied memory at once; for memory of others it runs a release callback in its
+        # own thread.
+        packed = part.lay_into(self._scratch[: part.size])
+        return zmq.Frame(packed, copy=True), codec.checksum(packed)
+
+
+def _batches(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
+    """Groups the parts of extents into batches, one per read request."""
+    batch: list[Extent] = []
+    size = 0
+    for part in chain.from_iterable(extent.parts() for extent in extents):
+        if size + part.size > codec.MAX_READ_BYTES or len(batch) == codec.MAX_RANGES:
+            yield batch
+            batch, size = [], 0
+        batch.append(part)
+        size += part.size
+    if batch:
+        yield batch

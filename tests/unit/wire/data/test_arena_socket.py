@@ -1,0 +1,31 @@
+"""Unix sockets of shards that were killed."""
+
+import os
+import socket
+
+from services.wire.data.channels.arena_socket import serve_arena
+
+LONG_AGO = (0, 0)
+
+
+async def test_sockets_at_which_nobody_listens_any_more_go_at_the_next_start(tmp_path):
+    def bound(name: str) -> socket.socket:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        made.bind(str(tmp_path / name))
+        return made
+
+    dead, new, living = (bound(f"slipstream-{name}.sock") for name in ("dead", "new", "living"))
+    other = bound("other.sock")
+    living.listen()
+    for name in ("slipstream-dead", "slipstream-living", "other"):
+        os.utime(tmp_path / f"{name}.sock", LONG_AGO)
+    (tmp_path / "slipstream-file.sock").touch()
+    os.utime(tmp_path / "slipstream-file.sock", LONG_AGO)
+    for closed in (dead, new, other):
+        closed.close()
+    own = tmp_path / "slipstream-own.sock"
+    with serve_arena(own, instance_id="own", fd=0, welcome=lambda peer: None):
+        left = sorted(path.stem for path in tmp_path.iterdir())
+    assert left == ["other", *(f"slipstream-{name}" for name in ("file", "living", "new", "own"))]
+    assert not own.exists()
+    living.close()

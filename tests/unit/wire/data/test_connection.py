@@ -1,0 +1,73 @@
+"""A client's connection to a shard: which answer belongs to which request."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from services.common.errors import DeadlineExceededError, UnavailableError
+from services.wire.data.encoding import codec
+from services.wire.data.transport.connection import ShardConnection
+from services.wire.transferqueue.types import Shard
+
+SHARD = Shard(shard_id="s", endpoint="tcp://127.0.0.1:1", public_key="", instance_id="i")
+
+
+class FakeChannel:
+    """Keeps what was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[codec.Message, int]] = []
+        self.is_closed = False
+
+    def send(self, frames: Sequence[bytes | memoryview], *, copy: bool = True) -> None:
+        self.sent.append(codec.decode(frames[0]))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def connection() -> tuple[ShardConnection, FakeChannel]:
+    made, channel = ShardConnection(SHARD), FakeChannel()
+    made._channel = channel
+    return made, channel
+
+
+def answer(to: ShardConnection, message: codec.Response, request_id: int) -> None:
+    to._on_message([memoryview(codec.encode(message, request_id))])
+
+
+async def test_a_late_answer_is_not_taken_for_the_answer_to_the_next_request() -> None:
+    asker, channel = connection()
+    with pytest.raises(DeadlineExceededError, match="did not answer Read"):
+        await asker.ask(codec.Read((1, 0, 8), in_arena=True), timeout_s=0.0)
+    asking = asyncio.ensure_future(asker.ask(codec.Read((2, 0, 8), in_arena=True), timeout_s=30))
+    await asyncio.sleep(0)
+    (_, first), (_, second) = channel.sent
+    answer(asker, codec.Located(7, (64,)), first)
+    assert not asking.done()
+    assert channel.sent[-1] == (codec.Unpin(7), 0), "what the late answer holds is let go"
+    answer(asker, codec.Located(8, (128,)), second)
+    assert await asking == (codec.Located(8, (128,)), [])
+
+
+async def test_an_answer_that_comes_twice_counts_once() -> None:
+    asker, channel = connection()
+    asking = asyncio.ensure_future(asker.ask(codec.Read((1, 0, 8), in_arena=True), timeout_s=30))
+    await asyncio.sleep(0)
+    ((_, request_id),) = channel.sent
+    answer(asker, codec.Located(1, (64,)), request_id)
+    answer(asker, codec.Located(2, (0,)), request_id)
+    assert await asking == (codec.Located(1, (64,)), [])
+    assert channel.sent[-1] == (codec.Unpin(2), 0)
+
+
+async def test_what_is_no_message_ends_the_connection_and_all_that_waits() -> None:
+    asker, channel = connection()
+    asking = asyncio.ensure_future(asker.ask(codec.Read((1, 0, 8), in_arena=True), timeout_s=30))
+    await asyncio.sleep(0)
+    asker._on_message([memoryview(b"garbage")])
+    with pytest.raises(UnavailableError, match="the connection to shard s broke"):
+        await asking
+    assert not asker.is_open
+    assert channel.is_closed
