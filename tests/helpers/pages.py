@@ -2,15 +2,15 @@
 
 import re
 from pathlib import Path
+from textwrap import dedent
 
 ROOT = Path(__file__).parents[2]
 
 
 def example(page: str, name: str, folder: Path) -> Path:
     """Writes the block that begins with the comment ``# name`` to a file with that name."""
-    blocks = re.findall(
-        r"```(?:python|yaml)\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL
-    )
+    text = (ROOT / "docs" / page).read_text()
+    blocks = map(dedent, re.findall(r"```(?:python|py|yaml)\n(.*?)```", text, re.DOTALL))
     (found,) = (block for block in blocks if block.startswith(f"# {name}\n"))
     file = folder / name
     file.write_text(found)

@@ -1,0 +1,79 @@
+"""The engine of docs/adding.md keeps the contract of engines."""
+
+import inspect
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.runspec import engines
+from services.common.runspec.loader import parse_spec
+from services.rollout.engines.base import Engine
+from services.rollout.engines.build import make_engine
+from services.rollout.engines.engine_order import EngineConfig
+from tests.contract import test_engine_contract, test_engine_weights
+from tests.contract.engines import decode, model_config
+from tests.helpers.engines import running
+from tests.helpers.pages import example
+from tests.helpers.specs import changed
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+
+_NEEDS_A_PREFIX_CACHE = {
+    "test_prefixes_that_were_computed_before_are_counted",
+    "test_what_follows_a_response_finds_what_was_computed_again_for_it",
+}
+
+
+def _contract(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    found = {name: each for name, each in vars(module).items() if name.startswith("test_")}
+    return {name: each for name, each in found.items() if name not in _NEEDS_A_PREFIX_CACHE}
+
+
+CONTRACT = _contract(test_engine_contract) | _contract(test_engine_weights)
+
+
+@pytest.fixture
+def open_plain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., AbstractAsyncContextManager[Engine]]:
+    """Adds the engine to the table, as the page says."""
+    module = example("adding.md", "plain.py", tmp_path)
+    entry = example("adding.md", "engines.py", tmp_path).read_text()
+    entry = entry.replace("services.rollout.engines.plain", str(module))
+    for name, kind in eval(f"{{{entry}}}", vars(engines)).items():
+        monkeypatch.setitem(engines.ENGINES, name, kind)  # type: ignore[arg-type]
+
+    @asynccontextmanager
+    async def opened(*, tied: bool = True) -> AsyncIterator[Engine]:
+        order = EngineConfig(
+            config=model_config(tied=tied),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_running=8,
+            decode=decode,
+        )
+        engine = make_engine("plain", order)
+        async with running(engine):
+            yield engine
+
+    return opened
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+async def test_the_engine_of_the_page_keeps_the_contract(
+    name: str, open_plain: Callable[..., Any]
+) -> None:
+    takes_tied = "tied" in inspect.signature(CONTRACT[name]).parameters
+    for tied in (True, False) if takes_tied else (True,):
+        await CONTRACT[name](open_plain, **({"tied": tied} if takes_tied else {}))
+
+
+async def test_a_specification_may_name_the_engine_of_the_page(
+    open_plain: Callable[..., Any],
+) -> None:
+    assert parse_spec(changed(rollout={"engine": "plain"})).rollout.engine == "plain"
