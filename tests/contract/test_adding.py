@@ -46,7 +46,7 @@ def open_plain(
     entry = example("adding.md", "engines.py", tmp_path).read_text()
     entry = entry.replace("services.rollout.engines.plain", str(module))
     for name, kind in eval(f"{{{entry}}}", vars(engines)).items():
-        monkeypatch.setitem(engines.ENGINES, name, kind)  # type: ignore[arg-type]
+        monkeypatch.setitem(engines.ENGINES, name, kind)
 
     @asynccontextmanager
     async def opened(*, tied: bool = True) -> AsyncIterator[Engine]:
