@@ -96,12 +96,12 @@ async def beat(
         gauges: Returns its gauges.
     """
     members = membership_pb2_grpc.MembershipServiceStub(channel)
-    role = "TRAINER" if name == "trainer-0" else "ROLLOUT"
+    role = "trainer" if name == "trainer-0" else "rollout"
     known = {"run_id": order["run_id"], "worker_id": name, "incarnation": f"{name}-1"}
     await members.RegisterWorker(
         pb.RegisterWorkerRequest(
             **known,
-            role=worker_pb2.WorkerRole.Value(f"WORKER_ROLE_{role}"),
+            role=role,
             address=f"127.0.0.1:{port}",
             host_id="bench",
         )

@@ -4,12 +4,12 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 
+from services.common.runspec.workers import rows_gauge
 from services.rollout import metrics
 from services.rollout.engines.base import Engine, EngineStats
 from services.rollout.sampling.liveness import EngineStalledError, EpisodeWatch, ProgressWatch
 from services.rollout.sampling.sampler import GroupSampler
 from services.wire.controller import WorkerSession
-from services.wire.rollout import rows_gauge
 
 # Time constant of the moving sums, in seconds: older observations have weight exp(-age / this).
 _REMEMBERED_S = 600.0

@@ -13,8 +13,9 @@ from services.common.rpc.server import serve
 from services.trainer import metrics
 from services.trainer.ranks.build import build_critic
 from services.trainer.ranks.command_group import CommandGroup
+from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
-from services.trainer.ranks.start import load, until_stopped
+from services.trainer.ranks.start import FollowerStart, load, until_stopped
 from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.fields import lacking
@@ -73,6 +74,13 @@ async def serve_critic(settings: TrainerSettings) -> None:
         session.report(state="ready", activity="", weight_version=built.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
         await until_stopped(session, command_group)
+
+
+async def follow_critic(start: FollowerStart) -> None:
+    """Executes the commands of rank 0 of the critic."""
+    built = await start.build(build_critic)
+    follower = Follower(start.command_group, built.rank, values=built.values)
+    await asyncio.to_thread(follower.follow)
 
 
 def _reporter(run_id: str, report: Callable[[int], None]) -> Callable[[int, StepResult], None]:

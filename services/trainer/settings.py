@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.common.runspec.workers import WORKERS
 from services.common.settings import WorkerSettings
 
 
@@ -14,8 +15,8 @@ class TrainerSettings(WorkerSettings):
 
     model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_TRAINER_", populate_by_name=True)
 
-    role: Literal["trainer", "critic", "logp", "ref_logp"] = "trainer"
-    """Role of this process: train the policy or the critic, or compute logprobs only."""
+    role: str = "trainer"
+    """Role of this process, a key of ``WORKERS``: it trains the policy or the critic, or only scores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; ``auto`` uses the GPU if there is one."""
     state_directory: Path = Path("runs")
@@ -34,3 +35,11 @@ class TrainerSettings(WorkerSettings):
     """Rank of this process on its host, which is the index of its GPU."""
     world_size: int = Field(1, ge=1, validation_alias="WORLD_SIZE")
     """Number of trainer processes of the run."""
+
+    @field_validator("role")
+    @classmethod
+    def _is_served(cls, role: str) -> str:
+        served = [name for name, kind in WORKERS.items() if kind.serve]
+        if role not in served:
+            raise ValueError(f"role must be one of {', '.join(served)}, but is {role!r}")
+        return role

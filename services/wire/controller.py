@@ -34,15 +34,9 @@ from slipstream.type.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
 
-WorkerRole = Literal["trainer", "rollout", "logp", "ref_logp", "critic"]
 WorkerState = Literal["loading", "loaded", "ready", "draining", "failed"]
 
 _T = TypeVar("_T")
-
-
-def role_number(role: WorkerRole) -> worker_pb2.WorkerRole.ValueType:
-    """Returns the protobuf value of a role."""
-    return worker_pb2.WorkerRole.Value(f"WORKER_ROLE_{role.upper()}")
 
 
 def state_number(state: WorkerState) -> worker_pb2.WorkerState.ValueType:
@@ -87,7 +81,7 @@ class WorkerSession:
 
     Args:
         settings: Address of the controller, and the run and id of this worker.
-        role: Role of the worker in the run.
+        role: Role of the worker in the run, a key of ``WORKERS``.
         port: Port of the worker's own gRPC server.
     """
 
@@ -97,9 +91,9 @@ class WorkerSession:
     transferqueue_address: str
     """``host:port`` of the transferqueue, available after entering."""
 
-    def __init__(self, settings: WorkerSettings, *, role: WorkerRole, port: int) -> None:
+    def __init__(self, settings: WorkerSettings, *, role: str, port: int) -> None:
         self._settings = settings
-        self._role: WorkerRole = role
+        self._role = role
         self._address = f"{settings.advertise_host}:{port}"
         self._incarnation = new_id("worker")
         self._spec_digest = ""
@@ -177,7 +171,7 @@ class WorkerSession:
                 run_id=self._settings.run_id,
                 worker_id=self._settings.worker_id,
                 incarnation=self._incarnation,
-                role=role_number(self._role),
+                role=self._role,
                 address=self._address,
                 host_id=host_id(),
             ),

@@ -58,11 +58,6 @@ class GroupAssignment:
     """First attempt whose cached tokens may be resumed; tokens of earlier attempts are discarded."""
 
 
-def rows_gauge(split: str) -> str:
-    """Returns the name of the gauge in which a rollout reports the number of rows of a set."""
-    return f"prompts_{split}"
-
-
 class RolloutClient:
     """Client of one rollout worker."""
 

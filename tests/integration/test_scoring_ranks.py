@@ -11,7 +11,7 @@ from torch import distributed
 from services.common.errors import NotFoundError, UnavailableError
 from services.common.runspec.run import RunSpec
 from services.trainer.ranks.command_group import CommandGroup, RankFailedError
-from services.trainer.scoring.build import BuiltScorer, build_scorer
+from services.trainer.scoring.build import BuiltScorer, build_policy, build_reference
 from services.trainer.scoring.leader import ScoringLeader, follow
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.scorer import UNSCORED
@@ -81,7 +81,8 @@ def built(
         }
     )
     transfers: Any = Transfers(queue_for(spec), folder)
-    return build_scorer(spec, settings, transfers=transfers, progress=lambda step, steps: None)
+    build = build_reference if role == "ref_logp" else build_policy
+    return build(spec, settings, transfers=transfers, progress=lambda step, steps: None)
 
 
 def work(leader: ScoringLeader, queue: Queue, spec: RunSpec, folder: Path, role: str) -> None:

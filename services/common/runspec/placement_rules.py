@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from services.common.runspec.engines import ENGINES
 from services.common.runspec.run import RunSpec
-from services.common.runspec.weight_modes import HOST_MODE, MODES
+from services.common.runspec.weight_modes import MODES
+from services.common.runspec.workers import WORKERS, apart, scoring_ranks
 
 
 def placement(spec: RunSpec) -> Iterator[str]:
@@ -32,29 +33,27 @@ def placement(spec: RunSpec) -> Iterator[str]:
         yield f"topology.task_groups: {error}"
         return
     if topology.scoring_ranks > 1 and not (
-        topology.own_gpus("logp") or topology.own_gpus("ref_logp")
+        any(kind.ranks is scoring_ranks for kind in apart(topology).values())
     ):
         yield _NOBODY_SHARDED.format(topology.scoring_ranks)
     yield from _counts(spec, engine_gpus)
-    yield from _roles(spec)
+    for kind in apart(topology).values():
+        yield from kind.problems(spec)
+    yield from _neighbours(spec)
 
 
 _NOBODY_SHARDED = (
-    "topology.scoring_ranks is {}, but neither logp nor ref_logp has GPUs of its own; give one a group in "
-    "topology.task_groups, or leave scoring_ranks out"
+    "topology.scoring_ranks is {}, but no task that only scores (logp, ref_logp) has GPUs of its own; give "
+    "one a group in topology.task_groups, or leave scoring_ranks out"
 )
 
 
 def _counts(spec: RunSpec, engine_gpus: int) -> Iterator[str]:
     """Yields problems of process counts that differ from those of the task groups."""
-    scoring = [task for task in ("logp", "ref_logp") if spec.topology.own_gpus(task)]
-    parallelism = {
-        "train": spec.trainer.tensor_parallel * spec.trainer.context_parallel,
-        "generate": engine_gpus,
-        **dict.fromkeys(scoring, spec.topology.scoring_ranks),
-    }
+    kinds = [kind for kind in WORKERS.values() if kind.is_required]
+    kinds += apart(spec.topology).values()
     try:
-        placed = spec.topology.place(parallelism)
+        spec.topology.place({kind.task: kind.unit(spec) for kind in kinds})
     except ValueError as error:
         yield f"topology.ratios: {error}"
         return
@@ -71,80 +70,25 @@ def _counts(spec: RunSpec, engine_gpus: int) -> Iterator[str]:
                 f"{key} is {stated}, but topology gives {follows}; leave it out, or change "
                 "topology.ratios"
             )
-    for group in placed.groups:
-        if "generate" in group.tasks and set(group.tasks) - {"generate", "reward"}:
-            yield (
-                f"topology.task_groups puts {', '.join(group.tasks)} on the same GPUs, but an engine "
-                "needs its GPUs for itself; give generate a group of its own"
-            )
 
 
-def _roles(spec: RunSpec) -> Iterator[str]:
-    """Yields problems of tasks with GPUs of their own that have no work or lack an input."""
-    topology = spec.topology
-    if topology.own_gpus("ref_logp") and not spec.needs_reference:
-        yield (
-            "topology.task_groups gives ref_logp GPUs of its own, but algorithm.kl.coefficient is 0, "
-            "so nothing is compared with the reference; set it above 0, or leave ref_logp out"
-        )
-    if topology.own_gpus("logp") and not spec.needs_proximal:
-        yield (
-            "topology.task_groups gives logp GPUs of its own, but with trainer.updates_per_step "
-            f"{spec.trainer.updates_per_step} and algorithm.correction {spec.algorithm.correction!r} "
-            "nothing needs proximal logprobs; let it share the group of train"
-        )
-    if topology.own_gpus("logp") and spec.weight_sync.publish_every > 1:
-        yield (
-            "topology.task_groups gives logp GPUs of its own, which must get the weights of every step, but "
-            f"weight_sync.publish_every is {spec.weight_sync.publish_every}; set it to 1, or let logp share "
-            "the group of train"
-        )
-    if topology.own_gpus("logp") and spec.trainer.accumulate_early:
-        yield (
-            "topology.task_groups gives logp GPUs of its own, which scores whole batches, but "
-            "trainer.accumulate_early is true; set it to false, or let logp share the group of train"
-        )
-    if topology.scoring_ranks > 1 and topology.own_gpus("logp"):
-        yield from _sharded_logp(spec)
-    if topology.own_gpus("critic"):
-        yield from _critic(spec)
-    group = next((group for group in topology.task_groups if "reward" in group), ())
-    if group and "generate" not in group:
-        yield (
-            "topology.task_groups gives reward GPUs of its own, but it runs inside the processes of "
-            "generate; put it into the group of generate, or leave it out"
-        )
-
-
-def _sharded_logp(spec: RunSpec) -> Iterator[str]:
-    """Yields a problem of a sharded policy, which has no GPU that could receive whole weights."""
-    if not MODES[spec.weight_sync.mode].through_host:
-        yield (
-            f"topology.scoring_ranks is {spec.topology.scoring_ranks}, so logp is sharded and gets its "
-            f"weights through host memory, but weight_sync.mode is {spec.weight_sync.mode!r}; set it to "
-            f"{HOST_MODE!r}, or let logp share the group of train"
-        )
-
-
-def _critic(spec: RunSpec) -> Iterator[str]:
-    """Yields problems of a critic with GPUs of its own, which computes returns from stored samples only."""
-    if not spec.algorithm.advantage_kind.needs_critic:
-        yield (
-            "topology.task_groups gives critic GPUs of its own, but algorithm.advantage "
-            f"{spec.algorithm.advantage!r} has no critic; set it to 'gae', or leave critic out"
-        )
-    if spec.needs_reference and spec.algorithm.kl.placement == "reward":
-        yield (
-            "topology.task_groups gives critic GPUs of its own, but algorithm.kl.placement 'reward' changes "
-            "rewards inside the trainer, where the critic does not see them; set it to 'loss', or let critic "
-            "share the group of train"
-        )
-    group = spec.topology.place().group_of("critic")
-    if group is not None and len(group.tasks) > 1:
-        yield (
-            f"topology.task_groups puts {', '.join(group.tasks)} on the same GPUs, but a critic outside of "
-            "train needs its GPUs for itself; give it a group of its own"
-        )
+def _neighbours(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of tasks that share GPUs with others, or have a group without their workers."""
+    for group in spec.topology.place().groups:
+        for kind in WORKERS.values():
+            others = [task for task in group.tasks if task not in kind.tasks]
+            is_inside = "train" in group.tasks and not kind.is_required
+            if kind.is_alone and kind.task in group.tasks and others and not is_inside:
+                yield (
+                    f"topology.task_groups puts {', '.join(group.tasks)} on the same GPUs, but "
+                    f"{kind.task} needs GPUs for itself; give it a group of its own"
+                )
+            for task in kind.tasks[1:]:
+                if task in group.tasks and kind.task not in group.tasks:
+                    yield (
+                        f"topology.task_groups gives {task} GPUs of its own, but it runs inside the "
+                        f"processes of {kind.task}; put it into the group of {kind.task}, or leave it out"
+                    )
 
 
 def _turns(spec: RunSpec) -> Iterator[str]:

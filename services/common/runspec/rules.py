@@ -22,6 +22,7 @@ from services.common.runspec.run import TINY_PREFIX, RunSpec
 from services.common.runspec.suggestions import did_you_mean
 from services.common.runspec.trainer import CriticSpec, LoraSpec
 from services.common.runspec.weight_modes import HANDLE, MODES, transport_of
+from services.common.runspec.workers import apart
 
 
 def models(spec: RunSpec) -> Iterator[str]:
@@ -152,11 +153,12 @@ def _alone(spec: RunSpec, lora: LoraSpec) -> Iterator[str]:
             f"trainer.lora.sync adapter has rollouts read frozen weights from model.path, but "
             f"{spec.model.path!r} is a preset, which has no folder; choose sync merged"
         )
-    if spec.topology.own_gpus("logp"):
-        yield (
-            "trainer.lora.sync adapter has rollouts merge adapters, which workers of the task logp cannot; "
-            "choose sync merged"
-        )
+    for role, kind in apart(spec.topology).items():
+        if kind.receives_weights and not kind.merges_adapters:
+            yield (
+                "trainer.lora.sync adapter has rollouts merge adapters, which workers of the role "
+                f"{role} cannot; choose sync merged"
+            )
 
 
 def problems(spec: RunSpec) -> Iterator[str]:

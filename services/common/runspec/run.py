@@ -16,6 +16,7 @@ from services.common.runspec.rollout import RewardSpec, RolloutSpec
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trackers import TrackerSpec
 from services.common.runspec.trainer import CriticSpec, TrainerSpec
+from services.common.runspec.workers import needs_whole_weights
 
 
 class LimitsSpec(SpecPart):
@@ -280,7 +281,7 @@ class RunSpec(SpecPart):
             self.model.is_tiny
             or not self.has_engine
             or lora.adapts_experts
-            or self.topology.own_gpus("logp")
+            or needs_whole_weights(self.topology)
             or self.weight_sync.mode == "inplace"
         )
 

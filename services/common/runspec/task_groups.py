@@ -9,17 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Literal
+from typing import Literal
 
-TASKS: Final = ("train", "logp", "ref_logp", "reward", "critic", "generate")
-ALIASES: Final = {
-    "actor-train": "train",
-    "actor_train": "train",
-    "actor": "train",
-    "rollout": "generate",
-    "ref": "ref_logp",
-}
-"""Aliases of tasks, including those of dots.rl."""
+from services.common.runspec.workers import WORKERS, task_aliases, tasks
 
 _NOISE = 1e-9
 """Max floating-point error of shares such as ``0.7 * 10``."""
@@ -128,25 +120,26 @@ def _named(
             TaskGroupFault.LENGTH_MISMATCH,
             f"{len(task_groups)} task groups, but {num_ratios} ratios; give one ratio for each group",
         )
-    groups = []
+    known, aliases, groups = tasks(), task_aliases(), []
     for number, group in enumerate(task_groups):
         names = (group,) if isinstance(group, str) else tuple(group)
         if not names:
             raise TaskGroupError(
                 TaskGroupFault.EMPTY_GROUP, f"group {number} has no task; name one or leave it out"
             )
-        groups.append(tuple(ALIASES.get(name, name) for name in names))
+        groups.append(tuple(aliases.get(name, name) for name in names))
     everything = [task for group in groups for task in group]
-    if unknown := [task for task in everything if task not in TASKS]:
+    if unknown := [task for task in everything if task not in known]:
         raise TaskGroupError(
             TaskGroupFault.UNKNOWN_TASK,
-            f"there is no task {unknown[0]!r}; the tasks are {', '.join(TASKS)}",
+            f"there is no task {unknown[0]!r}; the tasks are {', '.join(known)}",
         )
-    if twice := [task for task in TASKS if everything.count(task) > 1]:
+    if twice := [task for task in known if everything.count(task) > 1]:
         raise TaskGroupError(
             TaskGroupFault.DUPLICATE_TASK, f"task {twice[0]} is listed twice; list it once"
         )
-    if missing := [task for task in ("train", "generate") if task not in everything]:
+    required = [kind.task for kind in WORKERS.values() if kind.is_required]
+    if missing := [task for task in required if task not in everything]:
         raise TaskGroupError(
             TaskGroupFault.MISSING_TASK, f"no group has the task {missing[0]}; every run needs it"
         )

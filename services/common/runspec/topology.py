@@ -6,7 +6,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from services.common.runspec.base import SpecPart
-from services.common.runspec.task_groups import ALIASES, TaskGroupPlacement, place_groups
+from services.common.runspec.task_groups import TaskGroupPlacement, place_groups
+from services.common.runspec.workers import task_aliases
 
 
 class TopologySpec(SpecPart):
@@ -48,9 +49,10 @@ class TopologySpec(SpecPart):
     def _task_or_tasks(cls, value: Any) -> Any:
         if not isinstance(value, list | tuple):
             return value
+        aliases = task_aliases()
         groups = [[group] if isinstance(group, str) else group for group in value]
         return [
-            [ALIASES.get(name, name) if isinstance(name, str) else name for name in group]
+            [aliases.get(name, name) if isinstance(name, str) else name for name in group]
             if isinstance(group, list | tuple)
             else group
             for group in groups

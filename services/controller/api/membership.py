@@ -7,22 +7,20 @@ import grpc
 from services.common.clock import Clock
 from services.common.errors import InvalidArgumentError
 from services.common.messages import from_message
+from services.common.runspec.workers import WORKERS
 from services.controller.manager.runs import RunManager
 from services.controller.membership.registry import Membership, Worker
 from services.controller.membership.rendezvous import RendezvousStore
 from services.controller.settings import ControllerSettings
 from services.wire.controller import (
     GroupFailure,
-    WorkerRole,
     WorkerState,
-    role_number,
     state_number,
 )
 from slipstream.controller.v1 import membership_pb2, membership_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
-_ROLES: dict[int, WorkerRole] = {role_number(role): role for role in get_args(WorkerRole)}
 _STATES: dict[int, WorkerState] = {state_number(state): state for state in get_args(WorkerState)}
 
 
@@ -45,9 +43,9 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
         self, request: membership_pb2.RegisterWorkerRequest, context: _Context
     ) -> membership_pb2.RegisterWorkerResponse:
         """Registers a worker and returns the run's specification."""
-        if request.role not in _ROLES:
+        if request.role not in WORKERS:
             raise InvalidArgumentError(
-                f"a worker's role must be one of {', '.join(_ROLES.values())}, got {request.role}"
+                f"a worker's role must be one of {', '.join(WORKERS)}, got {request.role!r}"
             )
         run = await self._manager.get(request.run_id)
         is_replaced = await self._membership.register(
@@ -55,7 +53,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
                 run_id=request.run_id,
                 worker_id=request.worker_id,
                 incarnation=request.incarnation,
-                role=_ROLES[request.role],
+                role=request.role,
                 address=request.address,
                 host_id=request.host_id,
                 last_heard=self._clock.monotonic(),

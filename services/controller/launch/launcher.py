@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.runspec.run import RunSpec
-from services.wire.controller import WorkerRole
+from services.common.runspec.workers import WORKERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,49 +53,18 @@ class Launcher(Protocol):
 ExitHandler = Callable[[WorkerExit], None]
 
 
-def worker_names(spec: RunSpec) -> list[tuple[WorkerRole, str]]:
+def worker_names(spec: RunSpec) -> list[tuple[str, str]]:
     """Returns the roles and names of a run's workers."""
-    counts: dict[WorkerRole, int] = {
-        "trainer": 1,
-        "rollout": spec.rollout.replicas,
-        "logp": spec.topology.own_gpus("logp") // spec.topology.scoring_ranks,
-        "ref_logp": spec.topology.own_gpus("ref_logp") // spec.topology.scoring_ranks,
-        "critic": min(1, spec.topology.own_gpus("critic")),
-    }
     return [
         (role, f"{role.replace('_', '-')}-{index}")
-        for role, count in counts.items()
-        for index in range(count)
+        for role, kind in WORKERS.items()
+        for index in range(kind.num_workers(spec))
     ]
-
-
-def program_of(role: WorkerRole) -> str:
-    """Returns the service whose program runs a role; the trainer's also computes logprobs and values."""
-    return "rollout" if role == "rollout" else "trainer"
-
-
-def num_ranks(role: WorkerRole, spec: RunSpec) -> int:
-    """Returns the number of processes of one worker of a role."""
-    scoring_ranks = spec.topology.scoring_ranks
-    ranks = {
-        "trainer": spec.trainer.world_size,
-        "critic": spec.topology.own_gpus("critic"),
-        "logp": scoring_ranks,
-        "ref_logp": scoring_ranks,
-    }
-    return ranks.get(role, 1)
-
-
-def num_gpus(role: WorkerRole, spec: RunSpec) -> int:
-    """Returns the number of GPUs of one worker of a role, on hosts that have GPUs."""
-    if role == "rollout":
-        return spec.engine_gpus if spec.has_engine else 0
-    return num_ranks(role, spec)
 
 
 def gpu_needs(spec: RunSpec) -> dict[str, int]:
     """Returns the number of GPUs of each worker of a run, by name."""
-    return {worker_id: num_gpus(role, spec) for role, worker_id in worker_names(spec)}
+    return {worker_id: WORKERS[role].num_gpus(spec) for role, worker_id in worker_names(spec)}
 
 
 def gpu_hosts(spec: RunSpec) -> dict[str, str]:

@@ -18,6 +18,7 @@ from services.common.errors import FailedPreconditionError
 from services.common.host import usable_processors
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
+from services.common.runspec.workers import WORKERS
 from services.common.security.confinement import CodePolicy
 from services.common.security.credentials import current_identity
 from services.common.task_group import TaskGroup
@@ -28,8 +29,6 @@ from services.controller.launch.launcher import (
     WorkerExit,
     gpu_hosts,
     gpu_needs,
-    num_ranks,
-    program_of,
     worker_names,
 )
 from services.controller.launch.log_files import last_lines
@@ -42,7 +41,6 @@ from services.controller.launch.worker_process import (
     adopt,
     write_record,
 )
-from services.wire.controller import WorkerRole
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +96,7 @@ class ProcessLauncher:
         self._logs(run_id).mkdir(parents=True, exist_ok=True)
         running = self._processes.setdefault(run_id, {})
         names = worker_names(spec)
-        ranks = {worker_id: num_ranks(role, spec) for role, worker_id in names}
+        ranks = {worker_id: WORKERS[role].ranks(spec) for role, worker_id in names}
         gpus = self._assign_gpus(run_id, spec)
         for role, worker_id in names:
             if worker_id in running or worker_id in later:
@@ -175,11 +173,10 @@ class ProcessLauncher:
                 process.send_signal(signal.SIGKILL)
             await asyncio.gather(*(process.wait() for process in processes.values()))
 
-    def _identity(self, run_id: str, role: WorkerRole, worker_id: str) -> dict[str, str]:
-        prefix = f"SLIPSTREAM_{program_of(role).upper()}_"
-        own = {f"{prefix}ROLE": role} if program_of(role) == "trainer" else {}
+    def _identity(self, run_id: str, role: str, worker_id: str) -> dict[str, str]:
+        prefix = WORKERS[role].settings_prefix
         return {
-            **own,
+            f"{prefix}ROLE": role,
             f"{prefix}CONTROLLER_ADDRESS": self._controller_address,
             f"{prefix}RUN_ID": run_id,
             f"{prefix}WORKER_ID": worker_id,
@@ -194,9 +191,9 @@ class ProcessLauncher:
     def _neighbours(
         self,
         run_id: str,
-        role: WorkerRole,
+        role: str,
         worker_id: str,
-        names: Sequence[tuple[WorkerRole, str]],
+        names: Sequence[tuple[str, str]],
     ) -> dict[str, str]:
         """Returns the variable that names workers on the same GPUs, for an engine that plans its memory."""
         roles = {one: named for named, one in names}
@@ -204,12 +201,12 @@ class ProcessLauncher:
         if not others:
             return {}
         found = [roles[one] for one in others if one in roles]
-        return {f"SLIPSTREAM_{program_of(role).upper()}_GPU_NEIGHBOURS": json.dumps(found)}
+        return {f"{WORKERS[role].settings_prefix}GPU_NEIGHBOURS": json.dumps(found)}
 
     async def _spawn(
         self,
         run_id: str,
-        role: WorkerRole,
+        role: str,
         worker_id: str,
         *,
         ranks: int,
@@ -219,7 +216,7 @@ class ProcessLauncher:
         try:
             for place in _places(ranks):
                 process = await self._start_process(
-                    f"services.{program_of(role)}",
+                    WORKERS[role].module,
                     {**environment, **place},
                     self._logs(run_id) / f"{worker_id}.log",
                 )

@@ -1,8 +1,8 @@
 """Builds the pods of a run's workers from the templates that the Helm chart wrote.
 
-rollout                          a pod each; those that take turns with the trainer are in its pod
-trainer, critic, logp, ref_logp  a pod with all ranks of a worker, or one for each node that they fill
-bundled                          the containers of all in one pod
+rollouts        a pod each; those that take turns with the trainer are in its pod
+other workers   a pod with all ranks of a worker, or one for each node that they fill
+bundled         the containers of all in one pod
 """
 
 import copy
@@ -15,9 +15,9 @@ import yaml
 
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
+from services.common.runspec.workers import WORKERS, WorkerKind, programs
 from services.controller.launch import colocated_pods, job_set, kueue
-from services.controller.launch.launcher import num_gpus, num_ranks, program_of, worker_names
-from services.wire.controller import WorkerRole
+from services.controller.launch.launcher import worker_names
 
 RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"
@@ -51,7 +51,7 @@ class WorkerTemplates:
 class _Place:
     """Worker that a pod serves, and the node of that worker."""
 
-    role: WorkerRole
+    role: str
     worker_id: str
     index: int
     """Index of the worker among all of its run."""
@@ -59,6 +59,10 @@ class _Place:
     """Number of the worker's processes on all nodes."""
     node: int
     nodes: int
+
+    @property
+    def kind(self) -> WorkerKind:
+        return WORKERS[self.role]
 
     def pod_name(self, run_id: str) -> str:
         return job_set.place_name(self.first_name(run_id), self.node)
@@ -107,7 +111,7 @@ def load_templates(folder: Path) -> WorkerTemplates:
         topology = (folder / "topology").read_text(encoding="utf-8").strip()
         pods: dict[str, Pod] = {
             program: yaml.safe_load((folder / f"{program}.yaml").read_text(encoding="utf-8"))
-            for program in ("trainer", "rollout")
+            for program in programs()
         }
         found = folder / "job-set.yaml"
         sets = yaml.safe_load(found.read_text(encoding="utf-8")) if found.exists() else None
@@ -143,7 +147,7 @@ def build_pods(
     """
     pods = []
     for place in _places(templates, spec):
-        pod = copy.deepcopy(templates.pods[program_of(place.role)])
+        pod = copy.deepcopy(templates.pods[place.kind.program])
         metadata = pod["metadata"]
         metadata["name"] = place.pod_name(run_id)
         metadata["labels"] |= {RUN_LABEL: run_id, "slipstream.dev/run-name": spec.name}
@@ -159,7 +163,7 @@ def build_pods(
                 container, place.worker_id, spec, ready_file=_ready_file("trainer-0")
             )
         else:
-            _ask_for_gpus(pod, num_gpus(place.role, spec) // place.nodes)
+            _ask_for_gpus(pod, place.kind.num_gpus(spec) // place.nodes)
         first, rank = place.first_name(run_id), str(place.node)
         if templates.job_set is not None and place.nodes > 1:
             job_set.join(pod, name=first, node=place.node)
@@ -180,7 +184,7 @@ def build_pods(
 
 def _places(templates: WorkerTemplates, spec: RunSpec) -> Iterator[_Place]:
     for index, (role, worker_id) in enumerate(worker_names(spec)):
-        ranks = num_ranks(role, spec)
+        ranks = WORKERS[role].ranks(spec)
         nodes = 1 if templates.topology == "bundled" else _num_nodes(ranks, spec)
         for node in range(nodes):
             yield _Place(
@@ -211,7 +215,7 @@ def _torchrun(place: _Place, *, node_rank: str, address: str) -> list[str]:
             f"--master-port={_MEETING_PORT}",
         ]
     processes = f"--nproc-per-node={place.ranks // place.nodes}"
-    return ["torchrun", *where, processes, "-m", f"services.{program_of(place.role)}"]
+    return ["torchrun", *where, processes, "-m", place.kind.module]
 
 
 def _ask_for_gpus(pod: Pod, count: int) -> None:
@@ -224,20 +228,19 @@ def _ask_for_gpus(pod: Pod, count: int) -> None:
 
 
 def _name_worker(container: Pod, place: _Place, run_id: str, controller_address: str) -> None:
-    prefix = _prefix(place)
+    prefix = place.kind.settings_prefix
     values = {
         "CONTROLLER_ADDRESS": controller_address,
         "RUN_ID": run_id,
         "WORKER_ID": place.worker_id,
+        "ROLE": place.role,
+        "STATE_DIRECTORY": f"{_RUNS}/{run_id}",
     }
-    if program_of(place.role) == "trainer":
-        values["ROLE"] = place.role
-        values["STATE_DIRECTORY"] = f"{_RUNS}/{run_id}"
     container["env"] += [
-        {"name": f"{prefix}_{name}", "value": value} for name, value in values.items()
+        {"name": f"{prefix}{name}", "value": value} for name, value in values.items()
     ]
     token = {"secretKeyRef": {"name": secret_name(run_id), "key": TOKEN_KEY}}
-    container["env"].append({"name": f"{prefix}_RUN_TOKEN", "valueFrom": token})
+    container["env"].append({"name": f"{prefix}RUN_TOKEN", "valueFrom": token})
 
 
 def _add_certificate(pod: Pod, run_id: str) -> None:
@@ -254,13 +257,13 @@ def _add_ports(container: Pod, place: _Place) -> None:
     Only the first rank serves them. A worker is ready after it has loaded, when it writes its ready
     file.
     """
-    prefix = _prefix(place)
+    prefix = place.kind.settings_prefix
     grpc, metrics = _GRPC_PORT + place.index, _METRICS_PORT + place.index
     ready_file = _ready_file(place.worker_id)
     container["env"] += [
-        {"name": f"{prefix}_BIND", "value": f"$(POD_IP):{grpc}"},
-        {"name": f"{prefix}_METRICS_PORT", "value": str(metrics)},
-        {"name": f"{prefix}_READY_FILE", "value": ready_file},
+        {"name": f"{prefix}BIND", "value": f"$(POD_IP):{grpc}"},
+        {"name": f"{prefix}METRICS_PORT", "value": str(metrics)},
+        {"name": f"{prefix}READY_FILE", "value": ready_file},
     ]
     if place.node == 0:
         container["ports"] = [
@@ -275,11 +278,6 @@ def _add_ports(container: Pod, place: _Place) -> None:
 
 def _ready_file(worker_id: str) -> str:
     return f"/tmp/{worker_id}.ready"  # noqa: S108 -- a volume of the pod
-
-
-def _prefix(place: _Place) -> str:
-    """Returns the prefix of the environment variables that the worker reads."""
-    return f"SLIPSTREAM_{program_of(place.role).upper()}"
 
 
 def _together(name: str, pods: list[Pod]) -> Pod:

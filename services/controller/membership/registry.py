@@ -10,7 +10,7 @@ from typing import Literal
 from services.common.clock import Clock
 from services.common.errors import DeadlineExceededError, FailedPreconditionError
 from services.controller.membership.rendezvous import RendezvousStore
-from services.wire.controller import WorkerRole, WorkerState
+from services.wire.controller import WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Worker:
     run_id: str
     worker_id: str
     incarnation: str
-    role: WorkerRole
+    role: str
     address: str
     """``host:port`` of its gRPC server."""
     host_id: str
@@ -141,7 +141,7 @@ class Membership:
         """Number of registered workers of all runs."""
         return sum(map(len, self._runs.values()))
 
-    def workers(self, run_id: str, role: WorkerRole | None = None) -> list[Worker]:
+    def workers(self, run_id: str, role: str | None = None) -> list[Worker]:
         """Returns the registered workers of a run, ordered by name."""
         found = self._runs.get(run_id, {}).values()
         return sorted(

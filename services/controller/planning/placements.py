@@ -7,6 +7,7 @@ from math import lcm
 from services.common.runspec.placement_rules import placement
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TopologySpec
+from services.common.runspec.workers import apart
 from services.controller.planning.measured import setting_of
 from services.controller.planning.rates import Setting
 
@@ -38,8 +39,7 @@ def placed(spec: RunSpec, setting: Setting) -> RunSpec:
 
 def may_take_turns(spec: RunSpec, setting: Setting) -> bool:
     """Returns True if rollouts may share the trainer's GPUs, and no other task group has its own."""
-    others = [spec.topology.own_gpus(task) for task in ("logp", "ref_logp", "critic")]
-    return not any(others) and not [*placement(placed(spec, setting))]
+    return not apart(spec.topology) and not [*placement(placed(spec, setting))]
 
 
 def trainer_unit(spec: RunSpec) -> int:

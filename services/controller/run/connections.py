@@ -16,13 +16,13 @@ from services.common.errors import (
 from services.common.fields import ROLLOUT_FIELDS, partition_id
 from services.common.rpc.client import open_channel
 from services.common.runspec.run import RunSpec
+from services.common.runspec.workers import WORKERS, apart, rows_gauge
 from services.controller.launch.launcher import worker_names
 from services.controller.membership.registry import Membership, Worker
 from services.controller.run.dispatch.rollout_pool import RolloutPool
-from services.controller.run.scorers import CriticClient, LogpScoring
+from services.controller.run.scorers import BatchScoring, CriticClient
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.run.weights.session import WeightSession
-from services.wire.rollout import rows_gauge
 from services.wire.trainer import TrainerClient
 from services.wire.transferqueue.client import TransferQueueClient
 
@@ -48,7 +48,7 @@ class RunConnections:
     served: int
     """Oldest weight version that any receiver serves; -1 if a receiver has none, or without receivers."""
     replicas: RolloutPool
-    scoring: LogpScoring
+    scoring: BatchScoring
     critic: CriticClient
     weights: WeightSession
     serving: list[Worker]
@@ -85,7 +85,8 @@ class RunConnections:
 
 def training_fields(spec: RunSpec) -> tuple[str, ...]:
     """Returns the fields that a sample needs before it may train; scoring workers add some of them."""
-    return ROLLOUT_FIELDS + (("ref_logprobs",) if spec.topology.own_gpus("ref_logp") else ())
+    scoring = [kind for kind in apart(spec.topology).values() if kind.scores == "groups"]
+    return ROLLOUT_FIELDS + tuple(name for kind in scoring for name in kind.adds)
 
 
 async def create_partitions(
@@ -166,8 +167,8 @@ async def connect(
         DeadlineExceededError: If a worker does not load in time.
     """
     spec = current.now
-    others = [name for role, name in worker_names(spec) if role != "rollout"]
-    names = [*others, *present]
+    names = [name for role, name in worker_names(spec) if role != "rollout"]
+    names += present
 
     def missing() -> list[str]:
         workers = membership.workers(run_id)
@@ -183,7 +184,7 @@ async def connect(
     rollouts = [w for w in membership.workers(run_id, "rollout") if w.worker_id in names]
     in_turns = [w for w in rollouts if spec.is_colocated(w.worker_id)]
     _check_one_host(trainer, in_turns)
-    logp = membership.workers(run_id, "logp")
+    others = [w for w in membership.workers(run_id) if w.role not in ("trainer", "rollout")]
     drains = not spec.rollout.partial_rollout
     weights = WeightSession(
         spec.weight_sync,
@@ -193,13 +194,13 @@ async def connect(
         dtype=spec.trainer.dtype,
     )
     stack.push_async_callback(weights.close)
-    serving = [*(rollouts if spec.has_engine else ()), *logp]
+    serving = [*(rollouts if spec.has_engine else ())]
+    serving += [worker for worker in others if WORKERS[worker.role].receives_weights]
     await weights.open(trainer, serving)
-    scoring = LogpScoring(queue, run_id)
-    stack.push_async_callback(scoring.close)
-    await scoring.open(logp)
-    critic = CriticClient(queue, run_id)
-    await critic.open(stack, membership.workers(run_id, "critic"))
+    scoring = BatchScoring(queue, run_id)
+    await scoring.open(stack, others)
+    critic = CriticClient(run_id)
+    await critic.open(stack, others)
     replicas = RolloutPool()
     stack.push_async_callback(replicas.close)
     await replicas.open(rollouts, in_turns=[worker.worker_id for worker in in_turns])
@@ -223,10 +224,9 @@ async def connect(
 
 
 def is_loaded(worker: Worker, spec: RunSpec) -> bool:
-    """Returns True if a worker has loaded its model and, if it is a rollout, its data."""
-    return worker.state in ("loaded", "ready") and (
-        worker.role != "rollout" or worker.gauges.keys() >= {*map(rows_gauge, spec.data.sets)}
-    )
+    """Returns True if a worker has loaded its model, and its data if it is a rollout."""
+    gauges = WORKERS[worker.role].gauges(spec)
+    return worker.state in ("loaded", "ready") and worker.gauges.keys() >= {*gauges}
 
 
 def _check_one_host(trainer: Worker, in_turns: Sequence[Worker]) -> None:

@@ -240,9 +240,8 @@ class TrainingPipeline:
         """Finishes or returns the step in progress and brings the newest weights to every rollout."""
         if self.begun is not None:
             is_untrained = self.connections.trained < self.begun
-            if self.connections.scoring.is_active and is_untrained:
-                # A restarted logp worker scores the step under the weights that the step starts
-                # from.
+            if self.connections.scoring.needs_weights and is_untrained:
+                # A restarted worker scores the step under the weights that the step starts from.
                 await self.publish()
             if await self.steps.settle(self.begun):
                 self.step = self.begun
@@ -291,8 +290,8 @@ class TrainingPipeline:
             begin: ``time.perf_counter()`` at which the wait for the groups began.
         """
         self.doing, step = "TRAINING", self.step + 1
-        if self.connections.scoring.is_active:
-            # Workers of the role logp score the batch under the weights that the step starts from.
+        if self.connections.scoring.needs_weights:
+            # Workers score the batch under the weights that the step starts from.
             await self.publish()
         await self.steps.begin(step, batch)
         await self.steps.train(step, batch, begin=begin)

@@ -1,9 +1,10 @@
-"""Clients of the logp and critic workers, which add log probabilities and values to batches."""
+"""Clients of the workers that score batches, and of the critic."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from services.common.rpc.client import open_channel
+from services.common.runspec.workers import WORKERS
 from services.common.task_group import TaskGroup
 from services.controller.membership.registry import Worker
 from services.wire.batch import KVBatchMeta
@@ -11,8 +12,10 @@ from services.wire.trainer import ScoringClient, TrainerClient
 from services.wire.transferqueue.client import TransferQueueClient
 
 
-class LogpScoring:
-    """Scores batches on the logp workers; without workers the trainer scores them itself.
+class BatchScoring:
+    """Adds fields to batches, on the workers of all kinds that score batches (``WorkerKind.scores``).
+
+    Without workers the trainer computes the fields itself.
 
     Args:
         queue: Client of the transferqueue.
@@ -22,101 +25,71 @@ class LogpScoring:
     def __init__(self, queue: TransferQueueClient, run_id: str) -> None:
         self._queue = queue
         self._run_id = run_id
-        self._stack = AsyncExitStack()
-        self._clients: list[ScoringClient] = []
+        self._clients: dict[str, list[ScoringClient]] = {}
 
     @property
-    def is_active(self) -> bool:
-        """True if the run has logp workers."""
-        return bool(self._clients)
+    def needs_weights(self) -> bool:
+        """True if a worker scores under the weights that the step starts from."""
+        return any(WORKERS[role].receives_weights for role in self._clients)
 
-    async def open(self, workers: Sequence[Worker]) -> None:
-        """Connects to the workers of the role logp."""
+    async def open(self, stack: AsyncExitStack, workers: Sequence[Worker]) -> None:
+        """Connects to those of the workers that score batches; the stack closes the connections."""
         for worker in workers:
-            channel = open_channel(worker.address, "worker", run_id=self._run_id)
-            self._clients.append(ScoringClient(await self._stack.enter_async_context(channel)))
+            if WORKERS[worker.role].scores == "batches":
+                channel = open_channel(worker.address, "worker", run_id=self._run_id)
+                client = ScoringClient(await stack.enter_async_context(channel))
+                self._clients.setdefault(worker.role, []).append(client)
 
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self._stack.aclose()
-
-    async def add_proximal(
-        self, batch: KVBatchMeta, *, weight_version: int, timeout_s: float
+    async def add_fields(
+        self, batch: KVBatchMeta, *, weight_version: int, is_trained: bool, timeout_s: float
     ) -> KVBatchMeta:
-        """Adds proximal log probabilities to a batch and returns it.
+        """Adds the fields of all scoring workers to a batch and returns it.
 
         Args:
             batch: Samples to score.
             weight_version: Version that the batch will be trained from.
+            is_trained: True if the trainer has trained the batch already. Workers with the trainer's
+                weights then have later ones, and what they would add is not needed.
             timeout_s: Deadline of each call, in seconds.
 
         Raises:
             ServiceError: If a worker or the samples are lost.
         """
-        if not self._clients or batch.num_keys == 0:
+        if batch.num_keys == 0:
             return batch
+        used = [
+            clients
+            for role, clients in self._clients.items()
+            if not (is_trained and WORKERS[role].receives_weights)
+        ]
         async with TaskGroup() as tasks:
-            for client, rows in zip(self._clients, self._shares(batch), strict=True):
-                if rows:
-                    tasks.create_task(
-                        client.score_batch(
+            for clients in used:
+                for client, rows in zip(clients, _shares(batch, len(clients)), strict=True):
+                    if rows:
+                        call = client.score_batch(
                             batch.select(rows), weight_version=weight_version, timeout_s=timeout_s
                         )
-                    )
-        return await self._queue.get_batch(batch.partition_id, batch.keys)
-
-    def _shares(self, batch: KVBatchMeta) -> list[list[int]]:
-        """Returns sample indexes by worker; balances tokens by assigning the longest samples first."""
-        lengths = [
-            prompt + response
-            for prompt, response in zip(
-                batch.column("prompt_ids").lengths,
-                batch.column("response_ids").lengths,
-                strict=True,
-            )
-        ]
-        shares: list[list[int]] = [[] for _ in self._clients]
-        loads = [0] * len(self._clients)
-        for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-            worker = loads.index(min(loads))
-            shares[worker].append(index)
-            loads[worker] += lengths[index]
-        return [sorted(share) for share in shares]
+                        tasks.create_task(call)
+        return await self._queue.get_batch(batch.partition_id, batch.keys) if used else batch
 
 
 class CriticClient:
-    """Scores batches on the critic and trains it; does nothing in runs without a critic.
+    """Trains the critic; does nothing in runs without a critic that has its own GPUs.
 
     Args:
-        queue: Client of the transferqueue.
         run_id: Identifier of the run.
     """
 
-    def __init__(self, queue: TransferQueueClient, run_id: str) -> None:
-        self._queue = queue
+    def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._clients: tuple[ScoringClient, TrainerClient] | None = None
+        self._trainer: TrainerClient | None = None
 
     async def open(self, stack: AsyncExitStack, workers: Sequence[Worker]) -> None:
         """Connects to the worker of the role critic, if there is one."""
         for worker in workers:
-            channel = open_channel(worker.address, "worker", run_id=self._run_id)
-            connected = await stack.enter_async_context(channel)
-            self._clients = ScoringClient(connected), TrainerClient(connected)
-
-    async def add_values(
-        self, batch: KVBatchMeta, *, weight_version: int, timeout_s: float
-    ) -> KVBatchMeta:
-        """Adds values to a batch and returns it.
-
-        Raises:
-            ServiceError: If the critic or the samples are lost.
-        """
-        if self._clients is None or batch.num_keys == 0:
-            return batch
-        scoring, _ = self._clients
-        await scoring.score_batch(batch, weight_version=weight_version, timeout_s=timeout_s)
-        return await self._queue.get_batch(batch.partition_id, batch.keys)
+            if worker.role == "critic":
+                channel = open_channel(worker.address, "worker", run_id=self._run_id)
+                self._trainer = TrainerClient(await stack.enter_async_context(channel))
 
     async def train(
         self,
@@ -132,10 +105,9 @@ class CriticClient:
         Raises:
             ServiceError: If the critic or the samples are lost.
         """
-        if self._clients is None or batch.num_keys == 0:
+        if self._trainer is None or batch.num_keys == 0:
             return {}
-        _, trainer = self._clients
-        trained = await trainer.train_step(
+        trained = await self._trainer.train_step(
             step,
             batch,
             weight_version=weight_version,
@@ -147,6 +119,24 @@ class CriticClient:
 
     async def save(self, step: int, *, keep_steps: Sequence[int], timeout_s: float) -> None:
         """Saves the critic's checkpoint of a step and deletes old ones except ``keep_steps``."""
-        if self._clients is not None:
-            _, trainer = self._clients
-            await trainer.save_checkpoint(step, keep_steps=keep_steps, timeout_s=timeout_s)
+        if self._trainer is not None:
+            await self._trainer.save_checkpoint(step, keep_steps=keep_steps, timeout_s=timeout_s)
+
+
+def _shares(batch: KVBatchMeta, num_workers: int) -> list[list[int]]:
+    """Returns sample indexes by worker; balances tokens by assigning the longest samples first."""
+    lengths = [
+        prompt + response
+        for prompt, response in zip(
+            batch.column("prompt_ids").lengths,
+            batch.column("response_ids").lengths,
+            strict=True,
+        )
+    ]
+    shares: list[list[int]] = [[] for _ in range(num_workers)]
+    loads = [0] * num_workers
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        worker = loads.index(min(loads))
+        shares[worker].append(index)
+        loads[worker] += lengths[index]
+    return [sorted(share) for share in shares]

@@ -27,6 +27,7 @@ from services.common.runspec.engines import EngineKind, engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import LoraSpec
 from services.common.runspec.weight_modes import HOST_MODE, MODES
+from services.common.runspec.workers import WORKERS
 from services.rollout.frozen_weights import BUCKET_BYTES
 
 _GB: Final = 1e9
@@ -283,7 +284,7 @@ def memory_of_others(
     for role in roles:
         if role == "rollout":
             continue
-        if role in {"trainer", "critic"}:
+        if WORKERS[role].trains:
             taken += (
                 sleeping_memory(spec, config, gpu_bytes=gpu_bytes)
                 if spec.topology.is_colocated

@@ -10,6 +10,7 @@ from services.common.errors import InvalidArgumentError
 from services.common.fields import ROUTED_EXPERTS, TOKEN_REWARDS
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.run import RunSpec
+from services.common.runspec.workers import apart
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.segments import Segments, on_device
 from services.trainer.batch.sequences import sequences_of
@@ -229,12 +230,13 @@ def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
             "to 'none' (synchronous training only)",
             missing=", ".join(missing),
         )
-    for role, name in (("ref_logp", "ref_logprobs"), ("critic", "values")):
-        if spec.topology.own_gpus(role) and name not in present:
-            raise IncompleteBatchError(
-                f"the batch lacks {name}, which the workers of the role {role} add; look at their logs",
-                missing=name,
-            )
+    for role, kind in apart(spec.topology).items():
+        for name in kind.adds:
+            if name not in present:
+                raise IncompleteBatchError(
+                    f"the batch lacks {name}, which the workers of the role {role} add; look at their logs",
+                    missing=name,
+                )
     if spec.rollout.routing_replay != "off":
         told += (ROUTED_EXPERTS,)
     known = (*_REQUIRED_FIELDS, *told, *_SCORED_FIELDS, "proximal_version", TOKEN_REWARDS)

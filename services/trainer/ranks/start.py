@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from services.common.lifetime import wait_for_shutdown
@@ -32,6 +33,26 @@ class Build(Protocol[_Built_co]):
         progress: Progress,
     ) -> _Built_co:
         """Loads the models. All ranks must call it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerStart:
+    """Everything that a rank above 0 needs to load and to follow rank 0."""
+
+    spec: RunSpec
+    settings: TrainerSettings
+    command_group: CommandGroup
+    transfers: QueueTransfers
+
+    async def build(self, build: Build[_Built_co]) -> _Built_co:
+        """Loads this rank's models."""
+        return await asyncio.to_thread(
+            build,
+            self.spec,
+            self.settings,
+            transfers=self.transfers,
+            progress=lambda step, steps: None,
+        )
 
 
 def connect_data(address: str, spec: RunSpec) -> AbstractAsyncContextManager[DataClient]:

@@ -26,22 +26,44 @@ class BuiltScorer:
     fields: FieldScoring
 
 
-def build_scorer(
+def build_policy(
     spec: RunSpec, settings: TrainerSettings, *, transfers: QueueTransfers, progress: Progress
 ) -> BuiltScorer:
-    """Loads the policy of a worker of the role logp or ref_logp.
+    """Builds the policy of the role logp, without weights: it must adopt published ones before it scores.
 
-    Blocks; runs in a thread. All ranks must call it. The reference is the frozen base model, in the dtype
-    that the trainer computes in. A policy of the role logp starts without weights: it must adopt published
-    ones before it scores.
+    Blocks; runs in a thread. All ranks must call it.
 
     Raises:
         ValueError: If the model does not load, or the number of processes differs from the run's.
     """
-    is_reference = settings.role == "ref_logp"
-    if is_reference:
-        check_teacher(spec)
-    spec = _scoring_spec(spec.of_reference if is_reference else spec)
+    return _build(spec, settings, transfers=transfers, progress=progress, is_reference=False)
+
+
+def build_reference(
+    spec: RunSpec, settings: TrainerSettings, *, transfers: QueueTransfers, progress: Progress
+) -> BuiltScorer:
+    """Loads the frozen base model of the role ref_logp, in the dtype that the trainer computes in.
+
+    Blocks; runs in a thread. All ranks must call it.
+
+    Raises:
+        ValueError: If the model does not load, or the number of processes differs from the run's.
+    """
+    check_teacher(spec)
+    return _build(
+        spec.of_reference, settings, transfers=transfers, progress=progress, is_reference=True
+    )
+
+
+def _build(
+    spec: RunSpec,
+    settings: TrainerSettings,
+    *,
+    transfers: QueueTransfers,
+    progress: Progress,
+    is_reference: bool,
+) -> BuiltScorer:
+    spec = _scoring_spec(spec)
     topology = _topology(spec, settings)
     loader = Loader(spec, settings, topology, progress)
 

@@ -15,9 +15,9 @@ from services.common.rpc.server import serve
 from services.common.task_group import TaskGroup
 from services.trainer.ranks.build import device_of
 from services.trainer.ranks.command_group import CommandGroup
-from services.trainer.ranks.start import load, until_stopped
-from services.trainer.scoring.build import build_scorer
-from services.trainer.scoring.leader import ScoringLeader
+from services.trainer.ranks.start import FollowerStart, load, until_stopped
+from services.trainer.scoring.build import build_policy, build_reference
+from services.trainer.scoring.leader import ScoringLeader, follow
 from services.trainer.scoring.reference import ReferenceScoring
 from services.trainer.scoring.server import ScoringServicer
 from services.trainer.settings import TrainerSettings
@@ -56,13 +56,19 @@ async def serve_logp(settings: TrainerSettings) -> None:
 
         port = await stack.enter_async_context(serve(settings.bind, register))
         session = await stack.enter_async_context(WorkerSession(settings, role="logp", port=port))
-        built = await load(stack, session, command_group, settings, build_scorer)
+        built = await load(stack, session, command_group, settings, build_policy)
         leader = ScoringLeader(built.scorer, built.fields, command_group=command_group, version=-1)
         servicer.attach(leader)
         report_ready(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="loaded", activity="")
         stack.push_async_callback(asyncio.to_thread, leader.stop)
         await until_stopped(session, command_group)
+
+
+async def follow_logp(start: FollowerStart) -> None:
+    """Executes the commands of rank 0 in the role logp."""
+    built = await start.build(build_policy)
+    await asyncio.to_thread(follow, start.command_group, built.scorer, built.fields)
 
 
 async def serve_ref_logp(settings: TrainerSettings) -> None:
@@ -74,7 +80,7 @@ async def serve_ref_logp(settings: TrainerSettings) -> None:
         session = await stack.enter_async_context(
             WorkerSession(settings, role="ref_logp", port=port)
         )
-        built = await load(stack, session, command_group, settings, build_scorer)
+        built = await load(stack, session, command_group, settings, build_reference)
         leader = ScoringLeader(
             built.scorer, built.fields, command_group=command_group, version=_REFERENCE_VERSION
         )
@@ -92,3 +98,9 @@ async def serve_ref_logp(settings: TrainerSettings) -> None:
             work = tasks.create_task(scoring.run())
             await until_stopped(session, command_group)
             work.cancel()
+
+
+async def follow_ref_logp(start: FollowerStart) -> None:
+    """Executes the commands of rank 0 in the role ref_logp."""
+    built = await start.build(build_reference)
+    await asyncio.to_thread(follow, start.command_group, built.scorer, built.fields)

@@ -123,7 +123,7 @@ def test_the_spellings_of_dots_rl_are_accepted(spelling):
         (
             {"task_groups": [["train", "generate"]], "ratios": [1.0], "gpus": 4},
             {},
-            "an engine needs its GPUs for itself",
+            "generate needs GPUs for itself",
         ),
         (
             {
@@ -171,9 +171,9 @@ def test_the_spellings_of_dots_rl_are_accepted(spelling):
                 "scoring_ranks": 2,
             },
             {},
-            "neither logp nor ref_logp has GPUs",
+            "topology.scoring_ranks is 2",
         ),
-        ({"scoring_ranks": 2}, {}, "neither logp nor ref_logp has GPUs"),
+        ({"scoring_ranks": 2}, {}, "topology.scoring_ranks is 2"),
         ({"task_groups": ["train", "rollot"], "ratios": [0.5, 0.5], "gpus": 4}, {}, "UNKNOWN_TASK"),
         ({"task_groups": ["train", "generate"], "ratios": [0.5, 0.5]}, {}, "topology.gpus"),
         ({"gpus": 4}, {}, "name the groups"),

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from services.common.errors import UnavailableError
 from services.common.fields import ROLLOUT_FIELDS
 from services.common.runspec.loader import parse_spec
+from services.common.runspec.workers import rows_gauge
 from services.controller.membership.registry import Worker
 from services.controller.run.weights.session import SyncReport
 from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
-from services.wire.rollout import rows_gauge
 from services.wire.trainer import TrainedStep
 from services.wire.transferqueue.types import Stats
 from tests.helpers.rest import SPEC
@@ -115,10 +115,8 @@ class Workers:
             keep=self._nothing_learned,
         )
         is_scored = spec.now.topology.own_gpus("logp") > 0
-        scoring = SimpleNamespace(is_active=is_scored, add_proximal=self._scored)
-        critic = SimpleNamespace(
-            add_values=self._unchanged, train=self._nothing_learned, save=self._nothing_learned
-        )
+        scoring = SimpleNamespace(needs_weights=is_scored, add_fields=self._scored)
+        critic = SimpleNamespace(train=self._nothing_learned, save=self._nothing_learned)
         return SimpleNamespace(
             attempt=kwargs["attempt"],
             is_queue_empty=True,
@@ -174,11 +172,9 @@ class Workers:
             stall_s=0.0,
         )
 
-    async def _scored(self, samples, *, weight_version, timeout_s):
-        self.scored.append((weight_version, self.version))
-        return samples
-
-    async def _unchanged(self, samples, **kwargs):
+    async def _scored(self, samples, *, weight_version, is_trained, timeout_s):
+        if not is_trained:
+            self.scored.append((weight_version, self.version))
         return samples
 
     async def _nothing_learned(self, *args, **kwargs):

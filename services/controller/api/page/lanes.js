@@ -6,7 +6,7 @@ export const TYPES = ["StepCommitted", "WeightsPublished", "Validated", "Checkpo
 // In the order in which a step has them; a checkpoint is written before it.
 const WAITS = [
   ["idle_seconds_no_data", "waits for data"], ["idle_seconds_barrier", "waits for stale groups"],
-  ["idle_seconds_old_logprob", "waits for scores"], ["idle_seconds_values", "waits for values"],
+  ["idle_seconds_scoring", "waits for scores"],
   ["idle_seconds_handover", "waits for GPUs"], ["idle_seconds_weight_sync", "waits for weight sync"],
 ];
 

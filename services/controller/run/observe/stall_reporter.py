@@ -18,8 +18,7 @@ _REMEMBERED = 8
 
 _REASONS: dict[Wait, tuple[str, str]] = {
     "barrier": ("WaitsForOldest", "groups that would grow too stale are awaited first"),
-    "old_logprob": ("WaitsForLogprobs", "workers of the role logp score the batch"),
-    "values": ("WaitsForValues", "workers of the role critic score the batch"),
+    "scoring": ("WaitsForScores", "other workers score the batch"),
     "weight_sync": ("WaitsForWeights", "weights are on their way to the rollouts"),
     "handover": ("WaitsForGpus", "evaluations end and rollouts leave the GPUs to the trainer"),
     "checkpoint": ("WaitsForCheckpoint", "a checkpoint is being written"),

@@ -5,11 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-Wait = Literal[
-    "no_data", "barrier", "old_logprob", "values", "weight_sync", "handover", "checkpoint"
-]
+Wait = Literal["no_data", "barrier", "scoring", "weight_sync", "handover", "checkpoint"]
 """``no_data``: groups are not finished. ``barrier``: a batch is ready, but training waits for
-groups that would grow too stale. ``old_logprob``, ``values``: other workers score the batch.
+groups that would grow too stale. ``scoring``: other workers score the batch.
 ``handover``: rollouts leave GPUs that they share with the trainer."""
 
 

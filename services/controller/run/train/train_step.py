@@ -91,14 +91,13 @@ class TrainSteps:
         stored = [group for group in batch if group in self.scheduler.stored]
         version, timeout_s = step - 1 + self.version_offset, self.spec.now.limits.step_timeout_s
         samples = self.scheduler.stored.meta(stored)
-        if self.connections.trained != step:
-            with self.waits("old_logprob"):
-                samples = await self.connections.scoring.add_proximal(
-                    samples, weight_version=version, timeout_s=timeout_s
-                )
-        critic = self.connections.critic
-        with self.waits("values"):
-            samples = await critic.add_values(samples, weight_version=version, timeout_s=timeout_s)
+        with self.waits("scoring"):
+            samples = await self.connections.scoring.add_fields(
+                samples,
+                weight_version=version,
+                is_trained=self.connections.trained == step,
+                timeout_s=timeout_s,
+            )
         async with self._weights_may_change():
             wait_s, waits = self.waits.for_data(), self.waits.take()
             async with TaskGroup() as tasks:
@@ -113,7 +112,7 @@ class TrainSteps:
                     )
                 )
                 learning = tasks.create_task(
-                    critic.train(
+                    self.connections.critic.train(
                         step,
                         samples,
                         weight_version=version,

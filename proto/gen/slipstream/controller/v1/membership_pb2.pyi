@@ -38,8 +38,8 @@ class RegisterWorkerRequest(_message.Message):
     """Id of the worker inside its run, for example "rollout-1"; stable over restarts."""
     incarnation: _builtins.str
     """Changes with every start of the worker's process."""
-    role: _worker_pb2.WorkerRole.ValueType
-    """Role of the worker."""
+    role: _builtins.str
+    """Role of the worker: one of those in services/common/runspec/workers.py."""
     address: _builtins.str
     """Host:port of the worker's gRPC server."""
     host_id: _builtins.str
@@ -50,7 +50,7 @@ class RegisterWorkerRequest(_message.Message):
         run_id: _builtins.str = ...,
         worker_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
-        role: _worker_pb2.WorkerRole.ValueType = ...,
+        role: _builtins.str = ...,
         address: _builtins.str = ...,
         host_id: _builtins.str = ...,
     ) -> None: ...

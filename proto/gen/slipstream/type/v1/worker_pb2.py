@@ -24,15 +24,13 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fslipstream/type/v1/worker.proto\x12\x12slipstream.type.v1*\xa3\x01\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_TRAINER\x10\x01\x12\x17\n\x13WORKER_ROLE_ROLLOUT\x10\x02\x12\x14\n\x10WORKER_ROLE_LOGP\x10\x03\x12\x18\n\x14WORKER_ROLE_REF_LOGP\x10\x04\x12\x16\n\x12WORKER_ROLE_CRITIC\x10\x05*\xaa\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_LOADING\x10\x01\x12\x17\n\x13WORKER_STATE_LOADED\x10\x02\x12\x16\n\x12WORKER_STATE_READY\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x17\n\x13WORKER_STATE_FAILED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fslipstream/type/v1/worker.proto\x12\x12slipstream.type.v1*\xaa\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_LOADING\x10\x01\x12\x17\n\x13WORKER_STATE_LOADED\x10\x02\x12\x16\n\x12WORKER_STATE_READY\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x17\n\x13WORKER_STATE_FAILED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.type.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=56
-  _globals['_WORKERROLE']._serialized_end=219
-  _globals['_WORKERSTATE']._serialized_start=222
-  _globals['_WORKERSTATE']._serialized_end=392
+  _globals['_WORKERSTATE']._serialized_start=56
+  _globals['_WORKERSTATE']._serialized_end=226
 # @@protoc_insertion_point(module_scope)

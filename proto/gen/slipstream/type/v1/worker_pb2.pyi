@@ -16,42 +16,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _WorkerRole:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _WorkerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerRole.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    WORKER_ROLE_UNSPECIFIED: _WorkerRole.ValueType  # 0
-    """Never sent."""
-    WORKER_ROLE_TRAINER: _WorkerRole.ValueType  # 1
-    """Trains."""
-    WORKER_ROLE_ROLLOUT: _WorkerRole.ValueType  # 2
-    """Generates and scores."""
-    WORKER_ROLE_LOGP: _WorkerRole.ValueType  # 3
-    """Computes proximal logprobs."""
-    WORKER_ROLE_REF_LOGP: _WorkerRole.ValueType  # 4
-    """Computes reference logprobs."""
-    WORKER_ROLE_CRITIC: _WorkerRole.ValueType  # 5
-    """Trains the critic and computes its values."""
-
-class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
-    """Role of a worker in its run."""
-
-WORKER_ROLE_UNSPECIFIED: WorkerRole.ValueType  # 0
-"""Never sent."""
-WORKER_ROLE_TRAINER: WorkerRole.ValueType  # 1
-"""Trains."""
-WORKER_ROLE_ROLLOUT: WorkerRole.ValueType  # 2
-"""Generates and scores."""
-WORKER_ROLE_LOGP: WorkerRole.ValueType  # 3
-"""Computes proximal logprobs."""
-WORKER_ROLE_REF_LOGP: WorkerRole.ValueType  # 4
-"""Computes reference logprobs."""
-WORKER_ROLE_CRITIC: WorkerRole.ValueType  # 5
-"""Trains the critic and computes its values."""
-Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
-
 class _WorkerState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015

@@ -55,8 +55,8 @@ def steps_of(ledger, *, staleness_max):
     connections = SimpleNamespace(
         trained=0,
         trainer=SimpleNamespace(train_step=answer),
-        scoring=SimpleNamespace(add_proximal=pass_on),
-        critic=SimpleNamespace(add_values=pass_on, train=nothing),
+        scoring=SimpleNamespace(add_fields=pass_on),
+        critic=SimpleNamespace(train=nothing),
         weights=SimpleNamespace(turn=asyncio.Lock()),
         replicas=SimpleNamespace(idle_seconds=dict, tokens_total=lambda: 0.0, decode_times=dict),
     )

@@ -1,0 +1,256 @@
+"""Properties of the kinds of workers that are needed before a worker starts. Imports no service.
+
+Launchers, placement, membership, the planner, the chart and the trainer read them. A new kind needs
+an entry in ``WORKERS`` and a module that serves it (docs/adding.md).
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from services.common.runspec.weight_modes import HOST_MODE, MODES
+
+if TYPE_CHECKING:
+    from services.common.runspec.run import RunSpec
+    from services.common.runspec.topology import TopologySpec
+
+
+def _one(spec: "RunSpec") -> int:
+    return 1
+
+
+def _nothing(spec: "RunSpec") -> tuple[str, ...]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerKind:
+    """A kind of worker.
+
+    A kind that is not required has workers if its task has a group of its own in
+    ``topology.task_groups``; otherwise the trainer does its work, or nobody.
+    """
+
+    tasks: tuple[str, ...]
+    """Tasks of ``topology.task_groups`` that it does. It has the GPUs of the first one; the others
+    must be in the same group."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the first task."""
+    is_required: bool = False
+    """True if every run has workers of this kind."""
+    is_alone: bool = False
+    """True if its workers share their GPUs with no other task."""
+    program: str = "trainer"
+    """Service whose program it runs, ``python -m services.<program>``. The chart has the image, the
+    resources and the environment of this name; settings are ``SLIPSTREAM_<PROGRAM>_*``."""
+    serve: str = ""
+    """Reference ``module:function`` of the coroutine that serves the role in the trainer's program
+    (rank 0), with the process's settings as its argument."""
+    follow: str = ""
+    """Reference of the coroutine of the other ranks, with a ``FollowerStart`` as its argument."""
+    count: Callable[["RunSpec"], int] | None = None
+    """Number of workers; None if its task's own GPUs determine it."""
+    ranks: Callable[["RunSpec"], int] = _one
+    """Number of processes of one worker."""
+    gpus: Callable[["RunSpec"], int] | None = None
+    """Number of GPUs of one worker on hosts that have GPUs; None for one per process."""
+    unit: Callable[["RunSpec"], int] = _one
+    """Number of which the GPUs of its task are a multiple."""
+    problems: Callable[["RunSpec"], Iterable[str]] = _nothing
+    """Problems of a run in which its task has GPUs of its own."""
+    trains: bool = False
+    """True if it has an optimizer."""
+    receives_weights: bool = False
+    """True if it is a member of weight sessions."""
+    merges_adapters: bool = False
+    """True if it can receive adapters only, and merge them into frozen weights."""
+    scores: Literal["", "groups", "batches"] = ""
+    """``groups``: it leases finished groups and adds fields to their samples, which the controller sees
+    only then. ``batches``: it serves ``ScoringService``, which the controller calls with each batch
+    before the step."""
+    adds: tuple[str, ...] = ()
+    """Fields of samples without which the trainer refuses a batch if the kind has workers."""
+    gauges: Callable[["RunSpec"], Collection[str]] = _nothing
+    """Gauges that its heartbeats have once it has loaded."""
+
+    @property
+    def task(self) -> str:
+        """Task whose GPUs it has."""
+        return self.tasks[0]
+
+    @property
+    def module(self) -> str:
+        """Module that its processes run."""
+        return f"services.{self.program}"
+
+    @property
+    def settings_prefix(self) -> str:
+        """Prefix of the environment variables of its settings."""
+        return f"SLIPSTREAM_{self.program.upper()}_"
+
+    def num_workers(self, spec: "RunSpec") -> int:
+        """Returns the number of workers of a run."""
+        if self.count is not None:
+            return self.count(spec)
+        return spec.topology.own_gpus(self.task) // max(1, self.ranks(spec))
+
+    def num_gpus(self, spec: "RunSpec") -> int:
+        """Returns the number of GPUs of one worker, on hosts that have GPUs."""
+        return (self.gpus or self.ranks)(spec)
+
+
+def rows_gauge(split: str) -> str:
+    """Returns the name of the gauge in which a rollout reports the number of rows of a set."""
+    return f"prompts_{split}"
+
+
+def programs() -> list[str]:
+    """Returns the services that run workers."""
+    return list(dict.fromkeys(kind.program for kind in WORKERS.values()))
+
+
+def tasks() -> list[str]:
+    """Returns the tasks that ``topology.task_groups`` may list."""
+    return [task for kind in WORKERS.values() for task in kind.tasks]
+
+
+def task_aliases() -> dict[str, str]:
+    """Returns the task of each alias."""
+    return {alias: kind.task for kind in WORKERS.values() for alias in kind.aliases}
+
+
+def apart(topology: "TopologySpec") -> dict[str, WorkerKind]:
+    """Returns the optional kinds with GPUs of their own, by role; their tasks run outside of the trainer."""
+    return {
+        role: kind
+        for role, kind in WORKERS.items()
+        if not kind.is_required and topology.own_gpus(kind.task)
+    }
+
+
+def needs_whole_weights(topology: "TopologySpec") -> bool:
+    """Returns True if a kind with GPUs of its own receives weights and cannot merge adapters."""
+    return any(
+        kind.receives_weights and not kind.merges_adapters for kind in apart(topology).values()
+    )
+
+
+def _policy_unit(spec: "RunSpec") -> int:
+    return spec.trainer.tensor_parallel * spec.trainer.context_parallel
+
+
+def scoring_ranks(spec: "RunSpec") -> int:
+    """Returns the number of processes of one worker that only scores (``topology.scoring_ranks``)."""
+    return spec.topology.scoring_ranks
+
+
+def _logp_problems(spec: "RunSpec") -> Iterator[str]:
+    topology = spec.topology
+    if not spec.needs_proximal:
+        yield (
+            "topology.task_groups gives logp GPUs of its own, but with trainer.updates_per_step "
+            f"{spec.trainer.updates_per_step} and algorithm.correction {spec.algorithm.correction!r} "
+            "nothing needs proximal logprobs; let it share the group of train"
+        )
+    if spec.weight_sync.publish_every > 1:
+        yield (
+            "topology.task_groups gives logp GPUs of its own, which must get the weights of every step, but "
+            f"weight_sync.publish_every is {spec.weight_sync.publish_every}; set it to 1, or let logp share "
+            "the group of train"
+        )
+    if spec.trainer.accumulate_early:
+        yield (
+            "topology.task_groups gives logp GPUs of its own, which scores whole batches, but "
+            "trainer.accumulate_early is true; set it to false, or let logp share the group of train"
+        )
+    if topology.scoring_ranks > 1 and not MODES[spec.weight_sync.mode].through_host:
+        # No GPU of a sharded policy could receive whole weights.
+        yield (
+            f"topology.scoring_ranks is {topology.scoring_ranks}, so logp is sharded and gets its "
+            f"weights through host memory, but weight_sync.mode is {spec.weight_sync.mode!r}; set it to "
+            f"{HOST_MODE!r}, or let logp share the group of train"
+        )
+
+
+def _ref_logp_problems(spec: "RunSpec") -> Iterator[str]:
+    if not spec.needs_reference:
+        yield (
+            "topology.task_groups gives ref_logp GPUs of its own, but algorithm.kl.coefficient is 0, "
+            "so nothing is compared with the reference; set it above 0, or leave ref_logp out"
+        )
+
+
+def _critic_problems(spec: "RunSpec") -> Iterator[str]:
+    """Yields problems of a critic that computes returns from stored samples only."""
+    if not spec.algorithm.advantage_kind.needs_critic:
+        yield (
+            "topology.task_groups gives critic GPUs of its own, but algorithm.advantage "
+            f"{spec.algorithm.advantage!r} has no critic; set it to 'gae', or leave critic out"
+        )
+    if spec.needs_reference and spec.algorithm.kl.placement == "reward":
+        yield (
+            "topology.task_groups gives critic GPUs of its own, but algorithm.kl.placement 'reward' changes "
+            "rewards inside the trainer, where the critic does not see them; set it to 'loss', or let critic "
+            "share the group of train"
+        )
+
+
+WORKERS: Final[Mapping[str, WorkerKind]] = {
+    "trainer": WorkerKind(
+        tasks=("train",),
+        aliases=("actor-train", "actor_train", "actor"),
+        is_required=True,
+        serve="services.trainer.worker:serve_trainer",
+        follow="services.trainer.worker:follow_trainer",
+        count=_one,
+        ranks=lambda spec: spec.trainer.world_size,
+        unit=_policy_unit,
+        trains=True,
+    ),
+    "rollout": WorkerKind(
+        tasks=("generate", "reward"),
+        aliases=("rollout",),
+        is_required=True,
+        is_alone=True,
+        program="rollout",
+        count=lambda spec: spec.rollout.replicas,
+        gpus=lambda spec: spec.engine_gpus if spec.has_engine else 0,
+        unit=lambda spec: spec.engine_gpus,
+        receives_weights=True,
+        merges_adapters=True,
+        gauges=lambda spec: [rows_gauge(split) for split in spec.data.sets],
+    ),
+    "logp": WorkerKind(
+        tasks=("logp",),
+        serve="services.trainer.scoring.worker:serve_logp",
+        follow="services.trainer.scoring.worker:follow_logp",
+        ranks=scoring_ranks,
+        unit=scoring_ranks,
+        problems=_logp_problems,
+        receives_weights=True,
+        scores="batches",
+    ),
+    "ref_logp": WorkerKind(
+        tasks=("ref_logp",),
+        aliases=("ref",),
+        serve="services.trainer.scoring.worker:serve_ref_logp",
+        follow="services.trainer.scoring.worker:follow_ref_logp",
+        ranks=scoring_ranks,
+        unit=scoring_ranks,
+        problems=_ref_logp_problems,
+        scores="groups",
+        adds=("ref_logprobs",),
+    ),
+    "critic": WorkerKind(
+        tasks=("critic",),
+        is_alone=True,
+        serve="services.trainer.critic:serve_critic",
+        follow="services.trainer.critic:follow_critic",
+        ranks=lambda spec: spec.topology.own_gpus("critic"),
+        problems=_critic_problems,
+        trains=True,
+        scores="batches",
+        adds=("values",),
+    ),
+}
+"""Kinds of workers by role, in the order in which they are placed: the trainer, the rollouts, the others."""
