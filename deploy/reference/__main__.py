@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from deploy.reference import client, fits, models, runspec
+from deploy.reference import client, fits, models, runspec, workers
 from services.controller.api.app import build_app
 from services.controller.api.run_api import RunApi
 
 _DOCS = Path(__file__).parents[2] / "docs"
+_CHART = Path(__file__).parents[1] / "helm" / "slipstream"
 
 
 def files() -> dict[Path, str]:
@@ -23,6 +24,8 @@ def files() -> dict[Path, str]:
         _DOCS / "runspec.schema.json": runspec.schema(),
         _DOCS / "models.md": models.page(),
         _DOCS / "fits.md": fits.page(),
+        _DOCS / "workers.md": workers.page(),
+        _CHART / "files" / "workers.yaml": workers.chart(),
         **client.modules(json.loads(api)),
     }
 

@@ -1,12 +1,13 @@
 """The pods that the controller makes from the chart's own templates."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import kubernetes_validate
 import pytest
 
 from services.common.errors import FailedPreconditionError
+from services.common.runspec.workers import WORKERS, WorkerKind
 from services.controller.launch import job_set
 from services.controller.launch.worker_pods import Pod, build_pods, load_templates
 from tests.helpers.chart import one, render
@@ -265,3 +266,20 @@ def test_ranks_that_do_not_fill_their_nodes_are_refused(tmp_path: Path) -> None:
 def test_missing_templates_are_named(tmp_path: Path) -> None:
     with pytest.raises(FailedPreconditionError, match="mount the chart's ConfigMap"):
         load_templates(tmp_path)
+
+
+def test_a_kind_of_worker_that_is_added_gets_a_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prm = WorkerKind(tasks=("prm",), serve="prm:serve_prm", scores="batches")
+    monkeypatch.setitem(cast("dict[str, WorkerKind]", WORKERS), "prm", prm)
+    topology = {
+        "task_groups": [["train"], ["generate"], ["prm"]],
+        "ratios": [0.25, 0.5, 0.25],
+        "gpus": 4,
+    }
+    *_, pod = build(tmp_path, profiles=("multi-node",), topology=topology)
+    (container,) = pod["spec"]["containers"]
+    assert container["name"] == "prm-0"
+    assert environment(container)["SLIPSTREAM_TRAINER_ROLE"] == "prm"
+    assert gpus(pod) == ["1"]

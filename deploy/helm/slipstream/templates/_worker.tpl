@@ -1,17 +1,17 @@
 {{/*
-Pod of one worker. The controller adds the pod's name, the run's labels, its owner, and the environment that names
-the run, the worker and its ports. Needs: root, role
+Pod of a worker that runs a program, trainer or rollout. The controller adds the pod's name, the run's labels, its owner, and the environment that names
+the run, the worker and its ports. Needs: root, program
 */}}
 {{- define "slipstream.worker" -}}
 {{- $workers := .root.Values.workers -}}
-{{- $role := get .root.Values .role -}}
-{{- $prefix := printf "SLIPSTREAM_%s" (upper .role) -}}
+{{- $own := get .root.Values .program -}}
+{{- $prefix := printf "SLIPSTREAM_%s" (upper .program) -}}
 apiVersion: v1
 kind: Pod
 metadata:
   namespace: {{ include "slipstream.workersNamespace" .root }}
   labels:
-    {{- include "slipstream.labels" (dict "root" .root "component" .role) | nindent 4 }}
+    {{- include "slipstream.labels" (dict "root" .root "component" .program) | nindent 4 }}
     slipstream.dev/worker: "true"
     {{- with $workers.kueue.queueName }}
     kueue.x-k8s.io/queue-name: {{ . }}
@@ -20,7 +20,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
-    {{- with $role.gpu.resourceName }}
+    {{- with $own.gpu.resourceName }}
     slipstream.dev/gpu-resource: {{ . }}
     {{- end }}
     # Moving a worker to another node costs its run more than the node saves.
@@ -47,19 +47,19 @@ spec:
       - {name: net.ipv4.ip_local_port_range, value: "29501 39500"}
     {{- end }}
   {{- include "slipstream.pullSecrets" .root | nindent 2 }}
-  {{- include "slipstream.placement" (merge (dict "priorityClassName" $workers.priorityClassName) $role) | nindent 2 }}
-  {{- with $role.topologySpreadConstraints }}
+  {{- include "slipstream.placement" (merge (dict "priorityClassName" $workers.priorityClassName) $own) | nindent 2 }}
+  {{- with $own.topologySpreadConstraints }}
   topologySpreadConstraints: {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with $role.runtimeClassName }}
+  {{- with $own.runtimeClassName }}
   runtimeClassName: {{ . }}
   {{- end }}
   {{- with $workers.schedulerName }}
   schedulerName: {{ . }}
   {{- end }}
   containers:
-    - name: {{ .role }}
-      image: {{ include "slipstream.image" (dict "root" .root "image" $role.image) }}
+    - name: {{ .program }}
+      image: {{ include "slipstream.image" (dict "root" .root "image" $own.image) }}
       imagePullPolicy: {{ .root.Values.image.pullPolicy }}
       # The last log lines of a worker that failed reach the run's message.
       terminationMessagePolicy: FallbackToLogsOnError
@@ -95,14 +95,14 @@ spec:
         - name: {{ $prefix }}_SECRETS_DIRECTORY
           value: /etc/slipstream/secrets
         {{- end }}
-        {{- if eq .role "rollout" }}
+        {{- if eq .program "rollout" }}
         - name: SLIPSTREAM_ROLLOUT_REWARD_HOSTS
           value: {{ $workers.rewardHosts | toJson | quote }}
         # Before the grace period ends, unfinished responses are stored.
         - name: SLIPSTREAM_ROLLOUT_DRAIN_TIMEOUT_S
           value: {{ max 3 (sub (int $workers.terminationGracePeriodSeconds) 10) | quote }}
         {{- end }}
-        {{- if eq .role "trainer" }}
+        {{- if eq .program "trainer" }}
         - name: SLIPSTREAM_TRAINER_MODEL_CACHE
           value: /var/cache/slipstream/models
         {{- end }}
@@ -119,7 +119,7 @@ spec:
         - name: NCCL_NVLS_ENABLE
           value: "0"
         {{- include "slipstream.tracingEnv" .root | nindent 8 }}
-        {{- include "slipstream.env" (merge (deepCopy $role.env) $workers.env) | nindent 8 }}
+        {{- include "slipstream.env" (merge (deepCopy $own.env) $workers.env) | nindent 8 }}
       {{- with $workers.envFromSecrets }}
       envFrom:
         {{- range . }}
@@ -200,12 +200,12 @@ emptyDir: {sizeLimit: {{ .scratch | quote }}}
 {{- end -}}
 {{- end -}}
 
-{{/* Requests and limits with RDMA devices; the controller adds GPUs. Quantities are text, as server-side apply demands. Needs: root, role */}}
+{{/* Requests and limits with RDMA devices; the controller adds GPUs. Quantities are text, as server-side apply demands. Needs: root, program */}}
 {{- define "slipstream.workerResources" -}}
-{{- $role := get .root.Values .role -}}
+{{- $own := get .root.Values .program -}}
 {{- $rdma := .root.Values.workers.rdma -}}
 {{- $devices := dict -}}
 {{- if $rdma.resourceName }}{{ $_ := set $devices $rdma.resourceName (toString $rdma.count) }}{{ end -}}
-requests: {{- merge (deepCopy $devices) (default dict $role.resources.requests) | toYaml | nindent 2 }}
-limits: {{- merge (deepCopy $devices) (default dict $role.resources.limits) | toYaml | nindent 2 }}
+requests: {{- merge (deepCopy $devices) (default dict $own.resources.requests) | toYaml | nindent 2 }}
+limits: {{- merge (deepCopy $devices) (default dict $own.resources.limits) | toYaml | nindent 2 }}
 {{- end -}}
