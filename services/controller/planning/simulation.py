@@ -2,7 +2,10 @@
 
 The functions that decide in a real run (``services.controller.rules``) also decide here which
 groups start, which are trained and what is waited for. Nothing changes between two events, so time
-jumps from one to the next. ``bench/pace/planned.py`` compares it with a real controller.
+jumps from one to the next. ``bench/pace/planned.py`` compares it with a real controller: it is 1 to
+13 % off over 16 placements. No closed formula replaces it. The bottleneck (:func:`least_step_s`) is 7
+to 84 % off, and one that adds the time of the longest response, divided by the versions in flight,
+is up to 18 % off there and up to 81 % in other settings (few slots, engines that drain).
 
 a sample ends       -> its group may be finished; groups start in its slot
 a step ends         -> its weights are copied, transferred and adopted; the gate opens
