@@ -19,7 +19,7 @@ from alembic.util import CommandError
 from sqlalchemy import event, exc
 
 from services.common.errors import AbortedError, FailedPreconditionError, UnavailableError
-from services.controller.store.tables import LEASES
+from services.controller.store.tables import LEASES, METADATA
 
 logger = logging.getLogger(__name__)
 
@@ -174,24 +174,22 @@ def _begin_sqlite(connection: sa.Connection) -> None:
 
 
 def _migrate(engine: sa.Engine) -> None:
-    """Migrates the schema to this release."""
+    """Creates the tables in a new database; migrates an older schema to this release."""
     config = Config()
     migrations = importlib.resources.files("services.controller.store") / "migrations"
     config.set_main_option("script_location", str(migrations))
     with engine.connect() as connection:
         writing = connection.execution_options(slipstream_writes=True)
         with writing.begin():
-            tables = set(sa.inspect(writing).get_table_names())
-            if "runs" in tables and "alembic_version" not in tables:
-                raise FailedPreconditionError(
-                    "the database was made before the first release; remove it, or take another "
-                    "state directory"
-                )
             config.attributes["connection"] = writing
             try:
-                command.upgrade(config, "head")
+                if sa.inspect(writing).has_table("alembic_version"):
+                    command.upgrade(config, "head")
+                else:
+                    METADATA.create_all(writing)
+                    command.stamp(config, "head")
             except CommandError as error:
                 raise FailedPreconditionError(
-                    f"the database's schema is not known to this release ({error}): it was written by a "
-                    "newer one; install that, or restore an older copy of the database"
+                    f"the database's schema is not known to this release ({error}): a newer one wrote it, or "
+                    "one before the first release; install the newer one, or take another state directory"
                 ) from error

@@ -1,4 +1,4 @@
-"""Tables of the controller's database. Migrations create them; a test checks that both agree."""
+"""Tables of the controller's database, which a new database gets; migrations change older ones to them."""
 
 import sqlalchemy as sa
 
