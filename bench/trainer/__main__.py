@@ -38,8 +38,13 @@ from services.trainer.batch.packing import pack
 from services.trainer.batch.plan import Bounds, StepPlan, plan_step, shard_of
 from services.trainer.batch.samples import Samples
 from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.engines.fsdp.parallel import (
+    RankTopology,
+    build_topology,
+    distribute,
+    join_processes,
+)
 from services.trainer.model.flops import peak_flops
-from services.trainer.model.parallel import RankTopology, build_topology, distribute, join_processes
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.build import sequence_cost
 from services.trainer.steps.step import StepRunner

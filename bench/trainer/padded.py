@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from bench.trainer.workload import Scale
 from services.common.runspec.trainer import OptimizerSpec
 from services.trainer.batch.samples import Samples
-from services.trainer.model import optim
+from services.trainer.engines.fsdp import optim
 
 
 class PaddedStep:

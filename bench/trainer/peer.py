@@ -35,12 +35,12 @@ from services.trainer.batch import flash
 from services.trainer.batch.packing import Work
 from services.trainer.batch.plan import StepPlan, plan_step, shard_of
 from services.trainer.batch.samples import BatchFacts, Samples, pack_samples
-from services.trainer.model.flops import active_weights, peak_flops, training_flops
-from services.trainer.model.parallel import (
+from services.trainer.engines.fsdp.parallel import (
     RankTopology,
     build_topology,
     distribute,
 )
+from services.trainer.model.flops import active_weights, peak_flops, training_flops
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.build import sequence_cost
 from services.trainer.steps.credit import CreditAssigner

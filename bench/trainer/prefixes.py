@@ -21,8 +21,8 @@ from services.common.models.loading import build_model
 from services.trainer.batch import flash
 from services.trainer.batch.plan import Bounds, plan_step, shard_of
 from services.trainer.batch.samples import BatchFacts, Samples
-from services.trainer.model.compiling import compile_ahead
-from services.trainer.model.parallel import (
+from services.trainer.engines.fsdp.compiling import compile_ahead
+from services.trainer.engines.fsdp.parallel import (
     RankTopology,
     build_topology,
     distribute,

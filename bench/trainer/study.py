@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from services.trainer.algorithm import logprobs
-from services.trainer.model.parallel import begin_micro_batch
+from services.trainer.engines.fsdp.parallel import begin_micro_batch
 from services.trainer.steps import gradients as gradients_module
 
 _TURNS = 3

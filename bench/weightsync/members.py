@@ -19,12 +19,12 @@ from services.common.runspec.trainer import TrainerSpec
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.weights import WeightReceiver
-from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
-from services.trainer.weights import WeightExport
 from services.weightsync.member import WeightMember
 from services.weightsync.server import WeightSyncServicer
 from services.wire.controller import open_rendezvous

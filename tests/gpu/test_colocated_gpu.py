@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.model.host_copy import OffloadedState
+from services.trainer.engines.fsdp.host_copy import OffloadedState
 from tests.helpers.gpu_runs import train_on_gpus
 
 pytestmark = [

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.trainer.batch.packing import pack
-from services.trainer.model.lora import add_adapters, begin_adapters
-from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters
+from services.trainer.engines.fsdp.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.rank import Rank
 from services.trainer.steps.step import StepRunner
-from services.trainer.weights import WeightExport
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 

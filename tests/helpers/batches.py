@@ -12,7 +12,7 @@ from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import pack
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
-from services.trainer.model.parallel import RankTopology
+from services.trainer.engines.fsdp.parallel import RankTopology
 from services.trainer.model.policy import Critic, Policy
 from services.trainer.ranks.rank import NO_PROFILES, Rank, StepProfiler
 from services.trainer.steps.critic import CriticRunner

@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
 from services.common.runspec.run import RunSpec
-from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy, freeze
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of

@@ -11,8 +11,8 @@ from services.common.models.loading import build_model
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.collectives import Ranks
-from services.trainer.model.compiling import compile_ahead
-from services.trainer.model.parallel import RankTopology, distribute
+from services.trainer.engines.fsdp.compiling import compile_ahead
+from services.trainer.engines.fsdp.parallel import RankTopology, distribute
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 

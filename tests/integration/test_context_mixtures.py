@@ -10,7 +10,7 @@ from torch import distributed
 from services.common.models.loading import build_model, stored_tensors
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import pack
-from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, Queue, random_queue, rank_of, spec_of

@@ -16,7 +16,7 @@ from services.common.models.loading import build_model
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
-from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.model.policy import Critic, Policy
 from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged

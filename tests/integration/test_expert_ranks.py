@@ -16,12 +16,12 @@ from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.checkpoint import manifest
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
-from services.trainer.model.lora import add_adapters, begin_adapters, merged_parameters
-from services.trainer.model.optim import build_optimizer, clip_gradients, gradient_norm
-from services.trainer.model.parallel import RankTopology, build_topology, distribute
+from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters, merged_parameters
+from services.trainer.engines.fsdp.optim import build_optimizer, clip_gradients, gradient_norm
+from services.trainer.engines.fsdp.parallel import RankTopology, build_topology, distribute
+from services.trainer.engines.fsdp.sharded import fill
+from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Policy
-from services.trainer.model.sharded import fill
-from services.trainer.weights import WeightExport
 from services.weightsync.plan import fsdp_shards
 from services.wire.data.jagged import Jagged
 from tests.helpers.mixtures import tiny_config

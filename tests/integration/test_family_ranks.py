@@ -12,7 +12,7 @@ from services.common.models.families import FAMILIES
 from services.common.models.loading import build_model
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import pack
-from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 from tests.helpers.mixtures import tiny_config

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import Bounds
-from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.ranks.command_group import CommandGroup, RankFailedError
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader

@@ -10,11 +10,11 @@ from torch import distributed
 
 from services.common.errors import NotFoundError, UnavailableError
 from services.common.runspec.run import RunSpec
+from services.trainer.engines.fsdp.scorer import UNSCORED
 from services.trainer.ranks.command_group import CommandGroup, RankFailedError
 from services.trainer.scoring.build import BuiltScorer, build_policy, build_reference
 from services.trainer.scoring.leader import ScoringLeader, follow
 from services.trainer.settings import TrainerSettings
-from services.trainer.steps.scorer import UNSCORED
 from tests.helpers.batches import Queue, policy_of, random_queue, spec_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shortage import limited

@@ -8,7 +8,7 @@ import torch
 from torch import distributed
 
 from services.common.runspec.run import RunSpec
-from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from tests.helpers.batches import CPU, policy_of, rank_of, spec_of
 from tests.helpers.episodes import branched_episodes, gradients_by_hand
 from tests.helpers.ranks import run_ranks

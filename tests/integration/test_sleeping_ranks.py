@@ -8,12 +8,12 @@ import torch
 from torch import distributed
 
 from services.common.runspec.run import RunSpec
-from services.trainer.model.host_copy import OffloadedState
-from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.host_copy import OffloadedState
+from services.trainer.engines.fsdp.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
-from services.trainer.weights import WeightExport
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.ranks import run_ranks
 

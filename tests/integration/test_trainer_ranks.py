@@ -15,12 +15,12 @@ from services.common.errors import UnavailableError
 from services.common.runspec.run import RunSpec, WeightSyncSpec
 from services.trainer.batch.samples import IncompleteBatchError
 from services.trainer.checkpoint.checkpointer import Checkpointer
-from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank
-from services.trainer.weights import WeightExport
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.pages import example
 from tests.helpers.ranks import run_ranks

@@ -1,6 +1,6 @@
 """Predicts the memory of each trainer GPU before a start: pure arithmetic.
 
-Weights, gradients and optimizer follow from the layout (``trainer/model/parallel.py``) and are
+Weights, gradients and optimizer follow from the layout (``trainer/engines/fsdp/parallel.py``) and are
 exact. The estimate of activations counts the tensors that the compiled layers of a decoder keep for
 the backward pass; it was within 5 % of the peak of two runs on H200s (a 1.5B model, packs of 41k
 tokens: 110 GiB on one GPU, 96 on two with ``zero_stage`` 1).
@@ -245,7 +245,7 @@ def _num_weights(shapes: Mapping[str, tuple[int, ...]]) -> float:
 
 
 def _keeps_gathered(trainer: TrainerSpec) -> bool:
-    """Returns the same as the decision in ``trainer/model/parallel.py``."""
+    """Returns the same as the decision in ``trainer/engines/fsdp/parallel.py``."""
     return trainer.zero_stage == 1 or trainer.world_size == trainer.tensor_parallel
 
 

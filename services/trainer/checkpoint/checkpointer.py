@@ -31,8 +31,8 @@ from torch.futures import Future
 from services.common.errors import FailedPreconditionError
 from services.common.models.loading import stored_tensors
 from services.trainer.checkpoint import manifest
+from services.trainer.engines.fsdp.parallel import RankTopology
 from services.trainer.model.local_parts import local_part, spread_like
-from services.trainer.model.parallel import RankTopology
 
 FILE_BYTES = 512 << 20
 """Max bytes of a file, unless one tensor is larger."""

@@ -21,7 +21,7 @@ from services.common.runspec.loader import load_spec
 from services.common.runspec.run import RunSpec
 from services.trainer.checkpoint import manifest
 from services.trainer.checkpoint.checkpointer import MODEL_PREFIX
-from services.trainer.model.lora import add_adapters, merged_parameters
+from services.trainer.engines.fsdp.lora import add_adapters, merged_parameters
 
 
 def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:

@@ -18,18 +18,20 @@ from services.common.models.turns_memory import Stays, resident_memory
 from services.common.runspec.run import RunSpec
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.manifest import STEP_PREFIX
-from services.trainer.model.compiling import compile_ahead
-from services.trainer.model.flops import active_weights
-from services.trainer.model.host_copy import OffloadedState
-from services.trainer.model.local_parts import local_part
-from services.trainer.model.lora import add_adapters, begin_adapters
-from services.trainer.model.parallel import (
+from services.trainer.engines.fsdp.compiling import compile_ahead
+from services.trainer.engines.fsdp.host_copy import OffloadedState
+from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters
+from services.trainer.engines.fsdp.oom import recall
+from services.trainer.engines.fsdp.parallel import (
     RankTopology,
     build_topology,
     distribute,
 )
+from services.trainer.engines.fsdp.sharded import fill, materialize
+from services.trainer.engines.fsdp.weights import WeightExport
+from services.trainer.model.flops import active_weights
+from services.trainer.model.local_parts import local_part
 from services.trainer.model.policy import Critic, Policy, freeze
-from services.trainer.model.sharded import fill, materialize
 from services.trainer.model.warm_start import Progress, base_folder, load_base_model
 from services.trainer.ranks.rank import Rank, Runner, StepProfiler
 from services.trainer.ranks.training_recorder import TrainingRecorder
@@ -37,10 +39,8 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.critic_step import CriticStepRunner
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.oom import recall
 from services.trainer.steps.step import StepRunner
 from services.trainer.transfers import QueueTransfers, of_vocabulary
-from services.trainer.weights import WeightExport
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from torch import Tensor
 
 from services.common.errors import FailedPreconditionError, ServiceError
-from services.trainer.model.host_copy import OffloadedState
+from services.trainer.engines.fsdp.host_copy import OffloadedState
+from services.trainer.engines.fsdp.oom import OomLimitError
+from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
 from services.trainer.ranks.rank import Rank
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.oom import OomLimitError
-from services.trainer.weights import WeightExport
 from services.weightsync.canary import Canary
 from services.weightsync.plan import TensorSpec
 from services.wire.batch import KVBatchMeta

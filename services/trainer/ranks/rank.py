@@ -23,9 +23,9 @@ from services.trainer.batch.samples import (
 )
 from services.trainer.checkpoint.checkpointer import Checkpointer, Snapshot
 from services.trainer.collectives import Ranks
+from services.trainer.engines.fsdp.oom import OomLimitError, OomLimits
 from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.training_recorder import TrainingRecorder
-from services.trainer.steps.oom import OomLimitError, OomLimits
 from services.trainer.steps.step import StepResult, StepRunner
 from services.trainer.transfers import Fetch
 from services.wire.batch import KVBatchMeta

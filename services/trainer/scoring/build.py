@@ -7,14 +7,14 @@ from transformers import PreTrainedModel
 from services.common.models.teachers import check_teacher
 from services.common.runspec.run import RunSpec
 from services.trainer.collectives import Ranks
-from services.trainer.model.parallel import RankTopology, build_topology
+from services.trainer.engines.fsdp.oom import recall
+from services.trainer.engines.fsdp.parallel import RankTopology, build_topology
+from services.trainer.engines.fsdp.scorer import Scorer
 from services.trainer.model.policy import Policy, freeze
 from services.trainer.model.warm_start import Progress
 from services.trainer.ranks.build import Loader, device_of, sequence_cost
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.oom import recall
-from services.trainer.steps.scorer import Scorer
 from services.trainer.transfers import QueueTransfers, of_vocabulary
 
 

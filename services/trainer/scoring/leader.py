@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from services.common.errors import FailedPreconditionError, ServiceError
+from services.trainer.engines.fsdp.oom import OomLimitError
+from services.trainer.engines.fsdp.scorer import Scorer
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
 from services.trainer.steps.fields import FieldScoring, lacking
-from services.trainer.steps.oom import OomLimitError
-from services.trainer.steps.scorer import Scorer
 from services.wire.batch import KVBatchMeta
 
 logger = logging.getLogger(__name__)

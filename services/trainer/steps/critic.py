@@ -11,12 +11,12 @@ from services.trainer.batch.packing import pack
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import Samples, idle_samples
 from services.trainer.collectives import MetricTotals, Ranks
-from services.trainer.model import optim
-from services.trainer.model.parallel import begin_micro_batch
+from services.trainer.engines.fsdp import optim
+from services.trainer.engines.fsdp.oom import Fitting, Micros, OomLimits, fitting, oom_in
+from services.trainer.engines.fsdp.parallel import begin_micro_batch
+from services.trainer.engines.fsdp.scorer import score_tokens
 from services.trainer.model.policy import Critic, trainable
 from services.trainer.steps.gradients import num_counted
-from services.trainer.steps.oom import Fitting, Micros, OomLimits, fitting, oom_in
-from services.trainer.steps.scorer import score_tokens
 
 
 class CriticRunner:

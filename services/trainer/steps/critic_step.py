@@ -10,9 +10,9 @@ from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.collectives import MetricTotals, Ranks
+from services.trainer.engines.fsdp.scorer import without_unscored
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.critic import CriticRunner
-from services.trainer.steps.scorer import without_unscored
 from services.trainer.steps.step import StepResult
 
 

@@ -10,7 +10,7 @@ from services.trainer.batch.plan import StepPlan, plan_step, shard_of
 from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.batch.sequences import sequences_of
 from services.trainer.collectives import Ranks
-from services.trainer.steps.oom import OomLimits
+from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.transfers import Add, Fetch
 from services.wire.batch import MISSING, KVBatchMeta
 from services.wire.data.jagged import Jagged

@@ -16,12 +16,12 @@ from services.trainer.batch.packing import Work
 from services.trainer.batch.samples import BatchFacts, Samples, idle_samples, pack_samples
 from services.trainer.batch.segments import Segments, on_device
 from services.trainer.collectives import MetricTotals, Ranks
-from services.trainer.model.compiling import num_compiled
-from services.trainer.model.parallel import begin_micro_batch
+from services.trainer.engines.fsdp.balancing import Balancer
+from services.trainer.engines.fsdp.compiling import num_compiled
+from services.trainer.engines.fsdp.oom import LeftOut, Micros, fitting
+from services.trainer.engines.fsdp.parallel import begin_micro_batch
 from services.trainer.model.policy import Policy
 from services.trainer.phases import PhaseTimer
-from services.trainer.steps.balancing import Balancer
-from services.trainer.steps.oom import LeftOut, Micros, fitting
 
 Correction = Literal["bypass", "decoupled", "none"]
 

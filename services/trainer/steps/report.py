@@ -11,7 +11,7 @@ from services.common.runspec.run import RunSpec
 from services.trainer.algorithm import diagnostics
 from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.collectives import MetricTotals, Ranks
-from services.trainer.model.compiling import num_compiled
+from services.trainer.engines.fsdp.compiling import num_compiled
 from services.trainer.model.flops import peak_flops, training_flops
 from services.trainer.steps.gradients import Early
 

@@ -22,15 +22,16 @@ from services.trainer.algorithm.loss import adapted_kl, kl_penalty
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.collectives import MetricTotals, Ranks
-from services.trainer.model import optim
+from services.trainer.engines.fsdp import optim
+from services.trainer.engines.fsdp.balancing import Balancer
+from services.trainer.engines.fsdp.oom import Fitting, Micros, OomLimits, oom_in
+from services.trainer.engines.fsdp.scorer import score_tokens, without_unscored
 from services.trainer.model.flops import active_weights
 from services.trainer.model.policy import Policy, trainable
 from services.trainer.phases import PhaseTimer
-from services.trainer.steps.balancing import Balancer
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.gradients import Added, Early, Gradients, Objective, OnTrained
-from services.trainer.steps.oom import Fitting, Micros, OomLimits, oom_in
 from services.trainer.steps.report import (
     Update,
     derive,
@@ -38,7 +39,6 @@ from services.trainer.steps.report import (
     describe_updates,
     utilization,
 )
-from services.trainer.steps.scorer import score_tokens, without_unscored
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from services.common.models.loading import build_model
 from services.common.runspec.trainer import LoraSpec, TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.collectives import Ranks
-from services.trainer.model.activations import arrange
-from services.trainer.model.lora import add_adapters, begin_adapters
-from services.trainer.model.parallel import RankTopology, distribute
+from services.trainer.engines.fsdp.activations import arrange
+from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters
+from services.trainer.engines.fsdp.parallel import RankTopology, distribute
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU

@@ -2,7 +2,7 @@
 
 import torch
 
-from services.trainer.model.compiling import num_compiled
+from services.trainer.engines.fsdp.compiling import num_compiled
 from services.trainer.steps.gradients import Early
 
 

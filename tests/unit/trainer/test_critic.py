@@ -9,7 +9,8 @@ from services.common.errors import FailedPreconditionError
 from services.trainer.batch.plan import Bounds
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
-from services.trainer.model.parallel import RankTopology
+from services.trainer.engines.fsdp.oom import OomLimits
+from services.trainer.engines.fsdp.parallel import RankTopology
 from services.trainer.model.policy import Critic
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.leader import Leader
@@ -17,7 +18,6 @@ from services.trainer.ranks.rank import Rank
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.critic_step import CriticStepRunner
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.oom import OomLimits
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 

@@ -10,7 +10,7 @@ from services.common.models.families import FAMILIES, attention_modules, check_t
 from services.common.models.loading import build_model, stored_tensors
 from services.common.runspec.trainer import LoraSpec
 from services.trainer.batch.packing import pack
-from services.trainer.model.lora import add_adapters, is_adapter, merged_parameters
+from services.trainer.engines.fsdp.lora import add_adapters, is_adapter, merged_parameters
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 from tests.helpers.mixtures import mixture_shape

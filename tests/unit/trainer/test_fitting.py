@@ -13,9 +13,7 @@ from torch import Tensor
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import Bounds
 from services.trainer.collectives import Ranks
-from services.trainer.model.policy import Policy
-from services.trainer.settings import TrainerSettings
-from services.trainer.steps.oom import (
+from services.trainer.engines.fsdp.oom import (
     Fitting,
     OomLimitError,
     OomLimits,
@@ -23,7 +21,9 @@ from services.trainer.steps.oom import (
     oom_in,
     recall,
 )
-from services.trainer.steps.scorer import UNSCORED, without_unscored
+from services.trainer.engines.fsdp.scorer import UNSCORED, without_unscored
+from services.trainer.model.policy import Policy
+from services.trainer.settings import TrainerSettings
 from services.trainer.steps.step import StepResult
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of

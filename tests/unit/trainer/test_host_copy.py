@@ -9,13 +9,13 @@ from services.common.errors import FailedPreconditionError
 from services.common.models.turns_memory import Stays
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
-from services.trainer.model.host_copy import OffloadedState
-from services.trainer.model.parallel import RankTopology
+from services.trainer.engines.fsdp.host_copy import OffloadedState
+from services.trainer.engines.fsdp.parallel import RankTopology
+from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank
-from services.trainer.weights import WeightExport
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
 
 SPEC = spec_of()

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from services.common.errors import FailedPreconditionError, UnavailableError
+from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.leader import Leader
-from services.trainer.weights import WeightExport
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 

@@ -20,11 +20,11 @@ from services.common.runspec.run import ModelSpec, RunSpec
 from services.common.runspec.trainer import LoraSpec
 from services.rollout.frozen_weights import FrozenWeights
 from services.trainer.checkpoint.export import export_checkpoint
-from services.trainer.model.lora import add_adapters, begin_adapters
+from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters
+from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.build import build_rank, fitted_to_gpu
 from services.trainer.settings import TrainerSettings
-from services.trainer.weights import WeightExport
 from services.weightsync.adapters import frozen_digest
 from services.weightsync.group import Channel, Work
 from services.weightsync.member import WeightMember

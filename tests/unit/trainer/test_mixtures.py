@@ -14,13 +14,13 @@ from services.common.models.loading import build_model, stored_tensors
 from services.common.runspec.trainer import LoraSpec
 from services.trainer.batch.packing import pack
 from services.trainer.checkpoint.export import export_checkpoint
-from services.trainer.model.flops import active_weights
-from services.trainer.model.lora import (
+from services.trainer.engines.fsdp.lora import (
     add_adapters,
     begin_adapters,
     is_adapter,
     merged_parameters,
 )
+from services.trainer.model.flops import active_weights
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from services.common.runspec.trainer import OptimizerSpec
-from services.trainer.model.optim import build_optimizer
+from services.trainer.engines.fsdp.optim import build_optimizer
 
 
 class Layer(nn.Module):

@@ -6,11 +6,11 @@ import torch
 from services.common.errors import FailedPreconditionError
 from services.trainer.batch.plan import Bounds
 from services.trainer.collectives import Ranks
+from services.trainer.engines.fsdp.oom import OomLimits
+from services.trainer.engines.fsdp.scorer import UNSCORED, Scorer
 from services.trainer.model.policy import freeze
 from services.trainer.scoring.leader import ScoringLeader
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.oom import OomLimits
-from services.trainer.steps.scorer import UNSCORED, Scorer
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, policy_of, queue_of, random_queue, rank_of, spec_of
 from tests.helpers.shortage import limited

@@ -17,9 +17,9 @@ from services.trainer.batch.plan import Bounds
 from services.trainer.batch.samples import BatchFacts, build_samples
 from services.trainer.batch.sequences import sequences_of
 from services.trainer.collectives import Ranks
+from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.oom import OomLimits
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import policy_of, rank_of, spec_of
 from tests.helpers.episodes import branched_episodes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.common.runspec.trainer import TrainerSpec
-from services.trainer.model import parallel
+from services.trainer.engines.fsdp import parallel
 
 
 @pytest.mark.parametrize(

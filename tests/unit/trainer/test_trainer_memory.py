@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from services.common.models.loading import build_model
 from services.common.models.training_memory import trainer_memory
 from services.common.runspec.trainer import LoraSpec
+from services.trainer.engines.fsdp.lora import add_adapters
 from services.trainer.model.flops import model_weights
-from services.trainer.model.lora import add_adapters
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.specs import spec_with
 

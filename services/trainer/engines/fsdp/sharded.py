@@ -11,7 +11,7 @@ from torch import nn
 
 from services.common.models.loading import compute_frequencies, stored_tensors
 from services.common.models.reading import read_weights
-from services.trainer.model.lora import is_adapter, plain_name
+from services.trainer.engines.fsdp.lora import is_adapter, plain_name
 
 
 def fill(module: nn.Module, folder: Path, *, device: torch.device) -> None:

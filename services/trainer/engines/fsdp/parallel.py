@@ -37,7 +37,7 @@ from services.common.models.families import check_trainer, is_mixture
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.context import ContextRanks
 from services.trainer.collectives import Ranks
-from services.trainer.model.activations import arrange
+from services.trainer.engines.fsdp.activations import arrange
 from services.trainer.model.experts import ExpertRanks, share_experts
 from services.trainer.model.policy import Critic, Policy
 

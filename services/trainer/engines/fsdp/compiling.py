@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
-from services.trainer.model.parallel import begin_micro_batch, free_gathered
+from services.trainer.engines.fsdp.parallel import begin_micro_batch, free_gathered
 from services.trainer.model.policy import Critic, Policy
 from services.wire.data.jagged import Jagged
 

@@ -24,8 +24,8 @@ from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.plan import Bounds, bounds_of, cut, num_tokens
 from services.trainer.batch.samples import BatchFacts, Samples, idle_samples, pack_samples
 from services.trainer.collectives import Ranks
-from services.trainer.model.compiling import parts_of
-from services.trainer.model.parallel import begin_micro_batch
+from services.trainer.engines.fsdp.compiling import parts_of
+from services.trainer.engines.fsdp.parallel import begin_micro_batch
 from services.trainer.model.policy import Critic, Policy
 from services.trainer.settings import TrainerSettings
 

@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from services.common.runspec.trainer import OptimizerSpec
-from services.trainer.model.host_optimizer import HostAdamW
+from services.trainer.engines.fsdp.host_optimizer import HostAdamW
 from services.trainer.model.local_parts import local_part
 
 _FINAL_FRACTION = 0.1

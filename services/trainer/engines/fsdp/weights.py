@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor, Shard
 from services.common.models.loading import stored_buffers, stored_tensors
 from services.trainer.batch.packing import pack
 from services.trainer.collectives import Ranks
-from services.trainer.model.lora import (
+from services.trainer.engines.fsdp.lora import (
     adapter_parameters,
     adapter_shapes,
     merged_parameters,
     merged_shapes,
 )
-from services.trainer.model.parallel import free_gathered
+from services.trainer.engines.fsdp.parallel import free_gathered
 from services.trainer.model.policy import Policy
 from services.weightsync.adapters import DIGEST_SPEC, FROZEN_DIGEST, frozen_digest
 from services.weightsync.canary import Canary, canary_text

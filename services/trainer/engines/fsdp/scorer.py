@@ -14,9 +14,9 @@ from services.common.models.loading import stored_tensors
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.plan import StepPlan, bounds_of, num_tokens
 from services.trainer.batch.samples import Samples, idle_samples, pack_samples
-from services.trainer.model.parallel import free_gathered
+from services.trainer.engines.fsdp.oom import OomLimitError, OomLimits
+from services.trainer.engines.fsdp.parallel import free_gathered
 from services.trainer.model.policy import Policy
-from services.trainer.steps.oom import OomLimitError, OomLimits
 from services.wire.data.jagged import Jagged
 
 logger = logging.getLogger(__name__)

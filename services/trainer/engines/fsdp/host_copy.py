@@ -12,8 +12,8 @@ from torch import Tensor, UntypedStorage, nn
 
 from services.common.errors import FailedPreconditionError
 from services.common.models.turns_memory import Stays
+from services.trainer.engines.fsdp.parallel import free_gathered
 from services.trainer.model.local_parts import local_part
-from services.trainer.model.parallel import free_gathered
 
 
 class OffloadedState:

@@ -1,0 +1,1 @@
+"""Training engines: each implements the protocol that the trainer's steps and ranks use."""

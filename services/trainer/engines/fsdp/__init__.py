@@ -1,0 +1,1 @@
+"""Training engine on FSDP2: sharded over processes, packed without padding."""
