@@ -106,6 +106,14 @@ class Tokenizer:
         """True if it renders chats."""
         return self._inner.chat_template is not None
 
+    @property
+    def chat_template(self) -> str:
+        """Source of the chat template that renders chats with tools; empty without one."""
+        template = self._inner.chat_template
+        if isinstance(template, Mapping):  # several by name
+            template = template.get("tool_use") or template.get("default")
+        return template or ""
+
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, without special tokens around it.
 
@@ -137,13 +145,19 @@ class Tokenizer:
         """
         return [*self._first_ids, *self.encode(text)]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids, without special tokens."""
+    def decode(self, ids: Sequence[int], *, keeps_special: bool = False) -> str:
+        """Returns the text of token ids.
+
+        Args:
+            ids: The tokens.
+            keeps_special: True to include the texts of special tokens.
+        """
+        skips = not keeps_special
         if self._backend is not None:
-            return str(self._backend.decode(list(ids), skip_special_tokens=True))
+            return str(self._backend.decode(list(ids), skip_special_tokens=skips))
         return str(
             self._inner.decode(
-                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                list(ids), skip_special_tokens=skips, clean_up_tokenization_spaces=False
             )
         )
 

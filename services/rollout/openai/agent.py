@@ -10,6 +10,7 @@ from services.rollout.calls.reach import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.openai.endpoint import Endpoint
 from services.rollout.workflows.base import Episode
+from services.rollout.workflows.reply_formats import check_tool_format
 from services.rollout.workflows.training import TrainedConversations
 
 
@@ -33,6 +34,7 @@ class Agent:
         train: Conversations that train: ``last`` (the one that was continued last), ``all``, or
             ``module:function`` / ``file.py:function`` that selects them.
         token: Token for a service; a run's specification names the secret that holds it.
+        tool_format: Format of tool calls; ``auto`` recognizes it by the chat template.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class Agent:
         processes: int = 1,
         train: str = "last",
         token: str = "",
+        tool_format: str = "auto",
     ) -> None:
+        check_tool_format(tool_format)
         if token and "://" not in agent:
             raise ValueError(
                 "rollout.workflow_arguments.token is for an agent that is a service, but "
@@ -58,6 +62,7 @@ class Agent:
         self._timeout_s = timeout_s
         self._processes = processes
         self._token = token
+        self._tool_format = tool_format
         self._trained = TrainedConversations(train)
         self._parts: tuple[Endpoint, AgentRunner] | None = None
 
@@ -75,7 +80,9 @@ class Agent:
         """
         async with (
             agent_runner(self._agent, self._processes, reach, token=self._token) as runner,
-            Endpoint.serve(bind, host=host, temperature=temperature) as endpoint,
+            Endpoint.serve(
+                bind, host=host, temperature=temperature, tool_format=self._tool_format
+            ) as endpoint,
         ):
             self._parts = endpoint, runner
             yield

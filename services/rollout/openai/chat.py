@@ -9,7 +9,7 @@ from typing import Any
 from services.common.models.tokenizer import Tokenizer
 from services.rollout.openai.requests import FunctionCall, Message, ToolCall, invalid
 from services.rollout.workflows.chat_turns import following_ids
-from services.rollout.workflows.tool_calls import call_texts
+from services.rollout.workflows.reply_formats import ReplyFormat
 from services.rollout.workflows.turns import Turn
 
 
@@ -56,35 +56,48 @@ def following_tokens(
 
 
 def reply(
-    tokenizer: Tokenizer, turn: Turn, *, stop_texts: Sequence[str], name: str, has_tools: bool
+    tokenizer: Tokenizer,
+    turn: Turn,
+    *,
+    layout: ReplyFormat,
+    tools: Sequence[Mapping[str, Any]],
+    stop_texts: Sequence[str],
+    name: str,
+    has_tools: bool,
+    is_open: bool,
 ) -> Message:
     """Returns the message that the agent receives for a sampled turn.
 
     Args:
         tokenizer: The model's.
         turn: The sampled turn.
+        layout: Format of the model's replies.
+        tools: Tools of the request.
         stop_texts: Texts that end the turn; the reply ends before them.
         name: Prefix that makes the ids of the calls unique in the episode, and equal when it is replayed.
-        has_tools: True if ``<tool_call>`` blocks are calls.
+        has_tools: True if the reply may call tools.
+        is_open: True if the prompt opened the reply's reasoning.
     """
-    text = visible_text(tokenizer, turn, stop_texts)
-    found = list(call_texts(text)) if has_tools else []
-    calls = [call for each in found if (call := _call(each.json)) is not None]
-    if not calls:
-        return Message(role="assistant", content=text)
+    text = text_before(layout.decode(tokenizer, turn.token_ids), stop_texts)
+    parsed = layout.parse(text, tools, has_tools=has_tools, is_open=is_open)
+    calls = [call for call in parsed.calls if not call.problem]
     return Message(
         role="assistant",
-        content=text[: found[0].place].strip() or None,
+        content=parsed.content or None if calls else parsed.content,
+        reasoning_content=parsed.reasoning or None,
         tool_calls=tuple(
-            ToolCall(id=_call_id(f"{name}_{index}"), function=call)
+            ToolCall(
+                id=call.id or _call_id(f"{name}_{index}"),
+                function=FunctionCall(name=call.name, arguments=json.dumps(call.arguments)),
+            )
             for index, call in enumerate(calls)
-        ),
+        )
+        or None,
     )
 
 
-def visible_text(tokenizer: Tokenizer, turn: Turn, stop_texts: Sequence[str]) -> str:
-    """Returns the text of a turn before the first stop text, without special tokens."""
-    text = tokenizer.decode(turn.token_ids)
+def text_before(text: str, stop_texts: Sequence[str]) -> str:
+    """Returns the part of a reply before the first stop text."""
     ends = [place for stop in stop_texts if (place := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 
@@ -92,15 +105,6 @@ def visible_text(tokenizer: Tokenizer, turn: Turn, stop_texts: Sequence[str]) ->
 def _call_id(name: str) -> str:
     """Returns an id of nine letters or digits, which Mistral's chat templates require."""
     return hashlib.sha256(name.encode()).hexdigest()[:9]
-
-
-def _call(text: str) -> FunctionCall | None:
-    try:
-        call = json.loads(text)
-        arguments = call.get("arguments", {})
-        return FunctionCall(name=call["name"], arguments=json.dumps(arguments))
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 def _render(

@@ -1,5 +1,7 @@
 """HTTP server of the endpoint: routes, API keys, and one session per episode.
 
+It speaks OpenAI's chat completions, completions and responses, and Anthropic's messages.
+
 ::
 
     agent --POST /v1/chat/completions, Bearer key--> _Session --> EpisodeRecord --> Episode --> Engine
@@ -21,18 +23,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.http.server import serve_http
 from services.common.task_group import TaskGroup, leaves
-from services.rollout.openai.record import EpisodeRecord, Listen, Replies
-from services.rollout.openai.replies import Formatter
+from services.rollout.openai import anthropic
+from services.rollout.openai.chat import first_tokens
+from services.rollout.openai.record import EpisodeRecord, Listener, Replies
+from services.rollout.openai.replies import CompletionFormatter
 from services.rollout.openai.requests import (
     ApiError,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
+    Message,
     invalid,
     parse_chat,
     parse_completion,
 )
-from services.rollout.openai.streaming import ReplyStream
+from services.rollout.openai.responses import ResponsesFormatter, parse_responses
+from services.rollout.openai.streaming import Formatter, ReplyStream
 from services.rollout.workflows.base import Episode, Interrupted
 
 MODEL_NAME = "policy"
@@ -62,15 +68,19 @@ class Access:
 class _Session:
     """One episode and its running requests."""
 
-    def __init__(self, episode: Episode, tasks: TaskGroup, temperature: float) -> None:
+    def __init__(
+        self, episode: Episode, tasks: TaskGroup, temperature: float, tool_format: str
+    ) -> None:
         self.episode = episode
-        self.record = EpisodeRecord(episode)
+        self.record = EpisodeRecord(episode, tool_format)
         self._tasks = tasks
         self._temperature = temperature
         self._running: set[_Answer] = set()
+        self.responses: dict[str, tuple[Message, ...]] = {}
+        """Messages of each answer of the Responses API, the reply included, by its id."""
 
     def begin(
-        self, request: ChatRequest | CompletionRequest, listen: Listen | None = None
+        self, request: ChatRequest | CompletionRequest, listener: Listener | None = None
     ) -> "_Answer":
         """Starts to sample in a task of the episode, which outlives the connection but not the episode.
 
@@ -78,7 +88,7 @@ class _Session:
             ApiError: If the request cannot be served, or the episode is ending.
         """
         self._check(request)
-        replies = self._replies(request, listen)
+        replies = self._replies(request, listener)
         try:
             task = self._tasks.create_task(replies)
         except RuntimeError as error:  # the group accepts no task after one of its tasks has failed
@@ -108,12 +118,12 @@ class _Session:
             task.cancel()
 
     async def _replies(
-        self, request: ChatRequest | CompletionRequest, listen: Listen | None
+        self, request: ChatRequest | CompletionRequest, listener: Listener | None
     ) -> Replies | ApiError:
         try:
             if isinstance(request, ChatRequest):
-                return await self.record.chat(request, listen)
-            return await self.record.complete(request, listen)
+                return await self.record.chat(request, listener)
+            return await self.record.complete(request, listener)
         except ApiError as error:
             return error
 
@@ -139,25 +149,30 @@ class Endpoint:
     Args:
         base_url: URL by which agents reach the endpoint.
         temperature: The run's sampling temperature; requests may repeat it, but not change it.
+        tool_format: Format in which the policy calls tools, or ``auto``.
     """
 
-    def __init__(self, base_url: str, *, temperature: float) -> None:
+    def __init__(self, base_url: str, *, temperature: float, tool_format: str = "auto") -> None:
         self._base_url = base_url
         self._temperature = temperature
+        self._tool_format = tool_format
         self._sessions: dict[str, _Session] = {}
         self._numbers = itertools.count()
 
     @classmethod
     @asynccontextmanager
-    async def serve(cls, bind: str, *, host: str, temperature: float) -> AsyncIterator["Endpoint"]:
+    async def serve(
+        cls, bind: str, *, host: str, temperature: float, tool_format: str = "auto"
+    ) -> AsyncIterator["Endpoint"]:
         """Serves until the block ends.
 
         Args:
             bind: ``host:port``; port 0 selects a free one.
             host: Host name by which agents reach the endpoint.
             temperature: The run's sampling temperature.
+            tool_format: Format in which the policy calls tools, or ``auto``.
         """
-        endpoint = cls("", temperature=temperature)
+        endpoint = cls("", temperature=temperature, tool_format=tool_format)
         serving = serve_http(
             bind, endpoint.app(), max_request_bytes=_MAX_REQUEST_BYTES, keep_alive_s=_KEEP_ALIVE_S
         )
@@ -172,6 +187,9 @@ class Endpoint:
             routes=[
                 Route(_CHAT_PATH, chat, methods=["POST"]),
                 Route("/v1/completions", self._answers(self._complete), methods=["POST"]),
+                Route("/v1/responses", self._answers(self._responses), methods=["POST"]),
+                Route("/v1/messages", self._answers(self._messages), methods=["POST"]),
+                Route("/v1/messages/count_tokens", self._answers(self._count), methods=["POST"]),
                 Route("/v1/models", self._answers(self._models)),
                 Route("/v1/models/{name}", self._answers(self._models)),
             ]
@@ -197,7 +215,9 @@ class Endpoint:
         key = f"ep-{secrets.token_urlsafe(32)}"
         try:
             async with TaskGroup() as tasks:
-                session = self._sessions[key] = _Session(episode, tasks, self._temperature)
+                session = self._sessions[key] = _Session(
+                    episode, tasks, self._temperature, self._tool_format
+                )
                 try:
                     yield Access(base_url=self._base_url, api_key=key)
                 finally:
@@ -213,13 +233,16 @@ class Endpoint:
             try:
                 return await handle(request, self._session(request))
             except ApiError as error:
-                return JSONResponse(error.body, error.status, error.headers)
+                is_anthropic = request.url.path.startswith("/v1/messages")
+                body = anthropic.error_body(error) if is_anthropic else error.body
+                return JSONResponse(body, error.status, error.headers)
 
         return answer
 
     def _session(self, request: Request) -> _Session:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        session = self._sessions.get(key) if scheme.lower() == "bearer" else None
+        key = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        session = self._sessions.get(key)
         if session is None:
             raise ApiError(
                 401,
@@ -245,21 +268,77 @@ class Endpoint:
 
     async def _reply(self, request: ChatRequest | CompletionRequest, session: _Session) -> Response:
         prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
-        formatter = Formatter(
+        formatter = CompletionFormatter(
             request,
             tokenizer=session.episode.tokenizer,
             reply_id=f"{prefix}-{next(self._numbers)}",
             created=int(time.time()),
         )
-        if not request.stream:
-            return JSONResponse(formatter.body(await session.end(session.begin(request))))
-        stream = ReplyStream(request, formatter, session.episode.tokenizer)
-        answer = session.begin(request, stream.listen)
-        answer.add_done_callback(lambda _: stream.close())
-        if not await stream.has_begun():
-            await session.end(answer)  # raises an error while the HTTP status can still report it
-        events = stream.events(lambda: session.end(answer))
-        return StreamingResponse(events, media_type="text/event-stream")
+        return await _answer(request, formatter, session)
+
+    async def _messages(self, request: Request, session: _Session) -> Response:
+        given = anthropic.parse_messages(await request.body())
+        formatter = anthropic.MessagesFormatter(given, reply_id=f"msg_{next(self._numbers)}")
+        return await _answer(given.as_chat(), formatter, session)
+
+    async def _count(self, request: Request, session: _Session) -> Response:
+        chat = anthropic.parse_count(await request.body())
+        tokens = first_tokens(session.episode.tokenizer, chat.messages, chat.tools)
+        return JSONResponse({"input_tokens": len(tokens)})
+
+    async def _responses(self, request: Request, session: _Session) -> Response:
+        given = parse_responses(await request.body())
+        earlier: tuple[Message, ...] | None = ()
+        if given.previous_response_id is not None:
+            earlier = session.responses.get(given.previous_response_id)
+        if earlier is None:
+            raise ApiError(
+                404,
+                f"this episode has no response {given.previous_response_id!r}; send the whole input",
+                param="previous_response_id",
+            )
+        chat = given.as_chat(earlier)
+        reply_id = f"resp_{next(self._numbers)}"
+        formatter = ResponsesFormatter(given, reply_id=reply_id, created=int(time.time()))
+
+        def keep(replies: Replies) -> None:
+            # The next request brings instructions of its own.
+            said = chat.messages[1 if given.instructions else 0 :]
+            session.responses[reply_id] = (*said, replies.choices[0].message)
+
+        return await _answer(chat, formatter, session, on_answer=keep)
+
+
+async def _answer(
+    request: ChatRequest | CompletionRequest,
+    formatter: Formatter,
+    session: _Session,
+    *,
+    on_answer: Callable[[Replies], None] = lambda replies: None,
+) -> Response:
+    """Samples the replies to a request and returns them as one body or as a stream.
+
+    Args:
+        request: The request.
+        formatter: Formats the answer.
+        session: Session of the episode.
+        on_answer: Called with the replies before the answer ends.
+    """
+
+    async def finish(answer: _Answer) -> Replies:
+        replies = await session.end(answer)
+        on_answer(replies)
+        return replies
+
+    if not request.stream:
+        return JSONResponse(formatter.body(await finish(session.begin(request))))
+    stream = ReplyStream(request, formatter, session.episode.tokenizer, session.record.format)
+    answer = session.begin(request, stream)
+    answer.add_done_callback(lambda _: stream.close())
+    if not await stream.has_begun():
+        await session.end(answer)  # raises an error while the HTTP status can still report it
+    events = stream.events(lambda: finish(answer))
+    return StreamingResponse(events, media_type="text/event-stream")
 
 
 def _ended() -> ApiError:

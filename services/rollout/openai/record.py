@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from services.common.task_group import together
 from services.rollout.engines.stop_texts import split_stop_texts
 from services.rollout.failures import GroupError
-from services.rollout.openai.chat import first_tokens, following_tokens, reply, visible_text
+from services.rollout.openai.chat import first_tokens, following_tokens, reply, text_before
 from services.rollout.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -25,13 +25,24 @@ from services.rollout.openai.requests import (
     too_long,
 )
 from services.rollout.workflows.base import Episode, Interrupted, SamplingChoice
+from services.rollout.workflows.reply_formats import reply_format
 from services.rollout.workflows.turns import Turn, num_tokens, observed, token_ids
 
 if TYPE_CHECKING:
     from hashlib import _Hash
 
-Listen = Callable[[int, Sequence[int], Sequence[float]], None]
-"""Receives the index of a reply, its new tokens and their logprobs."""
+# A begin mark of reasoning is a few tokens.
+_MAX_MARK_TOKENS = 16
+
+
+class Listener(Protocol):
+    """Receives replies while they are sampled."""
+
+    def begin(self, *, num_prompt_tokens: int, is_open: bool) -> None:
+        """Receives the prompt's tokens, and whether it opened the replies' reasoning, before all else."""
+
+    def add(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Receives new tokens of a reply, and their logprobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +53,18 @@ class Choice:
     """The sampled turn."""
     message: Message
     """The message that the agent receives."""
+    stop_text: str | None = None
+    """The request's stop text that ended the reply; None if none did."""
 
     @property
     def finish_reason(self) -> str:
         """Finish reason in OpenAI's terms."""
         return "tool_calls" if self.message.tool_calls else str(self.turn.finish_reason)
+
+    @property
+    def reply_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.turn.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +101,18 @@ class EpisodeRecord:
 
     Args:
         episode: Receives the turns of the conversation that was continued last.
+        tool_format: Format in which the policy calls tools, or ``auto``.
     """
 
-    def __init__(self, episode: Episode) -> None:
+    def __init__(self, episode: Episode, tool_format: str = "auto") -> None:
         episode.is_served = True
         self._episode = episode
+        self.format = reply_format(episode.tokenizer, tool_format)
         self._chats: list[_Conversation] = []
         self._texts: list[_Conversation] = []
         self._num_asked: Counter[bytes] = Counter()
 
-    async def chat(self, request: ChatRequest, listen: Listen | None = None) -> Replies:
+    async def chat(self, request: ChatRequest, listener: Listener | None = None) -> Replies:
         """Answers a chat request."""
         tools = hashlib.sha256(repr(request.tools).encode()).digest()
         meanings = (tools, *(message.meaning for message in request.messages))
@@ -101,16 +121,26 @@ class EpisodeRecord:
         self._episode.num_rewritten += any(message.role == "assistant" for message in added)
         turns = self._chat_turns(request, earlier)
         asked = _hash(turns, earlier)
-        sampled = await self._sample(turns, asked, request, request.reply_tokens, listen)
+        end = self._episode.tokenizer.decode(
+            turns[-1].token_ids[-_MAX_MARK_TOKENS:], keeps_special=True
+        )
+        is_open = self.format.opens_reasoning(end)
+        if listener is not None:
+            listener.begin(num_prompt_tokens=num_tokens(turns), is_open=is_open)
+        sampled = await self._sample(turns, asked, request, request.reply_tokens, listener)
         choices = [
             Choice(
                 turn=turn,
+                stop_text=self._stop_text(turn, request.stop_texts),
                 message=reply(
                     self._episode.tokenizer,
                     turn,
+                    layout=self.format,
+                    tools=request.tools,
                     stop_texts=request.stop_texts,
                     name=f"{len(turns)}_{index}",
                     has_tools=request.has_tools,
+                    is_open=is_open,
                 ),
             )
             for index, turn in enumerate(sampled)
@@ -125,7 +155,9 @@ class EpisodeRecord:
         ]
         return Replies(num_prompt_tokens=num_tokens(turns), choices=tuple(choices))
 
-    async def complete(self, request: CompletionRequest, listen: Listen | None = None) -> Replies:
+    async def complete(
+        self, request: CompletionRequest, listener: Listener | None = None
+    ) -> Replies:
         """Continues a text or a list of tokens."""
         prompt = request.prompt
         if isinstance(prompt, str):
@@ -138,13 +170,16 @@ class EpisodeRecord:
             added = list(prompt[num_tokens(earlier.turns) :] if earlier else prompt)
         turns = self._extended(earlier, added)
         asked = _hash(turns, earlier)
-        sampled = await self._sample(turns, asked, request, request.max_tokens, listen)
+        if listener is not None:
+            listener.begin(num_prompt_tokens=num_tokens(turns), is_open=False)
+        sampled = await self._sample(turns, asked, request, request.max_tokens, listener)
         tokenizer = self._episode.tokenizer
         choices = [
             Choice(
                 turn=turn,
                 message=Message(
-                    role="assistant", content=visible_text(tokenizer, turn, request.stop_texts)
+                    role="assistant",
+                    content=text_before(tokenizer.decode(turn.token_ids), request.stop_texts),
                 ),
             )
             for turn in sampled
@@ -203,7 +238,7 @@ class EpisodeRecord:
         asked: "_Hash",
         request: ChatRequest | CompletionRequest,
         max_tokens: int | None,
-        listen: Listen | None,
+        listener: Listener | None,
     ) -> list[Turn]:
         """Samples all replies concurrently.
 
@@ -212,7 +247,7 @@ class EpisodeRecord:
             asked: Hash of the tokens of those turns.
             request: The request.
             max_tokens: Max tokens of a reply.
-            listen: Receives new tokens.
+            listener: Receives new tokens.
 
         Raises:
             Interrupted: If the episode was interrupted.
@@ -239,7 +274,7 @@ class EpisodeRecord:
                     turns,
                     draw,
                     started=started,
-                    on_tokens=partial(listen, index) if listen is not None else None,
+                    on_tokens=partial(listener.add, index) if listener is not None else None,
                 )
                 for index, (draw, started) in enumerate(zip(draws, begun, strict=True))
             )
@@ -249,6 +284,13 @@ class EpisodeRecord:
         if any(turn.is_cut for turn in sampled):
             raise Interrupted
         return sampled
+
+    def _stop_text(self, turn: Turn, stop_texts: Sequence[str]) -> str | None:
+        if not stop_texts or turn.finish_reason != "stop":
+            return None
+        text = self._episode.tokenizer.decode(turn.token_ids, keeps_special=True)
+        found = {stop: place for stop in stop_texts if (place := text.find(stop)) >= 0}
+        return min(found, key=found.__getitem__, default=None)
 
     def _stops(
         self, request: ChatRequest | CompletionRequest

@@ -1,4 +1,4 @@
-"""Answers in the format of OpenAI's API, as a single body or as server-sent events."""
+"""Answers in the format of OpenAI's chat and text completions, as a body or as server-sent events."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -6,13 +6,14 @@ from typing import Any
 
 from services.common.models.tokenizer import Tokenizer
 from services.rollout.openai.record import Choice, Replies
-from services.rollout.openai.requests import ChatRequest, CompletionRequest, Message
+from services.rollout.openai.requests import ApiError, ChatRequest, CompletionRequest, Message
+from services.rollout.openai.streaming import Piece
 
 _DONE = "data: [DONE]\n\n"
 
 
-class Formatter:
-    """Formats the answers to one request.
+class CompletionFormatter:
+    """Formats the answers to one request; a :class:`~services.rollout.openai.streaming.Formatter`.
 
     Args:
         request: The request.
@@ -40,48 +41,51 @@ class Formatter:
         choices = [self._choice(index, choice) for index, choice in enumerate(replies.choices)]
         return {**self._head, "object": self._name, "choices": choices, "usage": _usage(replies)}
 
-    def begin_event(self, index: int) -> str:
-        """Returns the first event of a chat reply, which has the role."""
-        delta = {"role": "assistant", "content": ""}
-        return self._event([{"index": index, "delta": delta, "finish_reason": None}])
+    def begin_events(self, num_replies: int, *, num_prompt_tokens: int) -> Iterator[str]:
+        """Yields the first event of each chat reply, which has the role."""
+        del num_prompt_tokens
+        for index in range(num_replies if self._is_chat else 0):
+            delta = {"role": "assistant", "content": ""}
+            yield self._event([{"index": index, "delta": delta, "finish_reason": None}])
 
-    def tokens_event(
-        self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[float], *, begin: int
-    ) -> str:
-        """Returns an event with new tokens of a reply.
-
-        Args:
-            index: Index of the reply.
-            text: New text that the agent may see.
-            tokens: New tokens.
-            logprobs: Logprob of each new token.
-            begin: Number of characters of the tokens before.
-        """
+    def tokens_events(
+        self,
+        index: int,
+        piece: Piece,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        begin: int,
+    ) -> Iterator[str]:
+        """Yields an event with new tokens of a reply."""
         part = {
             "index": index,
-            **({"delta": {"content": text}} if self._is_chat else {"text": text}),
+            **({"delta": _delta(piece)} if self._is_chat else {"text": piece.content}),
             "finish_reason": None,
             "logprobs": self._logprobs(tokens, logprobs, begin=begin),
         }
-        return self._event([part])
+        yield self._event([part])
 
-    def end_event(self, index: int, choice: Choice, rest: str) -> str:
-        """Returns the last event of a reply: finish reason, tool calls, and the text that was held back."""
+    def end_events(self, index: int, choice: Choice, rest: Piece) -> Iterator[str]:
+        """Yields the last event of a reply: finish reason, tool calls, and the text that was held back."""
         if not self._is_chat:
-            part = {"index": index, "text": rest, "finish_reason": choice.finish_reason}
-            return self._event([part])
-        delta = _message(choice.message) | {"content": rest}
+            part = {"index": index, "text": rest.content, "finish_reason": choice.finish_reason}
+            yield self._event([part])
+            return
+        delta = {"role": "assistant", **_delta(rest), **_tool_calls(choice.message)}
         for number, call in enumerate(delta.get("tool_calls", ())):
             call["index"] = number
-        return self._event(
-            [{"index": index, "delta": delta, "finish_reason": choice.finish_reason}]
-        )
+        yield self._event([{"index": index, "delta": delta, "finish_reason": choice.finish_reason}])
 
     def last_events(self, replies: Replies) -> Iterator[str]:
         """Yields the events that end a stream."""
         if self._request.with_usage:
             yield self._event([], usage=_usage(replies))
         yield _DONE
+
+    def error_event(self, error: ApiError) -> str:
+        """Returns the event that ends a stream with an error."""
+        return f"data: {json.dumps(error.body)}\n\n"
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
         name = f"{self._name}.chunk" if self._is_chat else self._name
@@ -135,11 +139,21 @@ def _usage(replies: Replies) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": reply, "total_tokens": prompt + reply}
 
 
+def _delta(piece: Piece) -> dict[str, Any]:
+    reasoning = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+    return {"content": piece.content, **reasoning}
+
+
 def _message(message: Message) -> dict[str, Any]:
-    body: dict[str, Any] = {"role": "assistant", "content": message.content}
-    if message.tool_calls:
-        body["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": call.function.model_dump()}
-            for call in message.tool_calls
-        ]
+    body = {"role": "assistant", "content": message.content, **_tool_calls(message)}
+    if message.reasoning_content:
+        body["reasoning_content"] = message.reasoning_content
     return body
+
+
+def _tool_calls(message: Message) -> dict[str, Any]:
+    calls = [
+        {"id": call.id, "type": "function", "function": call.function.model_dump()}
+        for call in message.tool_calls or ()
+    ]
+    return {"tool_calls": calls} if calls else {}

@@ -99,7 +99,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
 }
 _MAX_CHOICES = 64
-_Request = TypeVar("_Request", bound="GenerateRequest")
+_Request = TypeVar("_Request", bound=BaseModel)
 
 
 class ContentPart(BaseModel):
@@ -135,6 +135,8 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    """Reasoning of an assistant's message, which some chat templates render; :attr:`meaning` ignores it."""
 
     @property
     def text(self) -> str:
@@ -158,6 +160,8 @@ class Message(BaseModel):
             message["name"] = self.name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [
                 {
@@ -236,17 +240,20 @@ class CompletionRequest(GenerateRequest):
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Parses a chat request. Raises ApiError naming the invalid parameter."""
-    return _parse(ChatRequest, body)
+    return parse_body(ChatRequest, body)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Parses a completion request. Raises ApiError naming the invalid parameter."""
-    return _parse(CompletionRequest, body)
+    return parse_body(CompletionRequest, body)
 
 
-def _parse(kind: type[_Request], body: bytes) -> _Request:
+def parse_body(kind: type[_Request], body: bytes | Mapping[str, Any]) -> _Request:
+    """Validates a request, as JSON or as an object. Raises ApiError naming the invalid parameter."""
     try:
-        return kind.model_validate_json(body)
+        if isinstance(body, bytes):
+            return kind.model_validate_json(body)
+        return kind.model_validate(body)
     except ValidationError as error:
         raise _refused(error.errors(include_url=False)) from error
 

@@ -1,18 +1,62 @@
 """Replies as server-sent events, while the engine samples them."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from services.common.models.tokenizer import Tokenizer
 from services.rollout.openai.record import Choice, Replies
-from services.rollout.openai.replies import Formatter
 from services.rollout.openai.requests import ApiError, ChatRequest, CompletionRequest
-from services.rollout.workflows.tool_calls import TOOL_CALL_BEGIN
+from services.rollout.workflows.reply_formats import ReasoningFormat, ReplyFormat
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 _News = tuple[int, Sequence[int], Sequence[float]]
+
+
+class Piece(NamedTuple):
+    """Text of a reply that has become visible."""
+
+    content: str = ""
+    reasoning: str = ""
+
+
+class Formatter(Protocol):
+    """Formats the answers to one request of one protocol."""
+
+    def body(self, replies: Replies) -> dict[str, Any]:
+        """Returns the body of a complete answer."""
+
+    def begin_events(self, num_replies: int, *, num_prompt_tokens: int) -> Iterator[str]:
+        """Yields the events before the first token."""
+
+    def tokens_events(
+        self,
+        index: int,
+        piece: Piece,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        begin: int,
+    ) -> Iterator[str]:
+        """Yields the events for new tokens of a reply.
+
+        Args:
+            index: Index of the reply.
+            piece: New text that the agent may see.
+            tokens: New tokens.
+            logprobs: Logprob of each new token.
+            begin: Number of characters of the tokens before.
+        """
+
+    def end_events(self, index: int, choice: Choice, rest: Piece) -> Iterator[str]:
+        """Yields the last events of a reply: text that was held back, tool calls, finish reason."""
+
+    def last_events(self, replies: Replies) -> Iterator[str]:
+        """Yields the events that end a stream."""
+
+    def error_event(self, error: ApiError) -> str:
+        """Returns the event that ends a stream with an error."""
 
 
 class ReplyStream:
@@ -22,21 +66,44 @@ class ReplyStream:
         request: The request.
         formatter: Formats the events.
         tokenizer: The model's.
+        layout: Format of the model's replies.
     """
 
     def __init__(
-        self, request: ChatRequest | CompletionRequest, formatter: Formatter, tokenizer: Tokenizer
+        self,
+        request: ChatRequest | CompletionRequest,
+        formatter: Formatter,
+        tokenizer: Tokenizer,
+        layout: ReplyFormat,
     ) -> None:
+        self._request = request
         self._formatter = formatter
-        self._is_chat = isinstance(request, ChatRequest)
-        marks = (*request.stop_texts,)
-        if isinstance(request, ChatRequest) and request.has_tools:
-            marks += (TOOL_CALL_BEGIN,)
-        self._texts = [VisibleText(tokenizer, marks) for _ in range(request.n)]
+        self._tokenizer = tokenizer
+        self._layout = layout if isinstance(request, ChatRequest) else None
+        self._texts: list[VisibleText] = []
+        self._num_prompt_tokens = 0
         self._news: asyncio.Queue[_News | None] = asyncio.Queue()
         self._first: _News | None = None
 
-    def listen(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    def begin(self, *, num_prompt_tokens: int, is_open: bool) -> None:
+        """Receives the prompt's tokens, and whether it opened the replies' reasoning, before all else."""
+        self._num_prompt_tokens = num_prompt_tokens
+        request, layout = self._request, self._layout
+        marks = (*request.stop_texts,)
+        if isinstance(request, ChatRequest) and request.has_tools and layout is not None:
+            marks += layout.tools.begins
+        self._texts = [
+            VisibleText(
+                self._tokenizer,
+                marks,
+                reasoning=None if layout is None else layout.reasoning,
+                is_open=is_open,
+                keeps_special=layout is not None and layout.has_special_marks,
+            )
+            for _ in range(request.n)
+        ]
+
+    def add(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Adds tokens of a reply."""
         if tokens:
             self._news.put_nowait((index, tokens, logprobs))
@@ -56,17 +123,19 @@ class ReplyStream:
         Args:
             finish: Returns the replies when they are complete.
         """
-        if self._is_chat:
-            for index in range(len(self._texts)):
-                yield self._formatter.begin_event(index)
+        for event in self._formatter.begin_events(
+            len(self._texts), num_prompt_tokens=self._num_prompt_tokens
+        ):
+            yield event
         news = self._first
         while news is not None:
-            yield self._event(*news)
+            for event in self._tokens(*news):
+                yield event
             news = await self._news.get()
         try:
             replies = await finish()
         except ApiError as error:
-            yield f"data: {json.dumps(error.body)}\n\n"
+            yield self._formatter.error_event(error)
             return
         for index, choice in enumerate(replies.choices):
             for event in self._last(index, choice):
@@ -74,40 +143,57 @@ class ReplyStream:
         for event in self._formatter.last_events(replies):
             yield event
 
-    def _event(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> str:
+    def _tokens(
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> Iterator[str]:
         text = self._texts[index]
         begin = text.num_characters
-        return self._formatter.tokens_event(index, text.add(tokens), tokens, logprobs, begin=begin)
+        piece = text.add(tokens)
+        yield from self._formatter.tokens_events(index, piece, tokens, logprobs, begin=begin)
 
-    def _last(self, index: int, choice: Choice) -> list[str]:
-        """Returns events for the tokens that the engine did not stream, and the reply's last event."""
-        told = self._texts[index].num_tokens
-        turn = choice.turn
-        left = turn.token_ids[told:]
-        events = [self._event(index, left, turn.logprobs[told:])] if left else []
-        rest = self._texts[index].rest(choice.message.text)
-        return [*events, self._formatter.end_event(index, choice, rest)]
+    def _last(self, index: int, choice: Choice) -> Iterator[str]:
+        """Yields events for the tokens that the engine did not stream, and the reply's last events."""
+        text, turn = self._texts[index], choice.turn
+        streamed = text.num_tokens
+        if left := turn.token_ids[streamed:]:
+            yield from self._tokens(index, left, turn.logprobs[streamed:])
+        yield from self._formatter.end_events(index, choice, text.rest(choice))
 
 
 class VisibleText:
-    """Text of a growing reply, as far as it is final.
+    """Text of a growing reply, as far as it is final, with its reasoning apart.
 
     Holds back incomplete characters, text that may become a mark, and everything from a mark on.
 
     Args:
         tokenizer: The model's.
         marks: Texts before which the visible reply ends: stop texts and the start of tool calls.
+        reasoning: Marks of reasoning; None if replies have none.
+        is_open: True if the reply starts inside its reasoning.
+        keeps_special: True if marks may be special tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, marks: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        marks: Sequence[str],
+        *,
+        reasoning: ReasoningFormat | None = None,
+        is_open: bool = False,
+        keeps_special: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._marks = marks
+        self._reasoning = reasoning
+        self._is_at_start = reasoning is not None
+        self._is_reasoning = is_open
+        self._keeps_special = keeps_special
         self._tokens: list[int] = []
         # A token's text depends on its neighbours, so decoding starts a few tokens before the new ones.
         self._context = 0
         self._decoded = 0
         self._held = ""
-        self._sent = ""
+        self._sent = Piece()
         self.num_characters = 0
         """Number of characters of all decoded tokens."""
 
@@ -116,31 +202,76 @@ class VisibleText:
         """Number of tokens so far."""
         return len(self._tokens)
 
-    def add(self, tokens: Sequence[int]) -> str:
+    def add(self, tokens: Sequence[int]) -> Piece:
         """Adds tokens; returns the text that became visible."""
         self._tokens += tokens
-        known = self._tokenizer.decode(self._tokens[self._context : self._decoded])
-        text = self._tokenizer.decode(self._tokens[self._context :])
+        known = self._decode(self._tokens[self._context : self._decoded])
+        text = self._decode(self._tokens[self._context :])
         if text.endswith(_INCOMPLETE):
-            return ""
+            return Piece()
         self._context, self._decoded = self._decoded, len(self._tokens)
         self._held += text[len(known) :]
         self.num_characters += len(text) - len(known)
-        place = self._first_mark()
-        seen, self._held = self._held[:place], self._held[place:]
-        self._sent += seen
-        return seen
+        piece = self._visible()
+        self._sent = Piece(
+            self._sent.content + piece.content, self._sent.reasoning + piece.reasoning
+        )
+        return piece
 
-    def rest(self, whole: str) -> str:
-        """Returns the part of the whole text that was not returned before."""
-        return whole[len(self._sent) :] if whole.startswith(self._sent) else ""
+    def rest(self, choice: Choice) -> Piece:
+        """Returns the parts of the whole reply that were not returned before."""
+        whole = Piece(choice.message.text, choice.message.reasoning_content or "")
+        return Piece(
+            *(
+                text[len(sent) :] if text.startswith(sent) else ""
+                for text, sent in zip(whole, self._sent, strict=True)
+            )
+        )
 
-    def _first_mark(self) -> int:
-        """Returns the position of the first mark, or possible start of one, in the held text."""
-        places = [len(self._held)]
-        for mark in self._marks:
-            found = self._held.find(mark)
-            starts = range(max(0, len(self._held) - len(mark) + 1), len(self._held))
-            begun = next((start for start in starts if mark.startswith(self._held[start:])), None)
-            places += [place for place in (found, begun) if place is not None and place >= 0]
-        return min(places)
+    def _decode(self, tokens: Sequence[int]) -> str:
+        if self._keeps_special:
+            tokens = [each for each in tokens if each not in self._tokenizer.stop_ids]
+        return self._tokenizer.decode(tokens, keeps_special=self._keeps_special)
+
+    def _visible(self) -> Piece:
+        reasoning = ""
+        if self._reasoning is not None and (self._is_at_start or self._is_reasoning):
+            begin, end = self._reasoning.begin, self._reasoning.end
+            if self._is_at_start:
+                start = self._held.lstrip()
+                if begin.startswith(start) and start != begin:
+                    return Piece()
+                self._is_at_start = False
+                if start.startswith(begin):
+                    self._held, self._is_reasoning = start[len(begin) :], True
+            if self._is_reasoning:
+                if not self._sent.reasoning:
+                    self._held = self._held.lstrip()
+                before, found, after = self._held.partition(end)
+                if found:
+                    self._held, self._is_reasoning = after, False
+                else:
+                    # Spaces before the end mark are no part of the reasoning.
+                    before = self._held[: _first_mark(self._held, (end,))].rstrip()
+                    self._held = self._held[len(before) :]
+                    return Piece(reasoning=before)
+                reasoning = before.rstrip()
+        if self._reasoning is not None and not self._sent.content:
+            self._held = self._held.lstrip()
+        place = _first_mark(self._held, self._marks)
+        seen = self._held[:place]
+        if self._marks:  # a reply before a call or a stop text ends without spaces
+            seen = seen.rstrip()
+        self._held = self._held[len(seen) :]
+        return Piece(seen, reasoning)
+
+
+def _first_mark(text: str, marks: Sequence[str]) -> int:
+    """Returns the position of the first mark, or possible start of one, in a text."""
+    places = [len(text)]
+    for mark in marks:
+        found = text.find(mark)
+        starts = range(max(0, len(text) - len(mark) + 1), len(text))
+        begun = next((start for start in starts if mark.startswith(text[start:])), None)
+        places += [place for place in (found, begun) if place is not None and place >= 0]
+    return min(places)

@@ -18,7 +18,8 @@ from services.common.runspec.run import RunSpec
 from services.rollout import metrics
 from services.rollout.data.prompts import Prompt
 from services.rollout.sampling.samples import Sample
-from services.rollout.workflows.tool_calls import tool_calls
+from services.rollout.workflows.reply_formats import reply_format
+from services.rollout.workflows.turns import Turn
 from services.wire.data.client import DataClient
 from services.wire.rollout import GroupAssignment
 
@@ -51,6 +52,8 @@ class SampleRecorder:
         self._tokenizer = tokenizer
         self._num_heldout = num_heldout
         self._texts: dict[int, str] = {}
+        named = spec.rollout.workflow_arguments.get("tool_format", "auto")
+        self._format = reply_format(tokenizer, str(named))
 
     def keeps(self, assignment: GroupAssignment) -> bool:
         """Returns True if the samples of a group are recorded."""
@@ -95,6 +98,14 @@ class SampleRecorder:
         texts = [json.dumps(record, default=str).encode() for record in records]
         return [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts]
 
+    def _tool_calls(self, turn: Turn) -> list[dict[str, Any]]:
+        parsed = self._format.parse(self._format.decode(self._tokenizer, turn.token_ids))
+        return [
+            {"name": call.name, "arguments": call.arguments}
+            for call in parsed.calls
+            if not call.problem
+        ]
+
     def _record(
         self, assignment: GroupAssignment, prompt: Prompt, sample: Sample
     ) -> dict[str, Any]:
@@ -102,11 +113,11 @@ class SampleRecorder:
         turns = [
             {
                 "is_sampled": turn.is_sampled,
-                "text": (text := decode(turn.token_ids)),
+                "text": decode(turn.token_ids),
                 "num_tokens": len(turn.token_ids),
                 "finish_reason": turn.finish_reason,
                 "seconds": turn.seconds,
-                "tool_calls": tool_calls(text) if turn.is_sampled else [],
+                "tool_calls": self._tool_calls(turn) if turn.is_sampled else [],
             }
             for turn in sample.turns
         ]

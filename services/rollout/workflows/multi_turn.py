@@ -15,7 +15,8 @@ from services.rollout.workflows.chat_turns import (
     check_tool_results,
     tool_result_ids,
 )
-from services.rollout.workflows.tool_calls import call_texts
+from services.rollout.workflows.reply_formats import ParsedCall, check_tool_format, reply_format
+from services.rollout.workflows.turns import Turn
 
 _MCP = "services.rollout.calls.mcp"
 _SCHEMAS = "services.rollout.calls.schemas"
@@ -24,11 +25,12 @@ _SCHEMAS = "services.rollout.calls.schemas"
 class MultiTurn:
     """Samples turns, each followed by the results of the tools that it called, until one calls none.
 
-    The policy calls a tool by writing ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
-    A turn without a call is the answer, which the reward scores. Results are observed tokens and do
-    not train. If a tool fails, the policy reads the error as its result; the sample does not fail.
-    Tools run in separate processes. The model's chat template renders results as messages of the
-    role ``tool`` and opens the next turn; it also receives the tools that may be called.
+    The policy calls tools in the format of its model family, for example
+    ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. A turn without a call is the answer,
+    which the reward scores. Results are observed tokens and do not train. If a tool fails, the policy
+    reads the error as its result; the sample does not fail. Tools run in separate processes. The model's
+    chat template renders results as messages of the role ``tool`` and opens the next turn; it also
+    receives the tools that may be called.
 
     Args:
         tools: Python functions, ``module:function`` or ``file.py:function``, called with keyword arguments.
@@ -39,6 +41,7 @@ class MultiTurn:
         result_template: Text to add for each result instead of the chat template's rendering; it contains
             ``{result}`` in place of the result. It must end the policy's turn and open the next one.
         offer_tools: True to give the tools' names, docstrings and parameters to the chat template.
+        tool_format: Format of calls; ``auto`` recognizes it by the chat template, and is ``hermes`` without.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class MultiTurn:
         tool_timeout_s: float = 30.0,
         result_template: str | None = None,
         offer_tools: bool = True,
+        tool_format: str = "auto",
     ) -> None:
+        check_tool_format(tool_format)
         if result_template is not None and "{result}" not in result_template:
             raise ValueError(
                 "rollout.workflow_arguments.result_template must contain '{result}', but is "
@@ -71,6 +76,7 @@ class MultiTurn:
         self._max_turn_tokens = max_turn_tokens
         self._tool_timeout_s = tool_timeout_s
         self._result_template = result_template
+        self._tool_format = tool_format
 
     def check(self, tokenizer: Tokenizer | None) -> None:
         """Checks that tool results can be rendered.
@@ -113,7 +119,7 @@ class MultiTurn:
                 return
             turn = await episode.generate(max_tokens=self._max_turn_tokens)
             said = episode.text(turn)
-            calls = [call.json for call in call_texts(said)]
+            calls = self._calls(episode, turn)
             if not calls:
                 return
             results = partial(self._results, episode, rounds, said, calls)
@@ -121,8 +127,14 @@ class MultiTurn:
                 return
             # Derived from the observed text, so that a resumed episode sees the same results.
             result = episode.text(seen)
-            made = tuple(ToolCallAndResult(name=_name(call), result=result) for call in calls)
+            made = tuple(
+                ToolCallAndResult(name=call.name or "unknown", result=result) for call in calls
+            )
             rounds.append(ToolRound(reply=said, calls=made))
+
+    def _calls(self, episode: Episode, turn: Turn) -> tuple[ParsedCall, ...]:
+        layout = reply_format(episode.tokenizer, self._tool_format)
+        return layout.parse(layout.decode(episode.tokenizer, turn.token_ids), self._schemas).calls
 
     async def _offer(self, episode: Episode) -> None:
         """Renders the prompt again, with descriptions of the tools."""
@@ -139,13 +151,13 @@ class MultiTurn:
             )
 
     async def _results(
-        self, episode: Episode, rounds: Sequence[ToolRound], said: str, calls: Sequence[str]
+        self, episode: Episode, rounds: Sequence[ToolRound], said: str, calls: Sequence[ParsedCall]
     ) -> str | list[int]:
         results = [await self._result(episode, call) for call in calls]
         if self._result_template is not None:
             return "".join(self._result_template.replace("{result}", each) for each in results)
         made = tuple(
-            ToolCallAndResult(name=_name(call), result=result)
+            ToolCallAndResult(name=call.name or "unknown", result=result)
             for call, result in zip(calls, results, strict=True)
         )
         try:
@@ -160,16 +172,13 @@ class MultiTurn:
         except ValueError as error:
             raise GroupError("results_not_rendered", str(error), retryable=False) from error
 
-    async def _result(self, episode: Episode, text: str) -> str:
+    async def _result(self, episode: Episode, call: ParsedCall) -> str:
+        if call.problem:
+            return f"error: {call.problem}"
+        if not isinstance(call.arguments, Mapping):
+            return "error: arguments must be an object"
         try:
-            call = json.loads(text)
-            name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            return f"error: a call must be JSON with name and arguments ({error})"
-        if not isinstance(name, str) or not isinstance(arguments, Mapping):
-            return "error: name must be text and arguments an object"
-        try:
-            value = await self._call(episode, name, arguments)
+            value = await self._call(episode, call.name, call.arguments)
         except CallError as error:
             return f"error: {error.message}"
         return value if isinstance(value, str) else json.dumps(value)
@@ -202,11 +211,3 @@ class MultiTurn:
                 schemas += tools
             self._mcp_tools, self._schemas = found, schemas
         return self._mcp_tools
-
-
-def _name(call: str) -> str:
-    """Returns the name in a call; ``unknown`` if the call is invalid JSON or has none."""
-    try:
-        return str(json.loads(call)["name"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return "unknown"

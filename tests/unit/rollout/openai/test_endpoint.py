@@ -9,8 +9,12 @@ import pytest
 
 from services.rollout.engines.base import GenerationResult
 from services.rollout.openai.endpoint import Endpoint
+from services.rollout.openai.record import Choice
+from services.rollout.openai.requests import Message
 from services.rollout.openai.streaming import VisibleText
 from services.rollout.workflows.base import Interrupted
+from services.rollout.workflows.reply_formats import ReasoningFormat
+from services.rollout.workflows.turns import observed
 from tests.unit.rollout.openai.served import (
     TOKENIZER,
     Scripted,
@@ -244,19 +248,48 @@ async def test_a_stream_that_fails_in_its_middle_ends_with_the_error():
     assert "too many tokens" in events[-1]["error"]["message"]
 
 
+def _choice(text: str, reasoning: str | None = None) -> Choice:
+    message = Message(role="assistant", content=text, reasoning_content=reasoning)
+    return Choice(turn=observed([1]), message=message)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "is_open", "reasoning", "content"),
+    [
+        ("<think>\nI see.\n</think>\n\nThree.", False, "I see.", "Three."),
+        ("I see.\n</think>Three.", True, "I see.", "Three."),
+        ("Still thinking", True, "Still thinking", ""),
+        ("Three. <think>", False, "", "Three. <think>"),
+        ("<thin", False, "", "<thin"),
+        ("<think></think>x <tool_call>{}", False, "", "x"),
+    ],
+)
+def test_reasoning_is_streamed_apart(text, is_open, reasoning, content, size):
+    form = ReasoningFormat(begin="<think>", end="</think>")
+    visible = VisibleText(TOKENIZER, ("<tool_call>",), reasoning=form, is_open=is_open)
+    pieces = [
+        visible.add(TOKENIZER.encode(text[at : at + size])) for at in range(0, len(text), size)
+    ]
+    whole = form.split(text.partition(" <tool_call>")[0], is_open=is_open)
+    pieces.append(visible.rest(_choice(whole[1], whole[0])))
+    assert "".join(piece.reasoning for piece in pieces) == reasoning
+    assert "".join(piece.content for piece in pieces) == content
+
+
 @pytest.mark.parametrize(
     ("parts", "marks", "seen", "rest"),
     [
         (("a", "b", "c"), (), ["a", "b", "c"], ""),
         (("a<", "b", "<st", "op>", "c"), ("<stop>",), ["a", "<b", "", "", ""], ""),
-        (("say <tool", "_box"), ("<tool_call>",), ["say ", "<tool_box"], ""),
-        (("x <tool_call>{", "}"), ("<tool_call>",), ["x ", ""], "<tool_call>{}"),
+        (("say <tool", "_box"), ("<tool_call>",), ["say", " <tool_box"], ""),
+        (("x <tool_call>{", "}"), ("<tool_call>",), ["x", ""], " <tool_call>{}"),
     ],
 )
 def test_what_may_become_a_mark_is_held_back(parts, marks, seen, rest):
     text = VisibleText(TOKENIZER, marks)
-    assert [text.add(TOKENIZER.encode(part)) for part in parts] == seen
-    assert text.rest("".join(seen) + rest) == rest
+    assert [text.add(TOKENIZER.encode(part)).content for part in parts] == seen
+    assert text.rest(_choice("".join(seen) + rest)).content == rest
     assert text.num_characters == len("".join(parts))
 
 
@@ -268,7 +301,7 @@ async def test_calls_of_tools_come_whole_at_the_end_of_a_stream():
         text = (await client.post("/chat/completions", json=body)).text
     chunks = [json.loads(part[6:]) for part in text.split("\n\n") if part.startswith("data: {")]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert "".join(delta["content"] for delta in deltas) == "sure "
+    assert "".join(delta["content"] for delta in deltas) == "sure"
     (call,) = deltas[-1]["tool_calls"]
     assert (call["index"], call["function"]["name"]) == (0, "add")
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"

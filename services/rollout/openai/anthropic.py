@@ -1,0 +1,323 @@
+"""Anthropic's Messages API: requests as chats, and replies in its format.
+
+https://docs.anthropic.com/en/api/messages
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.rollout.openai.record import Choice, Replies
+from services.rollout.openai.requests import (
+    ApiError,
+    ChatRequest,
+    FunctionCall,
+    Message,
+    ToolCall,
+    invalid,
+    parse_body,
+)
+from services.rollout.openai.streaming import Piece
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+class _Block(BaseModel):
+    """A content block; :func:`_messages` reads the fields of its type."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    type: str
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True)
+    role: Literal["user", "assistant"]
+    content: str | tuple[_Block, ...]
+
+
+class _Tool(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="allow")
+    name: str
+    type: str = "custom"
+    description: str = ""
+    input_schema: dict[str, Any] = Field(default_factory=dict)
+
+
+class MessagesRequest(BaseModel):
+    """Body of ``POST /v1/messages``."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    model: str
+    max_tokens: int = Field(ge=1)
+    messages: tuple[_Message, ...] = Field(min_length=1)
+    system: str | tuple[_Block, ...] = ""
+    tools: tuple[_Tool, ...] = ()
+    tool_choice: dict[str, Any] | None = None
+    stop_sequences: tuple[str, ...] = ()
+    stream: bool = False
+    temperature: float | None = None
+    thinking: dict[str, Any] | None = None
+
+    def as_chat(self) -> ChatRequest:
+        """Returns the same request to the chat endpoint.
+
+        Raises:
+            ApiError: If a parameter or a block cannot be applied; the message names it.
+        """
+        choice = (self.tool_choice or {}).get("type", "auto")
+        if choice not in ("auto", "none"):
+            raise _not_applied("tool_choice", self.tool_choice, "let the policy choose")
+        if (self.thinking or {}).get("type", "disabled") not in ("disabled", "adaptive"):
+            raise _not_applied(
+                "thinking", self.thinking, "the model's chat template decides whether it thinks"
+            )
+        if server_side := [tool.type for tool in self.tools if tool.type != "custom"]:
+            raise _not_applied("tools", server_side[0], "give tools with an input_schema")
+        system = self.system if isinstance(self.system, str) else _text(self.system, "system")
+        messages = [Message(role="system", content=system)] if system else []
+        for place, message in enumerate(self.messages):
+            messages += _messages(message, f"messages.{place}")
+        ignored = {"metadata", "service_tier", "inference_geo", "context_management"}
+        more = {key: value for key, value in (self.model_extra or {}).items() if key not in ignored}
+        return parse_body(
+            ChatRequest,
+            {
+                **more,
+                "model": self.model,
+                "messages": [message.model_dump() for message in messages],
+                "max_tokens": self.max_tokens,
+                "stop": self.stop_sequences or None,
+                "stream": self.stream,
+                "temperature": self.temperature,
+                "tool_choice": choice,
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {
+                            "name": tool.name,
+                            "description": tool.description,
+                            "parameters": tool.input_schema,
+                        },
+                    }
+                    for tool in self.tools
+                ],
+            },
+        )
+
+
+class MessagesFormatter:
+    """Formats the answer to one request; a :class:`~services.rollout.openai.streaming.Formatter`.
+
+    Args:
+        request: The request.
+        reply_id: Id of the answer.
+    """
+
+    def __init__(self, request: MessagesRequest, *, reply_id: str) -> None:
+        self._request = request
+        self._head: dict[str, Any] = {
+            "id": reply_id,
+            "type": "message",
+            "role": "assistant",
+            "model": request.model,
+        }
+        self._open: str | None = None
+        self._num_blocks = 0
+
+    def body(self, replies: Replies) -> dict[str, Any]:
+        """Returns the body of a complete answer."""
+        choice = replies.choices[0]
+        return {
+            **self._head,
+            "content": _blocks(choice.message),
+            **self._stop(choice),
+            "usage": {
+                "input_tokens": replies.num_prompt_tokens,
+                "output_tokens": replies.num_reply_tokens,
+            },
+        }
+
+    def begin_events(self, num_replies: int, *, num_prompt_tokens: int) -> Iterator[str]:
+        """Yields ``message_start``."""
+        del num_replies
+        usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
+        stop = {"stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message={**self._head, "content": [], **stop, "usage": usage})
+
+    def tokens_events(
+        self,
+        index: int,
+        piece: Piece,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        begin: int,
+    ) -> Iterator[str]:
+        """Yields deltas of the block that the new text belongs to."""
+        del index, tokens, logprobs, begin
+        yield from self._texts(piece)
+
+    def end_events(self, index: int, choice: Choice, rest: Piece) -> Iterator[str]:
+        """Yields the rest of the text, blocks of tool calls, and ``message_delta``."""
+        del index
+        yield from self._texts(rest)
+        yield from self._close()
+        for block in _blocks(choice.message):
+            if block["type"] == "tool_use":
+                yield from self._begin({**block, "input": {}})
+                part = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                yield _event("content_block_delta", index=self._num_blocks, delta=part)
+                yield from self._close()
+        usage = {"output_tokens": choice.reply_tokens}
+        yield _event("message_delta", delta=self._stop(choice), usage=usage)
+
+    def last_events(self, replies: Replies) -> Iterator[str]:
+        """Yields ``message_stop``."""
+        del replies
+        yield _event("message_stop")
+
+    def error_event(self, error: ApiError) -> str:
+        """Returns the event that ends a stream with an error."""
+        return _event("error", error=error_body(error)["error"])
+
+    def _stop(self, choice: Choice) -> dict[str, Any]:
+        if choice.stop_text is not None and choice.finish_reason == "stop":
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_text}
+        return {"stop_reason": _STOP_REASONS[choice.finish_reason], "stop_sequence": None}
+
+    def _texts(self, piece: Piece) -> Iterator[str]:
+        if piece.reasoning:
+            yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
+            part = {"type": "thinking_delta", "thinking": piece.reasoning}
+            yield _event("content_block_delta", index=self._num_blocks, delta=part)
+        if piece.content:
+            yield from self._begin({"type": "text", "text": ""})
+            part = {"type": "text_delta", "text": piece.content}
+            yield _event("content_block_delta", index=self._num_blocks, delta=part)
+
+    def _begin(self, block: Mapping[str, Any]) -> Iterator[str]:
+        if self._open == block["type"]:
+            return
+        yield from self._close()
+        self._open = block["type"]
+        yield _event("content_block_start", index=self._num_blocks, content_block=block)
+
+    def _close(self) -> Iterator[str]:
+        if self._open is not None:
+            yield _event("content_block_stop", index=self._num_blocks)
+            self._open = None
+            self._num_blocks += 1
+
+
+def parse_messages(body: bytes) -> MessagesRequest:
+    """Parses a request. Raises ApiError naming the invalid parameter."""
+    return parse_body(MessagesRequest, body)
+
+
+def parse_count(body: bytes) -> ChatRequest:
+    """Parses a request to count tokens. Raises ApiError naming the invalid parameter."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is no JSON ({error})") from error
+    if not isinstance(given, dict):
+        raise invalid("the body must be a JSON object")
+    return parse_body(MessagesRequest, {"max_tokens": 1, **given}).as_chat()
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Returns an error in Anthropic's format."""
+    kind = _ERROR_TYPES.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def _messages(message: _Message, key: str) -> Iterator[Message]:
+    """Yields one message for text and tool calls, and one for each tool result."""
+    if isinstance(message.content, str):
+        yield Message(role=message.role, content=message.content)
+        return
+    texts, reasoning, calls, results = [], [], [], []
+    for place, block in enumerate(message.content):
+        given = block.model_extra or {}
+        match block.type:
+            case "text":
+                texts.append(str(given.get("text", "")))
+            case "thinking":
+                reasoning.append(str(given.get("thinking", "")))
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                call = FunctionCall(
+                    name=str(given.get("name", "")), arguments=json.dumps(given.get("input", {}))
+                )
+                calls.append(ToolCall(id=str(given.get("id", "")), function=call))
+            case "tool_result":
+                results.append(_result(given, f"{key}.content.{place}"))
+            case _:
+                raise _not_applied(f"{key}.content.{place}.type", block.type, "send text")
+    yield from results
+    if texts or calls or reasoning or not results:
+        yield Message(
+            role=message.role,
+            content="".join(texts) if texts or not calls else None,
+            reasoning_content="".join(reasoning) or None,
+            tool_calls=tuple(calls) or None,
+        )
+
+
+def _result(block: Mapping[str, Any], key: str) -> Message:
+    content = block.get("content") or ""
+    if not isinstance(content, str):
+        parts = parse_body(_Parts, {"parts": content}).parts
+        content = _text(parts, f"{key}.content")
+    if block.get("is_error"):
+        content = f"Error: {content}"
+    return Message(role="tool", content=content, tool_call_id=str(block.get("tool_use_id", "")))
+
+
+class _Parts(BaseModel):
+    model_config = ConfigDict(frozen=True)
+    parts: tuple[_Block, ...]
+
+
+def _text(blocks: Sequence[_Block], key: str) -> str:
+    for place, block in enumerate(blocks):
+        if block.type != "text":
+            raise _not_applied(f"{key}.{place}.type", block.type, "send text")
+    return "".join(str((block.model_extra or {}).get("text", "")) for block in blocks)
+
+
+def _blocks(message: Message) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if message.reasoning_content:
+        blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": ""})
+    if message.text:
+        blocks.append({"type": "text", "text": message.text})
+    for call in message.tool_calls or ():
+        given = json.loads(call.function.arguments)
+        blocks.append(
+            {
+                "type": "tool_use",
+                "id": call.id,
+                "name": call.function.name,
+                "input": given if isinstance(given, dict) else {"input": given},
+            }
+        )
+    return blocks
+
+
+def _not_applied(key: str, value: object, fix: str) -> ApiError:
+    return invalid(f"{key}={value!r:.80} is not supported; {fix}", param=key)
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"

@@ -1,0 +1,389 @@
+"""OpenAI's Responses API: requests as chats, and replies in its format.
+
+https://platform.openai.com/docs/api-reference/responses
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.rollout.openai.record import Choice, Replies
+from services.rollout.openai.requests import (
+    ApiError,
+    ChatRequest,
+    FunctionCall,
+    Message,
+    ToolCall,
+    invalid,
+    parse_body,
+)
+from services.rollout.openai.streaming import Piece
+
+# Parameters that affect neither sampling nor rendering.
+_IGNORED = frozenset(
+    (
+        "metadata",
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "service_tier",
+        "store",
+        "include",
+        "stream_options",
+    )
+)
+# Other parameters, with the values that change nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "truncation": ("disabled",),
+    "background": (False,),
+    "text": ({}, {"format": {"type": "text"}}),
+    "reasoning": ({}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None}),
+    "max_tool_calls": (),
+    "conversation": (),
+    "prompt": (),
+}
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+class ResponsesRequest(BaseModel):
+    """Body of ``POST /v1/responses``."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    model: str
+    input: str | tuple[dict[str, Any], ...]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: str | dict[str, Any] = "auto"
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    stream: bool | None = False
+
+    def as_chat(self, earlier: Sequence[Message] = ()) -> ChatRequest:
+        """Returns the same request to the chat endpoint.
+
+        Args:
+            earlier: Messages of the response that the request continues, without instructions.
+
+        Raises:
+            ApiError: If a parameter or an item cannot be applied; the message names it.
+        """
+        extra = {}
+        for key, value in (self.model_extra or {}).items():
+            if value is None or key in _IGNORED or value in _NEUTRAL.get(key, ()):
+                continue
+            if key in _NEUTRAL:
+                raise invalid(f"{key}={value!r:.80} is not supported; leave {key} out", param=key)
+            extra[key] = value
+        messages = [*earlier, *_messages(self.input)]
+        if self.instructions:
+            messages.insert(0, Message(role="system", content=self.instructions))
+        return parse_body(
+            ChatRequest,
+            {
+                **extra,
+                "model": self.model,
+                "messages": [message.model_dump() for message in messages],
+                "max_tokens": self.max_output_tokens,
+                "temperature": self.temperature,
+                "stream": bool(self.stream),
+                "tool_choice": self.tool_choice,
+                "tools": [_tool(tool, place) for place, tool in enumerate(self.tools)],
+            },
+        )
+
+
+class ResponsesFormatter:
+    """Formats the answer to one request; a :class:`~services.rollout.openai.streaming.Formatter`.
+
+    Args:
+        request: The request.
+        reply_id: Id of the answer.
+        created: Unix seconds.
+    """
+
+    def __init__(self, request: ResponsesRequest, *, reply_id: str, created: int) -> None:
+        self._request = request
+        self._id = reply_id
+        self._created = created
+        self._number = 0
+        self._output: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+
+    def body(self, replies: Replies) -> dict[str, Any]:
+        """Returns the body of a complete answer."""
+        choice = replies.choices[0]
+        return self._response(self._items(choice), choice, replies)
+
+    def begin_events(self, num_replies: int, *, num_prompt_tokens: int) -> Iterator[str]:
+        """Yields ``response.created`` and ``response.in_progress``."""
+        del num_replies, num_prompt_tokens
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self._response([]))
+
+    def tokens_events(
+        self,
+        index: int,
+        piece: Piece,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        begin: int,
+    ) -> Iterator[str]:
+        """Yields deltas of the item that the new text belongs to."""
+        del index, tokens, logprobs, begin
+        yield from self._texts(piece)
+
+    def end_events(self, index: int, choice: Choice, rest: Piece) -> Iterator[str]:
+        """Yields the rest of the text and the function calls."""
+        del index
+        yield from self._texts(rest)
+        yield from self._close()
+        for item in self._items(choice):
+            if item["type"] != "function_call":
+                continue
+            where = {"item_id": item["id"], "output_index": len(self._output)}
+            started = {**item, "arguments": "", "status": "in_progress"}
+            yield self._event(
+                "response.output_item.added", output_index=len(self._output), item=started
+            )
+            arguments = item["arguments"]
+            kind = "response.function_call_arguments"
+            yield self._event(f"{kind}.delta", **where, delta=arguments)
+            yield self._event(f"{kind}.done", **where, name=item["name"], arguments=arguments)
+            yield from self._done(item)
+
+    def last_events(self, replies: Replies) -> Iterator[str]:
+        """Yields ``response.completed`` or ``response.incomplete``."""
+        choice = replies.choices[0]
+        response = self._response(self._output, choice, replies)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def error_event(self, error: ApiError) -> str:
+        """Returns the event that ends a stream with an error."""
+        given = error.body["error"]
+        return self._event(
+            "error", code=given["code"], message=given["message"], param=given["param"]
+        )
+
+    def _texts(self, piece: Piece) -> Iterator[str]:
+        for kind, text in (("reasoning", piece.reasoning), ("message", piece.content)):
+            if not text:
+                continue
+            if self._open is None or self._open["type"] != kind:
+                yield from self._close()
+                yield from self._begin(kind)
+            assert self._open is not None
+            self._open["content"][0]["text"] += text
+            name = "reasoning_text" if kind == "reasoning" else "output_text"
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            yield self._event(f"response.{name}.delta", **self._where(), delta=text, **more)
+
+    def _begin(self, kind: str) -> Iterator[str]:
+        item = _item(kind, f"{self._id}_{len(self._output)}", "", "in_progress")
+        self._open = item
+        yield self._event(
+            "response.output_item.added",
+            output_index=len(self._output),
+            item={**item, "content": []},
+        )
+        yield self._event(
+            "response.content_part.added", **self._where(), part=dict(item["content"][0])
+        )
+
+    def _close(self) -> Iterator[str]:
+        item, self._open = self._open, None
+        if item is None:
+            return
+        self._open = item
+        where, part = self._where(), item["content"][0]
+        self._open = None
+        name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+        more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        yield self._event(f"response.{name}.done", **where, text=part["text"], **more)
+        yield self._event("response.content_part.done", **where, part=part)
+        yield from self._done({**item, "status": "completed"})
+
+    def _done(self, item: dict[str, Any]) -> Iterator[str]:
+        yield self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+
+    def _where(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {
+            "item_id": self._open["id"],
+            "output_index": len(self._output),
+            "content_index": 0,
+        }
+
+    def _items(self, choice: Choice) -> list[dict[str, Any]]:
+        message = choice.message
+        items: list[dict[str, Any]] = []
+
+        def new_id() -> str:
+            return f"{self._id}_{len(items)}"
+
+        if message.reasoning_content:
+            items.append(_item("reasoning", new_id(), message.reasoning_content, "completed"))
+        if message.text or not message.tool_calls:
+            items.append(_item("message", new_id(), message.text, "completed"))
+        first = len(items)
+        items += [
+            {
+                "type": "function_call",
+                "id": f"{self._id}_{first + number}",
+                "call_id": call.id,
+                "name": call.function.name,
+                "arguments": call.function.arguments,
+                "status": "completed",
+            }
+            for number, call in enumerate(message.tool_calls or ())
+        ]
+        return items
+
+    def _response(
+        self,
+        output: list[dict[str, Any]],
+        choice: Choice | None = None,
+        replies: Replies | None = None,
+    ) -> dict[str, Any]:
+        request = self._request
+        is_cut = choice is not None and choice.finish_reason == "length"
+        status = "in_progress" if choice is None else "incomplete" if is_cut else "completed"
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "model": request.model,
+            "output": output,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": (request.model_extra or {}).get("metadata") or {},
+            "parallel_tool_calls": True,
+            "previous_response_id": request.previous_response_id,
+            "temperature": request.temperature,
+            "top_p": 1.0,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice,
+            "tools": list(request.tools),
+            "truncation": "disabled",
+            "usage": None if replies is None else _usage(replies),
+        }
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        body = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return f"event: {kind}\ndata: {json.dumps(body)}\n\n"
+
+
+def parse_responses(body: bytes) -> ResponsesRequest:
+    """Parses a request. Raises ApiError naming the invalid parameter."""
+    return parse_body(ResponsesRequest, body)
+
+
+def _item(kind: str, id_: str, text: str, status: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        part = {"type": "reasoning_text", "text": text}
+        return {"type": kind, "id": id_, "summary": [], "content": [part], "status": status}
+    said = {
+        "type": "output_text",
+        "text": text,
+        "annotations": list[Any](),
+        "logprobs": list[Any](),
+    }
+    return {"type": kind, "id": id_, "role": "assistant", "status": status, "content": [said]}
+
+
+def _usage(replies: Replies) -> dict[str, Any]:
+    prompt, reply = replies.num_prompt_tokens, replies.num_reply_tokens
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": reply,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + reply,
+    }
+
+
+def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Joins the items of one assistant turn (reasoning, text, calls) to one message of a chat."""
+    if isinstance(given, str):
+        return [Message(role="user", content=given)]
+    messages: list[Message] = []
+    turn: dict[str, Any] = {}
+
+    def flush() -> None:
+        if turn:
+            calls = tuple(turn.get("calls", ()))
+            messages.append(
+                Message(
+                    role="assistant",
+                    content=turn.get("text") or (None if calls else ""),
+                    reasoning_content=turn.get("reasoning") or None,
+                    tool_calls=calls or None,
+                )
+            )
+            turn.clear()
+
+    for place, item in enumerate(given):
+        kind = item.get("type", "message")
+        key = f"input.{place}"
+        if kind == "message" and item.get("role") == "assistant":
+            turn["text"] = turn.get("text", "") + _text(item.get("content"), key)
+        elif kind == "message":
+            flush()
+            role = str(item.get("role", "user"))
+            role = "system" if role == "developer" else role
+            messages.append(Message(role=role, content=_text(item.get("content"), key)))
+        elif kind == "reasoning":
+            turn["reasoning"] = turn.get("reasoning", "") + _text(item.get("content"), key)
+        elif kind == "function_call":
+            call = FunctionCall(
+                name=str(item.get("name", "")), arguments=str(item.get("arguments", "{}"))
+            )
+            turn.setdefault("calls", []).append(
+                ToolCall(id=str(item.get("call_id", "")), function=call)
+            )
+        elif kind == "function_call_output":
+            flush()
+            text = _text(item.get("output"), f"{key}.output")
+            call_id = str(item.get("call_id", ""))
+            messages.append(Message(role="tool", content=text, tool_call_id=call_id))
+        else:
+            raise invalid(
+                f"{key}.type={kind!r:.80} is not supported; send messages, reasoning, function_call and "
+                "function_call_output",
+                param=f"{key}.type",
+            )
+    flush()
+    return messages
+
+
+def _text(content: object, key: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for place, part in enumerate(content if isinstance(content, Sequence) else [content]):
+        if not isinstance(part, Mapping) or part.get("type") not in _TEXT_PARTS:
+            raise invalid(
+                f"{key}.content.{place} must be text, but is {part!r:.80}",
+                param=f"{key}.content.{place}",
+            )
+        texts.append(str(part.get("text", "")))
+    return "".join(texts)
+
+
+def _tool(tool: Mapping[str, Any], place: int) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise invalid(
+            f"tools.{place}.type={tool.get('type')!r:.80} is not supported; give functions",
+            param=f"tools.{place}.type",
+        )
+    function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key)}
+    return {"type": "function", "function": function}
