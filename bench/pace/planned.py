@@ -18,7 +18,7 @@ from bench.controller.stage import Stage, stage
 from bench.pace.__main__ import GROUP_SIZE, GROUPS, STEPS, measure
 from bench.pace.fakes import Pace
 from bench.whole_run import REPOSITORY
-from services.controller.planning.measured import rates_of
+from services.controller.planning.inputs import rates_of
 from services.controller.planning.rates import Rates, Setting, together
 from services.controller.planning.simulation import predict
 

@@ -21,7 +21,7 @@ import psutil
 from services.cli import known_tokens
 from services.cli.state_directory import lock_state_directory, process_folder
 from services.common.task_group import TaskGroup
-from services.controller.launch.log_files import last_lines
+from services.controller.launch.worker_process import last_lines
 
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 6.0

@@ -18,10 +18,24 @@ from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec, default_places
 from services.controller.api.operations import GetRun, ListMetrics
 from services.controller.models import MetricPage
-from services.controller.planning.gpu_splits import GpuCapacity, Split, SplitPlan, plan_splits
-from services.controller.planning.inputs import ASSUMPTIONS, default_rates, with_overrides
-from services.controller.planning.measured import Step, measured_step_s, rates_of, setting_of
-from services.controller.planning.placements import may_take_turns, placed, trainer_unit
+from services.controller.planning.gpu_splits import (
+    GpuCapacity,
+    Split,
+    SplitPlan,
+    may_take_turns,
+    placed,
+    plan_splits,
+    trainer_unit,
+)
+from services.controller.planning.inputs import (
+    ASSUMPTIONS,
+    Step,
+    default_rates,
+    measured_step_s,
+    rates_of,
+    setting_of,
+    with_overrides,
+)
 from services.controller.planning.rates import Rates, Setting
 from services.controller.planning.simulation import predict
 

@@ -13,7 +13,7 @@ from services.cli.output import print_line
 from services.cli.trackers.child import run_to_end
 from services.common.runspec.trackers import TRACKERS
 from services.common.task_group import TaskGroup
-from services.controller.launch.log_files import last_lines
+from services.controller.launch.worker_process import last_lines
 
 FOLDER = "trackers"
 """Name of the trackers' folder in the state directory."""

@@ -13,7 +13,7 @@ from services.cli.trackers.child import run_to_end
 from services.cli.trackers.cursor import CURSORS, GONE, Cursor, TrackerJob, cursor_path
 from services.common.task_group import TaskGroup
 from services.controller.api.operations import ListRuns, ReportTracker
-from services.controller.launch.log_files import last_lines
+from services.controller.launch.worker_process import last_lines
 
 _FIRST_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 300.0

@@ -9,10 +9,9 @@ from importlib.metadata import version
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
 from services.controller.api import operations as ops
-from services.controller.api.page_tokens import PageTokens
 from services.controller.api.principals import Principal
 from services.controller.api.request_limits import RequestLimits
-from services.controller.api.views import view_listed, view_quota, view_run
+from services.controller.api.views import PageTokens, view_listed, view_quota, view_run
 from services.controller.manager.audit import RunAudit
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.runs import RunManager

@@ -15,11 +15,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from services.common.errors import InvalidArgumentError, ResourceExhaustedError
-from services.controller.api.auth_rate_limit import peer_of
 from services.controller.api.errors import BodyError
 from services.controller.api.handlers import Items
 from services.controller.api.operations import OPERATIONS, Operation, Place
 from services.controller.api.principals import Principal
+from services.controller.api.request_limits import peer_of
 from services.controller.api.run_api import RunApi, handler_name
 from services.controller.models import EventView, LogLine, RunView
 from services.controller.store.records import Event

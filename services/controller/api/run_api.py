@@ -9,11 +9,10 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 
 from services.common.errors import UnauthenticatedError
-from services.controller.api.auth_rate_limit import AuthRateLimit
 from services.controller.api.handlers import Call, Handlers, Items
 from services.controller.api.operations import OfRun, Operation
 from services.controller.api.principals import Authenticator, Principal
-from services.controller.api.request_limits import RequestLimits
+from services.controller.api.request_limits import AuthRateLimit, RequestLimits
 from services.controller.manager.audit import RunAudit
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.runs import RunManager

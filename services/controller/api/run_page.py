@@ -15,8 +15,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Scope
 
 from services.common.errors import UnauthenticatedError
-from services.controller.api.auth_rate_limit import peer_of
 from services.controller.api.principals import Principal, TokenStore
+from services.controller.api.request_limits import peer_of
 from services.controller.api.run_api import RunApi
 from services.controller.models import Role
 

@@ -1,11 +1,16 @@
-"""Converts records of the controller into responses of the API."""
+"""Converts records of the controller into responses of the API, page by page."""
 
+import base64
+import hashlib
+import hmac
 import json
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
+from services.common.errors import InvalidArgumentError
 from services.common.telemetry import tracing
 from services.controller.manager.quotas import Quota
 from services.controller.models import ListedRun, QuotaView, RunError, RunView
@@ -74,3 +79,40 @@ def _component_of(run: Run) -> str:
         return "rollout"
     found = _COMPONENT.match(run.message)
     return found[1] or found[2] if found else "controller"
+
+
+_MAC_BYTES = 12
+
+
+class PageTokens:
+    """Creates and reads page tokens; tokens of an earlier process are refused."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+
+    def make(self, position: str, scope: str) -> str:
+        """Returns the token that continues after ``position`` in the list named ``scope``."""
+        return base64.urlsafe_b64encode(self._mac(position, scope) + position.encode()).decode()
+
+    def read(self, token: str, scope: str) -> str | None:
+        """Returns the position of a token; None for the first page.
+
+        Raises:
+            InvalidArgumentError: If this object did not create the token for this list.
+        """
+        if not token:
+            return None
+        try:
+            raw = base64.urlsafe_b64decode(token.encode())
+            position = raw[_MAC_BYTES:].decode()
+        except ValueError:
+            raw, position = b"", ""
+        if not hmac.compare_digest(raw[:_MAC_BYTES], self._mac(position, scope)):
+            raise InvalidArgumentError(
+                "page_token is not one that this list returned; begin again without it"
+            )
+        return position
+
+    def _mac(self, position: str, scope: str) -> bytes:
+        text = f"{scope}\0{position}".encode()
+        return hmac.digest(self._key, text, hashlib.sha256)[:_MAC_BYTES]

@@ -31,14 +31,14 @@ from services.controller.launch.launcher import (
     gpu_needs,
     worker_names,
 )
-from services.controller.launch.log_files import last_lines
-from services.controller.launch.metric_targets import MetricTargets
 from services.controller.launch.worker_process import (
     ChildProcess,
+    MetricTargets,
     ProcessGroup,
     StartedProcess,
     WorkerProcess,
     adopt,
+    last_lines,
     write_record,
 )
 

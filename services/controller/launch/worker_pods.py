@@ -6,6 +6,7 @@ bundled         the containers of all in one pod
 """
 
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ import yaml
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
 from services.common.runspec.workers import WORKERS, WorkerKind, programs
-from services.controller.launch import colocated_pods, job_set, kueue
-from services.controller.launch.launcher import worker_names
+from services.controller.launch import job_set, kueue
+from services.controller.launch.gpus import HostGpus
+from services.controller.launch.launcher import gpu_hosts, gpu_needs, total_gpus, worker_names
 
 RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"
@@ -159,9 +161,7 @@ def build_pods(
         _add_certificate(pod, run_id)
         _add_ports(container, place)
         if spec.is_colocated(place.worker_id):
-            colocated_pods.join(
-                container, place.worker_id, spec, ready_file=_ready_file("trainer-0")
-            )
+            join_trainer_pod(container, place.worker_id, spec, ready_file=_ready_file("trainer-0"))
         else:
             _ask_for_gpus(pod, place.kind.num_gpus(spec) // place.nodes)
         first, rank = place.first_name(run_id), str(place.node)
@@ -290,3 +290,32 @@ def _together(name: str, pods: list[Pod]) -> Pod:
     volumes = {volume["name"]: volume for pod in pods for volume in pod["spec"]["volumes"]}
     bundle["spec"]["volumes"] = list(volumes.values())
     return bundle
+
+
+def join_trainer_pod(
+    container: dict[str, Any], worker_id: str, spec: RunSpec, *, ready_file: str
+) -> None:
+    """Changes the container of a rollout so that it starts after the trainer, on the trainer's GPUs.
+
+    Raises:
+        FailedPreconditionError: If the trainer spans several nodes.
+    """
+    ranks, room = spec.trainer.world_size, spec.topology.gpus_per_node
+    if ranks > room:
+        raise FailedPreconditionError(
+            f"topology.placement is {spec.topology.placement!r} and a pod holds both sides, but "
+            f"trainer.world_size ({ranks}) is more than one node has, topology.gpus_per_node ({room}); lower "
+            "trainer.world_size, or set topology.placement to 'disaggregated'"
+        )
+    host = HostGpus([str(number) for number in range(total_gpus(spec))])
+    gpus = host.assign("", gpu_needs(spec), hosts=gpu_hosts(spec))[worker_id]
+    timeout_s = f"{spec.limits.start_timeout_s:.0f}"
+    container["command"] = [
+        *("python", "-m", "services.rollout.colocated", ready_file, ",".join(gpus), timeout_s)
+    ]
+    roles: Mapping[str, str] = {name: role for role, name in worker_names(spec)}
+    neighbours = [roles[name] for name in host.neighbours("", worker_id)]
+    container["env"] += [
+        {"name": "SLIPSTREAM_ROLLOUT_GPU_NEIGHBOURS", "value": json.dumps(neighbours)},
+        {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"},
+    ]

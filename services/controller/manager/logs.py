@@ -8,7 +8,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from services.controller.launch.log_files import last_lines
+from services.controller.launch.worker_process import last_lines
 from services.controller.models import LogLine
 
 # Polled, because a file gives no notification when it grows.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from services.controller.planning.measured import (
+from services.controller.planning.inputs import (
     Step,
     idled,
     measured_step_s,

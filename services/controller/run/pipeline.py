@@ -98,8 +98,7 @@ from services.controller.run.connections import RunConnections
 from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.observe.progress import Progress
-from services.controller.run.observe.stall_reporter import StallReporter
-from services.controller.run.observe.waits import Waits
+from services.controller.run.observe.waits import StallReporter, Waits
 from services.controller.run.publisher import Publisher
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec, RequestQueue

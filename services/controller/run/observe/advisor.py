@@ -9,8 +9,8 @@ from typing import Any
 
 from services.common.clock import Clock
 from services.controller.planning.advice import Advice, advise
-from services.controller.planning.measured import Step, rates_of, setting_of, waited
-from services.controller.planning.placements import otherwise
+from services.controller.planning.gpu_splits import otherwise
+from services.controller.planning.inputs import Step, rates_of, setting_of, waited
 from services.controller.rules.ledger import Ledger
 from services.controller.run.observe.progress import Progress
 from services.controller.run.state.journal import Journal

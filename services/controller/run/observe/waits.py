@@ -1,9 +1,18 @@
-"""Measures what the trainer waits for between two steps."""
+"""Measures what the trainer waits for between two steps, and reports a run that trains no step."""
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Literal
+
+from services.common.clock import Clock
+from services.controller.rules.groups import RUNNING, WAITING, GroupState
+from services.controller.rules.ledger import Ledger
+from services.controller.run.state.journal import Journal
+from services.controller.store.records import Note
 
 Wait = Literal["no_data", "barrier", "scoring", "weight_sync", "handover", "checkpoint"]
 """``no_data``: groups are not finished. ``barrier``: a batch is ready, but training waits for
@@ -45,3 +54,86 @@ class Waits:
         """Returns and resets the waiting times."""
         spent, self.seconds, self._worked = self.seconds, {}, 0.0
         return spent
+
+
+_LEAST_PATIENCE_S = 60.0
+_STEPS_OF_PATIENCE = 3
+_REMEMBERED = 8
+
+_REASONS: dict[Wait, tuple[str, str]] = {
+    "barrier": ("WaitsForOldest", "groups that would grow too stale are awaited first"),
+    "scoring": ("WaitsForScores", "other workers score the batch"),
+    "weight_sync": ("WaitsForWeights", "weights are on their way to the rollouts"),
+    "handover": ("WaitsForGpus", "evaluations end and rollouts leave the GPUs to the trainer"),
+    "checkpoint": ("WaitsForCheckpoint", "a checkpoint is being written"),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class StallReporter:
+    """Reports a run that trains no step, at doubling intervals and with the current reason."""
+
+    journal: Journal
+    waits: Waits
+    ledger: Ledger
+    groups_per_step: int
+    clock: Clock
+    activity: Callable[[], str]
+    """Returns the run's activity, such as ``TRAINING``."""
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), init=False)
+    _since: float = field(default=0.0, init=False)
+    _stepped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def stepped(self) -> None:
+        """Records a committed step."""
+        now = self.clock.monotonic()
+        self._seconds.append(now - self._since)
+        self._since = now
+        self._stepped.set()
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds without a step that are not reported."""
+        return max(_LEAST_PATIENCE_S, _STEPS_OF_PATIENCE * max(self._seconds, default=0.0))
+
+    async def watch(self) -> None:
+        """Reports stalls until it is cancelled."""
+        self._since, patience_s = self.clock.monotonic(), self.patience_s
+        while True:
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._stepped.wait()
+                self._stepped.clear()
+                patience_s = self.patience_s
+            except TimeoutError:
+                await self._tell()
+                patience_s *= 2
+
+    async def _tell(self) -> None:
+        reason, why = self.why()
+        still_s = self.clock.monotonic() - self._since
+        message = f"no step for {still_s:.0f} s: {why}"
+        data = {"reason": reason, "seconds": still_s}
+        await self.journal.note(Note("NoProgress", message, data), self.ledger)
+
+    def why(self) -> tuple[str, str]:
+        """Returns a stable code for what the run waits for, and a message."""
+        waited = self.waits.current
+        if waited is not None and waited != "no_data":
+            return _REASONS[waited]
+        if self.activity() == "TRAINING":
+            return "StepIsLong", "the trainer has the batch and works on it"
+        ledger = self.ledger
+        ready, running = ledger.count(GroupState.READY), ledger.count(*RUNNING)
+        found = f"{ready} of {self.groups_per_step} groups are finished"
+        ended = ", ".join(f"{count} {name}" for name, count in sorted(ledger.reasons().items()))
+        lost = f"; given up so far: {ended}" if ended else ""
+        if running:
+            return "WaitsForGroups", f"{found}, {running} are being generated{lost}"
+        waiting = ledger.count(*WAITING)
+        if waiting:
+            return (
+                "NoGroupRuns",
+                f"{found}, {waiting} wait for a rollout, and none runs; look at the rollouts{lost}",
+            )
+        return "NoGroupRuns", f"{found}, and no other may start before weights are served{lost}"

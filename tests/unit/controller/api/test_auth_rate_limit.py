@@ -3,9 +3,8 @@
 import pytest
 
 from services.common.errors import UnauthenticatedError
-from services.controller.api.auth_rate_limit import AuthRateLimit
 from services.controller.api.principals import Principal
-from services.controller.api.request_limits import RateLimitedError
+from services.controller.api.request_limits import AuthRateLimit, RateLimitedError
 from services.controller.api.run_api import RunApi
 
 ANN = Principal(name="ann", project="blue", role="viewer")

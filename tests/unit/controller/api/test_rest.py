@@ -6,7 +6,7 @@ import json
 import pytest
 
 from services.common.security.confinement import CodePolicy
-from services.controller.api import auth_rate_limit, errors
+from services.controller.api import errors, request_limits
 from services.controller.api.principals import TokenStore
 from tests.helpers.rest import SPEC, client_of, named, open_manager, save
 
@@ -376,7 +376,7 @@ async def test_of_a_caller_that_nobody_knows_no_body_is_read(manager, database, 
 async def test_tokens_that_nobody_knows_are_looked_for_a_few_at_once(
     manager, database, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(auth_rate_limit, "_BURST", 1000.0)
+    monkeypatch.setattr(request_limits, "_BURST", 1000.0)
     headers = [{"Authorization": f"Bearer slp_{number}"} for number in range(100)]
     async with client_of(manager, database, tmp_path, TokenStore(database)) as api:
         answers = await asyncio.gather(*(api.get("/v1/runs", headers=each) for each in headers))

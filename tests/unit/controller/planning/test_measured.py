@@ -3,9 +3,8 @@
 import pytest
 
 from services.controller.planning.advice import advise
-from services.controller.planning.inputs import with_overrides
+from services.controller.planning.inputs import TooFewStepsError, rates_of, waited, with_overrides
 from services.controller.planning.lengths import Geometric, Measured
-from services.controller.planning.measured import TooFewStepsError, rates_of, waited
 from services.controller.planning.rates import Setting
 from services.controller.planning.simulation import predict
 

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from services.controller.rules.ledger import Ledger
-from services.controller.run.observe.stall_reporter import StallReporter
-from services.controller.run.observe.waits import Waits
+from services.controller.run.observe.waits import StallReporter, Waits
 from services.rollout.engines.virtual_time import VirtualTimeLoop
 
 
