@@ -1,6 +1,8 @@
 """Starts workers as forks of a process with their imports done (``services.common.fork_server``).
 
-On a host without GPUs, a worker spends most of its start on imports.
+On a host without GPUs, a worker spends most of its start on imports. The forkserver of ``multiprocessing``
+starts workers as fast (0.06 s), but its processes import the controller's ``__main__`` again, keep three
+of its file descriptors, skip ``atexit``, and all show the same command line.
 """
 
 import asyncio
