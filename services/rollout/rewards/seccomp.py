@@ -3,6 +3,10 @@
 Denied calls fail with EPERM. ``system_calls.py`` has the list: a program has files, memory, threads
 and time, but no network and no other processes, and cannot act on them with signals, priorities,
 schedulers or limits.
+
+libseccomp could replace the list of numbers, but its binding (pyseccomp 0.1.2, of 2021) needs the
+library on every host, and refuses calls that it does not know with EPERM, for which the C library has
+no fallback. bubblewrap cannot replace the filter: few containers may create user namespaces.
 """
 
 import ctypes
