@@ -16,7 +16,7 @@ from services.cli.local import LocalServices, local_services
 from services.cli.output import console, describe, print_line, write
 from services.cli.resume import submit_or_resume
 from services.cli.signals import SignalHandler
-from services.cli.trackers.beside import has_any_tracker, tracking
+from services.cli.trackers.processes import FOLDER, TrackerProcesses, has_any_tracker, tracking
 from services.common.runspec.run import RunSpec
 from services.common.task_group import until_first
 
@@ -83,7 +83,7 @@ async def _run(
         run_id = await submit_or_resume(api, spec, console, resume=resume)
         link = (await api.page_link()).replace("/page/", f"/runs/{run_id}")
         print_line(console, f"run page, for one browser: {link}")
-        tracked = tracking(services, state_directory, console, run_id=run_id)
+        tracked = tracking(_trackers(services, api, state_directory), console, run_id=run_id)
         async with tracked if spec.trackers else nullcontext():
             return await _follow_beside(services, api, run_id, state_directory)
 
@@ -109,9 +109,15 @@ async def _up(state_directory: Path, port: int) -> None:
             f"run page, for one browser: {await api.page_link()}",
         )
         interrupts = SignalHandler()
-        tracked = tracking(services, state_directory, console)
+        tracked = tracking(_trackers(services, api, state_directory), console)
         async with tracked if has_any_tracker() else nullcontext():
             await until_first(interrupts.pause_runs(api, console), services.keep())
+
+
+def _trackers(services: LocalServices, api: Api, state_directory: Path) -> TrackerProcesses:
+    return TrackerProcesses(
+        api, url=services.url, token=services.token, folder=state_directory / FOLDER
+    )
 
 
 @asynccontextmanager

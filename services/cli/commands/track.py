@@ -8,11 +8,9 @@ import typer
 from services.cli.api import Api
 from services.cli.api_calls import Url, find_controller, run_until_signal
 from services.cli.names import find_run
-from services.cli.trackers.processes import TrackerProcesses
-from services.common.lifetime import wait_for_shutdown
+from services.cli.trackers.processes import DEADLINE_S, TrackerProcesses
 from services.common.runspec.suggestions import did_you_mean
 from services.common.runspec.trackers import TRACKERS
-from services.common.task_group import until_first
 
 # Max seconds that calls wait for a controller that restarts.
 _PATIENCE_S = 600.0
@@ -34,9 +32,8 @@ def track(
     ] = Path("runs/trackers"),
     deadline_s: Annotated[
         float, typer.Option(help="A tracker that takes longer than this is started again.", min=1)
-    ] = 120.0,
+    ] = DEADLINE_S,
     url: Url = None,
-    stop_on_stdin_eof: Annotated[bool, typer.Option("--stop-on-stdin-eof", hidden=True)] = False,
 ) -> None:
     """Write runs to wandb, tensorboard, mlflow or trackio while they go on, or later."""
     kinds = _known(to or [])
@@ -50,11 +47,7 @@ def track(
                 api, url=address, token=token, folder=folder, deadline_s=deadline_s
             )
             one = await find_run(api, run) if run else ""
-            following = processes.follow(one, kinds) if one else processes.follow_project()
-            if stop_on_stdin_eof:
-                await until_first(following, wait_for_shutdown(stop_on_stdin_eof=True))
-            else:
-                await following
+            await (processes.follow(one, kinds) if one else processes.follow_project())
 
     run_until_signal(work())
 

@@ -1,27 +1,77 @@
 """Starts one process per run and tracker, and restarts processes that end."""
 
 import asyncio
+import importlib.util
 import os
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 
+from rich.console import Console
+
 from services.cli.api import Api, ApiError
-from services.cli.trackers.child import run_to_end
+from services.cli.output import print_line
 from services.cli.trackers.cursor import CURSORS, GONE, Cursor, TrackerJob, cursor_path
-from services.common.task_group import TaskGroup
+from services.common.runspec.trackers import TRACKERS
+from services.common.task_group import TaskGroup, leaves
 from services.controller.api.operations import ListRuns, ReportTracker
 from services.controller.launch.worker_process import last_lines
 
+FOLDER = "trackers"
+"""Name of the trackers' folder in the state directory."""
+DEADLINE_S = 120.0
 _FIRST_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 300.0
 # Running time after which a process counts as recovered and the restart delay is reset.
 _STEADY_S = 120.0
 _STOP_GRACE_S = 10.0
+_AGAIN_S = 5.0
+_LAST_NUMBERS_S = 60.0
 _IDLE = ("QUEUED", "PAUSED", "SUCCEEDED", "FAILED", "CANCELLED")
 _LISTED = 500
+
+
+def has_any_tracker() -> bool:
+    """Returns True if the package of a tracker is installed."""
+    return any(importlib.util.find_spec(kind.package) is not None for kind in TRACKERS.values())
+
+
+@asynccontextmanager
+async def tracking(
+    processes: "TrackerProcesses", console: Console, *, run_id: str = ""
+) -> AsyncIterator[None]:
+    """Writes runs to their trackers until the block ends; no error of this ends the block.
+
+    Args:
+        processes: Writes them.
+        console: Receives messages about waits and failures.
+        run_id: The only run to write, whose last metrics are waited for; empty for all runs.
+    """
+    async with TaskGroup() as tasks:
+        writing = tasks.create_task(_write_always(processes, console, run_id))
+        try:
+            yield
+            if run_id:
+                print_line(console, "the trackers get the last numbers")
+                await asyncio.wait((writing,), timeout=_LAST_NUMBERS_S)
+        finally:
+            writing.cancel()
+
+
+async def _write_always(processes: "TrackerProcesses", console: Console, run_id: str) -> None:
+    while True:
+        try:
+            await (processes.follow(run_id, ()) if run_id else processes.follow_project())
+            is_done = True
+        except* Exception as group:  # noqa: BLE001 -- runs go on without trackers
+            is_done = False
+            print_line(console, f"no tracker is written to, runs go on: {leaves(group)[0]}")
+        if is_done:
+            return
+        await asyncio.sleep(_AGAIN_S)
 
 
 class TrackerProcesses:
@@ -35,7 +85,9 @@ class TrackerProcesses:
         deadline_s: Max seconds of one call of a tracker; after that, its process ends.
     """
 
-    def __init__(self, api: Api, *, url: str, token: str, folder: Path, deadline_s: float) -> None:
+    def __init__(
+        self, api: Api, *, url: str, token: str, folder: Path, deadline_s: float = DEADLINE_S
+    ) -> None:
         self._api = api
         self._url = url
         self._folder = folder
@@ -45,6 +97,7 @@ class TrackerProcesses:
 
     async def follow_project(self) -> None:
         """Writes all runs of the project that name trackers, forever."""
+        self._known.clear()
         async with TaskGroup() as tasks:
             while True:
                 for run_id in await self._unwritten():
@@ -174,3 +227,47 @@ def _environment(folder: Path, token: str) -> dict[str, str]:
     }
     unset = {name: value for name, value in defaults.items() if not os.environ.get(name)}
     return {**unset, "SLIPSTREAM_TOKEN": token}
+
+
+async def run_to_end(
+    *arguments: str, log: Path, grace_s: float, environment: Mapping[str, str]
+) -> int:
+    """Runs a Python module in a subprocess to its end; a cancellation terminates, then kills it.
+
+    The subprocess reads standard input, whose end reports that this process is gone.
+
+    Args:
+        arguments: The module and its arguments.
+        log: File for its output.
+        grace_s: Seconds between termination and kill.
+        environment: Variables to add to this process's environment.
+
+    Returns:
+        The exit code; if a signal ended the process, the negative signal number.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", *arguments),
+            env={**os.environ, **environment},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        return await process.wait()
+    finally:
+        if process.returncode is None:
+            await _end(process, grace_s)
+
+
+async def _end(process: asyncio.subprocess.Process, grace_s: float) -> None:
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(grace_s):
+            await process.wait()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
