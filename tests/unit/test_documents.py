@@ -114,6 +114,44 @@ def assert_key_exists(key: str) -> None:
     assert f"| `{own}` |" in RUNSPEC, f"a specification has no key {key}"
 
 
+_ROW = re.compile(r"^\| `([\w.]+)` \|", re.MULTILINE)
+_SAME_KEYS = re.compile(r"^## ([\w.]+)\n\n.*\n\nIt has the keys of \[([\w.]+)\]", re.MULTILINE)
+_KEY = re.compile(r"`([a-z_]+(?:\.\w+)+)(?:[:=][^`]*)?`")
+_METRIC = re.compile(r"`(slipstream_[a-z_]+?)(?:_bucket|_count|_sum)?(?:\{[^`]*)?`")
+_NO_KEYS = {"controller.slipstream", "transferqueue.slipstream", "tls.crt", "tls.key"}
+_NO_METRICS = {"slipstream_client"}
+
+
+def _prefixes(key: str) -> set[str]:
+    parts = key.split(".")
+    return {".".join(parts[: n + 1]) for n in range(len(parts))}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in DOCUMENTS if page.name != "coming-from.md"], ids=named
+)
+def test_every_key_and_metric_that_a_document_names_exists(page):
+    """Keys of a specification or of the chart; coming-from.md names those of other systems."""
+    chart = (VALUES.parent / "README.md").read_text()
+    keys = set().union(*map(_prefixes, _ROW.findall(RUNSPEC) + _ROW.findall(chart)))
+    for section, other in _SAME_KEYS.findall(RUNSPEC):
+        keys |= {section + key.removeprefix(other) for key in keys if key.startswith(other)}
+        keys |= _prefixes(section)
+    files = re.compile(r"\.(py|md|yaml|json|jsonl|db|png|proto|Dockerfile)$")
+    text = page.read_text()
+    unknown = {
+        key
+        for key in _KEY.findall(text)
+        if key.split(".")[0] in keys and key not in keys | _NO_KEYS and not files.search(key)
+        if find_spec(key.split(".")[0]) is None
+        # Keys below a mapping are the user's.
+        if not any(part in keys and part.endswith("arguments") for part in _prefixes(key))
+    }
+    metrics = _ROW.findall((ROOT / "docs" / "metrics.md").read_text())
+    unknown |= set(_METRIC.findall(text)) - {*metrics} - _NO_METRICS
+    assert unknown == set()
+
+
 @pytest.mark.parametrize("command", shown("make"))
 def test_every_target_and_variable_of_make_exists(command):
     for word in command.arguments:
