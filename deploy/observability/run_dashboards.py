@@ -146,7 +146,7 @@ OVERVIEW = Dashboard(
         ),
         Panel(
             "Room for checkpoints",
-            "What the volume takes yet, as it was behind the newest checkpoint, and what one takes.",
+            "Free space of the volume after the newest checkpoint, and the size of one checkpoint.",
             each(
                 free="slipstream_checkpoint_volume_free_bytes",
                 checkpoint="slipstream_checkpoint_size_bytes",

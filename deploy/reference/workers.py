@@ -8,7 +8,7 @@ The kinds of a run's processes: the entries of `WORKERS` in `services/common/run
 `make docs` writes this page. [Adding](adding.md#a-kind-of-worker) shows how to add a kind.
 
 `topology.task_groups` lists tasks. The role that does a task has the GPUs of the task's group. A role that is
-not in every run has workers if its task has a group of its own; otherwise the trainer does its work.
+not in every run has workers if its task has a separate group; otherwise the trainer does its work.
 
 | role | tasks | program | in every run | weights | samples | trains |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -58,7 +58,7 @@ CASES = [
         "SlipstreamRunRecovering",
         {'slipstream_run_state{run="r",state="RECOVERING"}': "0x5 1x30"},
         severity="ticket", run="r", quiet_at="10m", fires_at="20m",
-        summary="Run r has waited ten minutes for what it lost",
+        summary="Run r has been recovering for ten minutes",
     ),
     _case(
         "SlipstreamRunFailed",
@@ -113,13 +113,13 @@ CASES = [
             'slipstream_checkpoint_size_bytes{run="r"}': "1100x15",
         },
         severity="page", run="r", quiet_at="3m", fires_at="8m",
-        summary="The next checkpoints of run r will not fit: 2kiB are left",
+        summary="The next checkpoints of run r will not fit: 2kiB are free",
     ),
     _case(
         "SlipstreamNonFiniteStep",
         {'slipstream_trainer_nonfinite_total{run="r",what="loss"}': "0x10 1x20"},
         severity="page", run="r", quiet_at="9m", fires_at="12m",
-        summary="Run r met numbers that are not finite",
+        summary="Run r had non-finite numbers",
     ),
     _case(
         "SlipstreamRewardFailures",
@@ -155,7 +155,7 @@ CASES = [
         "SlipstreamCallersRefused",
         {'slipstream_auth_failures_total{reason="unauthenticated"}': "0x10 0+60x30"},
         severity="ticket", reason="unauthenticated", quiet_at="9m", fires_at="30m",
-        summary="Callers are refused again and again: unauthenticated",
+        summary="Callers are refused repeatedly: unauthenticated",
     ),
     _case(
         "SlipstreamApiErrors",
@@ -164,7 +164,7 @@ CASES = [
             'slipstream_http_request_duration_seconds_count{code="503"}': "0x10 0+10x30",
         },
         severity="page", quiet_at="15m", fires_at="40m",
-        summary="10% of the answers of the API are errors",
+        summary="10% of the API's responses are errors",
     ),
     _case(
         "SlipstreamControllerDown",
