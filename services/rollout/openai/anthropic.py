@@ -303,7 +303,7 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     if message.text:
         blocks.append({"type": "text", "text": message.text})
     for call in message.tool_calls or ():
-        given = json.loads(call.function.arguments)
+        given = call.function.parsed_arguments
         blocks.append(
             {
                 "type": "tool_use",

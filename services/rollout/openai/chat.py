@@ -80,7 +80,7 @@ def reply(
     """
     text = text_before(layout.decode(tokenizer, turn.token_ids), stop_texts)
     parsed = layout.parse(text, tools, has_tools=has_tools, is_open=is_open)
-    calls = [call for call in parsed.calls if not call.problem]
+    calls = [call for call in parsed.calls if call.is_reported]
     return Message(
         role="assistant",
         content=parsed.content or None if calls else parsed.content,
@@ -88,7 +88,10 @@ def reply(
         tool_calls=tuple(
             ToolCall(
                 id=call.id or _call_id(f"{name}_{index}"),
-                function=FunctionCall(name=call.name, arguments=json.dumps(call.arguments)),
+                function=FunctionCall(
+                    name=call.name,
+                    arguments=call.arguments if call.problem else json.dumps(call.arguments),
+                ),
             )
             for index, call in enumerate(calls)
         )

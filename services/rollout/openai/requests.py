@@ -117,6 +117,14 @@ class FunctionCall(BaseModel):
     name: str
     arguments: str = "{}"
 
+    @property
+    def parsed_arguments(self) -> Any:
+        """The arguments as JSON values, or as text if they are not JSON."""
+        try:
+            return json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return self.arguments
+
 
 class ToolCall(BaseModel):
     """A tool call in an assistant's message."""
@@ -148,7 +156,9 @@ class Message(BaseModel):
     @property
     def meaning(self) -> bytes:
         """Digest that is equal for equivalent messages; it keeps the records of long chats small."""
-        calls = [(call.function.name, _parsed(call.function)) for call in self.tool_calls or ()]
+        calls = [
+            (call.function.name, call.function.parsed_arguments) for call in self.tool_calls or ()
+        ]
         calls_text = json.dumps(calls, sort_keys=True) if calls else ""
         said = (self.role, self.text.strip(), self.name, calls_text, self.tool_call_id)
         return hashlib.sha256(repr(said).encode()).digest()
@@ -167,7 +177,10 @@ class Message(BaseModel):
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.function.name, "arguments": _parsed(call.function)},
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": call.function.parsed_arguments,
+                    },
                 }
                 for call in self.tool_calls
             ]
@@ -263,11 +276,3 @@ def _refused(problems: Sequence[Any]) -> ApiError:
     param = ".".join(str(part) for part in first["loc"]) or None
     message = f"{param}: {first['msg']}" if param else str(first["msg"])
     return invalid(message, param=param)
-
-
-def _parsed(function: FunctionCall) -> Any:
-    """Returns the arguments as JSON values, or as text if they are not JSON."""
-    try:
-        return json.loads(function.arguments)
-    except (ValueError, RecursionError):
-        return function.arguments

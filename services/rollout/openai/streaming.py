@@ -187,6 +187,7 @@ class VisibleText:
         self._reasoning = reasoning
         self._is_at_start = reasoning is not None
         self._is_reasoning = is_open
+        self._label = ""
         self._keeps_special = keeps_special
         self._tokens: list[int] = []
         # A token's text depends on its neighbours, so decoding starts a few tokens before the new ones.
@@ -234,36 +235,43 @@ class VisibleText:
         return self._tokenizer.decode(tokens, keeps_special=self._keeps_special)
 
     def _visible(self) -> Piece:
-        reasoning = ""
-        if self._reasoning is not None and (self._is_at_start or self._is_reasoning):
-            begin, end = self._reasoning.begin, self._reasoning.end
-            if self._is_at_start:
-                start = self._held.lstrip()
-                if begin.startswith(start) and start != begin:
-                    return Piece()
-                self._is_at_start = False
-                if start.startswith(begin):
-                    self._held, self._is_reasoning = start[len(begin) :], True
-            if self._is_reasoning:
-                if not self._sent.reasoning:
-                    self._held = self._held.lstrip()
-                before, found, after = self._held.partition(end)
-                if found:
-                    self._held, self._is_reasoning = after, False
-                else:
-                    # Spaces before the end mark are no part of the reasoning.
-                    before = self._held[: _first_mark(self._held, (end,))].rstrip()
-                    self._held = self._held[len(before) :]
-                    return Piece(reasoning=before)
-                reasoning = before.rstrip()
+        reasoning = self._new_reasoning()
+        if self._is_at_start or self._is_reasoning:
+            return Piece(reasoning=reasoning)
         if self._reasoning is not None and not self._sent.content:
             self._held = self._held.lstrip()
-        place = _first_mark(self._held, self._marks)
-        seen = self._held[:place]
+        seen = self._held[: _first_mark(self._held, self._marks)]
         if self._marks:  # a reply before a call or a stop text ends without spaces
             seen = seen.rstrip()
         self._held = self._held[len(seen) :]
         return Piece(seen, reasoning)
+
+    def _new_reasoning(self) -> str:
+        """Takes the new reasoning from the held text, and notes where reasoning begins and ends."""
+        if self._reasoning is None:
+            return ""
+        begin, end = self._reasoning.begin, self._reasoning.end
+        if self._is_at_start:
+            start = self._held.lstrip()
+            if begin.startswith(start) and start != begin:
+                return ""
+            self._is_at_start = False
+            if start.startswith(begin):
+                self._held, self._is_reasoning = start[len(begin) :], True
+                self._label = self._reasoning.label
+        if not self._is_reasoning or (self._label and self._label.startswith(self._held)):
+            return ""
+        self._held, self._label = self._held.removeprefix(self._label), ""
+        if not self._sent.reasoning:
+            self._held = self._held.lstrip()
+        before, found, after = self._held.partition(end)
+        if found:
+            self._held, self._is_reasoning = after, False
+            return before.rstrip()
+        # Spaces before the end mark are no part of the reasoning.
+        new = self._held[: _first_mark(self._held, (end, *self._marks))].rstrip()
+        self._held = self._held[len(new) :]
+        return new
 
 
 def _first_mark(text: str, marks: Sequence[str]) -> int:

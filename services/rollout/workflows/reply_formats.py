@@ -34,11 +34,16 @@ class ParsedCall:
     name: str
     """Name of the tool; empty if the call has none."""
     arguments: Any
-    """Arguments, normally an object."""
+    """Arguments, normally an object; their text if that is no JSON but the call has a name of its own."""
     id: str = ""
     """Id that the policy wrote (Kimi K2); empty in all other formats."""
     problem: str = ""
     """Why the text is no valid call; empty if it is one."""
+
+    @property
+    def is_reported(self) -> bool:
+        """True if agents receive it: it is valid, or it names a tool and only its arguments are broken."""
+        return not self.problem or (bool(self.name) and isinstance(self.arguments, str))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +74,27 @@ class ReasoningFormat:
 
     begin: str
     end: str
+    label: str = ""
+    """Word after the begin mark that is no reasoning."""
 
-    def split(self, text: str, *, is_open: bool) -> tuple[str, str]:
+    def split(self, text: str, *, is_open: bool, calls: Sequence[str] = ()) -> tuple[str, str]:
         """Splits a reply into reasoning and the rest.
 
         Args:
             text: The reply.
             is_open: True if the prompt ends with the begin mark, so that the reply starts inside.
+            calls: Marks with which calls begin; the first one ends a reasoning that has no end mark.
         """
         start = text.lstrip()
         if start.startswith(self.begin):
-            text, is_open = start[len(self.begin) :], True
+            text, is_open = start[len(self.begin) :].removeprefix(self.label), True
         before, found, rest = text.partition(self.end)
         if found and (is_open or self.begin not in before):
             return before.strip(), rest.lstrip()
-        return (text.strip(), "") if is_open else ("", text)
+        if not is_open:
+            return "", text
+        end = min([place for mark in calls if (place := text.find(mark)) >= 0], default=len(text))
+        return text[:end].strip(), text[end:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +133,11 @@ class ReplyFormat:
             return _harmony(text, has_tools=has_tools)
         reasoning = ""
         if self.reasoning is not None:
-            reasoning, text = self.reasoning.split(text, is_open=is_open)
+            marks = self.tools.begins if has_tools else ()
+            reasoning, text = self.reasoning.split(text, is_open=is_open, calls=marks)
         calls = tuple(self.tools.find(text, tools)) if has_tools else ()
-        valid = [call for call in calls if not call.problem]
-        content = text[: valid[0].place].strip() if valid else text
+        reported = [call for call in calls if call.is_reported]
+        content = text[: reported[0].place].strip() if reported else text
         return ParsedReply(self._plain(content), self._plain(reasoning), calls)
 
     def opens_reasoning(self, prompt_end: str) -> bool:
@@ -176,7 +188,7 @@ def _reply_format(tokenizer: Tokenizer, name: str) -> ReplyFormat:
     reasoning = next(
         (
             each
-            for each in _REASONING
+            for each in REASONING_FORMATS
             if each.end in template or (each.end in vocabulary and each.begin in vocabulary)
         ),
         None,
@@ -325,7 +337,7 @@ def _named_call(place: int, name: str, body: str, id_: str = "") -> ParsedCall:
         return ParsedCall(place, name, json.loads(body) if body.strip() else {}, id_)
     except _NO_JSON as error:
         return ParsedCall(
-            place, name, {}, id_, problem=f"the arguments of {name} must be JSON ({error})"
+            place, name, body, id_, problem=f"the arguments of {name} must be JSON ({error})"
         )
 
 
@@ -606,8 +618,9 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
 }
 """Formats of tool calls by name."""
 
-_REASONING: Final = (
+REASONING_FORMATS: Final = (
     ReasoningFormat(begin="<think>", end="</think>"),
     ReasoningFormat(begin="[THINK]", end="[/THINK]"),
-    ReasoningFormat(begin="<|channel>thought", end="<channel|>"),
+    ReasoningFormat(begin="<|channel>", end="<channel|>", label="thought\n"),
 )
+"""Formats of reasoning, in the order in which a chat template is compared."""

@@ -191,6 +191,13 @@ def test_a_broken_call_says_why_and_stays_content() -> None:
     assert "JSON" in call.problem
 
 
+def test_a_call_with_a_name_and_broken_arguments_reaches_the_agent_as_text() -> None:
+    text = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{bad<|tool_call_end|>"
+    (call,) = reply_format(TOKENIZER, "kimi_k2").parse(text).calls
+    assert (call.name, call.arguments, call.is_reported) == ("f", "{bad", True)
+    assert "JSON" in call.problem
+
+
 @pytest.mark.parametrize(
     ("text", "is_open", "reasoning", "rest"),
     [
