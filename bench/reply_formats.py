@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -132,8 +132,6 @@ class _Stubs:
         format_of = self
 
         class Stub(ModuleType):
-            __path__: ClassVar[list[str]] = []
-
             def __getattr__(self, name: str) -> Any:
                 if name.startswith("__"):
                     raise AttributeError(name)
@@ -147,7 +145,9 @@ class _Stubs:
                     return _Any
                 return type(name, (_Any,), {})
 
-        return Stub(spec.name)
+        module = Stub(spec.name)
+        module.__path__ = []
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         pass
