@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-abuse-memory bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-joins bench-trainer bench-trainer-peer bench-rollout bench-episodes bench-weightsync bench-recovery
+.PHONY: bench-abuse bench-abuse-memory bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -33,6 +33,9 @@ bench-rollout: $(READY) ## Engines, interruptions, failing rewards, learning; ha
 
 bench-episodes: $(READY) ## 2,000 agents at once on one rollout: overhead of each turn, memory; half an hour (OPTIONS=--smoke for one minute)
 	$(BIN)/python -m bench.rollout.episodes $(OPTIONS)
+
+bench-reply-formats: $(READY) ## Parsers of tool calls and reasoning beside vLLM's tests (OPTIONS="--sdist vllm-X.tar.gz")
+	$(BIN)/python -m bench.reply_formats $(OPTIONS)
 
 bench-tails: $(READY) ## Responses of hours and of 100,000 tokens, killed and resumed, an hour (OPTIONS=--smoke for minutes)
 	$(BIN)/python -m bench.tails $(OPTIONS)
