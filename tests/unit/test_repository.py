@@ -60,6 +60,25 @@ def test_every_path_that_a_document_names_exists():
     assert dead == set()
 
 
+def test_every_term_of_the_orientation_pages_is_in_the_code():
+    code = "\n".join(SERVICES.values())
+    words = set(re.findall(r"\w+", code))
+    names = (REPOSITORY / "docs" / "names.md").read_text(encoding="utf-8")
+    # The last column has names of older commits.
+    names = "\n".join(line.rsplit("|", 2)[0] for line in names.splitlines())
+    pages = {
+        "names.md": names,
+        "architecture.md": (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8"),
+    }
+    unknown = {
+        f"{page}: {term}"
+        for page, text in pages.items()
+        for term in re.findall(r"`([A-Za-z_]\w+(?:\.\w+)?)`", text)
+        if not set(term.split(".")) <= words
+    }
+    assert unknown == set()
+
+
 def test_every_link_between_documents_leads_somewhere():
     dead = {
         f"{named(document)}: {link}"
