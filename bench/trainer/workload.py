@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from services.common.models.configs import preset_config
 from services.common.models.loading import build_model
-from services.common.models.presets import preset_config
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.model.flops import active_weights, training_flops

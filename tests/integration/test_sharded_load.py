@@ -7,8 +7,8 @@ import torch
 from torch import distributed
 from transformers import AutoConfig
 
+from services.common.models.configs import preset_config
 from services.common.models.loading import build_model, load_folder
-from services.common.models.presets import preset_config
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import pack
 from services.trainer.engines.fsdp.parallel import build_topology

@@ -1,24 +1,194 @@
 """Commands that start services on this machine: ``run`` for one run, ``up`` for submitted runs."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from services.cli.api import Api
+from services.cli.api import Api, ApiError
 from services.cli.api_calls import DEFAULT_STATE, UP_FILE, StateDirectory, run_until_signal
 from services.cli.commands.spec import Overrides, SpecPath, load_checked
 from services.cli.follow import follow
 from services.cli.local import LocalServices, local_services
 from services.cli.output import console, describe, print_line, write
-from services.cli.resume import submit_or_resume
-from services.cli.signals import SignalHandler
 from services.cli.trackers.processes import FOLDER, TrackerProcesses, has_any_tracker, tracking
+from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
 from services.common.task_group import until_first
+from services.controller.api.operations import (
+    CancelRun,
+    ForkRun,
+    ListCheckpoints,
+    ListRuns,
+    PauseRun,
+    ResumeRun,
+)
+from services.controller.models import ListedRun
+from services.controller.rules.run_state import TERMINAL
+
+
+async def submit_or_resume(
+    api: Api, spec: RunSpec, console: Console, *, resume: bool = False
+) -> str:
+    """Submits a run, or resumes the same run if it was paused or interrupted before.
+
+    An interrupted run with the same name but another specification is cancelled; its checkpoints
+    are kept.
+
+    Args:
+        api: The controller.
+        spec: The run.
+        console: Receives messages about an interrupted run.
+        resume: If true, a cancelled or failed run with this name is continued from its
+            checkpoint, as a new run.
+
+    Returns:
+        The id of the run to follow.
+
+    Raises:
+        SpecError: If there is nothing to resume.
+    """
+    wanted = spec.model_dump(mode="json")
+    for left in (await api.call(ListRuns(name=spec.name))).items:
+        if left.state in TERMINAL:
+            continue
+        how = "paused" if left.state == "PAUSED" else "cut off"
+        cut_off = f"{left.id} was {how} after step {left.step}"
+        if (await api.get(left.id)).spec == wanted:
+            print_line(console, f"{cut_off}; it goes on")
+            if left.state == "PAUSED":
+                await api.call(ResumeRun(run_id=left.id))
+            return left.id
+        print_line(console, f"{cut_off}, with another specification; it is cancelled")
+        await api.call(CancelRun(run_id=left.id))
+        async for _ in api.watch(left.id):
+            pass
+    ended = await _newest_with_checkpoint(api, spec.name)
+    if ended is not None and resume:
+        print_line(
+            console,
+            f"{ended.id} ended {ended.state} after step {ended.step}; a new run goes on from there",
+        )
+        changes = _changes((await api.get(ended.id)).spec, wanted)
+        return (await api.call(ForkRun(run_id=ended.id, overrides=changes))).id
+    if resume:
+        raise SpecError(
+            [
+                f"--resume: the newest run {spec.name!r} did not end early with a checkpoint; leave it out"
+            ]
+        )
+    if ended is not None:
+        print_line(
+            console,
+            f"{ended.id} ended {ended.state} after step {ended.step}; this is a new run from step 0, and "
+            "--resume would go on from there",
+        )
+    return (await api.submit(wanted)).id
+
+
+async def _newest_with_checkpoint(api: Api, name: str) -> ListedRun | None:
+    """Returns the newest run with a name, if it did not succeed and has a checkpoint."""
+    for run in (await api.call(ListRuns(name=name, page_size=1))).items:
+        kept = (await api.call(ListCheckpoints(run_id=run.id))).items
+        if run.state != "SUCCEEDED" and any(point.state == "READY" for point in kept):
+            return run
+    return None
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of ``new`` whose values differ, nested as in ``new``."""
+    found: dict[str, Any] = {}
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            if inner := _changes(before, value):
+                found[key] = inner
+        elif value != before:
+            found[key] = value
+    return found
+
+
+_PAUSE_TIMEOUT_S = 300.0
+
+
+class SignalHandler:
+    """Catches signals that ask this process to end, from its construction on."""
+
+    def __init__(self) -> None:
+        self._came = asyncio.Event()
+        self._again = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupted)
+        loop.add_signal_handler(signal.SIGTERM, self._came.set)
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+
+    async def pause_runs(self, api: Api, console: Console) -> None:
+        """Waits for a signal, then pauses all active runs; returns when none is active any more.
+
+        Args:
+            api: The controller.
+            console: Receives messages about progress and about how to resume.
+        """
+        await self._came.wait()
+        active = await _active(api)
+        if not active:
+            return
+        print_line(console, "pausing behind the current step; Ctrl-C again cancels instead")
+        pausing = []
+        for run_id in active:
+            with suppress(ApiError):  # what is only being started has nothing to save
+                await api.call(PauseRun(run_id=run_id))
+                pausing.append(run_id)
+        paused = asyncio.ensure_future(_until_paused(api, pausing))
+        again = asyncio.ensure_future(self._again.wait())
+        try:
+            async with asyncio.timeout(_PAUSE_TIMEOUT_S):
+                await asyncio.wait((paused, again), return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            print_line(
+                console, f"not paused within {_PAUSE_TIMEOUT_S:.0f} s: it is cut off where it is"
+            )
+        finally:
+            again.cancel()
+            paused.cancel()
+        if self._again.is_set():
+            for run_id in active:
+                with suppress(ApiError):  # it may have ended
+                    await api.call(CancelRun(run_id=run_id))
+            print_line(console, "cancelled")
+        else:
+            print_line(console, "paused: the same command goes on from there")
+
+    def _interrupted(self) -> None:
+        (self._again if self._came.is_set() else self._came).set()
+
+    def _hung_up(self) -> None:
+        # The terminal is gone, and writing to it would be an error.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (1, 2):
+            os.dup2(nowhere, descriptor)
+        self._came.set()
+
+
+async def _active(api: Api) -> list[str]:
+    listed = (await api.call(ListRuns())).items
+    return [run.id for run in listed if run.state not in TERMINAL and run.state != "PAUSED"]
+
+
+async def _until_paused(api: Api, run_ids: Sequence[str]) -> None:
+    for run_id in run_ids:
+        async for kind, _ in api.watch(run_id):
+            # The state is queried because events also report earlier pauses.
+            if kind == "StateChanged" and (await api.get(run_id)).state == "PAUSED":
+                break
+
 
 Port = Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import DataLossError
-from services.transferqueue.snapshots.records import RecordReader, RecordWriter
+from services.transferqueue.snapshots.snapshots import RecordReader, RecordWriter
 
 
 async def write(path: Path) -> None:

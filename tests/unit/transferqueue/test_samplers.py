@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.transferqueue.index.samplers import fifo, whole_groups
+from services.transferqueue.index.leasing import fifo, whole_groups
 
 
 def test_fifo_takes_the_oldest_or_nothing() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.common.models import presets
+from services.common.models import configs
 from services.common.models.loading import build_model, load_config, load_folder, load_model
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec
@@ -21,7 +21,7 @@ def _load(path: str, seed: int = 0) -> torch.nn.Module:
     return load_model(model, load_tokenizer(model), dtype=torch.float32, device="cpu", seed=seed)
 
 
-@pytest.mark.parametrize("path", presets.preset_names())
+@pytest.mark.parametrize("path", configs.preset_names())
 def test_a_preset_is_about_as_large_as_its_name_says(path: str) -> None:
     promised = float(path.rsplit("-", 1)[1].removesuffix("m")) * 1e6
     count = sum(parameter.numel() for parameter in _load(path).parameters())
@@ -57,7 +57,7 @@ def test_a_missing_model_and_an_unknown_preset_are_refused_by_name() -> None:
             device="cpu",
         )
     with pytest.raises(ValueError, match="no preset; choose one of"):
-        presets.preset_config("tiny:gpt", vocab_size=1, eos_id=0, pad_id=0)
+        configs.preset_config("tiny:gpt", vocab_size=1, eos_id=0, pad_id=0)
 
 
 @pytest.mark.parametrize(
