@@ -18,7 +18,7 @@ class Field:
     """Element type."""
     shape: str
     """Shape of one sample; ``P`` prompt tokens, ``R`` response tokens, ``K`` runs of versions,
-    ``L`` layers of experts, of which ``E`` are chosen.
+    ``L`` layers of experts, of which ``E`` are chosen, ``B`` bytes.
     """
     producer: str
     """Role that writes it: ``rollout``, ``logp``, ``ref_logp`` or ``critic``."""
@@ -49,6 +49,11 @@ FIELDS: Final = tuple(
             "experts that the engine chose for each token but the last, in each layer that has some; the "
             "highest value of the type where they are not known; only with rollout.routing_replay",
         ),
+        (
+            "model_inputs", "uint8", "[B]", "rollout",
+            "tensors that the model takes besides the prompt's tokens, as one opaque bundle; stored once per "
+            "group; empty if the prompt has none; only with data.model_inputs_column",
+        ),
         ("rewards", "float32", "[]", "rollout", "task reward of the whole response"),
         (
             "token_rewards", "float32", "[R]", "rollout",
@@ -73,10 +78,12 @@ PROMPT_VERSION: Final = -2
 """Weight version of a prompt inside a response: it starts another sequence of the same sample."""
 TOKEN_REWARDS: Final = "token_rewards"  # noqa: S105 -- tokens of a text
 ROUTED_EXPERTS: Final = "routed_experts"
+MODEL_INPUTS: Final = "model_inputs"
 ROLLOUT_FIELDS: Final = tuple(
     field.name
     for field in FIELDS
-    if field.producer == "rollout" and field.name not in (ROUTED_EXPERTS, TOKEN_REWARDS)
+    if field.producer == "rollout"
+    and field.name not in (ROUTED_EXPERTS, TOKEN_REWARDS, MODEL_INPUTS)
 )
 """Fields that every sample has."""
 

@@ -157,6 +157,11 @@ async def _load(
             )
             scorer = await stack.enter_async_context(ScorerOfSets.open(spec, pool, reach))
     engine = building.result()
+    if spec.data.model_inputs_column is not None and not engine.capabilities.model_inputs:
+        raise ValueError(
+            f"data.model_inputs_column is {spec.data.model_inputs_column!r}, but rollout.engine "
+            f"{engine.capabilities.name!r} takes token ids only; leave it out, or use the engine 'torch'"
+        )
     address, put_timeout_s = session.transferqueue_address, spec.transferqueue.put_timeout_s
     data = await stack.enter_async_context(DataClient.connect(address, put_timeout_s=put_timeout_s))
     metadata = await stack.enter_async_context(TransferQueueClient.connect(address))

@@ -15,9 +15,11 @@ from services.common.errors import (
     InvalidArgumentError,
     ServiceError,
 )
+from services.common.fields import MODEL_INPUTS
 from services.wire.batch import KVBatchMeta
 from services.wire.data.client import DataClient
 from services.wire.data.jagged import Jagged
+from services.wire.data.model_inputs import ModelInputs
 
 Fetch = Callable[[KVBatchMeta, Sequence[str]], dict[str, Jagged]]
 """Fetches fields of samples; blocks until they have arrived."""
@@ -86,6 +88,27 @@ class QueueTransfers:
                 await self._data.put(partition_id, keys, fields)
         except (ServiceError, TimeoutError) as error:
             logger.warning("samples are not kept", extra={"why": type(error).__name__})
+
+
+def fetch_model_inputs(fetch: Fetch, meta: KVBatchMeta) -> list[ModelInputs]:
+    """Fetches the model inputs of samples, once for all samples that share them.
+
+    Args:
+        fetch: Fetches fields of samples.
+        meta: The samples.
+
+    Returns:
+        One for each sample, the same object for equal ones; empty if the run has none.
+    """
+    if MODEL_INPUTS not in meta.field_names:
+        return []
+    column = meta.column(MODEL_INPUTS)
+    places = list(zip(column.blob_indexes, column.offsets, strict=True))
+    distinct = {place: row for row, place in reversed(list(enumerate(places)))}
+    fetched = fetch(meta.select(list(distinct.values())), (MODEL_INPUTS,))[MODEL_INPUTS]
+    bundles = map(ModelInputs.from_encoded, fetched.unbind())
+    by_place, by_digest = dict(zip(distinct, bundles, strict=True)), dict[str, ModelInputs]()
+    return [by_digest.setdefault(by_place[at].digest, by_place[at]) for at in places]
 
 
 def of_vocabulary(fetch: Fetch, vocab_size: int) -> Fetch:

@@ -196,6 +196,10 @@ class DataSpec(SpecPart):
     answer_column: str | None = "answer"
     """Column with the expected answer, which the reward receives; a dotted name such as
     ``reward_model.ground_truth`` selects a nested column. None if the reward needs no answer."""
+    model_inputs_column: str | None = None
+    """Column with tensors that the model takes besides token ids, by the name of the argument of its forward
+    pass, for example ``pixel_values``: a mapping of names to tensors, arrays or nested lists of numbers, or
+    null for a prompt without any. Tensors of one name agree in type and in all but the first dimension."""
     rejected_column: str = "rejected"
     """For ``algorithm.loss: dpo`` only: column with the rejected answer. The preferred answer is in
     ``answer_column``, whose default is then ``chosen``."""

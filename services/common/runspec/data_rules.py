@@ -13,7 +13,7 @@ from services.common.runspec.suggestions import did_you_mean
 def data(spec: RunSpec) -> Iterator[str]:
     """Yields problems of a run's prompts."""
     return chain.from_iterable(
-        rule(spec) for rule in (_sets, _length, _weights, _curriculum, _best)
+        rule(spec) for rule in (_sets, _length, _weights, _curriculum, _best, _model_inputs)
     )
 
 
@@ -90,6 +90,23 @@ def _weights(spec: RunSpec) -> Iterator[str]:
         yield (
             f"{', '.join(lacking)} must be set, because other sets of data.train have a weight; set it for "
             "all, or for none to mix by the number of rows"
+        )
+
+
+def _model_inputs(spec: RunSpec) -> Iterator[str]:
+    column = spec.data.model_inputs_column
+    if column is None:
+        return
+    if spec.rollout.workflow in ("agent", "environment"):
+        yield (
+            f"data.model_inputs_column is {column!r}, but with rollout.workflow {spec.rollout.workflow!r} "
+            "rows have no prompt to which the inputs could belong; leave it out, or use 'single_turn' or "
+            "'multi_turn'"
+        )
+    if spec.trainer.context_parallel > 1:
+        yield (
+            f"data.model_inputs_column is {column!r}, but with trainer.context_parallel "
+            f"({spec.trainer.context_parallel}) a rank has only a part of each prompt; set it to 1"
         )
 
 

@@ -78,6 +78,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "data.prompt_column": "free",
     "data.answer_column": "free",
     "data.rejected_column": "free",
+    "data.model_inputs_column": "free",
     "data.prompt_template": "free",
     "data.chat_template_arguments": "text",
     "rollout.engine": "free",

@@ -1,8 +1,9 @@
 """Conversion of rows to prompts: prompt template, chat template, tokens, limits."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.data import DataSpec, PromptSourceSpec, kind_of
@@ -17,6 +18,9 @@ from services.rollout.data.demonstrations import (
 )
 from services.rollout.data.sources import PromptSource, Row, column_value
 from services.rollout.failures import GroupError
+
+if TYPE_CHECKING:
+    from services.wire.data.model_inputs import ModelInputs
 
 Message = Mapping[str, str]
 """``role`` and ``content``."""
@@ -33,13 +37,15 @@ class Prompt:
     answer: Any
     """Expected answer for the reward; None if the data has none."""
     row: Row
-    """The whole row, for the reward."""
+    """The row without the model's inputs, for the reward."""
     data_source: str
     """Source of the row, for scores per source."""
     messages: tuple[Message, ...] = ()
     """Messages of the chat; empty if no chat template was applied."""
     demonstrations: tuple[Demonstration, ...] = ()
     """Answers of the row, one for each member of a group; empty if answers are sampled."""
+    model_inputs: "ModelInputs | None" = None
+    """Tensors that the model takes besides tokens; None if no row of the run has any."""
     may_be_cut: bool = False
     """True if a demonstration that is too long may be truncated."""
 
@@ -85,6 +91,12 @@ class PromptStore:
         source = self._sources.get(split)
         return 0 if source is None else len(source)
 
+    async def read(self, split: str, row_index: int) -> Prompt:
+        """Returns one prompt, as :meth:`prompt`, and does not block the event loop for large rows."""
+        if self._data.model_inputs_column is None:
+            return self.prompt(split, row_index)
+        return await asyncio.to_thread(self.prompt, split, row_index)
+
     def prompt(self, split: str, row_index: int) -> Prompt:
         """Returns one prompt.
 
@@ -101,6 +113,21 @@ class PromptStore:
             row = self._sources[split][row_index]
         except ValueError as error:
             raise _refused("prompt_malformed", str(error)) from error
+        column = self._data.model_inputs_column
+        if column is None:
+            return self._prompt(row, split, row_index)
+        # Imported here, because the command line reads rows and does not need torch.
+        from services.wire.data.model_inputs import ModelInputs
+
+        try:
+            inputs = ModelInputs.from_values(row.get(column))
+        except ValueError as error:
+            place = f"column {column!r} in row {row_index} of data.{split}"
+            raise _refused("prompt_malformed", f"{place}: {error}") from error
+        rest = {name: value for name, value in row.items() if name != column}
+        return replace(self._prompt(rest, split, row_index), model_inputs=inputs)
+
+    def _prompt(self, row: Row, split: str, row_index: int) -> Prompt:
         spec = self._specs[split]
         column = self._data.answer_column_of(spec)
         if spec.source == "environment":

@@ -157,6 +157,7 @@ def _length(value: Sized) -> int:
 # Max bytes of a decoded Parquet file to hold in memory; a larger one is copied to disk.
 _MOST_BYTES_HELD = 256 << 20
 _ROWS_COPIED = 16_384
+_NULLABLE = ("data.answer_column", "data.model_inputs_column")
 _VERIFIERS = "services.rollout.environments.verifiers:tasks_of"
 
 
@@ -212,6 +213,8 @@ def open_source(
     columns = {_column_key("prompt_column", spec, key): data.prompt_column_of(spec)}
     if (answers := data.answer_column_of(spec)) is not None:
         columns[_column_key("answer_column", spec, key)] = answers
+    if data.model_inputs_column is not None:
+        columns["data.model_inputs_column"] = data.model_inputs_column
     try:
         row = source[0]
     except ValueError as error:
@@ -219,7 +222,7 @@ def open_source(
     missing = [
         f"{option} is {column!r}, but the rows of {key} ({spec.path!r}) have the columns "
         f"{', '.join(map(repr, row)) or 'none'}; set {option} to one of them"
-        + (" or to null" if option == "data.answer_column" else "")
+        + (" or to null" if option in _NULLABLE else "")
         + did_you_mean(column, tuple(row)).replace(" Did", ". Did")
         for option, column in columns.items()
         if has_columns and not has_column(row, column)

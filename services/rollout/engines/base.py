@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from services.weightsync.endpoints import Place
     from services.weightsync.plan import TensorSpec, WeightPlan
+    from services.wire.data.model_inputs import ModelInputs
 
 FinishReason = Literal["stop", "length", "aborted"]
 RoutedExperts = NDArray[np.integer[Any]]
@@ -63,6 +64,8 @@ class GenerationRequest:
 
     A stop text may begin in them.
     """
+    model_inputs: "ModelInputs | None" = None
+    """Tensors that the model takes besides the prompt's tokens."""
     experts_from: int = 0
     """Index of the first context token whose experts are requested, if the engine reports them."""
     on_tokens: OnTokens | None = field(default=None, compare=False, repr=False)
@@ -113,6 +116,8 @@ class EngineCapabilities:
     """True if the same seed draws the same tokens."""
     routed_experts: bool = False
     """True if the engine reports the experts it chose."""
+    model_inputs: bool = False
+    """True if requests may have tensors besides token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +176,9 @@ class Engine(Protocol):
         """
         ...
 
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+    async def score(
+        self, token_ids: Sequence[int], model_inputs: "ModelInputs | None" = None
+    ) -> tuple[float, ...]:
         """Computes the log probability of every token but the first, given its prefix, at temperature 1.
 
         The engine does not use cached prefixes, so the result reflects the live weights. The call may wait
@@ -179,6 +186,7 @@ class Engine(Protocol):
 
         Args:
             token_ids: At least two tokens.
+            model_inputs: Tensors that the model takes besides.
 
         Returns:
             Float32 values, one fewer than there are tokens.
@@ -326,11 +334,22 @@ def check_supported(request: GenerationRequest, can: EngineCapabilities) -> None
     """
     if request.stop_texts and not can.stop_texts:
         raise ValueError(f"engine {can.name!r} ends responses at tokens only, not at stop texts")
+    check_inputs(request.model_inputs, can)
     if request.is_truncated and not can.truncation:
         raise ValueError(
             f"engine {can.name!r} cannot draw with top_p, top_k or min_p and report logprobs of the "
             "whole distribution; leave them out or choose another engine"
         )
+
+
+def check_inputs(model_inputs: "ModelInputs | None", can: EngineCapabilities) -> None:
+    """Refuses inputs besides token ids, which the engine would ignore.
+
+    Raises:
+        ValueError: With the engine's name.
+    """
+    if model_inputs is not None and model_inputs.tensors and not can.model_inputs:
+        raise ValueError(f"engine {can.name!r} takes token ids only, no other inputs of the model")
 
 
 def check_tensors(expected: Mapping[str, Sequence[int]], tensors: "Mapping[str, Tensor]") -> None:

@@ -29,6 +29,7 @@ from services.rollout.engines.base import (
     EngineStats,
     GenerationRequest,
     GenerationResult,
+    check_inputs,
     check_request,
     check_scorable,
     check_supported,
@@ -44,6 +45,7 @@ from services.rollout.engines.slots import Slots
 from services.rollout.engines.stop_texts import Decode
 from services.weightsync.endpoints import Place
 from services.weightsync.plan import TensorSpec, WeightPlan
+from services.wire.data.model_inputs import ModelInputs
 
 logger = logging.getLogger(__name__)
 
@@ -170,8 +172,11 @@ class ExternalEngine:
                 if not self._running:
                     self._busy.end()
 
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+    async def score(
+        self, token_ids: Sequence[int], model_inputs: ModelInputs | None = None
+    ) -> tuple[float, ...]:
         """Returns log probabilities of given tokens, as the engine reports them for a prompt."""
+        check_inputs(model_inputs, self.capabilities)
         check_scorable(
             token_ids, vocab_size=self._model.vocab_size, max_model_tokens=self._model.max_tokens
         )

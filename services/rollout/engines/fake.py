@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from services.weightsync.plan import TensorSpec
+    from services.wire.data.model_inputs import ModelInputs
 
 
 class Lengths(Protocol):
@@ -111,6 +112,7 @@ class FakeEngine:
         stop_texts=False,
         truncation=False,
         seeds=True,
+        model_inputs=True,
     )
 
     max_tokens = 1 << 20
@@ -176,7 +178,9 @@ class FakeEngine:
             if row.future.cancelled():
                 await self.abort({request.request_id})
 
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+    async def score(
+        self, token_ids: Sequence[int], model_inputs: "ModelInputs | None" = None
+    ) -> tuple[float, ...]:
         """Returns the live version's constant log probability for every token."""
         check_scorable(token_ids, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
         return (-1 - self._weight_version / 1000,) * (len(token_ids) - 1)

@@ -3,7 +3,7 @@
 import time
 
 from services.common.errors import AlreadyExistsError, InvalidArgumentError, ServiceError
-from services.common.fields import sample_key
+from services.common.fields import MODEL_INPUTS, sample_key
 from services.common.models.routing_shape import RoutingShape
 from services.common.telemetry import tracing
 from services.rollout import metrics
@@ -61,6 +61,9 @@ class GroupPublisher:
                 samples, self._routing, has_token_rewards=self._has_token_rewards
             )
             fields = columns | ({} if is_shared else {"prompt_ids": prompts})
+            shared = {"prompt_ids": prompts[0]} if is_shared else {}
+            if prompt.model_inputs is not None:
+                shared[MODEL_INPUTS] = prompt.model_inputs.encoded
             with metrics.PUBLISH_SECONDS.time(), tracing.span("samples.put"):
                 await self._data.put(
                     assignment.partition_id,
@@ -69,7 +72,7 @@ class GroupPublisher:
                     tags=sample_tags(
                         samples, prompt, group_id=group_id, attempt=assignment.attempt
                     ),
-                    shared={"prompt_ids": prompts[0]} if is_shared else None,
+                    shared=shared,
                 )
             if self._teller is not None and self._teller.keeps(assignment):
                 await self._teller.tell(assignment, prompt, samples, columns)

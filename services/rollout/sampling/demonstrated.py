@@ -47,7 +47,7 @@ async def demonstration_sample(
     # The first answer of a pair is the preferred one.
     score = Score(float(member == 0))
     if not is_training:
-        score = await _likelihood([shows, *prompt.demonstrations[1:]], engine)
+        score = await _likelihood([shows, *prompt.demonstrations[1:]], prompt, engine)
     sample = Sample(
         member=member,
         prompt_ids=shows.prompt_ids,
@@ -62,8 +62,8 @@ async def demonstration_sample(
     return sample
 
 
-async def _likelihood(every: Sequence[Demonstration], engine: Engine) -> Score:
-    first, *others = [await _logprobs(shows, engine) for shows in every]
+async def _likelihood(every: Sequence[Demonstration], prompt: Prompt, engine: Engine) -> Score:
+    first, *others = [await _logprobs(shows, prompt, engine) for shows in every]
     mean = sum(first) / len(first)
     terms = {"loss": -mean}
     if others:
@@ -71,12 +71,12 @@ async def _likelihood(every: Sequence[Demonstration], engine: Engine) -> Score:
     return Score(mean, terms)
 
 
-async def _logprobs(shows: Demonstration, engine: Engine) -> list[float]:
+async def _logprobs(shows: Demonstration, prompt: Prompt, engine: Engine) -> list[float]:
     """Returns the log-probabilities of the tokens that belong to the answer."""
     response = [token for part in shows.stretches for token in part.token_ids]
     trains = [part.is_answer for part in shows.stretches for _ in part.token_ids]
     try:
-        logprobs = await engine.score([*shows.prompt_ids, *response])
+        logprobs = await engine.score([*shows.prompt_ids, *response], prompt.model_inputs)
     except ValueError as error:
         raise GroupError("request_refused", str(error), retryable=False) from error
     own = logprobs[len(shows.prompt_ids) - 1 :]

@@ -307,7 +307,7 @@ class GroupSampler:
         assignment = group.assignment
         group_id = assignment.group_id
         try:
-            prompt = self._prompts.prompt(assignment.split, assignment.row)
+            prompt = await self._prompts.read(assignment.split, assignment.row)
             if assignment.tried is not None and self._tools.curriculum is not None:
                 await self._tools.curriculum.check(prompt.row, assignment.tried)
             # The shield keeps the shared read alive for the other groups if this group is cancelled.

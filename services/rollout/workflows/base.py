@@ -343,6 +343,7 @@ class Episode:
             max_tokens=self._within_segment(wanted, num_sampled((*turns, started))),
             seed=draw.seed,
             draw_offset=draw.offset + len(started.token_ids),
+            model_inputs=self.prompt.model_inputs,
             experts_from=0 if known is None else len(known),
             oldest_version=min(versions, default=None),
             temperature=self.limits.temperature,

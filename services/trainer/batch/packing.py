@@ -1,5 +1,6 @@
 """Layout of a micro-batch: no padding, and prefixes that its sequences share only once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.layout import AttentionLayout, build_layout
 from services.trainer.batch.prefixes import (
     Branch,
+    Prefixes,
     branches,
     joined,
     token_ids,
@@ -20,6 +22,7 @@ from services.trainer.batch.prefixes import (
 )
 from services.trainer.batch.segments import on_device
 from services.wire.data.jagged import Jagged
+from services.wire.data.model_inputs import ModelInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,18 @@ class Work:
             self.squares + other.squares,
             self.predictions + other.predictions,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedInputs:
+    """Model inputs of a prompt in a pack: a prompt that several sequences share has them once."""
+
+    inputs: ModelInputs
+    """The inputs."""
+    start: int
+    """Place of the prompt's first token."""
+    end: int
+    """Place after the last token of all sequences that begin with this prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +91,8 @@ class PackedTokens:
     """``[T]`` int64: number of sequences that contain each token; None if nothing is shared."""
     experts: Tensor | None = None
     """``[T, layers, K]`` int64 experts that the engine chose, -1 if unknown."""
+    inputs: tuple[PlacedInputs, ...] = ()
+    """Model inputs of the prompts that have some, in the order of the prompts."""
     context: ContextRanks | None = None
     """Ranks that compute the pack together. Tokens and predictions are then those of this rank; layout, work
     and ``places`` are those of all.
@@ -85,6 +102,9 @@ class PackedTokens:
 
     def shared_with(self, ranks: ContextRanks) -> "PackedTokens":
         """Returns this rank's part of a whole pack."""
+        assert not self.inputs, (
+            "a specification with model inputs and context parallelism is refused"
+        )
         size = ranks.chunk(len(self.input_ids))
         bounds = np.searchsorted(self.places, np.arange(ranks.size + 1) * size).tolist()
         own = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
@@ -117,6 +137,7 @@ def pack(
     device: torch.device,
     shares_prefixes: bool = False,
     experts: Jagged | None = None,
+    inputs: Sequence[ModelInputs] = (),
 ) -> PackedTokens:
     """Packs prompts and their responses.
 
@@ -127,6 +148,7 @@ def pack(
         shares_prefixes: True to lay out common prefixes of sequences only once, unless that would save
             little.
         experts: ``N`` rows, one entry for each token except the last.
+        inputs: Model inputs of each prompt; empty if the run has none.
 
     Raises:
         ValueError: If a prompt is empty, so that its first response token has no predictor.
@@ -139,17 +161,22 @@ def pack(
         return _idle_tokens(device)
     prompt_lengths = prompts.lengths[answered].tolist()
     rows = None if experts is None else experts.select(answered).unbind()
+    given = [inputs[index] for index in answered.tolist()] if inputs else []
     sequences = joined(
         prompts.select(answered).unbind(),
         responses.select(answered).unbind(),
         rows if shares_prefixes else None,
+        given,
     )
-    inputs = [sequence[:-1] for sequence in sequences]
-    lengths = [len(sequence) for sequence in inputs]
-    prefixes = worthwhile(inputs) if shares_prefixes else unshared(len(inputs))
+    contexts = [sequence[:-1] for sequence in sequences]
+    lengths = [len(sequence) for sequence in contexts]
+    prefixes = worthwhile(contexts) if shares_prefixes else unshared(len(contexts))
     found = branches(prefixes, lengths)
     input_ids = np.concatenate(
-        [inputs[index][branch.depth :] for index, branch in zip(prefixes.order, found, strict=True)]
+        [
+            contexts[index][branch.depth :]
+            for index, branch in zip(prefixes.order, found, strict=True)
+        ]
     )
     paths = dict(zip(prefixes.order, (branch.path for branch in found), strict=True))
     predictors = np.concatenate(
@@ -175,6 +202,26 @@ def pack(
         places=predictors,
         uses=uses,
         experts=None if told is None else _known(on_device(told, device)),
+        inputs=_placed(given, prefixes, found),
+    )
+
+
+def _placed(
+    given: Sequence[ModelInputs], prefixes: Prefixes, found: Sequence[Branch]
+) -> tuple[PlacedInputs, ...]:
+    """Returns the places of the inputs of prompts.
+
+    A sequence with inputs shares its whole prompt with earlier sequences, or nothing.
+    """
+    if not given:
+        return ()
+    laid = zip(prefixes.order, found, strict=True)
+    starts = [(index, int(branch.path[0])) for index, branch in laid if branch.depth == 0]
+    ends = [*(start for _, start in starts[1:]), sum(branch.length for branch in found)]
+    return tuple(
+        PlacedInputs(given[index], start, end)
+        for (index, start), end in zip(starts, ends, strict=True)
+        if given[index].digest
     )
 
 

@@ -167,6 +167,7 @@ def cut(
         samples.prompts.select(chosen).unbind(),
         samples.responses.select(chosen).unbind(),
         None if told is None else [told[position] for position in positions],
+        [samples.inputs[position] for position in positions] if samples.inputs else [],
     )
     found = micro_batches(sequences, max_tokens, shares=shares, groups=groups)
     return [tuple(positions[index] for index in micro) for micro in found]

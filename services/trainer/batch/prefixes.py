@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.wire.data.model_inputs import ModelInputs
+
 _ID_BITS = 32
 _LEAST_SHARE = 1 / 50
 """Sharing less than this part of a sequence, or of a pack, costs attention more than it saves elsewhere."""
@@ -47,6 +49,7 @@ def joined(
     prompts: Sequence[Tensor],
     responses: Sequence[Tensor],
     experts: Sequence[Tensor] | None = None,
+    inputs: Sequence[ModelInputs] = (),
 ) -> list[NDArray[np.int64]]:
     """Concatenates prompts and responses to int64 keys, which are equal only for tokens that can be shared.
 
@@ -57,6 +60,9 @@ def joined(
         responses: ``[R]`` token ids each.
         experts: ``[P + R - 1, layers, K]`` each, if known: a token that passes other experts has other
             hidden states and cannot be shared. The upper bits of a key are a digest of them.
+        inputs: Model inputs of each prompt; empty if the run has none. Nobody knows which tokens they affect,
+            so prompts with inputs are shared as a whole or not at all: the upper bits of their first key
+            number the distinct pairs of a prompt and its inputs.
     """
     sequences = [
         np.concatenate([prompt.numpy(), response.numpy()]).astype(np.int64)
@@ -65,6 +71,12 @@ def joined(
     if experts is not None:
         for sequence, rows in zip(sequences, experts, strict=True):
             sequence[: len(rows)] |= _digests(rows) << _ID_BITS
+    numbers: dict[tuple[str, bytes], int] = {}
+    for sequence, prompt, bundle in zip(sequences, prompts, inputs, strict=False):
+        if bundle.digest:
+            whole = (bundle.digest, sequence[: len(prompt)].tobytes())
+            number = numbers.setdefault(whole, len(numbers) + 1)
+            sequence[0] = token_ids(sequence[:1])[0] | number << _ID_BITS
     return sequences
 
 

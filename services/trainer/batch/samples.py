@@ -16,6 +16,7 @@ from services.trainer.batch.segments import Segments, on_device
 from services.trainer.batch.sequences import sequences_of
 from services.wire.batch import MISSING, KVBatchMeta
 from services.wire.data.jagged import Jagged
+from services.wire.data.model_inputs import ModelInputs
 
 _CORRECTION_FIELDS = ("rollout_logprobs", "version_runs")
 _REQUIRED_FIELDS = ("prompt_ids", "response_ids", "response_mask", "rewards")
@@ -47,6 +48,8 @@ class Samples:
     """Columns ``[R]`` over all response tokens: ``response_mask``, ``loss_mask`` and others."""
     experts: Jagged | None = None
     """``n`` rows ``[P + R - 1, layers, K]``: experts that the engine chose, as in the data dictionary."""
+    inputs: tuple[ModelInputs, ...] = ()
+    """Model inputs of each sequence's prompt; empty if the run has none."""
     groups: Tensor | None = None
     """``[n]`` int64, group of each sequence, if the loss compares the members of a group."""
 
@@ -99,6 +102,7 @@ class Samples:
             rewards=self.rewards[chosen],
             tokens={name: column[kept] for name, column in self.tokens.items()},
             experts=None if self.experts is None else self.experts.select(chosen),
+            inputs=tuple(self.inputs[place] for place in positions) if self.inputs else (),
             groups=None if self.groups is None else self.groups[chosen],
         )
 
@@ -109,13 +113,14 @@ class Samples:
 
 
 def pack_samples(samples: Samples, device: torch.device, *, shares_prefixes: bool) -> PackedTokens:
-    """Packs samples into a micro-batch, with the experts that are known."""
+    """Packs samples into a micro-batch, with known experts and the prompts' model inputs."""
     return pack(
         samples.prompts,
         samples.responses,
         device=device,
         shares_prefixes=shares_prefixes,
         experts=samples.experts,
+        inputs=samples.inputs,
     )
 
 
@@ -250,6 +255,7 @@ def build_samples(
     *,
     spec: AlgorithmSpec,
     weight_version: int,
+    inputs: Sequence[ModelInputs] = (),
 ) -> Samples:
     """Builds sequences from fetched fields, with the mask of the tokens that train.
 
@@ -263,6 +269,7 @@ def build_samples(
         cohort: The whole batch.
         spec: The algorithm.
         weight_version: Version of the trainer at the start of the step.
+        inputs: Model inputs of each sample; empty if the run has none.
 
     Raises:
         IncompleteBatchError: If the lengths of the fields do not match.
@@ -286,6 +293,7 @@ def build_samples(
         rewards=fields["rewards"].values.float()[found.samples],
         tokens=tokens,
         experts=found.experts,
+        inputs=tuple(inputs[row] for row in found.samples.tolist()) if inputs else (),
         groups=cohort.groups[chosen] if spec.loss_kind.compares_members else None,
     )
     trains = cohort.is_member[chosen]

@@ -14,6 +14,7 @@ from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.packing import PackedTokens
 from services.trainer.model.experts import EXPERTS
 from services.trainer.model.routing import Routing
+from services.wire.data.model_inputs import model_arguments
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -112,12 +113,15 @@ def output_head(model: PreTrainedModel) -> OutputHead:
 
 def decoder_states(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
     """Returns the ``[T, H]`` final hidden states of a pack, or of this rank's part of it."""
-    output = _untyped(model).get_decoder()(
+    decoder = _untyped(model).get_decoder()
+    bundles = [placed.inputs for placed in packed.inputs]
+    output = decoder(
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
         use_cache=False,
         layout=packed.layout,
         context=packed.context,
+        **model_arguments(decoder, bundles, packed.input_ids.device),
     )
     states: Tensor = output.last_hidden_state[0]
     return states

@@ -27,7 +27,7 @@ from services.trainer.engines.fsdp.oom import OomLimitError, OomLimits
 from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.training_recorder import TrainingRecorder
 from services.trainer.steps.step import StepResult, StepRunner
-from services.trainer.transfers import Fetch
+from services.trainer.transfers import Fetch, fetch_model_inputs
 from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged
 
@@ -308,6 +308,7 @@ class Rank:
                     cohort,
                     spec=self._spec.algorithm,
                     weight_version=weight_version,
+                    inputs=fetch_model_inputs(self._fetch, meta.select(own.rows)),
                 )
         if self._any(is_outdated):
             samples = samples.without_tokens("proximal_logprobs")

@@ -11,9 +11,10 @@ from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.batch.sequences import sequences_of
 from services.trainer.collectives import Ranks
 from services.trainer.engines.fsdp.oom import OomLimits
-from services.trainer.transfers import Add, Fetch
+from services.trainer.transfers import Add, Fetch, fetch_model_inputs
 from services.wire.batch import MISSING, KVBatchMeta
 from services.wire.data.jagged import Jagged
+from services.wire.data.model_inputs import ModelInputs
 
 Score = Callable[[Samples, StepPlan], Tensor]
 """Returns ``[R]`` float32 on the CPU: one number for each response token of a rank's samples."""
@@ -83,9 +84,11 @@ class FieldScoring:
         names = (*_INPUTS, *(name for name in _OPTIONAL_INPUTS if name in meta.field_names))
         empty = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
         inputs: Mapping[str, Jagged] = dict.fromkeys(_INPUTS, empty)
+        bundles: list[ModelInputs] = []
         with self._ranks.agreed("fetch its share of the batch"):
             if share.rows:
                 inputs = self._fetch(own, names)
+                bundles = fetch_model_inputs(self._fetch, own)
         found = sequences_of(inputs)
         samples = Samples(
             rows=torch.tensor(share.rows, dtype=torch.int64)[found.samples],
@@ -95,6 +98,7 @@ class FieldScoring:
             rewards=torch.zeros(len(found.samples)),
             tokens={},
             experts=found.experts,
+            inputs=tuple(bundles[row] for row in found.samples.tolist()) if bundles else (),
         )
         plan = plan_step(
             share,

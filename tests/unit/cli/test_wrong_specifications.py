@@ -157,6 +157,15 @@ WRONG = [
     ({"algorithm": "sft", "data.answer_column": None}, ["data.answer_column", "'user'"]),
     ({"algorithm": "sft", "data.train.source": "environment"}, ["data.train.source", "answers"]),
     ({"rollout.engine": "none"}, ["rollout.engine", "sampled", "'torch'"]),
+    (
+        {"data.model_inputs_column": "answer", "trainer.context_parallel": 2},
+        ["data.model_inputs_column", "trainer.context_parallel", "1"],
+    ),
+    (
+        {"data.model_inputs_column": "answer", "rollout.workflow": "agent"},
+        ["data.model_inputs_column", "'agent'", "leave it out"],
+    ),
+    ({"data.model_inputs_column": "pixel"}, ["data.model_inputs_column", "'pixel'", "null"]),
     ({"algorithm": "dpo"}, ["data.answer_column", "'chosen'", "'answer'"]),
     ({"algorithm": {"loss": "dpo", "kl": {"coefficient": 0.1}}}, ["algorithm.kl", "leave it out"]),
     ({"algorithm": {"loss": "dpo", "aggregation": "token-mean"}}, ["algorithm.aggregation", "dpo"]),

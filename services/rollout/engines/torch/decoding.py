@@ -25,6 +25,7 @@ from services.rollout.engines.base import (
 )
 from services.rollout.engines.stop_texts import Decode, ends_in_stop_text
 from services.rollout.engines.torch.kv_slots import SlotCache
+from services.wire.data.model_inputs import ModelInputs, model_arguments
 
 
 class Visibility:
@@ -345,6 +346,9 @@ def _pad(inputs: StepInputs, size: int) -> StepInputs:
     )
 
 
+_Context = tuple[tuple[int, ...], str]
+"""Tokens of a context, and the digest of its model inputs; equal contexts are computed once."""
+
 _MAX_PREFILL_TOKENS = 16_384
 """Max padded tokens of one prefill pass; bounds the memory of activations."""
 _MAX_MASK = 1 << 25
@@ -406,6 +410,7 @@ class DecodeBatch:
         self.recomputed_tokens_total = 0
         """Stored context tokens that had been sampled before."""
         self._news: list[tuple[OnTokens, int, float]] = []
+        self._refused: dict[str, Exception] = {}
         self.shared_tokens_total = 0
         """Stored context tokens shared with another request in the same pass."""
 
@@ -419,17 +424,29 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Adds requests and prefills their contexts."""
+        """Adds requests and prefills their contexts.
+
+        Requests whose model inputs the model refuses are removed; see :meth:`take_refused`.
+        """
         first = len(self._rows)
         self._rows.extend(_Row(request, list(request.context_ids)) for request in requests)
         self._cache.reserve(len(self._rows), self.span)
-        self._prefill(range(first, len(self._rows)), notes_experts=True)
+        failures = self._prefill(range(first, len(self._rows)), notes_experts=True)
+        for slot, error in failures.items():
+            self._refused[self._rows[slot].request.request_id] = error
+        self._remove(dict.fromkeys(failures, "aborted"))
+
+    def take_refused(self) -> dict[str, Exception]:
+        """Returns the errors of requests that :meth:`admit` removed since the last call, by request."""
+        refused, self._refused = self._refused, {}
+        return refused
 
     @torch.inference_mode()
     def recompute(self) -> None:
         """Fills the cache again, after the weights changed or the cache was released."""
         self._cache.reserve(len(self._rows), self.span)
-        self._prefill(range(len(self._rows)))
+        for error in self._prefill(range(len(self._rows))).values():
+            raise error
 
     def forget(self) -> None:
         """Releases the cache's memory and the graphs that read it; requests keep their tokens."""
@@ -515,38 +532,58 @@ class DecodeBatch:
                 return "stop"
         return "length" if len(row.logprobs) >= request.max_tokens else None
 
-    def _prefill(self, slots: Sequence[int], *, notes_experts: bool = False) -> None:
+    def _prefill(
+        self, slots: Sequence[int], *, notes_experts: bool = False
+    ) -> dict[int, Exception]:
         """Computes each distinct context once and stores it in every slot that has it.
 
         Args:
             slots: Slots of the requests.
             notes_experts: True to record the contexts' experts. A recomputation must not, because experts of
                 tokens sampled under older weights stay as they were.
-        """
-        slots_by_context: dict[tuple[int, ...], list[int]] = {}
-        for slot in slots:
-            self.recomputed_tokens_total += self._rows[slot].num_sampled
-            context = tuple(self._rows[slot].tokens[:-1])
-            if context:
-                slots_by_context.setdefault(context, []).append(slot)
-        for context, owners in slots_by_context.items():
-            self.prompt_tokens_total += len(context) * len(owners)
-            self.shared_tokens_total += len(context) * (len(owners) - 1)
-        for contexts in _split_by_size(sorted(slots_by_context, key=len)):
-            targets = [slot for context in contexts for slot in slots_by_context[context]]
-            sources = [
-                row for row, context in enumerate(contexts) for _ in slots_by_context[context]
-            ]
-            longest = len(contexts[-1])
-            inputs = self._tensor(
-                [[*context, *[0] * (longest - len(context))] for context in contexts]
-            )
-            experts = self._store(inputs, self._tensor(targets), self._tensor(sources))
-            if notes_experts and experts is not None:
-                for context, told in zip(contexts, experts, strict=True):
-                    self._note_experts(slots_by_context[context], told[: len(context)])
 
-    def _store(self, inputs: Tensor, targets: Tensor, sources: Tensor) -> RoutedExperts | None:
+        Returns:
+            Errors of contexts whose inputs besides tokens the model refuses, by slot.
+        """
+        slots_by_context: dict[_Context, list[int]] = {}
+        for slot in slots:
+            row = self._rows[slot]
+            self.recomputed_tokens_total += row.num_sampled
+            if tokens := tuple(row.tokens[:-1]):
+                given = row.request.model_inputs
+                context = (tokens, "" if given is None else given.digest)
+                slots_by_context.setdefault(context, []).append(slot)
+        for (tokens, _), owners in slots_by_context.items():
+            self.prompt_tokens_total += len(tokens) * len(owners)
+            self.shared_tokens_total += len(tokens) * (len(owners) - 1)
+        failures: dict[int, Exception] = {}
+        for contexts in _split_by_size(sorted(slots_by_context, key=lambda each: len(each[0]))):
+            holders = [slots_by_context[context] for context in contexts]
+            targets = [slot for own in holders for slot in own]
+            sources = [row for row, own in enumerate(holders) for _ in own]
+            longest = len(contexts[-1][0])
+            inputs = self._tensor([[*ids, *[0] * (longest - len(ids))] for ids, _ in contexts])
+            given = self._rows[targets[0]].request.model_inputs if contexts[0][1] else None
+            try:
+                experts = self._store(inputs, self._tensor(targets), self._tensor(sources), given)
+            except Exception as error:
+                if given is None:
+                    raise
+                # The rows are the user's, and the model's own checks raise various errors.
+                failures |= dict.fromkeys(targets, error)
+                continue
+            if notes_experts and experts is not None:
+                for (ids, _), own, told in zip(contexts, holders, experts, strict=True):
+                    self._note_experts(own, told[: len(ids)])
+        return failures
+
+    def _store(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        sources: Tensor,
+        model_inputs: ModelInputs | None = None,
+    ) -> RoutedExperts | None:
         """Runs a pass, split into parts with masks of bounded size.
 
         Args:
@@ -554,12 +591,18 @@ class DecodeBatch:
                 padding from every real token.
             targets: Slots to fill.
             sources: Row that fills each slot.
+            model_inputs: What the model takes besides the tokens of a single context. The pass is then not
+                split, because it is not known to which tokens the inputs belong.
 
         Returns:
             ``[N, L, layers, K]`` chosen experts, if they are recorded.
         """
         num_rows, longest = inputs.shape
         num_tokens = max(1, _MAX_MASK // (num_rows * longest))
+        arguments: dict[str, Tensor] = {}
+        if model_inputs is not None:
+            arguments = model_arguments(self._model.base_model, [model_inputs], self._device)
+            num_tokens = longest
         chosen: list[RoutedExperts] = []
         for first in range(0, longest, num_tokens):
             end = min(first + num_tokens, longest)
@@ -572,6 +615,7 @@ class DecodeBatch:
                 attention_mask=self._visibility.masks(positions, keys),
                 past_key_values=self._cache,
                 use_cache=True,
+                **arguments,
             )
             if self._watch is not None:
                 told = self._as_told(self._watch.chosen())
@@ -615,12 +659,18 @@ def _final_length(request: GenerationRequest) -> int:
     return len(request.context_ids) + request.max_tokens
 
 
-def _split_by_size(contexts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Splits contexts, sorted by length, into passes of bounded padded size."""
-    passes: list[list[tuple[int, ...]]] = []
+def _split_by_size(contexts: list[_Context]) -> list[list[_Context]]:
+    """Splits contexts, sorted by length, into passes of bounded padded size.
+
+    A context with model inputs has a pass of its own, in which nothing is padded.
+    """
+    passes: list[list[_Context]] = []
+    alone = [[context] for context in contexts if context[1]]
     for context in contexts:
-        if passes and (len(passes[-1]) + 1) * len(context) <= _MAX_PREFILL_TOKENS:
+        if context[1]:
+            continue
+        if passes and (len(passes[-1]) + 1) * len(context[0]) <= _MAX_PREFILL_TOKENS:
             passes[-1].append(context)
         else:
             passes.append([context])
-    return passes
+    return passes + alone

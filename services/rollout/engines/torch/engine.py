@@ -31,6 +31,7 @@ from services.weightsync.arena import copy_all
 from services.weightsync.endpoints import Place
 from services.weightsync.modes.placing import live_placer
 from services.weightsync.plan import TensorSpec, WeightPlan
+from services.wire.data.model_inputs import ModelInputs, check_arguments, model_arguments
 
 _ROW_BYTES = 16
 
@@ -89,6 +90,7 @@ class TorchEngine:
         truncation=True,
         seeds=True,
         routed_experts=True,
+        model_inputs=True,
     )
 
     def __init__(
@@ -163,6 +165,7 @@ class TorchEngine:
                 finished = await asyncio.to_thread(self._advance, self._next_requests())
                 self._busy_seconds += time.monotonic() - started_at
                 self._batch.tell()
+                self._refuse(self._batch.take_refused())
                 self._resolve(finished)
             await self._notify()
 
@@ -172,6 +175,13 @@ class TorchEngine:
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Decodes one request; see :class:`~services.rollout.engines.base.Engine`."""
         check_request(request, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
+        if request.model_inputs is not None and request.model_inputs.tensors:
+            check_arguments(self._model.base_model, request.model_inputs)
+            if len(request.context_ids) == 1:
+                raise ValueError(
+                    "a prompt of one token cannot have model inputs, which are given with all tokens but the "
+                    "last; add a token after it"
+                )
         if request.stop_texts and not self._has_decode:
             raise ValueError("stop texts need a tokenizer, but this engine was built without one")
         if request.request_id in self._futures:
@@ -187,12 +197,16 @@ class TorchEngine:
             if self._futures.pop(request.request_id, None) is not None:
                 await self.abort({request.request_id})
 
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+    async def score(
+        self, token_ids: Sequence[int], model_inputs: ModelInputs | None = None
+    ) -> tuple[float, ...]:
         """Returns log probabilities of given tokens, from a plain forward pass between two steps."""
         check_scorable(token_ids, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
+        if model_inputs is not None:
+            check_arguments(self._model.base_model, model_inputs)
         async with self._between_steps:
             assert not self._is_blank, "an engine without weights scores nothing"
-            return await asyncio.to_thread(self._score, token_ids)
+            return await asyncio.to_thread(self._score, token_ids, model_inputs)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """Ends requests between two steps; their results keep the tokens so far."""
@@ -317,12 +331,16 @@ class TorchEngine:
         if admitted:
             self._batch.admit(admitted)
         self._tokens_total += len(self._batch)
-        return self._batch.step(self._weight_version)
+        return self._batch.step(self._weight_version) if len(self._batch) else []
 
     @torch.inference_mode()
-    def _score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        ids = torch.tensor([token_ids], device=self._model.device)
-        logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    def _score(
+        self, token_ids: Sequence[int], model_inputs: ModelInputs | None
+    ) -> tuple[float, ...]:
+        model, ids = self._model, torch.tensor([token_ids], device=self._model.device)
+        bundles = [] if model_inputs is None else [model_inputs]
+        arguments = model_arguments(model.base_model, bundles, model.device)
+        logits = model(input_ids=ids, use_cache=False, **arguments).logits[0, :-1].float()
         logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])
         return tuple(logprobs.squeeze(1).tolist())
 
@@ -354,6 +372,12 @@ class TorchEngine:
             future = self._futures.pop(request_id, None)
             if future is not None and not future.done():
                 future.set_result(result)
+
+    def _refuse(self, errors: Mapping[str, Exception]) -> None:
+        for request_id, error in errors.items():
+            future = self._futures.pop(request_id, None)
+            if future is not None and not future.done():
+                future.set_exception(ValueError(f"the model refuses its inputs: {error}"))
 
     async def _notify(self) -> None:
         async with self._changed:

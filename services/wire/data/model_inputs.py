@@ -1,0 +1,147 @@
+"""Bundles of tensors that a model takes besides token ids, such as the pixels of a prompt's images.
+
+A bundle belongs to one prompt and travels whole: from the prompt's row to the engine, and through the
+transferqueue to the trainer. Only the model's forward pass looks inside; all other code compares digests.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from services.common.errors import DataLossError, InvalidArgumentError
+
+_RESERVED = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "use_cache",
+        "layout",
+        "context",
+    }
+)
+"""Arguments of the forward pass that engines and trainer compute themselves."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelInputs:
+    """Named tensors of one prompt, each ``[n, ...]``; empty if the prompt has none."""
+
+    tensors: Mapping[str, Tensor]
+    """Tensors by the name of the model's argument, on the CPU."""
+    encoded: Tensor
+    """``[B]`` uint8: the tensors in safetensors' format; ``B`` is 0 for an empty bundle."""
+    digest: str
+    """Digest of ``encoded``; empty for an empty bundle."""
+
+    @classmethod
+    def from_values(cls, values: object) -> "ModelInputs":
+        """Builds the bundle of a row.
+
+        Args:
+            values: Tensors, NumPy arrays or nested lists of numbers by name; None for an empty bundle.
+
+        Raises:
+            ValueError: If the values are no such mapping, or a name is one that engines and trainer compute.
+        """
+        if values is None:
+            values = {}
+        if not isinstance(values, Mapping):
+            raise ValueError(  # noqa: TRY004 -- the data is wrong, not an argument's type
+                "expected a mapping of the model's arguments to tensors, arrays or nested lists of numbers, "
+                f"but got {type(values).__name__}"
+            )
+        if taken := sorted(_RESERVED & values.keys()):
+            raise ValueError(
+                f"{', '.join(taken)} cannot be given: engines and trainer compute them; remove them"
+            )
+        tensors = {str(name): _as_tensor(str(name), value) for name, value in values.items()}
+        data = bytearray(save(tensors)) if tensors else bytearray()
+        return cls(tensors, torch.from_numpy(np.frombuffer(data, np.uint8)), _digest(data))
+
+    @classmethod
+    def from_encoded(cls, encoded: Tensor) -> "ModelInputs":
+        """Decodes a bundle.
+
+        Raises:
+            DataLossError: If the bytes are no bundle.
+        """
+        data = encoded.numpy().tobytes()
+        try:
+            tensors = load(data) if data else {}
+        except SafetensorError as error:
+            raise DataLossError(f"stored model inputs cannot be decoded: {error}") from error
+        return cls(tensors, encoded, _digest(data))
+
+
+def check_arguments(model: nn.Module, inputs: ModelInputs) -> None:
+    """Checks that the forward pass of a model takes all tensors of a bundle.
+
+    Raises:
+        ValueError: If it does not. Models ignore unknown arguments, so that nothing else would notice.
+    """
+    # Not of the instance, whose forward pass may be compiled.
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - _RESERVED - {"self"}
+    if unknown := sorted(inputs.tensors.keys() - known):
+        raise ValueError(
+            f"{type(model).__name__} takes no input named {', '.join(unknown)}; it takes "
+            f"{', '.join(sorted(known)) or 'token ids only'}; rename or remove them in the rows, or choose "
+            "another model"
+        )
+
+
+def model_arguments(
+    model: nn.Module, bundles: Sequence[ModelInputs], device: torch.device
+) -> dict[str, Tensor]:
+    """Returns the tensors of bundles as arguments of a model's forward pass.
+
+    Args:
+        model: Module whose forward pass takes the tensors.
+        bundles: Bundles in the order in which their prompts occur in the input. Tensors of one name are
+            concatenated along their first dimension, as models of transformers expect.
+        device: Device of the model.
+
+    Raises:
+        ValueError: If the model does not take a tensor.
+        InvalidArgumentError: If tensors of one name cannot be concatenated.
+    """
+    parts: dict[str, list[Tensor]] = {}
+    for bundle in bundles:
+        check_arguments(model, bundle)
+        for name, tensor in bundle.tensors.items():
+            parts.setdefault(name, []).append(tensor)
+    for name, tensors in parts.items():
+        kinds = dict.fromkeys(f"{each.dtype} {['*', *each.shape[1:]]}" for each in tensors)
+        if len(kinds) > 1:
+            raise InvalidArgumentError(
+                f"model input {name!r} is {' in one row and '.join(list(kinds)[:3])} in another; all but the "
+                "first dimension must agree in all rows",
+                name=name,
+            )
+    return {name: torch.cat(tensors).to(device) for name, tensors in parts.items()}
+
+
+def _digest(data: bytes | bytearray) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest() if data else ""
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    try:
+        tensor = torch.as_tensor(value).detach().cpu().contiguous()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name!r} is no tensor ({error}); give numbers of equal nesting"
+        ) from error
+    if tensor.dim() == 0:
+        raise ValueError(f"{name!r} is a single number; give it at least one dimension")
+    return tensor.clone()

@@ -1,0 +1,166 @@
+"""Model inputs in packs: equal prompts share them, others share nothing, and the model gets them in order."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.common.fields import MODEL_INPUTS
+from services.trainer.batch.packing import PackedTokens, pack
+from services.trainer.batch.plan import cut
+from services.trainer.batch.samples import Samples
+from services.trainer.model.policy import Policy
+from services.trainer.transfers import fetch_model_inputs
+from services.wire.batch import KVBatchMeta
+from services.wire.data.jagged import Jagged
+from services.wire.data.model_inputs import ModelInputs
+from tests.helpers.batches import CPU, queue_of
+from tests.helpers.features import PLACEHOLDER, feature_model, features, plain_logprobs
+
+NONE = ModelInputs.from_values(None)
+
+
+def rows(*texts: Sequence[int]) -> Jagged:
+    return Jagged.from_list([torch.tensor(text, dtype=torch.int64) for text in texts])
+
+
+def packed(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    inputs: Sequence[ModelInputs],
+    *,
+    shares: bool = True,
+    experts: Jagged | None = None,
+) -> PackedTokens:
+    return pack(
+        rows(*prompts),
+        rows(*responses),
+        device=CPU,
+        shares_prefixes=shares,
+        inputs=inputs,
+        experts=experts,
+    )
+
+
+def test_equal_tokens_with_other_inputs_share_nothing() -> None:
+    prompts, responses = [[5, PLACEHOLDER, 6, 7]] * 3, [[8, 9, 2], [8, 10, 2], [8, 11, 2]]
+    one, other = features(1, 1), features(2, 1)
+    found = packed(prompts, responses, [one, other, one])
+    assert found.work.tokens == 7 + 6, "two sequences share a prompt and a token, the third nothing"
+    assert [(each.start, each.end) for each in found.inputs] == [(0, 7), (7, 13)]
+    assert [each.inputs for each in found.inputs] == [one, other]
+    assert found.input_ids[0] == found.input_ids[7] == 5, "the keys that compare are no token ids"
+
+
+def test_prompts_with_inputs_are_shared_as_a_whole_or_not_at_all() -> None:
+    given = features(1, 1)
+    prompts = [[5, 6, 7, 8, PLACEHOLDER, 9], [5, 6, 7, 8, PLACEHOLDER, 10]]
+    assert packed(prompts, [[1, 2]] * 2, [NONE, NONE]).work.tokens < 14
+    assert packed(prompts, [[1, 2]] * 2, [given, given]).work.tokens == 14
+
+
+def test_other_experts_in_a_prompt_with_inputs_leave_nothing_shared() -> None:
+    given = features(1, 1)
+    prompts, responses = [[5, PLACEHOLDER, 6, 7]] * 2, [[8, 9, 10]] * 2
+    experts = torch.zeros(2, 6, 1, 2, dtype=torch.uint8)
+    experts[1, 3] = 1
+    told = Jagged(experts.flatten(0, 1), torch.tensor([6, 6]))
+    assert packed(prompts, responses, [NONE] * 2, experts=told).work.tokens < 12
+    found = packed(prompts, responses, [given] * 2, experts=told)
+    assert found.work.tokens == 12
+    assert len(found.inputs) == 2
+
+
+def test_micro_batches_keep_samples_with_equal_inputs_together() -> None:
+    bundles = [features(index % 2, 1) for index in range(8)]
+    prompts = [[5, PLACEHOLDER, *range(6, 20)]] * 8
+    samples = samples_of(prompts, [[index + 1, 2] for index in range(8)], bundles)
+    micros = cut(samples, range(8), max_tokens=16 + 4 * 2, shares=True)
+    assert sorted(map(sorted, micros)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    chosen = samples.select([3, 0])
+    assert [each.digest for each in chosen.inputs] == [bundles[1].digest, bundles[0].digest]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_packed_logprobs_and_gradients_are_those_of_the_plain_model(shares: bool) -> None:
+    rng = random.Random(5)
+    prompts, responses, bundles = [], [], []
+    for group in range(6):
+        count = rng.randrange(3)
+        prompt = [rng.randrange(4, 24) for _ in range(rng.randrange(2, 9))]
+        for place in rng.sample(range(len(prompt)), min(count, len(prompt))):
+            prompt[place] = PLACEHOLDER
+        given = features(group, prompt.count(PLACEHOLDER)) if PLACEHOLDER in prompt else NONE
+        for _ in range(3):
+            prompts.append(prompt)
+            responses.append([rng.randrange(4, 7) for _ in range(rng.randrange(1, 6))])
+            bundles.append(given)
+    order = rng.sample(range(len(prompts)), len(prompts))
+    prompts, responses, bundles = (
+        [every[i] for i in order] for every in (prompts, responses, bundles)
+    )
+    model = feature_model()
+    rest = zip(prompts, responses, bundles, strict=True)
+    expected = torch.cat([plain_logprobs(model, *one) for one in rest])
+    expected.sum().backward()
+    gradients = {name: value.grad.clone() for name, value in model.named_parameters()}  # type: ignore[union-attr]
+    model.zero_grad()
+    logprobs, _ = Policy(model, temperature=1.0)(packed(prompts, responses, bundles, shares=shares))
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    logprobs.sum().backward()
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(value.grad, gradients[name], atol=1e-4, rtol=1e-4)
+
+
+def test_inputs_that_samples_share_are_fetched_once_and_are_one_object() -> None:
+    one, other = features(1, 4), features(2, 4)
+    bundles = [one, one, other, other, NONE, one]
+    queue = queue_of(
+        {
+            "prompt_ids": rows(*[[1, 2]] * 6),
+            MODEL_INPUTS: Jagged.from_list([each.encoded for each in bundles]),
+        },
+        {},
+    )
+    places = (0, 0, 7, 7, 9, 11)
+    columns = [
+        column if column.name != MODEL_INPUTS else replace(column, offsets=places)
+        for column in queue.meta.fields
+    ]
+    meta = KVBatchMeta(
+        partition_id="run/train",
+        keys=queue.meta.keys,
+        fields=tuple(columns),
+        blobs=queue.meta.blobs,
+    )
+    asked = []
+
+    def fetch(part: KVBatchMeta, names: Sequence[str]) -> dict[str, Jagged]:
+        asked.append((part.keys, tuple(names)))
+        return queue.fetch(part, names)
+
+    found = fetch_model_inputs(fetch, meta)
+    (((keys), names),) = asked
+    assert (sorted(keys), names) == (["g0", "g2", "g4", "g5"], (MODEL_INPUTS,))
+    assert [each.digest for each in found] == [each.digest for each in bundles]
+    assert found[0] is found[1] is found[5], "the last one is stored apart, and equal"
+    assert fetch_model_inputs(fetch, queue.without(MODEL_INPUTS).meta) == []
+
+
+def samples_of(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    inputs: Sequence[ModelInputs],
+) -> Samples:
+    count = len(prompts)
+    return Samples(
+        rows=torch.arange(count),
+        numbers=torch.zeros(count, dtype=torch.int64),
+        prompts=rows(*prompts),
+        responses=rows(*responses),
+        rewards=torch.zeros(count),
+        tokens={},
+        inputs=tuple(inputs),
+    )
