@@ -10,6 +10,7 @@ from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.built_in import EARNED, SERVICES
 from services.common.runspec.data import kind_of
 from services.common.runspec.rollout import RewardSpec
+from services.common.runspec.rules import batch_bytes
 from services.common.runspec.run import RunSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.curriculum import Curriculum
@@ -75,7 +76,23 @@ def try_rows(
             trial.notes.append(
                 f"data.{split}: {len(refused)} of its first {count} rows would be quarantined: {refused[0]}"
             )
+    trial.problems.extend(_size_problems(spec, prompts))
     return trial, prompts
+
+
+def _size_problems(spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[str]:
+    """Yields a problem if a batch whose prompts have inputs as large as the tried ones exceeds the quota."""
+    bundles = [prompt.model_inputs for made in prompts.values() for prompt in made]
+    largest = max((len(bundle.encoded) for bundle in bundles if bundle is not None), default=0)
+    needed = batch_bytes(spec) + spec.trainer.prompts_per_step * largest
+    quota = spec.transferqueue.quota_bytes
+    if largest and needed > quota:
+        yield (
+            f"transferqueue.quota_bytes is {quota:,}, but a batch may take {needed:,}: the first rows have "
+            f"up to {largest:,} bytes of model inputs (data.model_inputs_column) each, and a step has "
+            f"trainer.prompts_per_step ({spec.trainer.prompts_per_step}) prompts; raise the quota, to "
+            f"{2 * needed} if the next batch is to have room beside it"
+        )
 
 
 def _check_demonstrations(prompt: Prompt, spec: RunSpec, place: str) -> None:

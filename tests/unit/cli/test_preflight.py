@@ -296,6 +296,18 @@ def test_a_set_is_of_use_if_one_of_its_first_rows_is(tmp_path):
         check(spec_with(tmp_path, data={"train": {**train, "limit": 2}}, trainer=trainer))
 
 
+def test_model_inputs_count_in_the_quota(tmp_path):
+    file = tmp_path / "inputs.jsonl"
+    row = {"prompt": "a", "answer": "b", "seen": {"features": [[0.5] * 100] * 3000}}
+    file.write_text(2 * (json.dumps(row) + "\n"))
+    data = {"train": {"source": "jsonl", "path": str(file)}, "model_inputs_column": "seen"}
+    trainer = {"prompts_per_step": 2}
+    quota = {"quota_bytes": 2 << 20}
+    check(spec_with(tmp_path, data=data, trainer=trainer, transferqueue={"quota_bytes": 8 << 20}))
+    with pytest.raises(SpecError, match=r"transferqueue\.quota_bytes.*data\.model_inputs_column"):
+        check(spec_with(tmp_path, data=data, trainer=trainer, transferqueue=quota))
+
+
 def test_all_problems_come_at_once(tmp_path):
     spec = spec_with(
         tmp_path, model={"path": "/no/such/folder"}, rollout={"rewards": [{"name": "nope:f"}]}
