@@ -70,6 +70,7 @@ def test_a_prompt_without_inputs_has_an_empty_bundle(values: object) -> None:
         ({"a": [[1], [1, 2]]}, "'a'"),
         ({"a": 1.0}, "dimension"),
         ({"input_ids": [1]}, "input_ids"),
+        ({"inputs_embeds": [[1.0]]}, "inputs_embeds"),
         ({"a": [1], "position_ids": [0]}, "position_ids"),
     ],
     ids=str,
