@@ -1,8 +1,8 @@
-"""The sort4 task: four digits in, the same digits sorted out.
+"""The sort4 task: sort the four digits of the prompt.
 
-The base model is made by supervised training on a mixture in which sorting is *not* the most frequent
-behaviour: it copies (40 %), reverses (35 %) or sorts (25 %). Reinforcement learning has to turn the third
-one into the rule, so a better score cannot come from a lower temperature.
+The base model is pretrained on a mixture in which sorting is *not* the most frequent behaviour: it copies
+(40 %), reverses (35 %) or sorts (25 %). Reinforcement learning must make sorting the rule, so a lower
+temperature alone cannot raise the score.
 """
 
 import random
@@ -15,17 +15,17 @@ _SEED = 20_260_101
 
 
 def train() -> list[Row]:
-    """Every input that is not held out."""
+    """Returns every input that is not held out."""
     return [_row(digits) for digits in _inputs()[HELDOUT_PROMPTS:]]
 
 
 def heldout() -> list[Row]:
-    """256 inputs that neither the warm start nor training sees."""
+    """Returns 256 inputs that neither the warm start nor training sees."""
     return [_row(digits) for digits in _inputs()[:HELDOUT_PROMPTS]]
 
 
 def pairs() -> list[Row]:
-    """Of each input that is not held out, the answer that is wanted and one of those that are not."""
+    """Returns a preference pair for each input that is not held out: the sorted and a wrong answer."""
     rng = random.Random(_SEED)
     return [
         {
@@ -38,13 +38,13 @@ def pairs() -> list[Row]:
 
 
 def warm_start(count: int, seed: int) -> list[tuple[str, str]]:
-    """Examples ``(prompt, response)`` of the base model's three behaviours."""
+    """Returns examples ``(prompt, response)`` of the base model's three behaviours."""
     rng = random.Random(seed)
     return list(_examples(rng, count))
 
 
 def sorting(count: int, seed: int) -> list[tuple[str, str]]:
-    """Examples ``(prompt, response)`` of a model that always sorts: a teacher."""
+    """Returns examples ``(prompt, response)`` of a teacher, which always sorts."""
     rng, inputs = random.Random(seed), _inputs()[HELDOUT_PROMPTS:]
     return [(f"{digits}=", _sorted(digits)) for digits in rng.choices(inputs, k=count)]
 
@@ -59,7 +59,7 @@ def _examples(rng: random.Random, count: int) -> Iterator[tuple[str, str]]:
 
 
 def _inputs() -> list[str]:
-    """All inputs on which the three behaviours differ, in a fixed random order."""
+    """Returns all inputs on which the three behaviours differ, in a fixed random order."""
     inputs = [f"{number:04d}" for number in range(10_000)]
     inputs = [digits for digits in inputs if len({digits, digits[::-1], _sorted(digits)}) == 3]
     random.Random(_SEED).shuffle(inputs)

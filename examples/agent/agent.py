@@ -1,7 +1,7 @@
-"""An agent that asks twice: it shows the policy four digits, and asks again if the answer is not sorted.
+"""An agent that asks the policy to sort four digits, and asks again if the answer is not sorted.
 
-It knows nothing of training. It talks to an OpenAI-compatible API; ``openai.AsyncOpenAI(base_url=...,
-api_key=...)`` would do as well as the plain HTTP client here.
+It contains no code for training. It uses an OpenAI-compatible API; ``openai.AsyncOpenAI(base_url=...,
+api_key=...)`` could replace the plain HTTP client.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ _http = httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)
 async def solve(
     base_url: str, api_key: str, model: str, prompt: str, row: Mapping[str, Any]
 ) -> None:
-    """One episode: at most two questions."""
+    """Plays one episode: at most two questions."""
     messages: list[Message] = [{"role": "user", "content": prompt}]
     answer = await _ask(base_url, api_key, model, messages)
     digits = answer["content"]
@@ -41,7 +41,7 @@ async def _ask(base_url: str, api_key: str, model: str, messages: list[Message])
 
 
 def warm_start(count: int, seed: int) -> list[tuple[str, str]]:
-    """The examples of sort4 in the form of the chat, some of them as second questions."""
+    """Returns the examples of sort4 in the form of the chat, some of them as second questions."""
     rng = random.Random(seed)
     path = Path(__file__).parent.parent / "sort4.py"
     spec = importlib.util.spec_from_file_location("sort4", path)

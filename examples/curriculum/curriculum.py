@@ -1,7 +1,7 @@
-"""Sorting digits, two to six of them: from what the base model can almost do to what it has never seen done.
+"""Sorting two to six digits, from lengths that the base model nearly masters to lengths that it cannot sort.
 
-Without a curriculum most groups of short inputs are all right, and most of long ones all wrong: neither
-teaches anything. With one, both are set aside, and come again when the model has changed.
+Without a curriculum, most groups of short inputs are all correct and most groups of long inputs all wrong,
+and give no gradient. The curriculum defers both until the model has changed.
 """
 
 import random
@@ -15,7 +15,7 @@ _SEED = 20_260_115
 
 
 def train(length: int, count: int) -> list[Row]:
-    """Inputs of a length that are not held out; short ones come more than once."""
+    """Returns inputs of a length that are not held out; short inputs are repeated."""
     held = {row["prompt"] for row in heldout(length)}
     rng = random.Random(_SEED + length)
     rows = (_row(rng, length) for _ in range(100 * count))
@@ -24,14 +24,14 @@ def train(length: int, count: int) -> list[Row]:
 
 
 def heldout(length: int) -> list[Row]:
-    """Inputs of a length that neither the warm start nor training sees."""
+    """Returns inputs of a length that neither the warm start nor training sees."""
     rng = random.Random(_SEED - length)
     rows = [_row(rng, length) for _ in range(100 * HELDOUT_PROMPTS)]
     return list({row["prompt"]: row for row in rows}.values())[:HELDOUT_PROMPTS]
 
 
 def warm_start(count: int, seed: int) -> list[tuple[str, str]]:
-    """Examples ``(prompt, response)`` of the base model, which copies long inputs more than it sorts them."""
+    """Returns examples ``(prompt, response)`` of the base model, which mostly copies long inputs."""
     rng = random.Random(seed)
     return list(_examples(rng, count))
 

@@ -1,7 +1,7 @@
-"""The largest of six digits: two helpers look at a half each, and their parent at what they said.
+"""Finds the largest of six digits: two helpers look at one half each, and their parent at their answers.
 
-None of them sees what another one sees, so the answer is right only if helpers and parent are. Each asks the
-policy over an OpenAI-compatible API in a conversation of its own; with ``train: all`` each of them trains.
+The answer is correct only if helpers and parent are, because none sees the input of another. Each asks the
+policy over an OpenAI-compatible API in a separate conversation; with ``train: all`` all conversations train.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _http = httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)
 async def solve(
     base_url: str, api_key: str, model: str, prompt: str, row: Mapping[str, Any]
 ) -> None:
-    """One episode: three conversations of one question each."""
+    """Plays one episode: three conversations of one question each."""
 
     async def ask(digits: str) -> str:
         response = await _http.post(
@@ -40,17 +40,17 @@ async def solve(
 
 
 def train() -> list[dict[str, str]]:
-    """Every input that is not held out."""
+    """Returns every input that is not held out."""
     return [_row(digits) for digits in _inputs()[HELDOUT_PROMPTS:]]
 
 
 def heldout() -> list[dict[str, str]]:
-    """256 inputs that training does not see."""
+    """Returns 256 inputs that training does not see."""
     return [_row(digits) for digits in _inputs()[:HELDOUT_PROMPTS]]
 
 
 def warm_start(count: int, seed: int) -> list[tuple[str, str]]:
-    """Examples of a base model that names the first digit, the last one, or the largest."""
+    """Returns examples of a base model that names the first, the last or the largest digit."""
     return list(_examples(random.Random(seed), count))
 
 

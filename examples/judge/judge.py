@@ -1,10 +1,10 @@
-"""A judge: a model, in the engine that rollouts use, that says whether an answer is right.
+"""Serves a judge: a model, in the rollouts' engine, that decides whether an answer is correct.
 
 Usage: python examples/judge/judge.py [--http 127.0.0.1:8811] [--grpc 127.0.0.1:8812]
 
-It answers ``POST /score`` and ``slipstream.reward.v1.RewardService``, so a run names it as a reward:
-``http://127.0.0.1:8811/score`` or ``grpc://127.0.0.1:8812``. This one is tiny and is taught here, from
-examples, to check the sort4 task. For a real judge change ``MODEL`` and ``question``.
+It serves ``POST /score`` and ``slipstream.reward.v1.RewardService``. A run names it as the reward
+``http://127.0.0.1:8811/score`` or ``grpc://127.0.0.1:8812``. The tiny model is trained here on examples of
+the sort4 task. For a real judge change ``MODEL`` and ``question``.
 """
 
 import argparse
@@ -44,13 +44,16 @@ _YES = "y"
 
 
 def question(prompt: str, response: str) -> str:
-    """What the judge is asked. Only digits of the response are shown: it must not write to its judge."""
+    """Returns the judge's prompt.
+
+    It contains only the response's digits, so that a response cannot instruct the judge.
+    """
     digits = "".join(character for character in response if character.isdigit())[:8]
     return f"{prompt}{digits}?"
 
 
 def examples(count: int, seed: int) -> list[tuple[str, str]]:
-    """Answers of all kinds and the verdict on them."""
+    """Returns correct and wrong answers with their verdicts."""
     rng = random.Random(seed)
     return [_example(rng) for _ in range(count)]
 
@@ -91,7 +94,7 @@ class Judge(reward_pb2_grpc.RewardServiceServicer):
         self._numbers = itertools.count()
 
     async def score(self, prompt: str, response: str) -> float:
-        """1 if the judge says yes."""
+        """Returns 1 if the judge answers yes, else 0."""
         result = await self._engine.generate(
             GenerationRequest(
                 request_id=str(next(self._numbers)),
@@ -104,21 +107,21 @@ class Judge(reward_pb2_grpc.RewardServiceServicer):
         return float(self._tokenizer.decode(result.token_ids) == _YES)
 
     async def http(self, request: Request) -> JSONResponse:
-        """``POST /score``."""
+        """Answers ``POST /score``."""
         given: dict[str, Any] = await request.json()
         return JSONResponse({"score": await self.score(given["prompt"], given["response"])})
 
     async def ScoreResponse(  # noqa: N802
         self, request: pb.ScoreResponseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ScoreResponseResponse:
-        """``slipstream.reward.v1.RewardService``."""
+        """Answers ``slipstream.reward.v1.RewardService``."""
         return pb.ScoreResponseResponse(score=await self.score(request.prompt, request.response))
 
 
 def load() -> tuple[TorchEngine, Tokenizer]:
-    """The judge's model in an engine; taught at the first start, a minute or two."""
+    """Loads the judge's model into an engine; the first start trains it for a minute or two."""
     tokenizer = load_tokenizer(MODEL)
-    # The cache does not know of this file's helpers, but it knows the file.
+    # The cache key must cover the whole file, not only the function of the examples.
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     model = load_base_model(
         MODEL,
@@ -132,7 +135,7 @@ def load() -> tuple[TorchEngine, Tokenizer]:
 
 
 async def run(http: str, grpc_bind: str) -> None:
-    """Serve until told to stop."""
+    """Serves until the process is asked to end."""
     engine, tokenizer = await asyncio.to_thread(load)
     judge = Judge(engine, tokenizer)
     app = Starlette(routes=[Route("/score", judge.http, methods=["POST"])])
@@ -154,7 +157,7 @@ async def run(http: str, grpc_bind: str) -> None:
 
 
 def main() -> None:
-    """Parse the command line and serve."""
+    """Parses the command line and serves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--http", default="127.0.0.1:8811", help="host:port of POST /score")
     parser.add_argument("--grpc", default="127.0.0.1:8812", help="host:port of the RewardService")

@@ -1,7 +1,7 @@
-"""A text game with a state: walk along a line to a treasure.
+"""A text game with state: walk along a line to a treasure.
 
-Each turn the game says where the player stands and which way the treasure lies (``<`` or ``>``), and the
-player says ``l`` or ``r``. The episode ends at the treasure, or when no moves are left.
+In each turn the game shows the player's position and the direction of the treasure (``<`` or ``>``), and the
+player answers ``l`` or ``r``. The episode ends at the treasure, or when no moves are left.
 """
 
 import random
@@ -13,7 +13,7 @@ class Search:
     """One game.
 
     Args:
-        length: Places on the line, at most 10.
+        length: Number of positions, at most 10.
         moves: Moves until the game is lost.
     """
 
@@ -24,13 +24,13 @@ class Search:
         self.place = self.treasure = 0
 
     def reset(self, task: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
-        """Hide the treasure. Training and held-out games differ by their seeds."""
+        """Hides the treasure. Training and held-out games differ by their seeds."""
         places = random.Random(seed).sample(range(self.length), 2)
         self.place, self.treasure = places
         return {"messages": self._look()}
 
     def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Move; anything but a move costs one as well."""
+        """Moves the player; an invalid answer also costs a move."""
         move = {"l": -1, "r": 1}.get(message["content"].strip(), 0)
         self.place = min(max(self.place + move, 0), self.length - 1)
         self.moves_left -= 1
