@@ -1,0 +1,104 @@
+"""Batches get the fields of all workers that score batches, each sample from one worker of a kind."""
+
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.runspec.workers import WORKERS, WorkerKind
+from services.controller.run import scorers
+from services.controller.run.scorers import BatchScoring
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Metadata of samples with these tokens."""
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+    partition_id: str = "run_a/train"
+
+    @property
+    def keys(self):
+        return [f"g.{row}" for row in range(len(self.tokens))]
+
+    @property
+    def num_keys(self):
+        return len(self.tokens)
+
+    def column(self, name):
+        return SimpleNamespace(lengths=[0] * len(self.tokens) if "prompt" in name else self.tokens)
+
+    def select(self, rows):
+        return Batch(tuple(self.tokens[row] for row in rows), tuple(rows))
+
+
+class Queue:
+    """Gives a batch back as it is stored now."""
+
+    async def get_batch(self, partition_id, keys):
+        return "stored"
+
+
+@pytest.fixture
+async def scoring(monkeypatch):
+    """Opens the scoring of a run with workers of these roles; calls are recorded by worker."""
+    calls: dict[str, tuple[int, ...]] = {}
+
+    @asynccontextmanager
+    async def channel(address, peer, *, run_id):
+        yield address
+
+    class Client:
+        def __init__(self, address):
+            self.address = address
+
+        async def score_batch(self, batch, *, weight_version, timeout_s):
+            calls[self.address] = batch.rows
+
+    monkeypatch.setattr(scorers, "open_channel", channel)
+    monkeypatch.setattr(scorers, "ScoringClient", Client)
+    async with AsyncExitStack() as stack:
+
+        async def opened(*workers: tuple[str, str]):
+            found = BatchScoring(Queue(), "run_a")
+            pairs = [SimpleNamespace(role=role, address=address) for role, address in workers]
+            await found.open(stack, pairs)
+            return found, calls
+
+        yield opened
+
+
+async def add(found, batch, *, is_trained=False):
+    return await found.add_fields(batch, weight_version=3, is_trained=is_trained, timeout_s=1.0)
+
+
+async def test_workers_of_a_kind_share_the_tokens_and_kinds_get_all_samples(scoring):
+    found, calls = await scoring(("logp", "l0"), ("logp", "l1"), ("critic", "c0"))
+    assert found.needs_weights
+    assert await add(found, Batch((9, 1, 5, 4))) == "stored"
+    assert sorted(calls["l0"] + calls["l1"]) == [0, 1, 2, 3]
+    assert {calls["l0"], calls["l1"]} == {(0, 1), (2, 3)}
+    assert calls["c0"] == (0, 1, 2, 3)
+
+
+async def test_a_trained_batch_is_not_scored_under_later_weights(scoring):
+    found, calls = await scoring(("logp", "l0"), ("critic", "c0"))
+    await add(found, Batch((1, 2)), is_trained=True)
+    assert calls.keys() == {"c0"}
+
+
+async def test_without_workers_that_score_batches_nothing_is_asked(scoring):
+    found, calls = await scoring(("ref_logp", "r0"))
+    batch = Batch((1, 2))
+    assert await add(found, batch) is batch
+    assert not found.needs_weights
+    assert not calls
+
+
+async def test_a_kind_that_is_added_is_asked_too(scoring, monkeypatch):
+    monkeypatch.setitem(WORKERS, "prm", WorkerKind(tasks=("prm",), scores="batches"))
+    found, calls = await scoring(("prm", "p0"))
+    await add(found, Batch((1,)))
+    assert calls == {"p0": (0,)}
