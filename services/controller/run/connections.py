@@ -184,7 +184,7 @@ async def connect(
     rollouts = [w for w in membership.workers(run_id, "rollout") if w.worker_id in names]
     in_turns = [w for w in rollouts if spec.is_colocated(w.worker_id)]
     _check_one_host(trainer, in_turns)
-    others = [w for w in membership.workers(run_id) if w.role not in ("trainer", "rollout")]
+    others = [w for w in membership.workers(run_id) if not WORKERS[w.role].is_required]
     drains = not spec.rollout.partial_rollout
     weights = WeightSession(
         spec.weight_sync,
