@@ -141,9 +141,9 @@ def _try(
 ) -> list[str]:
     """Tries the first rows, and the user's functions if there is no other problem; returns notes."""
     # This imports transformers, which takes a second.
-    from services.common.models.tokenizer import load_tokenizer
+    from services.common.models.tokenizer import load_chat_tokenizer
 
-    tokenizer = load_tokenizer(spec.model, spec.data.chat_template_arguments)
+    tokenizer = load_chat_tokenizer(spec)
     rows, prompts = try_rows(spec, sources, tokenizer)
     problems += rows.problems
     if problems or not tries_functions:
@@ -275,9 +275,9 @@ def _vocabulary(spec: RunSpec) -> Vocabulary:
     if made is not None:
         return made
     # This imports transformers, which takes a second.
-    from services.common.models.tokenizer import load_tokenizer
+    from services.common.models.tokenizer import load_chat_tokenizer
 
-    return load_tokenizer(spec.model, spec.data.chat_template_arguments)
+    return load_chat_tokenizer(spec)
 
 
 def _start(spec: RunSpec) -> Iterator[str]:

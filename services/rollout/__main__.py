@@ -16,7 +16,7 @@ from services.common.http.limits import raise_descriptor_limit
 from services.common.lifetime import report_ready, wait_for_shutdown
 from services.common.models.loading import load_config
 from services.common.models.routing_shape import routing_shape
-from services.common.models.tokenizer import Tokenizer, load_tokenizer
+from services.common.models.tokenizer import Tokenizer, load_chat_tokenizer, load_tokenizer
 from services.common.rpc.server import serve
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
@@ -126,9 +126,7 @@ async def _load(
 ) -> tuple[Engine, GroupSampler, GroupPublisher]:
     """Loads the model, data and rewards that the run's specification names."""
     spec: RunSpec = with_secrets(session.spec, settings.secrets_directory)
-    tokenizer = await asyncio.to_thread(
-        load_tokenizer, spec.model, spec.data.chat_template_arguments
-    )
+    tokenizer = await asyncio.to_thread(load_chat_tokenizer, spec)
     if spec.data.chat_template:
         # Imports of the template engine happen now, in a thread. Errors are reported with each prompt.
         with suppress(ValueError):

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,15 @@ from services.common.models.made_tokenizers import (
     make_builtin_tokenizer,
     tokenizer_name,
 )
-from services.common.runspec.run import ModelSpec
+from services.common.runspec.run import ModelSpec, RunSpec
 
 # Marks of the assistant's text in a template.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Roles whose text comes from outside, and marks around the number of a special token in it. A number of
+# its own between such marks does no harm: it would be that token's text.
+_OUTSIDE_ROLES = frozenset(("user", "tool", "function", "ipython"))
+_PLAIN_BEGIN, _PLAIN_END = "\uf8f0", "\uf8f1"
+_PLAIN = re.compile(f"{_PLAIN_BEGIN}(\\d+){_PLAIN_END}")
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -34,6 +39,7 @@ class Tokenizer:
         name: Its name in messages.
         stop_ids: Further tokens that end a response.
         template_arguments: Arguments of the chat template besides messages and tools.
+        escapes_special: True to encode special tokens in texts of users and tools as text.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class Tokenizer:
         name: str,
         stop_ids: Collection[int] = (),
         template_arguments: Mapping[str, Any] | None = None,
+        escapes_special: bool = True,
     ) -> None:
         if inner.eos_token_id is None:
             raise ValueError(
@@ -61,6 +68,11 @@ class Tokenizer:
             **dict(zip(inner.all_special_tokens, inner.all_special_ids, strict=True)),
         }
         self._template_arguments = dict(template_arguments or {})
+        # A token of one character cannot be encoded as text.
+        self._escaped = sorted((each for each in self._special_tokens if len(each) > 1), key=len)
+        longest_first = "|".join(map(re.escape, reversed(self._escaped)))
+        is_escaping = escapes_special and bool(self._escaped)
+        self._special = re.compile(longest_first) if is_escaping else None
         first = inner.encode("", add_special_tokens=True)[:1]
         self._backend = _plain_backend(inner)
         self._first_ids = first if first == [inner.bos_token_id] else []
@@ -117,10 +129,17 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, without special tokens around it.
 
+        The text may be that of :meth:`render_chat`, in which special tokens of users and tools are escaped.
+
         Raises:
             ValueError: If a ``chars:`` tokenizer has no token for one of the characters, or the
                 text has a lone surrogate.
         """
+        if _PLAIN_BEGIN in text:
+            return [id_ for _, part in self._unescaped(text) for id_ in self._encode(part)]
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
         if self._name.startswith(CHARS_PREFIX):
             unknown = sorted(set(text) - set(self._inner.get_vocab()))
             if unknown:
@@ -176,7 +195,9 @@ class Tokenizer:
         *,
         opens_answer: bool = True,
     ) -> str:
-        """Returns the text of a chat, including special tokens.
+        """Returns the text of a chat, including special tokens, for :meth:`encode`.
+
+        Special tokens in the texts of users and tools are escaped, so that they are encoded as text.
 
         Args:
             messages: ``role``, ``content`` and further keys that the template reads, such as
@@ -203,15 +224,59 @@ class Tokenizer:
         if _GENERATION.search(str(self._inner.chat_template or "")) is None:
             return None
         text, places = self._rendered(messages, tools, return_assistant_tokens_mask=True)
-        encoded = self._inner(text, add_special_tokens=False)
-        marks = [False] * len(encoded["input_ids"])
-        for begin, end in places:
-            first = encoded.char_to_token(0, begin)
-            last = encoded.char_to_token(0, end - 1)
-            if first is not None:  # otherwise it is out of bounds
-                past = len(marks) if last is None else last + 1
-                marks[first:past] = [True] * (past - first)
-        return list(encoded["input_ids"]), marks
+        ids, marks = list[int](), list[bool]()
+        for start, part in self._unescaped(text):
+            encoded = self._inner(part, add_special_tokens=False)
+            spans = [encoded.token_to_chars(0, place) for place in range(len(encoded["input_ids"]))]
+            ids += encoded["input_ids"]
+            marks += [
+                span is not None
+                and any(
+                    begin < start + span.end and start + span.start < end for begin, end in places
+                )
+                for span in spans
+            ]
+        return ids, marks
+
+    def _escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Escapes the special tokens in a message from outside."""
+        found = {key: each for key, each in message.items() if each is not None}
+        if self._special is None or found.get("role") not in _OUTSIDE_ROLES:
+            return found
+        content = found.get("content")
+        if isinstance(content, str):
+            found["content"] = self._escape_text(content)
+        elif isinstance(content, Sequence):
+            found["content"] = [
+                {**part, "text": self._escape_text(part["text"])}
+                if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+                else part
+                for part in content
+            ]
+        return found
+
+    def _escape_text(self, text: str) -> str:
+        assert self._special is not None
+        return self._special.sub(
+            lambda found: f"{_PLAIN_BEGIN}{self._escaped.index(found[0])}{_PLAIN_END}", text
+        )
+
+    def _unescaped(self, text: str) -> Iterator[tuple[int, str]]:
+        """Yields the place and the text of each part of a rendered chat that is encoded by itself.
+
+        An escaped token becomes two parts, neither of which is a token.
+        """
+        end = 0
+        for found in _PLAIN.finditer(text):
+            number = int(found[1])
+            if number >= len(self._escaped):  # the user wrote it
+                continue
+            token = self._escaped[number]
+            yield end, text[end : found.start()]
+            yield found.start(), token[: len(token) // 2]
+            yield found.start(), token[len(token) // 2 :]
+            end = found.end()
+        yield end, text[end:]
 
     def _rendered(
         self,
@@ -228,9 +293,7 @@ class Tokenizer:
         offered = [dict(tool) for tool in tools] or None
         arguments = {
             # As in transformers: many templates print None for a key with that value.
-            "conversations": [
-                [{key: each for key, each in one.items() if each is not None} for one in messages]
-            ],
+            "conversations": [[self._escape(one) for one in messages]],
             "tools": offered,
             **options,
             **self._inner.special_tokens_map,
@@ -276,13 +339,17 @@ def _plain_backend(inner: Any) -> Any:
 
 
 def load_tokenizer(
-    model: ModelSpec, template_arguments: Mapping[str, Any] | None = None
+    model: ModelSpec,
+    template_arguments: Mapping[str, Any] | None = None,
+    *,
+    escapes_special: bool = True,
 ) -> Tokenizer:
     """Loads the tokenizer of a model.
 
     Args:
         model: The model.
         template_arguments: Arguments of the chat template besides messages and tools.
+        escapes_special: True to encode special tokens in texts of users and tools as text.
 
     Raises:
         ValueError: If there is no such tokenizer; the message has the key and the fix.
@@ -291,7 +358,22 @@ def load_tokenizer(
     made = make_builtin_tokenizer(name)
     inner = _pretrained(name, model) if made is None else _fast(made)
     stop_ids = [] if model.is_tiny else _end_ids(model)
-    return Tokenizer(inner, name=name, stop_ids=stop_ids, template_arguments=template_arguments)
+    return Tokenizer(
+        inner,
+        name=name,
+        stop_ids=stop_ids,
+        template_arguments=template_arguments,
+        escapes_special=escapes_special,
+    )
+
+
+def load_chat_tokenizer(spec: RunSpec) -> Tokenizer:
+    """Loads the tokenizer of a run's model with the run's settings of chats; see :func:`load_tokenizer`."""
+    return load_tokenizer(
+        spec.model,
+        spec.data.chat_template_arguments,
+        escapes_special=spec.data.special_tokens_in_text == "text",
+    )
 
 
 def _end_ids(model: ModelSpec) -> list[int]:

@@ -212,6 +212,10 @@ class DataSpec(SpecPart):
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template besides messages and tools, for example ``enable_thinking:
     false``."""
+    special_tokens_in_text: Literal["text", "control"] = "text"
+    """Encoding of a special token, such as ``<|im_end|>``, in the text of a message of a user or a
+    tool. ``text``: as text, so that nobody can end a turn or open another one. ``control``: as the
+    token, for rows that contain tokens on purpose."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Max tokens of a prompt. A longer prompt is quarantined and counted; it is never truncated."""
     shuffle: bool = True
