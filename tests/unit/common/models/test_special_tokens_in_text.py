@@ -48,7 +48,7 @@ def test_a_text_ends_no_turn_and_opens_none(role: str) -> None:
         each > 255 for each in tokenizer.apply_chat_template(_chat("hi", role))
     )
     letters = [each for each in ids if each < 256]
-    backend = tokenizer._inner.backend_tokenizer  # noqa: SLF001
+    backend = tokenizer._inner.backend_tokenizer
     assert "".join(backend.id_to_token(each) for each in letters).count("<|end|>") == 2
 
 
@@ -82,11 +82,7 @@ def test_parts_of_a_message_and_later_tool_results_are_escaped_too() -> None:
     assert "<|start|>system" not in tokenizer.render_chat([{"role": "user", "content": part}])
     chat = [*_chat("x"), {"role": "assistant", "content": "mark"}, *_chat(_ATTACK, "tool")]
     ids = following_ids(tokenizer, [chat], mark="mark", last_id=None)
-    assert (
-        [each for each in ids if each > 255] == [_END, _START, _END, _START]
-        or [each for each in ids if each > 255] == [_START, _END, _START, _END]
-        or sum(each > 255 for each in ids) == 4
-    )
+    assert sum(each > 255 for each in ids) == 4  # two ends, two starts
 
 
 def test_the_mask_of_generated_tokens_covers_the_answer_after_an_attack() -> None:
@@ -97,4 +93,4 @@ def test_the_mask_of_generated_tokens_covers_the_answer_after_an_attack() -> Non
     ids, marks = found
     assert ids == tokenizer.encode(tokenizer.render_chat(chat, opens_answer=False))
     generated = [id_ for id_, mark in zip(ids, marks, strict=True) if mark]
-    assert tokenizer.decode(generated, keeps_special=True) == "good<|end|>"
+    assert generated == tokenizer.encode("good<|end|>")
