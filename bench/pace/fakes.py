@@ -52,7 +52,7 @@ class Pace:
     transfer_s: float = 0.05
     stall_s: float = 0.003
     """Seconds that an engine pauses for an adoption."""
-    handover_s: float = 0.8
+    gpu_switch_s: float = 0.8
     """Seconds of both switches of a colocated step; each side sleeps and wakes for a quarter of it."""
     is_partial: bool = False
     """True if running responses continue with new weights."""
@@ -79,14 +79,14 @@ class Pace:
         return Rates(
             train_tokens_per_s=self.batch_tokens / self.train_s,
             decode=DecodeTime(
-                fixed_s=self.token_s, sample_s=0.0, most_samples=self.token_s * self.tokens_per_s
+                fixed_s=self.token_s, sample_s=0.0, max_samples=self.token_s * self.tokens_per_s
             ),
             lengths=self.lengths,
             piece_s=self.piece_s,
             copy_s=self.pack_s,
             transfer_s=self.transfer_s,
             stall_s=self.stall_s,
-            handover_s=self.handover_s,
+            gpu_switch_s=self.gpu_switch_s,
         )
 
 
@@ -155,11 +155,11 @@ class PacedRollouts(FakeRollouts):
 
     async def Sleep(self, request: Any, context: Any) -> Any:
         await self.engine.sleep()
-        await asyncio.sleep(self._pace.handover_s / 4)
+        await asyncio.sleep(self._pace.gpu_switch_s / 4)
         return rollout_pb2.SleepResponse()
 
     async def Wake(self, request: Any, context: Any) -> Any:
-        await asyncio.sleep(self._pace.handover_s / 4)
+        await asyncio.sleep(self._pace.gpu_switch_s / 4)
         await self.engine.wake()
         return rollout_pb2.WakeResponse()
 
@@ -233,11 +233,11 @@ class PacedTrainer(FakeTrainer):
         self._idle = IdleClock()
 
     async def Sleep(self, request: Any, context: Any) -> Any:
-        await asyncio.sleep(self._pace.handover_s / 4)
+        await asyncio.sleep(self._pace.gpu_switch_s / 4)
         return trainer_pb2.SleepResponse()
 
     async def Wake(self, request: Any, context: Any) -> Any:
-        await asyncio.sleep(self._pace.handover_s / 4)
+        await asyncio.sleep(self._pace.gpu_switch_s / 4)
         return trainer_pb2.WakeResponse()
 
     async def AccumulateStep(self, request: Any, context: Any) -> Any:

@@ -19,12 +19,12 @@ from bench.pace.__main__ import GROUP_SIZE, GROUPS, STEPS, measure
 from bench.pace.fakes import Pace
 from bench.whole_run import REPOSITORY
 from services.controller.planning.inputs import rates_of
-from services.controller.planning.rates import Rates, Setting, together
+from services.controller.planning.rates import Rates, Setting, trainer_speedup
 from services.controller.planning.simulation import predict
 
 RESULTS = REPOSITORY / "bench" / "results" / "plan.json"
 _STEPS = 12
-_PLACES = 256
+_SLOTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Split:
     trainer_gpus: int
     rollouts: int
     lag: int
-    in_turns: int = 0
+    colocated_rollouts: int = 0
 
     def __str__(self) -> str:
-        together = f" ({self.in_turns} in turns)" if self.in_turns else ""
+        together = f" ({self.colocated_rollouts} colocated)" if self.colocated_rollouts else ""
         return f"{self.trainer_gpus}+{self.rollouts}{together} lag {self.lag}"
 
 
@@ -51,10 +51,10 @@ SPLITS = (
     Split(1, 1, 0),
     Split(1, 2, 4),
     Split(2, 1, 4),
-    Split(1, 1, 0, in_turns=1),
-    Split(1, 1, 1, in_turns=1),
-    Split(1, 3, 1, in_turns=1),
-    Split(1, 3, 4, in_turns=1),
+    Split(1, 1, 0, colocated_rollouts=1),
+    Split(1, 1, 1, colocated_rollouts=1),
+    Split(1, 3, 1, colocated_rollouts=1),
+    Split(1, 3, 4, colocated_rollouts=1),
 )
 """The measured splits; the first one provides the rates."""
 
@@ -66,26 +66,26 @@ async def compare(
     setting = Setting(
         trainer_gpus=split.trainer_gpus,
         rollouts=split.rollouts,
-        places=_PLACES,
+        slots=_SLOTS,
         max_staleness=split.lag,
         groups_per_step=GROUPS,
         group_size=GROUP_SIZE,
-        keeps_responses=split.lag > 0,
-        in_turns=split.in_turns,
+        partial_rollout=split.lag > 0,
+        colocated_rollouts=split.colocated_rollouts,
     )
-    scaled = replace(pace, train_s=pace.train_s / together(split.trainer_gpus))
+    scaled = replace(pace, train_s=pace.train_s / trainer_speedup(split.trainer_gpus))
     measured = await measure(
         here,
         scaled,
         steps=_STEPS,
-        places=_PLACES,
+        places=_SLOTS,
         rollouts=split.rollouts,
         max_staleness=split.lag,
         topology={"placement": setting.placement},
     )
     rates = rates or rates_of(measured[STEPS], _lengths(measured[STEPS]), setting=setting)
     # A disaggregated run has no measurement of switches.
-    predicted = predict(replace(rates, handover_s=pace.handover_s), setting)
+    predicted = predict(replace(rates, gpu_switch_s=pace.gpu_switch_s), setting)
     row = {
         "predicted_step_s": round(predicted.step_s, 3),
         "measured_step_s": measured["step_s"],
@@ -126,7 +126,9 @@ async def measure_shapes(names: list[str]) -> None:
 
 def _choice(rows: dict[str, Any]) -> dict[str, Any]:
     """Returns the chosen split of three GPUs, and its loss compared with the best one."""
-    gpus = {split: split.trainer_gpus + split.rollouts - split.in_turns for split in SPLITS}
+    gpus = {
+        split: split.trainer_gpus + split.rollouts - split.colocated_rollouts for split in SPLITS
+    }
     three = [str(split) for split, count in gpus.items() if count == 3]
     chosen = min(three, key=lambda split: rows[split]["predicted_step_s"])
     best = min(rows[split]["measured_step_s"] for split in three)

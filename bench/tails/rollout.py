@@ -77,7 +77,7 @@ class SimulatedRollout:
             role="rollout",
             address="",
             host_id="",
-            last_heard=0.0,
+            last_heartbeat=0.0,
             state="ready",
         )
         self.engine = CachingEngine(

@@ -131,7 +131,7 @@ def _worker(name: str, port: int) -> Worker:
         role="trainer" if name.startswith("trainer") else "rollout",
         address=f"127.0.0.1:{port}",
         host_id="host",
-        last_heard=0.0,
+        last_heartbeat=0.0,
     )
 
 

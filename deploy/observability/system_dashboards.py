@@ -153,7 +153,7 @@ FLEET = Dashboard(
         Row("Controller"),
         Panel(
             "Hand-out",
-            "From the moment a group may start to its rollout having taken it.",
+            "Time from a group becoming eligible to start until a rollout accepts it.",
             quantiles("slipstream_dispatch_duration_seconds", (0.5, 0.99)),
             unit="s",
         ),

@@ -245,4 +245,4 @@ def _starting(workers: Sequence[Mapping[str, Any]], seconds: float, reason: str)
     are_ready = all(w["state"].lower() == "ready" and not w["activity"] for w in workers)
     if workers and are_ready:
         return f"first step, {seconds:.0f} s: {reason or 'all workers are ready'}"
-    return f"starting, {seconds:.0f} s: {_doing(workers) or 'the workers are started'}"
+    return f"starting, {seconds:.0f} s: {_doing(workers) or 'the workers are starting'}"

@@ -89,7 +89,7 @@ class Memory:
             return str(error)
         return ""
 
-    def most_places(self, most: int, *, mean_tokens: float) -> int:
+    def max_slots(self, most: int, *, mean_tokens: float) -> int:
         """Returns the max samples that a rollout decodes at once within its KV cache."""
         if self._total is None:
             return most

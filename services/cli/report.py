@@ -1,10 +1,8 @@
 """Report files of a run: summary.json, metrics.jsonl and curves.png."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, pvariance
 from typing import Any
 
 import matplotlib as mpl
@@ -70,8 +68,6 @@ def _decorate(axes: Any, title: str, unit: str) -> None:
 
 
 METRICS = "metrics.jsonl"
-_STRETCHES = 10
-_MIN_STRETCH = 3
 
 
 def write_report(
@@ -109,16 +105,13 @@ def summary_lines(
         lines.append(run["message"])
     if not summary:
         return lines
-    fell = fall_of_reward(
-        {step["step"]: step["reward_mean"] for step in log.records if "reward_mean" in step}
-    )
     if learning := summary.get("nothing_learned"):
         lines.append(learning["message"])
     heldout, staleness = summary["heldout"], summary["staleness"]
     prompts, sync = summary["prompts"], summary["sync_ms"]
     lines += [
         f"  steps       {summary['steps']}, weight version {summary['weight_version']}",
-        *([f"  reward      {fell}"] if fell else []),
+        *([f"  learning    {drop['message']}"] if (drop := summary.get("reward_drop")) else []),
         f"  held-out    greedy {_number(heldout['greedy'])}, sampled {_number(heldout['sampled'])}",
         *(f"    {name}: {set_line(scores)}" for name, scores in heldout.get("sets", {}).items()),
         f"  staleness   mean {staleness['mean']:.2f}, max {staleness['max']}, bound {staleness['bound']}",
@@ -131,34 +124,6 @@ def summary_lines(
         f"  files       {folder}/summary.json, metrics.jsonl, curves.png",
     ]
     return lines
-
-
-def fall_of_reward(rewards: Mapping[int, float]) -> str:
-    """Returns a note if the reward fell below its best stretch by more than the noise; empty otherwise.
-
-    The run page uses the same rule (``verdict.js``). A stretch is a tenth of the steps, min 3. A
-    fall must exceed two standard errors of the difference, and a twentieth of the best mean.
-
-    Args:
-        rewards: Mean reward of each step.
-    """
-    steps = sorted(rewards)
-    values = [rewards[step] for step in steps]
-    size = max(len(steps) // _STRETCHES, _MIN_STRETCH)
-    newest = len(steps) - size
-    if newest < size:
-        return ""
-    stretches = {
-        begin: values[begin : begin + size] for begin in range(newest % size, newest + 1, size)
-    }
-    best = max(stretches, key=lambda begin: fmean(stretches[begin]))
-    before, after = fmean(stretches[best]), fmean(stretches[newest])
-    noise = math.sqrt((pvariance(stretches[best]) + pvariance(stretches[newest])) / size)
-    if before - after <= max(2 * noise, abs(before) / 20):
-        return ""
-    return (
-        f"fell from {before:.3f} (steps {steps[best]} to {steps[best + size - 1]}) to {after:.3f}"
-    )
 
 
 def _number(value: float | None, digits: int = 3) -> str:

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 # Specifications, with up to 256 KiB, are larger than anything that workers send.
 _MAX_MESSAGE_BYTES = 4 << 20
 # Number of newest runs that metrics describe.
-_MEASURED = 200
+_MAX_MEASURED = 200
 
 
 async def run_controller(settings: ControllerSettings) -> None:
@@ -86,7 +86,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         api = RunApi(manager, RunAudit(database), logs, users, limits)
         await manager.recover()
         members = MembershipServicer(manager, membership, settings, time)
-        rendezvous = RendezvousServicer(membership.meetings)
+        rendezvous = RendezvousServicer(membership.rendezvous)
         address = await stack.enter_async_context(_serve_grpc(api, members, rendezvous, settings))
         manager.drivers.services = Services(
             membership=membership,
@@ -119,7 +119,8 @@ def _opened_database(settings: ControllerSettings) -> Iterator[Database]:
 def _measured_runs(database: Database, membership: Membership) -> Iterator[None]:
     """Registers the metrics of the newest runs until the block ends."""
     runs = RunCollector(
-        lambda: RunStore(database).list_runs(limit=_MEASURED, has_specs=True), membership.workers
+        lambda: RunStore(database).list_runs(limit=_MAX_MEASURED, has_specs=True),
+        membership.workers,
     )
     REGISTRY.register(runs)
     try:
@@ -157,7 +158,7 @@ async def _serve_rest(
 ) -> AsyncIterator[str]:
     """Serves the REST API and the run page until the block ends; yields their address."""
     app = build_app(api, hosts=settings.hosts)
-    add_page_links(app, api, PageLinks(tokens, api.recognize))
+    add_page_links(app, api, PageLinks(tokens, api.check_valid))
     with_run_page(app)
     serving = serve_http(
         settings.rest_bind,
@@ -174,13 +175,13 @@ async def _serve_rest(
 
 def _open_users(settings: ControllerSettings, tokens: TokenStore) -> Authenticator:
     """Returns the authenticator of API users."""
-    ways: list[Authenticator] = [tokens]
+    authenticators: list[Authenticator] = [tokens]
     if settings.admin_token_file is not None:
         # The first token comes from a file, because creating it through the API would need a token.
         token = settings.admin_token_file.read_text(encoding="utf-8").strip()
-        tokens.remember(token, name="admin", project=DEFAULT_PROJECT, role="admin")
+        tokens.accept(token, name="admin", project=DEFAULT_PROJECT, role="admin")
     if settings.oidc_issuer:
-        ways.append(
+        authenticators.append(
             OidcProvider(
                 settings.oidc_issuer,
                 audience=settings.oidc_audience,
@@ -188,7 +189,7 @@ def _open_users(settings: ControllerSettings, tokens: TokenStore) -> Authenticat
                 name_claim=settings.oidc_name_claim,
             )
         )
-    return Authenticators(ways)
+    return Authenticators(authenticators)
 
 
 def main() -> None:

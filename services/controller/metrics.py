@@ -6,20 +6,25 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.common.telemetry.metrics import RPC, SYNC
 
-RUN_STEP = Gauge("slipstream_run_step", "Finished trainer steps.", ["run"])
-PROMPTS = Gauge("slipstream_prompts", "Groups by ledger state.", ["run", "state"])
+RUN_STEP = Gauge("slipstream_run_step", "Number of finished trainer steps.", ["run"])
+PROMPTS = Gauge("slipstream_prompts", "Number of groups in each ledger state.", ["run", "state"])
 LAST_PROGRESS = Gauge(
-    "slipstream_run_last_progress_timestamp_seconds", "When the run last finished a step.", ["run"]
+    "slipstream_run_last_progress_timestamp_seconds",
+    "Time at which the run last finished a step.",
+    ["run"],
 )
 LATE_GROUPS = Counter(
-    "slipstream_late_groups_total", "Results of groups that had been given to another rollout."
+    "slipstream_late_groups_total",
+    "Results discarded because the group had been dispatched to another rollout.",
 )
 STALENESS_VIOLATIONS = Counter(
-    "slipstream_staleness_violations_total", "Steps that trained tokens over the bound.", ["run"]
+    "slipstream_staleness_violations_total",
+    "Steps that trained tokens staler than algorithm.max_staleness.",
+    ["run"],
 )
 SAMPLE_STALENESS = Histogram(
     "slipstream_sample_staleness_versions",
-    "Trained samples by the staleness of their oldest trained token.",
+    "Staleness of the oldest trained token of each trained sample.",
     ["run"],
     buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
 )
@@ -30,41 +35,45 @@ WEIGHT_SYNC_SECONDS = Histogram(
     buckets=SYNC,
 )
 WEIGHT_SYNC_BYTES = Counter(
-    "slipstream_weight_sync_bytes_total", "Bytes of published versions.", ["run"]
+    "slipstream_weight_sync_bytes_total", "Total size of published versions.", ["run"]
 )
 WEIGHT_SYNCS = Counter(
     "slipstream_weight_syncs_total",
-    "Tries to publish a version, by outcome: ok, or the reason of the failure.",
+    "Attempts to publish a version, by outcome: ok, or the reason of the failure.",
     ["run", "outcome"],
 )
 WEIGHT_GROUP_EPOCH = Gauge(
-    "slipstream_weight_sync_group_epoch", "Number of the weight group.", ["run"]
+    "slipstream_weight_sync_group_epoch",
+    "Epoch of the weight group; grows with each change of members.",
+    ["run"],
 )
 WEIGHT_GROUP_SIZE = Gauge(
     "slipstream_weight_sync_group_size", "Trainer ranks and rollouts in the weight group.", ["run"]
 )
-SET_ASIDE = Gauge(
-    "slipstream_prompts_set_aside",
-    "Prompts that are not issued for a while, because they are solved or hopeless.",
+SKIPPED_PROMPTS = Gauge(
+    "slipstream_prompts_skipped",
+    "Prompts that are temporarily skipped because they are solved or hopeless.",
     ["run", "reason"],
 )
 DISPATCH_SECONDS = Histogram(
     "slipstream_dispatch_duration_seconds",
-    "From the moment a group may start to its rollout having taken it.",
+    "Time from a group becoming eligible to start until a rollout accepts it.",
     ["run"],
     buckets=RPC,
 )
 HTTP_SECONDS = Histogram(
     "slipstream_http_request_duration_seconds",
-    "Time until the REST API begins an answer.",
+    "Time until a response of the REST API begins.",
     ["route", "method", "code"],
     buckets=RPC,
 )
 
 API_REFUSALS = Counter(
-    "slipstream_api_refusals_total", "Requests over a quota of the API, by reason.", ["reason"]
+    "slipstream_api_refusals_total",
+    "Requests that the API refused because of a limit or their origin, by reason.",
+    ["reason"],
 )
-EVENT_STREAMS = Gauge("slipstream_event_streams", "Open streams of events and logs.")
+EVENT_STREAMS = Gauge("slipstream_event_streams", "Number of open streams of events and logs.")
 for _reason in ("rate_limited", "too_many_streams"):
     API_REFUSALS.labels(_reason)
 

@@ -11,7 +11,7 @@ from services.controller.settings import ControllerSettings, Limits
 from services.controller.store.database import Database
 from services.controller.store.tables import QUOTAS
 
-app = typer.Typer(help="Limits of projects.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Manages limits of projects.", no_args_is_help=True, add_completion=False)
 Project = Annotated[str, typer.Argument(help="Name of the project.")]
 
 _NAMES = tuple(Limits.__dataclass_fields__)
@@ -20,23 +20,26 @@ _NAMES = tuple(Limits.__dataclass_fields__)
 @app.command(name="set")
 def set_(
     project: Project,
-    max_active_runs: Annotated[int, typer.Option(min=0, help="Runs that may train at once.")],
-    max_queued_runs: Annotated[int, typer.Option(min=0, help="Runs that may wait.")],
+    max_active_runs: Annotated[int, typer.Option(min=0, help="Max active runs.")],
+    max_queued_runs: Annotated[int, typer.Option(min=0, help="Max queued runs.")],
     max_gpus: Annotated[
-        int, typer.Option(min=0, help="GPUs of the runs that train; 0 for no bound.")
+        int, typer.Option(min=0, help="Max GPUs of active runs; 0 for unlimited.")
     ] = 0,
     max_transferqueue_bytes: Annotated[
-        int, typer.Option(min=0, help="Bytes that their samples may take; 0 for no bound.")
+        int, typer.Option(min=0, help="Max bytes in the transferqueue; 0 for unlimited.")
     ] = 0,
     max_checkpoint_bytes: Annotated[
         int,
-        typer.Option(min=0, help="Bytes of checkpoints above which no run starts; 0 for no bound."),
+        typer.Option(
+            min=0, help="Bytes of checkpoints at which no further run starts; 0 for unlimited."
+        ),
     ] = 0,
     max_requests_per_second: Annotated[
-        int, typer.Option(min=0, help="Requests to each controller; 0 for no bound.")
+        int,
+        typer.Option(min=0, help="Max requests per second to each controller; 0 for unlimited."),
     ] = 0,
     max_event_streams: Annotated[
-        int, typer.Option(min=0, help="Streams that are open at each controller; 0 for no bound.")
+        int, typer.Option(min=0, help="Max open streams at each controller; 0 for unlimited.")
     ] = 0,
 ) -> None:
     """Sets the limits of a project, in effect from the next submission or start of a run."""

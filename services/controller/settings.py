@@ -158,6 +158,6 @@ class ControllerSettings(KeySettings, SpecSettings):
         """
         if not (self.admin_token_file or self.oidc_issuer):
             raise InvalidArgumentError(
-                "nobody could use the API: set admin_token_file or oidc_issuer; 'slipstream up' starts a "
-                "controller with a token of its own"
+                "no user could use the API: set admin_token_file or oidc_issuer; 'slipstream up' creates "
+                "a token itself"
             )

@@ -64,7 +64,7 @@ class DecodeTimes:
         return {
             "decode_fixed_s": mean_s - slope * mean,
             "decode_sample_s": slope,
-            "decode_most_samples": self._most,
+            "decode_max_samples": self._most,
         }
 
 

@@ -14,7 +14,7 @@ from services.common.rpc.client import call
 from slipstream.rollout.v1 import rollout_pb2 as pb
 from slipstream.rollout.v1 import rollout_pb2_grpc
 
-PASSED_OVER: Final = "set_aside"
+DEFERRED: Final = "deferred"
 """Failure reason of groups that were not started because the curriculum's function deferred their prompts."""
 
 _TIMEOUT_S = 30.0

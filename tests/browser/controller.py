@@ -82,10 +82,10 @@ class PageController:
         told = {**data, "rollouts": {"idle_s": {"rollout-0": 0.5, "rollout-1": 2.0}}}
         prompts = {"issued": 40, "consumed": 30, "dropped": 10, "reasons": {"stale": 10}}
         advice = {
-            "short": "generation",
+            "bottleneck": "generation",
             "remedy": "Predicted: rollout.replicas 2 instead of 1 would give 1.6x.",
         }
-        text, summary = f"step {step} is trained", {"prompts": prompts, "advice": advice}
+        text, summary = f"trained step {step}", {"prompts": prompts, "advice": advice}
         self.note(run_id, Note("StepCommitted", text, told, step, step, summary), commit)
         sync = {
             "version": step,

@@ -71,8 +71,8 @@ def chart(page, title):
 
 async def test_why_the_reward_fell(opened, runs):
     page = await opened(runs.ended)
-    await expect(page.locator("#fall")).to_contain_text("Reward fell from")
-    await expect(page.locator("#fall")).to_contain_text("reward/style went from")
+    await expect(page.locator("#learning")).to_contain_text("reward fell from")
+    await expect(page.locator("#learning")).to_contain_text("reward/style from")
     mouse, reward = Mouse(page), chart(page, "Reward")
     await mouse.click(reward.locator(".u-over"))
     link = reward.get_by_role("link", name=re.compile("samples of step"))
@@ -120,7 +120,7 @@ async def test_another_reward_term_is_drawn(opened, runs):
 async def test_which_side_is_the_bottleneck(opened, runs):
     page = await opened(runs.going)
     await expect(page.locator("#verdict")).to_contain_text(
-        re.compile("is the bottleneck|are the bottleneck|are in balance|wait for each other")
+        re.compile("is the bottleneck|are the bottleneck|are balanced|wait for each other")
     )
 
 
@@ -172,7 +172,7 @@ async def test_samples_of_a_real_run(opened, runs):
     prompt = await one.locator("pre.text").first.inner_text()
     await page.get_by_label("text", exact=True).fill("no such text")
     await page.get_by_label("text", exact=True).press("Enter")
-    await expect(page.get_by_text("There are none yet")).to_be_visible()
+    await expect(page.get_by_text("No samples match")).to_be_visible()
     await page.get_by_label("text", exact=True).fill(prompt)
     await page.get_by_label("text", exact=True).press("Enter")
     await expect(found.first).to_contain_text(prompt)

@@ -28,7 +28,7 @@ async def test_the_page_opens_on_what_is_running_and_is_live(open_page, controll
         "step 10 of 20 · weight version 10 · disaggregated · about 20 s left"
     )
     await expect(page.locator("#verdict")).to_have_text(
-        "Rollouts are the bottleneck: in the last 10 steps the trainer waited 75 % of the time for samples. "
+        "Rollouts are the bottleneck: in the last 10 steps the trainer waited for samples 75 % of the time. "
         "Predicted: rollout.replicas 2 instead of 1 would give 1.6x."
     )
     await expect(page.locator("#prompts")).to_have_text(
@@ -132,7 +132,7 @@ async def test_curves_are_zoomed_smoothed_and_drawn_on_other_axes(open_page, con
     await page.get_by_role("button", name="time", exact=True).click()
     await expect(first).to_have_value("")
     await expect(chart(page, "Reward by term").locator(".legend")).to_contain_text("format 0.5")
-    await page.get_by_text("Everything else that steps record").click()
+    await page.get_by_text("All other metrics of steps").click()
     further = chart(page, "no_chart_names_it")
     await further.scroll_into_view_if_needed()
     await expect(further.locator(".legend")).to_contain_text("no_chart_names_it 2")
@@ -166,11 +166,11 @@ async def test_the_time_line_tells_who_worked_and_who_waited(open_page, controll
     shares = page.get_by_role("region", name="Shares of the window")
     rows = {text.split("\t")[0]: text for text in (await _rows(shares))}
     assert list(rows) == ["trainer", "rollout-0", "rollout-1", "weight sync"]
-    assert "waits for data" in rows["trainer"]
+    assert "waits for groups" in rows["trainer"]
     line = page.get_by_role("img", name="Time line")
     await line.focus()
     await page.keyboard.press("ArrowRight")
-    await expect(page.locator(".says")).to_contain_text("step 1: waits for data")
+    await expect(page.locator(".label")).to_contain_text("step 1: waits for groups")
 
 
 async def _rows(region):
@@ -184,7 +184,7 @@ async def _rows(region):
 async def test_what_happened_is_told_as_text(open_page, controller):
     page = await open_page(f"/runs/{controller.running}/events")
     await expect(page.locator("#events")).to_contain_text("<b>rollout-1</b> ended")
-    await expect(page.locator("#events")).not_to_contain_text("is trained")
+    await expect(page.locator("#events")).not_to_contain_text("trained step")
     await expect(page.locator("#conditions")).to_contain_text("Admitted")
     await page.get_by_role("tab", name="Events").focus()
     await page.keyboard.press("ArrowRight")
@@ -335,7 +335,7 @@ async def test_a_run_is_changed_and_a_refusal_is_told(open_page, controller):
     spec = json.loads(controller.store.get(controller.running).spec_json)
     assert spec["trainer"]["checkpoint"]["every"] == 5
     await page.get_by_role("button", name="Change").click()
-    await dialog.get_by_role("button", name="Leave it").click()
+    await dialog.get_by_role("button", name="Close").click()
     await expect(dialog).to_have_count(0)
 
 

@@ -124,7 +124,7 @@ def test_a_preempted_rollout_stores_its_work_and_is_replaced(installed: Installe
     run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
     assert_ledger_closes(run)
     (lost,) = installed.events(run_id, "WorkerLost")
-    assert "rollout-1 ended with exit code 0" in lost["message"], "it ended within its grace"
+    assert "rollout-1 exited with exit code 0" in lost["message"], "it ended within its grace"
 
 
 def test_rollouts_are_scaled_by_hand_and_by_an_autoscaler_while_a_run_goes_on(
@@ -229,8 +229,8 @@ def test_a_run_in_turns_is_one_pod_that_holds_both_sides(installed: Installed) -
     assert run["step"] == 20
     assert_ledger_closes(run)
     steps = installed.api.get(f"/v1/runs/{run_id}/metrics").raise_for_status().json()
-    handovers = {item["name"]: item["values"] for item in steps["items"]}["handover_s"]
-    assert all(seconds is not None for seconds in handovers)
+    switches = {item["name"]: item["values"] for item in steps["items"]}["gpu_switch_s"]
+    assert all(seconds is not None for seconds in switches)
 
 
 def test_an_upgrade_in_the_middle_does_not_disturb_a_run(installed: Installed) -> None:

@@ -45,9 +45,9 @@ def test_a_run_trains_in_turns_on_one_gpu(
     assert finished.summary["staleness"]["max"] <= max_staleness
     (metrics,) = (tmp_path / "runs").glob("*/metrics.jsonl")
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    print(engine, max_staleness, [round(step["handover_s"], 3) for step in steps])
+    print(engine, max_staleness, [round(step["gpu_switch_s"], 3) for step in steps])
     for step in steps:
-        assert {"rollouts_sleep_s", "trainer_wake_s", "handover_s"} <= step.keys()
+        assert {"rollouts_sleep_s", "trainer_wake_s", "gpu_switch_s"} <= step.keys()
 
 
 def test_a_trainer_that_sleeps_leaves_the_gpu_and_trains_on_as_before() -> None:

@@ -34,7 +34,7 @@ class Member:
             role="trainer" if self.name == "trainer" else "rollout",
             address=f"127.0.0.1:{self.port}",
             host_id=host_id,
-            last_heard=0.0,
+            last_heartbeat=0.0,
         )
 
     async def started(self):

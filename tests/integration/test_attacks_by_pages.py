@@ -50,7 +50,7 @@ def test_a_foreign_page_starts_nothing_on_a_developers_machine(up):
     assert httpx.get(f"{url}/v1/runs", headers=own).json()["items"] == []
     log = (state / "logs" / "controller.log").read_text()
     for code in ("foreign_host", "foreign_origin", "not_json", "unauthenticated"):
-        assert log.count(f"requests are refused: {code}") == 1
+        assert log.count(f"request refused: {code}") == 1
     honest = httpx.get(f"{url}/v1/quota", headers={**own, "Origin": url})
     assert honest.status_code == 200
 

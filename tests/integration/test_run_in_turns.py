@@ -24,7 +24,7 @@ def test_a_run_in_turns_trains_what_a_run_apart_trains(plumbing, system):
         assert done.code == 0, done.out + done.err
         steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
         trained.append([(step["reward_mean"], step["loss"]) for step in steps])
-        assert all(("handover_s" in step) == (placement == "colocated") for step in steps)
+        assert all(("gpu_switch_s" in step) == (placement == "colocated") for step in steps)
     assert trained[0] == [pytest.approx(step, abs=1e-4) for step in trained[1]]
 
 
@@ -39,7 +39,7 @@ def test_of_a_mixed_run_some_rollouts_go_on_with_what_others_put_aside(plumbing,
     )
     assert done.code == 0, done.out + done.err
     steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
-    assert all("handover_s" in step for step in steps)
+    assert all("gpu_switch_s" in step for step in steps)
     assert max(step["staleness_max"] for step in steps) <= 2
     with closing(sqlite3.connect(system.state / "slipstream.db")) as database:
         rows = database.execute(

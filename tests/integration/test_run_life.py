@@ -58,7 +58,7 @@ async def test_a_paused_run_loses_nothing_and_goes_on(plumbing, up):
         longer = forked.id
     lines = slipstream("metrics", longer, "reward_mean", "--url", url).out.splitlines()
     assert len(lines) == 203
-    assert "step 203 is trained" in slipstream("events", longer, "--url", url).out
+    assert "trained step 203" in slipstream("events", longer, "--url", url).out
     assert "trainer-0" in slipstream("logs", longer, "--tail", "1", "--url", url).out
     assert "longer" in slipstream("list", "--url", url).out
 

@@ -27,7 +27,7 @@ def test_the_curriculum_example_trains_for_a_part_of_an_epoch(system):
     # All that was issued is trained: a third each.
     sizes = [sum(step[f"set_samples/{name}"] for step in steps) for name in ("two", "four", "six")]
     assert sorted(sizes) == [42 * 8, 43 * 8, 43 * 8]
-    aside = steps[-1]["set_aside/solved"] + steps[-1]["set_aside/hopeless"]
+    aside = steps[-1]["skipped/solved"] + steps[-1]["skipped/hopeless"]
     assert 0 < aside <= done.summary["prompts"]["issued"]
     sets = done.summary["heldout"]["sets"]
     assert sorted(sets) == ["four", "six", "two"]

@@ -113,7 +113,7 @@ async def test_a_rollout_joins_while_the_trainer_trains(mode):
         served = await members["rollout-0"].serves()
         late = started.start("rollout-1")
         await late.started()
-        async with session.turn:  # the trainer's weights change meanwhile
+        async with session.trainer_lock:  # the trainer's weights change meanwhile
             assert await session.admit([late.worker()])
             report = await session.publish(partial(int, 0))
         assert report.receivers == ("rollout-0", "rollout-1")
@@ -128,10 +128,10 @@ async def test_a_version_that_another_session_published_is_kept_for_who_joins():
         await session.publish(partial(int, 0))
         served = await members["rollout-0"].serves()
         again = await open_session(members, attempt=2, **PATIENT)
-        await again.keep(0)
+        await again.retain_copy(0)
         late = started.start("rollout-1")
         await late.started()
-        async with again.turn:
+        async with again.trainer_lock:
             assert await again.admit([late.worker()])
             await again.publish(partial(int, 0))
         assert await late.serves() == served
@@ -144,9 +144,9 @@ FAR = {"rollout-0": "far", "rollout-1": "far"}
 async def joined_from_peer(session, late):
     """Whether a rollout on the host of another one got its weights from that, the trainer being elsewhere."""
     await late.started()
-    async with session.turn:
+    async with session.trainer_lock:
         assert await session.admit([late.worker("far")])
-        return await session.bring([late.name]) == [late.name]
+        return await session.send_from_peers([late.name]) == [late.name]
 
 
 @pytest.mark.parametrize("mode", ["shadow", "delta"])
@@ -173,7 +173,7 @@ async def test_a_rollout_without_a_nearer_peer_gets_its_weights_from_the_trainer
         late = started.start("rollout-1")
         await late.started()
         assert await session.admit([late.worker("far" if hosts else "host")])
-        assert await session.bring(["rollout-1"]) == []
+        assert await session.send_from_peers(["rollout-1"]) == []
         await session.publish(partial(int, 0))
         assert await late.serves() == served
 

@@ -1,6 +1,5 @@
 """Read-only commands on runs: state, events, logs, metrics, groups, checkpoints, workers."""
 
-import asyncio
 import json
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
@@ -26,7 +25,6 @@ from services.cli.api_calls import (
 from services.cli.display import set_line
 from services.cli.names import find_run, may_be_run, short_ids
 from services.cli.output import console, errors, write
-from services.cli.report import fall_of_reward
 from services.controller.api.operations import (
     GetTopology,
     ListCheckpoints,
@@ -92,17 +90,15 @@ def get(
 ) -> None:
     """Show one run."""
 
-    async def work(api: Api, found: str) -> tuple[RunView, MetricPage]:
-        asked = ListMetrics(run_id=found, name=["reward_mean"])
-        run, rewards = await asyncio.gather(api.get(found), api.call(asked))
-        return run, rewards
+    async def work(api: Api, found: str) -> RunView:
+        return await api.get(found)
 
-    run, rewards = of_run(url, run_id, work, state_directory=state_directory)
+    run = of_run(url, run_id, work, state_directory=state_directory)
     if as_json or not console.is_terminal:
         write(run.model_dump_json(indent=2))
         return
     table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in _facts(run, rewards).items():
+    for name, value in _facts(run).items():
         table.add_row(name, value)
     console.print(table)
     if run.state not in TERMINAL:
@@ -113,18 +109,16 @@ def get(
         console.print(f"\n{run.message}")
 
 
-def _facts(run: RunView, rewards: MetricPage) -> dict[str, str]:
+def _facts(run: RunView) -> dict[str, str]:
     """Returns the facts of a run to display, by name."""
-    fell = fall_of_reward(dict(_by_step(rewards)))
     prompts = run.summary.get("prompts", {})
     counts = (f"{count} {name}" for name, count in prompts.items() if name != "reasons")
-    learning = run.summary.get("nothing_learned")
+    learning = run.summary.get("nothing_learned") or run.summary.get("reward_drop")
     return {
         "name": run.name,
         "state": f"{run.state} ({run.state_reason})",
         "doing": ", ".join(run.activities).lower() or "-",
         "step": _steps(run),
-        **({"reward": fell} if fell else {}),
         "advice": run.summary.get("advice", {}).get("message", "-"),
         **({"learning": learning["message"]} if learning else {}),
         "weights": f"version {run.weight_version}" if run.weight_version >= 0 else "-",

@@ -22,10 +22,10 @@ from services.controller.planning.gpu_splits import (
     GpuCapacity,
     Split,
     SplitPlan,
-    may_take_turns,
-    placed,
+    may_colocate,
     plan_splits,
     trainer_unit,
+    with_setting,
 )
 from services.controller.planning.inputs import (
     ASSUMPTIONS,
@@ -85,7 +85,7 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
         memory = Memory(loaded, gpu_bytes(gpu_memory) if gpu_memory else None)
         known = _known(loaded, memory, from_, rates, url=url)
         found = _planned(loaded, memory, known.rates, gpus=gpus, most_staleness=max_staleness)
-        memory = memory.like(placed(loaded, found.best.setting))
+        memory = memory.like(with_setting(loaded, found.best.setting))
     except (ValueError, OSError, yaml.YAMLError) as error:
         fail(str(error))
         raise typer.Exit(2) from error
@@ -151,19 +151,19 @@ def _planned(
     spec: RunSpec, memory: Memory, rates: Rates, *, gpus: int | None, most_staleness: int
 ) -> SplitPlan:
     base, kind = setting_of(spec), engine_kind(spec.rollout.engine)
-    most = memory.most_places(kind.most_running, mean_tokens=rates.lengths.mean())
+    most = memory.max_slots(kind.most_running, mean_tokens=rates.lengths.mean())
 
     def follows(max_staleness: int, rollouts: int) -> int:
         return default_places(spec, max_staleness=max_staleness, replicas=rollouts)
 
-    has_own = base.places != follows(base.max_staleness, base.rollouts)
+    has_own = base.slots != follows(base.max_staleness, base.rollouts)
 
-    def places(max_staleness: int, rollouts: int) -> int:
+    def slots(max_staleness: int, rollouts: int) -> int:
         """Return the specified slots, or the default for this split if none are specified."""
-        return max(1, min(base.places if has_own else follows(max_staleness, rollouts), most))
+        return max(1, min(base.slots if has_own else follows(max_staleness, rollouts), most))
 
     def refused(setting: Setting) -> str:
-        return memory.like(placed(spec, setting)).refused(setting.trainer_gpus)
+        return memory.like(with_setting(spec, setting)).refused(setting.trainer_gpus)
 
     count = gpus or base.gpus
     return plan_splits(
@@ -179,10 +179,10 @@ def _planned(
             for bound in (*_BOUNDS, base.max_staleness, most_staleness)
             if bound <= most_staleness
         },
-        places=places,
-        most_places=most,
+        slots=slots,
+        max_slots=most,
         refused=refused,
-        may_take_turns=lambda way: may_take_turns(spec, way),
+        may_colocate=lambda way: may_colocate(spec, way),
     )
 
 
@@ -192,12 +192,12 @@ def _show(spec: RunSpec, found: SplitPlan, known: _Known, *, memory: Memory) -> 
         "trainer",
         "rollouts",
         "bound",
-        "places",
+        "slots",
         "step s",
         "samples/s",
         "trainer idle",
     )
-    table = Table(*columns, "rollouts idle", "places used", "stale", "of limit", box=None)
+    table = Table(*columns, "rollouts idle", "slots used", "stale", "of limit", box=None)
     for split in found.splits:
         mark = "*" if split.setting == found.best.setting else ""
         table.add_row(mark, *_cells(split))
@@ -235,11 +235,11 @@ def _why(found: SplitPlan) -> str:
 
 def _cells(split: Split) -> Iterator[str]:
     setting, found = split.setting, split.prediction
-    together = f", {setting.in_turns} in turns" if setting.is_colocated else ""
+    together = f", {setting.colocated_rollouts} colocated" if setting.is_colocated else ""
     yield from (str(setting.trainer_gpus), f"{setting.rollouts}{together}")
-    yield from map(str, (setting.max_staleness, setting.places))
+    yield from map(str, (setting.max_staleness, setting.slots))
     yield from (f"{found.step_s:.2f}", f"{found.samples_per_s:.1f}")
-    for share in (found.trainer_idle, found.rollout_idle, found.places_used):
+    for share in (found.trainer_idle, found.rollout_idle, found.slots_used):
         yield f"{100 * share:.0f} %"
     yield f"{found.staleness_mean:.1f} / {found.staleness_p95}"
     yield f"{found.share_of_limit:.2f}"
@@ -251,7 +251,7 @@ def _keys(split: Split) -> dict[str, int | str]:
         "topology.placement": split.setting.placement,
         "trainer.world_size": split.setting.trainer_gpus,
         "rollout.replicas": split.setting.rollouts,
-        "rollout.max_running_samples": split.setting.places,
+        "rollout.max_running_samples": split.setting.slots,
         "algorithm.max_staleness": split.setting.max_staleness,
     }
 

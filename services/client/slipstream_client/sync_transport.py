@@ -113,7 +113,7 @@ class Transport:
             ApiError: If the request is refused, or nobody answers for a minute.
             TimeoutError: If the run takes longer.
         """
-        begin = last_heard = time.monotonic()
+        begin = last_heartbeat = time.monotonic()
         while True:
             left = _SILENCE_S if timeout_s is None else begin + timeout_s - time.monotonic()
             if left <= 0:
@@ -130,15 +130,15 @@ class Transport:
                     yield kind, data
                     if kind == "end":
                         return
-                    after_seq, last_heard = data.get("seq", after_seq), time.monotonic()
-                    if timeout_s is not None and last_heard > begin + timeout_s:
+                    after_seq, last_heartbeat = data.get("seq", after_seq), time.monotonic()
+                    if timeout_s is not None and last_heartbeat > begin + timeout_s:
                         break
-                last_heard = time.monotonic()
+                last_heartbeat = time.monotonic()
             except httpx.TransportError as error:
                 now = time.monotonic()
                 # A run that has nothing to tell is silent for long: what was cut off was there until now.
                 if isinstance(error, _CUT_OFF) and now - asked > _ASK_AGAIN_S:
-                    last_heard = now
-                elif now - last_heard > _SILENCE_S:
+                    last_heartbeat = now
+                elif now - last_heartbeat > _SILENCE_S:
                     raise ApiError(f"the controller at {self.url} broke off: {error!r}") from error
             time.sleep(_ASK_AGAIN_S)

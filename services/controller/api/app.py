@@ -17,6 +17,23 @@ from services.controller.api.same_origin import SameOrigin
 from services.controller.metrics import HTTP_SECONDS
 from services.controller.models import LogLine
 
+_REFUSALS = {
+    "400": "The body is not JSON.",
+    "401": "The token is missing, unknown or expired.",
+    "403": "The caller's role does not permit the operation.",
+    "404": "The project has no such resource.",
+    "408": "The body did not arrive in time.",
+    "409": "The state of the resource does not permit the operation.",
+    "410": "Events after the cursor are no longer stored.",
+    "412": "The run has changed since the caller read it.",
+    "413": "The body is too large.",
+    "415": "The Content-Type is not application/json.",
+    "422": "The request is invalid.",
+    "428": "The header If-Match is missing.",
+    "429": "A quota or rate limit is exceeded.",
+    "503": "Temporarily unavailable; try again.",
+}
+
 
 class Measured:
     """ASGI middleware that records the time until each response begins.
@@ -50,24 +67,6 @@ def _record(scope: Scope, status: int, seconds: float) -> None:
     route = scope.get("route")
     if route is not None and status != 405:
         HTTP_SECONDS.labels(route.path, scope["method"], str(status)).observe(seconds)
-
-
-_REFUSALS = {
-    "400": "The body is not JSON.",
-    "401": "No known token.",
-    "403": "The role does not allow it.",
-    "404": "There is no such thing in the project.",
-    "408": "The body did not come in time.",
-    "409": "The state does not allow it.",
-    "410": "Events behind the cursor are not kept any more.",
-    "412": "The run was changed since.",
-    "413": "The body is too large.",
-    "415": "The body is not said to be JSON.",
-    "422": "The request breaks a rule.",
-    "428": "If-Match is missing.",
-    "429": "A quota is used up.",
-    "503": "Not now; try again.",
-}
 
 
 def build_app(api: RunApi, *, hosts: Collection[str] = ()) -> FastAPI:

@@ -38,7 +38,7 @@ _STATUS = {
 }
 
 # Statuses that are logged because the requests may be an attack.
-_TOLD = frozenset(map(HTTPStatus, (401, 403, 408, 413, 415, 421, 429)))
+_LOGGED = frozenset(map(HTTPStatus, (401, 403, 408, 413, 415, 421, 429)))
 _refusals = RareLog(logger)
 
 _STATUS_OF_REASON = {
@@ -87,8 +87,8 @@ def _add_domain_handlers(app: FastAPI) -> None:
     async def service_error(request: Request, error: ServiceError) -> JSONResponse:
         status = _STATUS.get(error.code.name, HTTPStatus.INTERNAL_SERVER_ERROR)
         status = _STATUS_OF_REASON.get(error.reason, status)
-        is_ours = status is HTTPStatus.INTERNAL_SERVER_ERROR
-        detail = "a fault of the controller; see its log" if is_ours else error.message
+        is_internal = status is HTTPStatus.INTERNAL_SERVER_ERROR
+        detail = "the controller failed; see its log" if is_internal else error.message
         headers: dict[str, str] = {}
         retry: float | None = None
         if isinstance(error, ResourceExhaustedError):
@@ -103,13 +103,13 @@ def _add_domain_handlers(app: FastAPI) -> None:
             detail,
             headers=headers,
             retry_after_s=retry,
-            fault=error if is_ours else None,
+            fault=error if is_internal else None,
         )
 
     @app.exception_handler(Exception)
     async def fault(request: Request, error: Exception) -> JSONResponse:
         status = HTTPStatus.INTERNAL_SERVER_ERROR
-        detail = "a fault of the controller; see its log"
+        detail = "the controller failed; see its log"
         return problem(request, status, "internal", detail, fault=error)
 
     @app.exception_handler(SpecError)
@@ -118,7 +118,7 @@ def _add_domain_handlers(app: FastAPI) -> None:
             request,
             HTTPStatus.UNPROCESSABLE_ENTITY,
             "invalid_spec",
-            "the run specification has problems",
+            "the run specification is invalid",
             errors=[FieldProblem(pointer=_pointer(text), message=text) for text in error.problems],
         )
 
@@ -139,9 +139,7 @@ def _add_request_handlers(app: FastAPI) -> None:
             for item in error.errors()
         ]
         status = HTTPStatus.UNPROCESSABLE_ENTITY
-        return problem(
-            request, status, "invalid_request", "the request has problems", errors=errors
-        )
+        return problem(request, status, "invalid_request", "the request is invalid", errors=errors)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -151,13 +149,19 @@ def _add_request_handlers(app: FastAPI) -> None:
             headers["Allow"] = ", ".join(_allowed_methods(app, request))
         code, detail = status.phrase.lower().replace(" ", "_"), str(error.detail)
         if status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-            code, detail = "too_large", f"a body may have {MAX_DOCUMENT_BYTES} bytes"
+            code, detail = (
+                "too_large",
+                f"the request body must have at most {MAX_DOCUMENT_BYTES} bytes",
+            )
         return problem(request, status, code, detail, headers=headers)
 
     @app.exception_handler(BodyError)
     async def body_error(request: Request, error: BodyError) -> JSONResponse:
         return problem(
-            request, HTTPStatus.BAD_REQUEST, "invalid_json", f"the body is not JSON: {error}"
+            request,
+            HTTPStatus.BAD_REQUEST,
+            "invalid_json",
+            f"the request body must be JSON: {error}",
         )
 
 
@@ -210,9 +214,9 @@ def problem(
 ) -> JSONResponse:
     """Returns the response that describes a problem; logs faults of the controller."""
     trace = tracing.parse(request.headers.get("traceparent", "")) or tracing.fresh()
-    if status in _TOLD:
+    if status in _LOGGED:
         peer = request.client.host if request.client else ""
-        _refusals.warning(f"requests are refused: {code}", path=request.url.path, peer=peer)
+        _refusals.warning(f"request refused: {code}", path=request.url.path, peer=peer)
     if fault is not None:
         with tracing.within(trace):
             logger.error("request failed", exc_info=fault, extra={"path": request.url.path})

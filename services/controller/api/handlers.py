@@ -93,130 +93,130 @@ class Handlers:
         self._limits = limits
         self._pages = PageTokens()
 
-    async def create_run(self, call: Call, asked: ops.CreateRun) -> RunView | ValidatedView:
+    async def create_run(self, call: Call, request: ops.CreateRun) -> RunView | ValidatedView:
         # Large or deeply nested specifications take long to parse; a thread keeps the event loop
         # free.
-        spec = await asyncio.to_thread(parse_spec, asked.spec)
-        if asked.validate_only:
+        spec = await asyncio.to_thread(parse_spec, request.spec)
+        if request.validate_only:
             await self._manager.validate(call.who.project, spec, role=call.who.role)
             call.is_repeated = True
             return ValidatedView(spec=spec.model_dump(mode="json"), spec_digest=spec_digest(spec))
-        labels = dict(pair.split("=", 1) for pair in asked.label)
-        body = f"{canonical_json(spec)} {asked.priority} {sorted(labels.items())}"
+        labels = dict(pair.split("=", 1) for pair in request.label)
+        body = f"{canonical_json(spec)} {request.priority} {sorted(labels.items())}"
         submission = Submission(
             spec=spec,
             project=call.who.project,
-            priority=asked.priority,
+            priority=request.priority,
             labels=labels,
             actor=call.who.name,
-            request=call.key("CreateRun", asked.idempotency_key, body),
+            request=call.key("CreateRun", request.idempotency_key, body),
         )
         run, is_new = await self._manager.create(submission, role=call.who.role)
         call.is_repeated = not is_new
         return self._view(run)
 
-    async def list_runs(self, call: Call, asked: ops.ListRuns) -> RunPage:
-        key, _, value = asked.label.partition("=")
+    async def list_runs(self, call: Call, request: ops.ListRuns) -> RunPage:
+        key, _, value = request.label.partition("=")
         only = RunFilter(
             project=call.who.project,
-            state=asked.state,
-            name=asked.name or None,
-            label=(key, value) if asked.label else None,
-            is_oldest_first=asked.order_by == "create_time",
+            state=request.state,
+            name=request.name or None,
+            label=(key, value) if request.label else None,
+            is_oldest_first=request.order_by == "create_time",
         )
-        after = self._pages.read(asked.page_token, repr(only))
-        runs = await self._manager.list_runs(limit=asked.page_size + 1, after=after, only=only)
-        page = runs[: asked.page_size]
+        after = self._pages.read(request.page_token, repr(only))
+        runs = await self._manager.list_runs(limit=request.page_size + 1, after=after, only=only)
+        page = runs[: request.page_size]
         has_more = len(runs) > len(page)
         return RunPage(
             items=[view_listed(run, self._doing(run)) for run in page],
             next_page_token=self._pages.make(page[-1].run_id, repr(only)) if has_more else "",
         )
 
-    async def get_run(self, call: Call, asked: ops.GetRun) -> RunView:
+    async def get_run(self, call: Call, request: ops.GetRun) -> RunView:
         return self._view(call.run)
 
-    async def update_run(self, call: Call, asked: ops.UpdateRun) -> RunView:
+    async def update_run(self, call: Call, request: ops.UpdateRun) -> RunView:
         return self._view(
             await self._manager.patch(
-                asked.run_id,
-                asked,
-                revision=revision_of(asked.if_match),
+                request.run_id,
+                request,
+                revision=revision_of(request.if_match),
                 actor=call.who.name,
                 role=call.who.role,
             )
         )
 
-    async def delete_run(self, call: Call, asked: ops.DeleteRun) -> None:
+    async def delete_run(self, call: Call, request: ops.DeleteRun) -> None:
         await self._manager.delete(
-            asked.run_id,
-            revision=revision_of(asked.if_match),
-            delete_checkpoints=asked.delete_checkpoints,
+            request.run_id,
+            revision=revision_of(request.if_match),
+            delete_checkpoints=request.delete_checkpoints,
         )
 
-    async def cancel_run(self, call: Call, asked: ops.CancelRun) -> RunView:
-        return self._view(await self._manager.cancel(asked.run_id, asked, actor=call.who.name))
+    async def cancel_run(self, call: Call, request: ops.CancelRun) -> RunView:
+        return self._view(await self._manager.cancel(request.run_id, request, actor=call.who.name))
 
-    async def pause_run(self, call: Call, asked: ops.PauseRun) -> RunView:
-        return self._view(await self._manager.pause(asked.run_id, asked, actor=call.who.name))
+    async def pause_run(self, call: Call, request: ops.PauseRun) -> RunView:
+        return self._view(await self._manager.pause(request.run_id, request, actor=call.who.name))
 
-    async def resume_run(self, call: Call, asked: ops.ResumeRun) -> RunView:
-        return self._view(await self._manager.resume(asked.run_id, actor=call.who.name))
+    async def resume_run(self, call: Call, request: ops.ResumeRun) -> RunView:
+        return self._view(await self._manager.resume(request.run_id, actor=call.who.name))
 
-    async def evaluate_run(self, call: Call, asked: ops.EvaluateRun) -> RunView:
+    async def evaluate_run(self, call: Call, request: ops.EvaluateRun) -> RunView:
         await self._manager.drivers.evaluate(call.run)
         return self._view(call.run)
 
-    async def save_run(self, call: Call, asked: ops.SaveRun) -> RunView:
+    async def save_run(self, call: Call, request: ops.SaveRun) -> RunView:
         await self._manager.drivers.running(call.run).save()
         return self._view(call.run)
 
-    async def report_tracker(self, call: Call, asked: ops.ReportTracker) -> EventView:
-        kind, text = "TrackerWrites", f"{asked.tracker} is written to again"
-        if not asked.is_writing:
+    async def report_tracker(self, call: Call, request: ops.ReportTracker) -> EventView:
+        kind, text = "TrackerRecovered", f"{request.tracker} works again"
+        if not request.is_writing:
             kind = "TrackerFailed"
-            text = f"{asked.tracker} fails and is tried again, the run goes on: {asked.message}"
-        note = Note(kind, text, {"tracker": asked.tracker}, actor=call.who.name)
-        return EventView.model_validate(await self._manager.tell(call.run, note))
+            text = f"{request.tracker} failed and is retried; the run continues: {request.message}"
+        note = Note(kind, text, {"tracker": request.tracker}, actor=call.who.name)
+        return EventView.model_validate(await self._manager.add_event(call.run, note))
 
-    async def fork_run(self, call: Call, asked: ops.ForkRun) -> RunView:
-        body = asked.model_dump_json(exclude={"idempotency_key"})
-        key = call.key("ForkRun", asked.idempotency_key, body)
+    async def fork_run(self, call: Call, request: ops.ForkRun) -> RunView:
+        body = request.model_dump_json(exclude={"idempotency_key"})
+        key = call.key("ForkRun", request.idempotency_key, body)
         return self._view(
             await self._manager.fork(
-                call.run, asked, actor=call.who.name, role=call.who.role, request=key
+                call.run, request, actor=call.who.name, role=call.who.role, request=key
             )
         )
 
-    async def list_events(self, call: Call, asked: ops.ListEvents) -> EventPage:
+    async def list_events(self, call: Call, request: ops.ListEvents) -> EventPage:
         only = EventFilter(
-            types=tuple(asked.type),
-            not_types=tuple(asked.not_type),
-            before_seq=asked.before_seq or None,
-            is_newest_first=asked.order_by == "-seq",
+            types=tuple(request.type),
+            not_types=tuple(request.not_type),
+            before_seq=request.before_seq or None,
+            is_newest_first=request.order_by == "-seq",
         )
         events = await self._manager.feed.page(
-            asked.run_id, after_seq=asked.after_seq, limit=asked.limit, only=only
+            request.run_id, after_seq=request.after_seq, limit=request.limit, only=only
         )
         return EventPage(items=[EventView.model_validate(event) for event in events])
 
-    async def watch_run(self, call: Call, asked: ops.WatchRun) -> Items:
-        known = asked.last_event_id
-        start = int(known) if known.isdecimal() and len(known) < 16 else asked.after_seq
+    async def watch_run(self, call: Call, request: ops.WatchRun) -> Items:
+        known = request.last_event_id
+        start = int(known) if known.isdecimal() and len(known) < 16 else request.after_seq
         if start:
             # Checked before the response begins, because a running stream can no longer report
             # expired events.
-            await self._manager.feed.page(asked.run_id, after_seq=start, limit=1)
+            await self._manager.feed.page(request.run_id, after_seq=start, limit=1)
 
         async def items() -> Items:
-            async for events in self._manager.feed.watch(asked.run_id, start):
+            async for events in self._manager.feed.watch(request.run_id, start):
                 yield [(str(event.seq), event) for event in events]
-            yield [("", self._view(await self._manager.get(asked.run_id)))]
+            yield [("", self._view(await self._manager.get(request.run_id)))]
 
         return items()
 
-    async def watch_runs(self, call: Call, asked: ops.WatchRuns) -> Items:
-        project, moment = call.who.project, _moment(asked.last_event_id)
+    async def watch_runs(self, call: Call, request: ops.WatchRuns) -> Items:
+        project, moment = call.who.project, _moment(request.last_event_id)
         if moment is not None:
             await self._manager.feed.check_moment(project, moment)
 
@@ -226,14 +226,14 @@ class Handlers:
 
         return items()
 
-    async def read_logs(self, call: Call, asked: ops.ReadLogs) -> list[LogLine]:
-        return await self._logs.tail(asked.run_id, asked.component, asked.tail_lines)
+    async def read_logs(self, call: Call, request: ops.ReadLogs) -> list[LogLine]:
+        return await self._logs.tail(request.run_id, request.component, request.tail_lines)
 
-    async def follow_logs(self, call: Call, asked: ops.FollowLogs) -> Items:
+    async def follow_logs(self, call: Call, request: ops.FollowLogs) -> Items:
         async def items() -> Items:
             cursor = ""
             async for lines in self._logs.follow(
-                asked.run_id, asked.component, asked.tail_lines, asked.last_event_id
+                request.run_id, request.component, request.tail_lines, request.last_event_id
             ):
                 yield lines
                 cursor = lines[-1][0] if lines else cursor
@@ -241,66 +241,66 @@ class Handlers:
 
         return items()
 
-    async def list_metrics(self, call: Call, asked: ops.ListMetrics) -> MetricPage:
+    async def list_metrics(self, call: Call, request: ops.ListMetrics) -> MetricPage:
         return await self._audit.metrics(
-            asked.run_id,
-            names=asked.name,
-            from_step=asked.from_step,
-            to_step=asked.to_step,
-            max_points=asked.max_points,
+            request.run_id,
+            names=request.name,
+            from_step=request.from_step,
+            to_step=request.to_step,
+            max_points=request.max_points,
         )
 
-    async def list_groups(self, call: Call, asked: ops.ListGroups) -> GroupPage:
-        found = await self._audit.groups(asked.run_id, asked.after_step, asked.steps)
+    async def list_groups(self, call: Call, request: ops.ListGroups) -> GroupPage:
+        found = await self._audit.groups(request.run_id, request.after_step, request.steps)
         return GroupPage(items=found)
 
-    async def list_samples(self, call: Call, asked: ops.ListSamples) -> SamplePage:
-        scope = asked.model_dump_json(exclude={"page_token", "page_size", "excerpt"})
-        found = await self._manager.kept.page(
-            asked.run_id,
-            asked,
-            after=self._pages.read(asked.page_token, scope) or "",
-            limit=asked.page_size + 1,
-            excerpt=asked.excerpt,
+    async def list_samples(self, call: Call, request: ops.ListSamples) -> SamplePage:
+        scope = request.model_dump_json(exclude={"page_token", "page_size", "excerpt"})
+        found = await self._manager.samples.page(
+            request.run_id,
+            request,
+            after=self._pages.read(request.page_token, scope) or "",
+            limit=request.page_size + 1,
+            excerpt=request.excerpt,
         )
-        page = found[: asked.page_size]
+        page = found[: request.page_size]
         has_more = len(found) > len(page)
         return SamplePage(
             items=page,
             next_page_token=self._pages.make(page[-1].id, scope) if has_more else "",
         )
 
-    async def get_sample(self, call: Call, asked: ops.GetSample) -> WholeSample:
-        return await self._manager.kept.one(asked.run_id, asked.sample_id)
+    async def get_sample(self, call: Call, request: ops.GetSample) -> WholeSample:
+        return await self._manager.samples.one(request.run_id, request.sample_id)
 
-    async def export_samples(self, call: Call, asked: ops.ExportSamples) -> AsyncIterator[bytes]:
-        return await self._manager.kept.export(
-            asked.run_id, asked, limit=asked.limit, with_tokens=asked.tokens
+    async def export_samples(self, call: Call, request: ops.ExportSamples) -> AsyncIterator[bytes]:
+        return await self._manager.samples.export(
+            request.run_id, request, limit=request.limit, with_tokens=request.tokens
         )
 
-    async def list_checkpoints(self, call: Call, asked: ops.ListCheckpoints) -> CheckpointPage:
-        found = await self._audit.checkpoints(asked.run_id)
+    async def list_checkpoints(self, call: Call, request: ops.ListCheckpoints) -> CheckpointPage:
+        found = await self._audit.checkpoints(request.run_id)
         return CheckpointPage(items=[CheckpointView.model_validate(each) for each in found])
 
-    async def get_checkpoint(self, call: Call, asked: ops.GetCheckpoint) -> CheckpointView:
-        found = await self._audit.checkpoint(asked.run_id, asked.checkpoint_id)
+    async def get_checkpoint(self, call: Call, request: ops.GetCheckpoint) -> CheckpointView:
+        found = await self._audit.checkpoint(request.run_id, request.checkpoint_id)
         return CheckpointView.model_validate(found)
 
-    async def delete_checkpoint(self, call: Call, asked: ops.DeleteCheckpoint) -> None:
+    async def delete_checkpoint(self, call: Call, request: ops.DeleteCheckpoint) -> None:
         await self._manager.checkpoints.delete(
-            asked.run_id, asked.checkpoint_id, actor=call.who.name
+            request.run_id, request.checkpoint_id, actor=call.who.name
         )
 
-    async def get_topology(self, call: Call, asked: ops.GetTopology) -> Topology:
-        workers = self._manager.workers(asked.run_id)
+    async def get_topology(self, call: Call, request: ops.GetTopology) -> Topology:
+        workers = self._manager.workers(request.run_id)
         return Topology(items=[WorkerView.model_validate(worker) for worker in workers])
 
-    async def get_quota(self, call: Call, asked: ops.GetQuota) -> QuotaView:
+    async def get_quota(self, call: Call, request: ops.GetQuota) -> QuotaView:
         project = call.who.project
         quota = await self._manager.quota(project)
         return view_quota(quota, event_streams=self._limits.num_streams(project))
 
-    async def get_version(self, call: Call, asked: ops.GetVersion) -> VersionView:
+    async def get_version(self, call: Call, request: ops.GetVersion) -> VersionView:
         return VersionView(version=version("slipstream"))
 
     def _view(self, run: Run) -> RunView:
@@ -318,7 +318,7 @@ def revision_of(if_match: str) -> int:
     """
     if not if_match:
         raise PreconditionRequiredError(
-            "If-Match is needed: send the ETag of the run as you read it"
+            "the header If-Match is missing; send the ETag of the run as you read it"
         )
     text = if_match.strip().removeprefix('"').removesuffix('"')
     # A foreign ETag becomes -1, which matches no revision.

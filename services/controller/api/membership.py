@@ -45,7 +45,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
         """Registers a worker and returns the run's specification."""
         if request.role not in WORKERS:
             raise InvalidArgumentError(
-                f"a worker's role must be one of {', '.join(WORKERS)}, got {request.role!r}"
+                f"role must be one of {', '.join(WORKERS)}, got {request.role!r}"
             )
         run = await self._manager.get(request.run_id)
         is_replaced = await self._membership.register(
@@ -56,7 +56,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
                 role=request.role,
                 address=request.address,
                 host_id=request.host_id,
-                last_heard=self._clock.monotonic(),
+                last_heartbeat=self._clock.monotonic(),
             )
         )
         if is_replaced:
@@ -72,7 +72,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
         self, request: membership_pb2.HeartbeatRequest, context: _Context
     ) -> membership_pb2.HeartbeatResponse:
         """Records a heartbeat; returns an order and, if it has changed, the specification."""
-        outcome = await self._membership.hear(
+        outcome = await self._membership.record_heartbeat(
             request.run_id,
             request.worker_id,
             request.incarnation,

@@ -18,7 +18,7 @@ from services.controller.models import Role
 _ALGORITHMS = ("RS256", "PS256", "ES256", "EdDSA")
 _LEEWAY_S = 60
 _TIMEOUT_S = 10.0
-_KEEP_KEYS_S = 300.0
+_KEY_CACHE_S = 300.0
 
 
 class OidcProvider:
@@ -70,11 +70,11 @@ class OidcProvider:
             )
         except (jwt.PyJWKClientConnectionError, httpx.HTTPError) as error:
             raise UnavailableError(
-                f"the identity provider {self._issuer} does not tell its keys: {error}"
+                f"cannot read the keys of the identity provider {self._issuer}: {error}"
             ) from error
         except jwt.PyJWTError as error:
             raise UnauthenticatedError(
-                f"the token is not valid here ({error}); log in again with your identity provider"
+                f"the token is invalid ({error}); log in again with your identity provider"
             ) from error
         return claims
 
@@ -83,7 +83,7 @@ class OidcProvider:
             url = f"{self._issuer.rstrip('/')}/.well-known/openid-configuration"
             document = httpx.get(url, timeout=_TIMEOUT_S).raise_for_status().json()
             self._keys = jwt.PyJWKClient(
-                document["jwks_uri"], lifespan=_KEEP_KEYS_S, timeout=_TIMEOUT_S
+                document["jwks_uri"], lifespan=_KEY_CACHE_S, timeout=_TIMEOUT_S
             )
         return self._keys
 
@@ -100,7 +100,7 @@ class OidcProvider:
                 roles[project] = max(found, roles.get(project, found), key=get_args(Role).index)
         if len(roles) != 1:
             raise PermissionDeniedError(
-                f"the token's claim {self._roles_claim!r} must give a role in one project, such as "
-                f"'blue:operator', but gives {len(roles)}: {', '.join(sorted(roles)) or 'none'}"
+                f"the token's claim {self._roles_claim!r} must contain a role in one project, such as "
+                f"'blue:operator', got {len(roles)}: {', '.join(sorted(roles)) or 'none'}"
             )
         return next(iter(roles.items()))

@@ -90,7 +90,7 @@ class Operation(BaseModel, Generic[Answer]):
         return (base for base in cls.__mro__ if issubclass(base, BaseModel))
 
 
-class OfRun(Operation[Answer], Generic[Answer]):
+class RunOperation(Operation[Answer], Generic[Answer]):
     """Base of operations on one run."""
 
     run_id: Annotated[str, Field(pattern="^run_[0-9a-f]{32}$")]
@@ -135,14 +135,14 @@ class ListRuns(Operation[RunPage]):
     page_token: Annotated[str, Field(max_length=256)] = ""
 
 
-class GetRun(OfRun[RunView]):
+class GetRun(RunOperation[RunView]):
     """Returns one run."""
 
     http = "GET /v1/runs/{run_id}"
     if_none_match: Annotated[str, HEADER] = ""
 
 
-class UpdateRun(RunPatch, OfRun[RunView]):
+class UpdateRun(RunPatch, RunOperation[RunView]):
     """Changes a run; ``If-Match`` names the revision that the caller has read."""
 
     http = "PATCH /v1/runs/{run_id}"
@@ -150,7 +150,7 @@ class UpdateRun(RunPatch, OfRun[RunView]):
     if_match: IfMatch = ""
 
 
-class DeleteRun(OfRun[None]):
+class DeleteRun(RunOperation[None]):
     """Deletes a run that has ended. Its checkpoints stay on disk unless ``delete_checkpoints`` is set."""
 
     http = "DELETE /v1/runs/{run_id}"
@@ -160,7 +160,7 @@ class DeleteRun(OfRun[None]):
     delete_checkpoints: bool = False
 
 
-class CancelRun(CancelOptions, OfRun[RunView]):
+class CancelRun(CancelOptions, RunOperation[RunView]):
     """Cancels a run.
 
     Cancelling a cancelled run changes nothing; a second call may shorten the grace period.
@@ -170,21 +170,21 @@ class CancelRun(CancelOptions, OfRun[RunView]):
     role = "operator"
 
 
-class PauseRun(PauseOptions, OfRun[RunView]):
+class PauseRun(PauseOptions, RunOperation[RunView]):
     """Pauses a run: finishes the current step, saves a checkpoint if requested, and stops the workers."""
 
     http = "POST /v1/runs/{run_id}/pause"
     role = "operator"
 
 
-class ResumeRun(OfRun[RunView]):
+class ResumeRun(RunOperation[RunView]):
     """Queues a paused run again; it continues from its checkpoint."""
 
     http = "POST /v1/runs/{run_id}/resume"
     role = "operator"
 
 
-class EvaluateRun(OfRun[RunView]):
+class EvaluateRun(RunOperation[RunView]):
     """Evaluates the weights that the run serves now; the event ``Validated`` reports the result."""
 
     http = "POST /v1/runs/{run_id}/validate"
@@ -192,7 +192,7 @@ class EvaluateRun(OfRun[RunView]):
     status = HTTPStatus.ACCEPTED
 
 
-class SaveRun(OfRun[RunView]):
+class SaveRun(RunOperation[RunView]):
     """Saves a checkpoint at the end of the current step; the event ``CheckpointSaved`` reports it."""
 
     http = "POST /v1/runs/{run_id}/checkpoint"
@@ -201,7 +201,7 @@ class SaveRun(OfRun[RunView]):
     location = "/v1/runs/{id}/checkpoints"
 
 
-class ReportTracker(TrackerReport, OfRun[EventView]):
+class ReportTracker(TrackerReport, RunOperation[EventView]):
     """Records, as an event of the run, that a tracker has failed or works again."""
 
     http = "POST /v1/runs/{run_id}/trackers/{tracker}"
@@ -210,7 +210,7 @@ class ReportTracker(TrackerReport, OfRun[EventView]):
     tracker: Annotated[str, Field(pattern="^[a-z0-9-]{1,63}$")]
 
 
-class ForkRun(ForkRequest, OfRun[RunView]):
+class ForkRun(ForkRequest, RunOperation[RunView]):
     """Starts a new run that continues from a checkpoint of another run.
 
     It does not repeat the prompts trained up to that checkpoint, unless its data or seed differ.
@@ -223,7 +223,7 @@ class ForkRun(ForkRequest, OfRun[RunView]):
     idempotency_key: IdempotencyKey = ""
 
 
-class ListEvents(OfRun[EventPage]):
+class ListEvents(RunOperation[EventPage]):
     """Lists the events of a run in order, or newest first with ``order_by=-seq``.
 
     In the latter case ``before_seq`` continues after a page.
@@ -238,7 +238,7 @@ class ListEvents(OfRun[EventPage]):
     order_by: Literal["seq", "-seq"] = "seq"
 
 
-class WatchRun(OfRun[EventView]):
+class WatchRun(RunOperation[EventView]):
     """Streams the events of a run; the stream ends with the event ``end`` after the run has ended.
 
     A reader that falls too far behind receives the event ``overflow`` and continues with
@@ -259,7 +259,7 @@ class WatchRuns(Operation[EventView]):
     last_event_id: Annotated[str, Field(max_length=64), HEADER] = ""
 
 
-class ReadLogs(OfRun[LogLine]):
+class ReadLogs(RunOperation[LogLine]):
     """Returns the last lines of the workers' logs as JSON objects with ``component`` and ``line``."""
 
     http = "GET /v1/runs/{run_id}/logs"
@@ -268,7 +268,7 @@ class ReadLogs(OfRun[LogLine]):
     tail_lines: Annotated[int, Field(ge=1, le=10_000)] = 1000
 
 
-class FollowLogs(OfRun[LogLine]):
+class FollowLogs(RunOperation[LogLine]):
     """Streams lines of the workers' logs; the stream ends with the event ``end`` after the run has ended."""
 
     http = "GET /v1/runs/{run_id}/logs/stream"
@@ -279,7 +279,7 @@ class FollowLogs(OfRun[LogLine]):
     last_event_id: Annotated[str, Field(max_length=4096), HEADER] = ""
 
 
-class ListMetrics(OfRun[MetricPage]):
+class ListMetrics(RunOperation[MetricPage]):
     """Lists metrics of the run's steps; more than ``max_points`` steps are thinned to every n-th.
 
     ``to_step`` 0 is the newest.
@@ -294,7 +294,7 @@ class ListMetrics(OfRun[MetricPage]):
     max_points: Annotated[int, Field(ge=1, le=2000)] = 2000
 
 
-class ListGroups(OfRun[GroupPage]):
+class ListGroups(RunOperation[GroupPage]):
     """Lists the groups that steps trained, those in flight, and those that were dropped with a reason."""
 
     http = "GET /v1/runs/{run_id}/groups"
@@ -302,7 +302,7 @@ class ListGroups(OfRun[GroupPage]):
     steps: Annotated[int, Field(ge=1, le=100)] = 10
 
 
-class ListSamples(SampleFilter, OfRun[SamplePage]):
+class ListSamples(SampleFilter, RunOperation[SamplePage]):
     """Lists recorded samples with their facts and, over REST, the beginnings of their texts."""
 
     http = "GET /v1/runs/{run_id}/samples"
@@ -312,7 +312,7 @@ class ListSamples(SampleFilter, OfRun[SamplePage]):
     page_token: Annotated[str, Field(max_length=256)] = ""
 
 
-class GetSample(OfRun[WholeSample]):
+class GetSample(RunOperation[WholeSample]):
     """Returns one recorded sample with its turns and tokens."""
 
     http = "GET /v1/runs/{run_id}/samples/{sample_id}"
@@ -320,7 +320,7 @@ class GetSample(OfRun[WholeSample]):
     sample_id: SampleId
 
 
-class ExportSamples(SampleFilter, OfRun[WholeSample]):
+class ExportSamples(SampleFilter, RunOperation[WholeSample]):
     """Exports recorded samples as JSON lines, streamed as they are read."""
 
     http = "GET /v1/runs/{run_id}/samples.jsonl"
@@ -332,20 +332,20 @@ class ExportSamples(SampleFilter, OfRun[WholeSample]):
     """Max samples; 0 means all."""
 
 
-class ListCheckpoints(OfRun[CheckpointPage]):
+class ListCheckpoints(RunOperation[CheckpointPage]):
     """Lists the checkpoints of a run, newest first."""
 
     http = "GET /v1/runs/{run_id}/checkpoints"
 
 
-class GetCheckpoint(OfRun[CheckpointView]):
+class GetCheckpoint(RunOperation[CheckpointView]):
     """Returns one checkpoint."""
 
     http = "GET /v1/runs/{run_id}/checkpoints/{checkpoint_id}"
     checkpoint_id: CheckpointId
 
 
-class DeleteCheckpoint(OfRun[None]):
+class DeleteCheckpoint(RunOperation[None]):
     """Deletes a checkpoint that no run needs any more."""
 
     http = "DELETE /v1/runs/{run_id}/checkpoints/{checkpoint_id}"
@@ -354,7 +354,7 @@ class DeleteCheckpoint(OfRun[None]):
     checkpoint_id: CheckpointId
 
 
-class GetTopology(OfRun[Topology]):
+class GetTopology(RunOperation[Topology]):
     """Lists the registered workers of a run and their activities."""
 
     http = "GET /v1/runs/{run_id}/topology"

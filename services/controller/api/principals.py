@@ -40,7 +40,7 @@ class Principal:
     authorization: str = field(default="", repr=False, compare=False)
     """The ``Authorization`` header, kept to check later if it is still valid."""
 
-    def demand(self, role: Role) -> None:
+    def require_role(self, role: Role) -> None:
         """Checks that the principal has at least a role.
 
         Raises:
@@ -48,11 +48,11 @@ class Principal:
         """
         if not covers(self.role, role):
             raise PermissionDeniedError(
-                f"this needs the role {role}, and {self.name} has {self.role}; ask an admin of "
-                f"project {self.project}"
+                f"this operation requires the role {role}, but {self.name} has {self.role}; ask an admin "
+                f"of project {self.project}"
             )
 
-    def demand_run(self, run: Run) -> Run:
+    def require_run(self, run: Run) -> Run:
         """Checks that a run belongs to the principal's project; other projects' runs appear not to exist.
 
         Raises:
@@ -60,7 +60,8 @@ class Principal:
         """
         if run.project != self.project:
             raise NotFoundError(
-                f"run {run.run_id!r} does not exist; list the runs there are", run_id=run.run_id
+                f"run {run.run_id!r} does not exist; list the runs of the project",
+                run_id=run.run_id,
             )
         return run
 
@@ -80,11 +81,11 @@ class Authenticators:
     """Tries several authenticators in order; the first one that knows the caller decides.
 
     Args:
-        ways: The authenticators, at least one.
+        authenticators: The authenticators, at least one.
     """
 
-    def __init__(self, ways: Sequence[Authenticator]) -> None:
-        self._ways = ways
+    def __init__(self, authenticators: Sequence[Authenticator]) -> None:
+        self._authenticators = authenticators
 
     def authenticate(self, authorization: str) -> Principal:
         """Returns the principal of an ``Authorization`` header.
@@ -92,7 +93,7 @@ class Authenticators:
         Raises:
             UnauthenticatedError: If no authenticator knows it; the error is that of the last one.
         """
-        *others, last = self._ways
+        *others, last = self._authenticators
         for way in others:
             try:
                 return way.authenticate(authorization)
@@ -106,7 +107,7 @@ class Authenticators:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownToken:
+class TokenInfo:
     """API token without its secret."""
 
     name: str
@@ -129,7 +130,7 @@ class TokenStore:
     def create(self, *, name: str, project: str, role: Role, life_s: float | None = None) -> str:
         """Creates a token; its text is available only from this call."""
         token = _PREFIX + secrets.token_urlsafe(32)
-        self.remember(token, name=name, project=project, role=role, life_s=life_s)
+        self.accept(token, name=name, project=project, role=role, life_s=life_s)
         return token
 
     def derive(self, who: Principal, life_s: float) -> str:
@@ -140,7 +141,7 @@ class TokenStore:
         token = _PREFIX + secrets.token_urlsafe(32)
         if who.expire_time is not None:
             life_s = min(life_s, who.expire_time - time.time())
-        self.remember(
+        self.accept(
             token,
             name=who.name,
             project=who.project,
@@ -150,7 +151,7 @@ class TokenStore:
         )
         return token
 
-    def remember(
+    def accept(
         self,
         token: str,
         *,
@@ -178,12 +179,12 @@ class TokenStore:
                 )
             )
 
-    def known(self) -> list[KnownToken]:
+    def list_tokens(self) -> list[TokenInfo]:
         """Lists all tokens by name."""
-        columns = [API_TOKENS.c[field.name] for field in fields(KnownToken)]
+        columns = [API_TOKENS.c[field.name] for field in fields(TokenInfo)]
         query = sa.select(*columns).order_by(API_TOKENS.c.name, API_TOKENS.c.create_time)
         with self._database.read() as connection:
-            return [KnownToken(**row) for row in connection.execute(query).mappings()]
+            return [TokenInfo(**row) for row in connection.execute(query).mappings()]
 
     def revoke(self, name: str) -> int:
         """Revokes all tokens of a name and those derived from them; returns the number of the former."""
@@ -203,7 +204,7 @@ class TokenStore:
         with self._database.read() as connection:
             row = connection.execute(query).first()
         if row is None or (row.expire_time is not None and row.expire_time < time.time()):
-            raise UnauthenticatedError("the API token is not known or has expired; take a new one")
+            raise UnauthenticatedError("the API token is unknown or has expired; create a new one")
         return Principal(
             name=row.name,
             project=row.project,
@@ -221,7 +222,7 @@ def bearer_token(authorization: str) -> str:
     """
     scheme, _, token = authorization.partition(" ")
     if scheme.lower() != "bearer" or not token:
-        raise UnauthenticatedError("an API token is needed: send 'Authorization: Bearer slp_...'")
+        raise UnauthenticatedError("the API token is missing; send 'Authorization: Bearer slp_...'")
     return token.strip()
 
 

@@ -19,7 +19,7 @@ from services.controller.settings import Limits
 # Seconds' worth of requests that may arrive at once.
 _BURST_S = 2.0
 # Delay in seconds until changed limits take effect.
-_KNOWN_FOR_S = 5.0
+_CACHE_S = 5.0
 # A fixed delay, because the end of another stream cannot be predicted.
 _STREAM_RETRY_S = 10.0
 
@@ -81,7 +81,7 @@ class RequestLimits:
         if bucket.tokens < 1.0:
             metrics.API_REFUSALS.labels("rate_limited").inc()
             raise RateLimitedError(
-                f"project {project!r} may send {rate} requests a second; send fewer",
+                f"project {project!r} may send {rate} requests per second; send fewer",
                 retry_after_s=(1.0 - bucket.tokens) / rate,
                 project=project,
             )
@@ -98,7 +98,7 @@ class RequestLimits:
         if limit and self._streams[project] >= limit:
             metrics.API_REFUSALS.labels("too_many_streams").inc()
             raise TooManyStreamsError(
-                f"project {project!r} has {limit} streams open, as many as it may; close one",
+                f"project {project!r} has the maximum of {limit} open streams; close one",
                 retry_after_s=_STREAM_RETRY_S,
                 project=project,
             )
@@ -116,7 +116,7 @@ class RequestLimits:
 
     async def _bucket(self, project: str) -> _Bucket:
         now, bucket = self._clock(), self._buckets.get(project)
-        if bucket is None or now - bucket.read_time > _KNOWN_FOR_S:
+        if bucket is None or now - bucket.read_time > _CACHE_S:
             limits = await self._limits_of(project)
             bucket = self._buckets.get(project)
             if bucket is None:
@@ -130,7 +130,7 @@ _PER_SECOND = 10.0
 _BURST = 50.0
 _MAX_PEERS = 4096
 _MAX_WAITING = 64
-_AT_ONCE = 2
+_MAX_CONCURRENT = 2
 
 
 def peer_of(request: Request) -> str:
@@ -149,7 +149,7 @@ class AuthRateLimit:
         self._clock = clock
         self._used: dict[str, tuple[float, float]] = {}
         """Per address: counted calls, and the time of the count."""
-        self._lookups = asyncio.Semaphore(_AT_ONCE)
+        self._lookups = asyncio.Semaphore(_MAX_CONCURRENT)
         self._num_waiting = 0
 
     @asynccontextmanager
@@ -162,7 +162,8 @@ class AuthRateLimit:
         if self._num_waiting >= _MAX_WAITING:
             metrics.API_REFUSALS.labels("rate_limited").inc()
             raise RateLimitedError(
-                "too many calls with unknown tokens come at once; send it again", retry_after_s=1.0
+                "too many requests with unknown tokens arrive at once; send the request again",
+                retry_after_s=1.0,
             )
         self._num_waiting += 1
         try:
@@ -181,7 +182,7 @@ class AuthRateLimit:
         if over > 0:
             metrics.API_REFUSALS.labels("rate_limited").inc()
             raise RateLimitedError(
-                f"too many calls with unknown tokens came from {peer}; send fewer, with the right one",
+                f"too many requests with unknown tokens came from {peer}; check the token",
                 retry_after_s=over / _PER_SECOND,
                 peer=peer,
             )
@@ -189,7 +190,7 @@ class AuthRateLimit:
             self._used.clear()
         self._used[peer] = (self._now(peer) + 1.0, self._clock())
 
-    def forgive(self, peer: str) -> None:
+    def refund(self, peer: str) -> None:
         """Takes a counted call back, after its token turned out to be known."""
         self._used[peer] = (max(self._now(peer) - 1.0, 0.0), self._clock())
 

@@ -36,6 +36,18 @@ DESCRIPTION: dict[int | str, dict[str, Any]] = {
 }
 """OpenAPI description of a route that answers with a stream of events."""
 
+LINES = "application/x-ndjson"
+_MAX_CACHED_FRAMES = 2000
+_PARAMETERS: dict[Place, Any] = {"path": Path, "query": Query, "header": Header}
+_EXTRA_RESPONSES: dict[str, dict[int | str, dict[str, Any]]] = {
+    "create_run": {
+        200: {
+            "description": "The run of an earlier request with the same key, or the validated specification."
+        }
+    },
+    "get_run": {304: {"description": "The run has not changed."}},
+}
+
 
 def event_stream(frames: AsyncIterator[bytes]) -> StreamingResponse:
     """Returns a response of server-sent events, with a comment as a ping while there are none.
@@ -67,31 +79,22 @@ async def _with_pings(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield frame_of("overflow", json.dumps({"detail": error.message}))
 
 
-LINES = "application/x-ndjson"
-_KEPT_FRAMES = 2000
-_PLACES: dict[Place, Any] = {"path": Path, "query": Query, "header": Header}
-_FURTHER: dict[str, dict[int | str, dict[str, Any]]] = {
-    "create_run": {200: {"description": "The run of an earlier request, or what was validated."}},
-    "get_run": {304: {"description": "Not changed."}},
-}
-
-
 def add_routes(app: FastAPI, api: RunApi) -> None:
     """Adds a route for each operation."""
     encoded = _Encoded()
 
-    class KnownFirst(APIRoute):
+    class AuthenticateFirst(APIRoute):
         """Route that reads the body of a request only after its caller is authenticated."""
 
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             answer = super().get_route_handler()
 
-            async def answer_known(request: Request) -> Response:
+            async def answer_authenticated(request: Request) -> Response:
                 authorization = request.headers.get("authorization", "")
                 request.state.who = await api.authenticate(authorization, peer_of(request))
                 return await answer(request)
 
-            return answer_known
+            return answer_authenticated
 
     async def authenticate(request: Request) -> Principal:
         who: Principal = request.state.who
@@ -119,19 +122,19 @@ def add_routes(app: FastAPI, api: RunApi) -> None:
         app.router.add_api_route(
             path,
             endpoint,
-            route_class_override=KnownFirst,
+            route_class_override=AuthenticateFirst,
             methods=[method],
             status_code=operation.status,
             description=inspect.getdoc(operation),
-            responses=DESCRIPTION if is_stream else _further(operation, name),
+            responses=DESCRIPTION if is_stream else _extra_responses(operation, name),
             **further,
         )
 
 
-def _further(operation: type[Operation[Any]], name: str) -> dict[int | str, dict[str, Any]]:
+def _extra_responses(operation: type[Operation[Any]], name: str) -> dict[int | str, dict[str, Any]]:
     """Returns the responses of an operation that FastAPI cannot derive."""
     if operation.form != "lines":
-        return _FURTHER.get(name, {})
+        return _EXTRA_RESPONSES.get(name, {})
     item = {"$ref": f"#/components/schemas/{operation.answer().__name__}"}
     return {200: {"content": {LINES: {"itemSchema": item}}}}
 
@@ -142,10 +145,10 @@ def _endpoint(
     async def endpoint(request: Request, response: Response, who: Principal, **sent: Any) -> Any:
         fields = await _fields(operation, request, sent)
         try:
-            asked = operation.model_validate(fields)
+            parsed = operation.model_validate(fields)
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from error
-        answer, call = await api.answer(who, asked)
+        answer, call = await api.answer(who, parsed)
         if operation.form == "events":
             return event_stream(encoded.frames(answer))
         if operation.form == "lines":
@@ -192,7 +195,9 @@ async def _document(request: Request) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BodyError(str(error)) from error
     if not isinstance(document, dict):
-        raise InvalidArgumentError("the body must be a JSON object: the run's specification")
+        raise InvalidArgumentError(
+            "the request body must be a JSON object with the run's specification"
+        )
     return document
 
 
@@ -205,8 +210,8 @@ def _signature(operation: type[Operation[Any]], who: Any) -> inspect.Signature:
     }
     defaults: dict[str, Any] = {}
     for name, field in operation.model_fields.items():
-        if (place := operation.place(name)) in _PLACES:
-            types[name] = _annotation(field, _PLACES[place])
+        if (place := operation.place(name)) in _PARAMETERS:
+            types[name] = _annotation(field, _PARAMETERS[place])
             if not field.is_required():
                 defaults[name] = field.default
     if (body := operation.body()) is not None:
@@ -256,7 +261,7 @@ class _Encoded:
         key = (event.run_id, event.seq)
         frame = self._frames.get(key)
         if frame is None:
-            if len(self._frames) >= _KEPT_FRAMES:
+            if len(self._frames) >= _MAX_CACHED_FRAMES:
                 del self._frames[next(iter(self._frames))]
             view = EventView.model_validate(event)
             frame = self._frames[key] = frame_of(event.type, view.model_dump_json())

@@ -38,12 +38,12 @@ from slipstream.controller.v1 import run_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 # Fields that bound a response; larger values are lowered to the maximum.
-_MOST = {"page_size", "limit", "tail_lines", "max_points", "steps"}
+_BOUNDED = {"page_size", "limit", "tail_lines", "max_points", "steps"}
 _RUN_ID = re.compile("run_[0-9a-f]{32}")
 # Stands for the caller's address, which is unknown before the request is read.
 _GRPC = "gRPC"
 
-_ASKED: dict[str, Callable[[Any], dict[str, Any]]] = {
+_REQUEST_FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "name": lambda name: {"run_id": run_id_of(name)},
     "run_name": lambda name: {"name": name},
     "metric": lambda name: {"name": [name]},
@@ -64,13 +64,13 @@ _ASKED: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 """Request fields with another name or format in gRPC than in the operations."""
 
-_ANSWERED: dict[type[BaseModel], Callable[[Any], dict[str, Any]]] = {
+_RESPONSE_FIELDS: dict[type[BaseModel], Callable[[Any], dict[str, Any]]] = {
     ListedRun: lambda run: {
         "name": f"runs/{run.id}",
         "state": f"STATE_{run.state}",
         "summary_json": json.dumps(run.summary),
     },
-    RunView: lambda run: {**_ANSWERED[ListedRun](run), "spec_json": _canonical(run.spec)},
+    RunView: lambda run: {**_RESPONSE_FIELDS[ListedRun](run), "spec_json": _canonical(run.spec)},
     ValidatedView: lambda validated: {"spec_json": _canonical(validated.spec)},
     EventView: lambda event: {
         "run": f"runs/{event.run_id}",
@@ -146,14 +146,14 @@ async def _answer(
 ) -> Any:
     if request.ByteSize() > MAX_DOCUMENT_BYTES:
         raise InvalidArgumentError(
-            f"a request may have {MAX_DOCUMENT_BYTES} bytes, but has {request.ByteSize()}"
+            f"a request must have at most {MAX_DOCUMENT_BYTES} bytes, got {request.ByteSize()}"
         )
     try:
-        asked = operation.model_validate(_fields(operation, request))
+        parsed = operation.model_validate(_fields(operation, request))
     except ValidationError as error:
         raise InvalidArgumentError(str(error)) from error
     try:
-        return (await api.answer(who, asked))[0]
+        return (await api.answer(who, parsed))[0]
     except SpecError as error:
         raise InvalidArgumentError(str(error)) from error
 
@@ -162,8 +162,12 @@ def _fields(operation: type[Operation[Any]], request: Message) -> dict[str, Any]
     """Returns the fields of an operation from a message; zero or empty fields keep their defaults."""
     fields: dict[str, Any] = {"if_match": '"0"'} if "if_match" in operation.model_fields else {}
     for field, value in request.ListFields():
-        fields |= _ASKED[field.name](value) if field.name in _ASKED else {field.name: value}
-    for name in _MOST & fields.keys():
+        fields |= (
+            _REQUEST_FIELDS[field.name](value)
+            if field.name in _REQUEST_FIELDS
+            else {field.name: value}
+        )
+    for name in _BOUNDED & fields.keys():
         bounds = operation.model_fields[name].metadata
         fields[name] = min(fields[name], *(bound.le for bound in bounds if isinstance(bound, Le)))
     return fields
@@ -174,8 +178,8 @@ def message_of(answer: Any, kind: type[Message]) -> Message:
     if isinstance(answer, Event):
         answer = EventView.model_validate(answer)
     fields = {} if answer is None else dict(answer)
-    if type(answer) in _ANSWERED:
-        fields |= _ANSWERED[type(answer)](answer)
+    if type(answer) in _RESPONSE_FIELDS:
+        fields |= _RESPONSE_FIELDS[type(answer)](answer)
     values: dict[str, Any] = {}
     for field in kind.DESCRIPTOR.fields:
         # A page has one list, under a different name in each message.
@@ -202,9 +206,9 @@ def run_id_of(name: str) -> str:
     """
     prefix, _, run_id = name.partition("/")
     if prefix != "runs" or not run_id:
-        raise InvalidArgumentError(f"a run's name is 'runs/' and its id, but {name!r} came")
+        raise InvalidArgumentError(f"the name of a run must be 'runs/RUN_ID', got {name!r}")
     if not _RUN_ID.fullmatch(run_id):
-        raise NotFoundError(f"run {run_id!r} does not exist; list the runs there are")
+        raise NotFoundError(f"run {run_id!r} does not exist; list the runs of the project")
     return run_id
 
 
@@ -212,11 +216,9 @@ def _object(name: str, text: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"{name} is not JSON: {error}") from error
+        raise InvalidArgumentError(f"{name} must be JSON: {error}") from error
     if not isinstance(document, dict):
-        raise InvalidArgumentError(
-            f"{name} must be a JSON object, but is {type(document).__name__}"
-        )
+        raise InvalidArgumentError(f"{name} must be a JSON object, got {type(document).__name__}")
     return document
 
 

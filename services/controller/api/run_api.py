@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 
 from services.common.errors import UnauthenticatedError
 from services.controller.api.handlers import Call, Handlers, Items
-from services.controller.api.operations import OfRun, Operation
+from services.controller.api.operations import Operation, RunOperation
 from services.controller.api.principals import Authenticator, Principal
 from services.controller.api.request_limits import AuthRateLimit, RequestLimits
 from services.controller.manager.audit import RunAudit
@@ -18,10 +18,10 @@ from services.controller.manager.logs import RunLogs
 from services.controller.manager.runs import RunManager
 
 # Seconds after which a revoked token is refused.
-_KNOWN_FOR_S = 1.0
-_MAX_KNOWN = 1000
+_CACHE_S = 1.0
+_MAX_CACHED = 1000
 # Seconds after which the streams of a revoked token end.
-_STREAMS_KNOWN_FOR_S = 5.0
+_STREAM_CHECK_S = 5.0
 _WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
@@ -73,25 +73,25 @@ class RunApi:
         who, deadline = self._known.get(authorization, (None, 0.0))
         if who is None or deadline < now:
             # A token known before does not count, whatever others send from that address.
-            is_stranger = who is None
-            if is_stranger:
+            is_unknown = who is None
+            if is_unknown:
                 self._auth_rate_limit.admit(peer)
             try:
-                async with self._auth_rate_limit.lookup() if is_stranger else nullcontext():
+                async with self._auth_rate_limit.lookup() if is_unknown else nullcontext():
                     who = await run_in_threadpool(self._users.authenticate, authorization)
             except UnauthenticatedError:
                 self._known.pop(authorization, None)
                 raise
-            if is_stranger:
-                self._auth_rate_limit.forgive(peer)
-            if len(self._known) >= _MAX_KNOWN:
+            if is_unknown:
+                self._auth_rate_limit.refund(peer)
+            if len(self._known) >= _MAX_CACHED:
                 self._known.clear()
             who = replace(who, authorization=authorization)
-            self._known[authorization] = (who, now + _KNOWN_FOR_S)
+            self._known[authorization] = (who, now + _CACHE_S)
         await self.limits.admit(who.project)
         return who
 
-    async def recognize(self, who: Principal) -> None:
+    async def check_valid(self, who: Principal) -> None:
         """Checks that a principal of an earlier request is still known.
 
         Raises:
@@ -102,23 +102,23 @@ class RunApi:
     async def answer(self, who: Principal, operation: Operation[Any]) -> tuple[Any, Call]:
         """Executes an operation, after checking that its caller has the required role."""
         call = Call(who)
-        if isinstance(operation, OfRun):
+        if isinstance(operation, RunOperation):
             # Checked before the role: a run of another project appears not to exist to any role.
-            call = Call(who, who.demand_run(await self._manager.get(operation.run_id)))
-        who.demand(operation.role)
+            call = Call(who, who.require_run(await self._manager.get(operation.run_id)))
+        who.require_role(operation.role)
         handler = getattr(self._handlers, handler_name(type(operation)))
         answer = await handler(call, operation)
         if operation.form == "events":
-            answer = self._while_known(who, answer)
+            answer = self._end_when_invalid(who, answer)
         return answer, call
 
-    async def _while_known(self, who: Principal, items: Items) -> Items:
+    async def _end_when_invalid(self, who: Principal, items: Items) -> Items:
         """Ends a stream when the token of its caller becomes invalid."""
         seen = time.monotonic()
         async for some in items:
-            if time.monotonic() - seen > _STREAMS_KNOWN_FOR_S:
+            if time.monotonic() - seen > _STREAM_CHECK_S:
                 try:
-                    await self.recognize(who)
+                    await self.check_valid(who)
                 except UnauthenticatedError:
                     return
                 seen = time.monotonic()

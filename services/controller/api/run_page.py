@@ -62,19 +62,19 @@ class PageLinks:
 
     Args:
         tokens: Stores these tokens.
-        recognize: Raises if a principal is no longer known.
+        check_valid: Raises if a principal is no longer known.
         clock: Returns seconds.
     """
 
     def __init__(
         self,
         tokens: TokenStore,
-        recognize: Callable[[Principal], Awaitable[None]],
+        check_valid: Callable[[Principal], Awaitable[None]],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokens = tokens
-        self._recognize = recognize
+        self._check_valid = check_valid
         self._clock = clock
         self._codes: dict[str, tuple[Principal, float]] = {}
 
@@ -96,9 +96,9 @@ class PageLinks:
         who, deadline = self._codes.pop(code, (None, 0.0))
         if who is None or deadline < self._clock():
             raise UnauthenticatedError(
-                "this link was used before or is too old; 'slipstream page' prints another one"
+                "this link was used before or has expired; 'slipstream page' prints a new one"
             )
-        await self._recognize(who)
+        await self._check_valid(who)
         return SignedIn(token=await run_in_threadpool(self._tokens.derive, who, _TOKEN_LIFE_S))
 
 
@@ -117,9 +117,9 @@ def add_page_links(app: FastAPI, api: RunApi, links: PageLinks) -> None:
         return WhoAmI(name=who.name, project=who.project, role=who.role)
 
     @app.post("/page/sign-in", include_in_schema=False)
-    async def sign_in(asked: SignIn) -> SignedIn:
+    async def sign_in(body: SignIn) -> SignedIn:
         """Exchanges the code of a link for a token."""
-        return await links.redeem(asked.code)
+        return await links.redeem(body.code)
 
 
 def with_run_page(app: FastAPI) -> FastAPI:

@@ -47,7 +47,7 @@ class SameOrigin:
             return (
                 HTTPStatus.MISDIRECTED_REQUEST,
                 "foreign_host",
-                f"this controller is reached as {', '.join(sorted(self._hosts))}, not as {host!r}",
+                f"the host must be one of {', '.join(sorted(self._hosts))}, got {host!r}",
             )
         origin = request.headers.get("origin")
         if origin is not None:
@@ -56,13 +56,13 @@ class SameOrigin:
                 return (
                     HTTPStatus.FORBIDDEN,
                     "foreign_origin",
-                    f"a page of {origin!r} may not use this API",
+                    f"pages of origin {origin!r} must not use this API",
                 )
         if _has_body(request) and _media_type(request) != "application/json":
             return (
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
                 "not_json",
-                "a body must be JSON: send Content-Type: application/json",
+                "the request body must be JSON; send Content-Type: application/json",
             )
         return None
 

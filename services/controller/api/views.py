@@ -109,7 +109,7 @@ class PageTokens:
             raw, position = b"", ""
         if not hmac.compare_digest(raw[:_MAC_BYTES], self._mac(position, scope)):
             raise InvalidArgumentError(
-                "page_token is not one that this list returned; begin again without it"
+                "page_token must be the next_page_token of the same list; start again without it"
             )
         return position
 

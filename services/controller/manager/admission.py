@@ -13,7 +13,7 @@ from services.controller.manager.quotas import QuotaShortage, read_quota
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.settings import Limits
 from services.controller.store.records import Event, Note, Run
-from services.controller.store.rows import get_run, tell
+from services.controller.store.rows import get_run, record_note
 from services.controller.store.runs import RunStore
 from services.controller.store.tables import RUNS
 
@@ -22,7 +22,7 @@ _QUEUED = (
     .where(RUNS.c.state == RunState.QUEUED.value)
     .order_by(RUNS.c.priority.desc(), RUNS.c.run_id)
 )
-_BEHIND = QuotaShortage("Behind", "another run of the project comes before it")
+_NOT_FIRST = QuotaShortage("Behind", "another run of the project is first in the queue")
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Admitted:
     """Started runs, in state STARTING."""
     expired: list[Run] = field(default_factory=list)
     """Runs that exceeded their queue time-out, as they were before; they are now FAILED."""
-    told: list[tuple[Event, str]] = field(default_factory=list)
+    events: list[tuple[Event, str]] = field(default_factory=list)
     """Recorded events, each with its project."""
     next_deadline: float | None = None
     """Next time at which a run exceeds its queue time-out, in seconds since the epoch."""
@@ -56,12 +56,12 @@ def admit(
         for run_id, project, deadline in connection.execute(_QUEUED).all():
             if run_id in busy:
                 continue
-            lack = queue.start(run_id, project)
-            if lack is not None and deadline is not None and deadline <= now:
-                queue.expire(run_id, lack)
-            elif lack is not None:
-                queue.keep(run_id, project, lack, deadline)
-        return queue.done
+            shortage = queue.start(run_id, project)
+            if shortage is not None and deadline is not None and deadline <= now:
+                queue.expire(run_id, shortage)
+            elif shortage is not None:
+                queue.keep(run_id, project, shortage, deadline)
+        return queue.result
 
 
 class _Queue:
@@ -72,39 +72,41 @@ class _Queue:
         self._store = store
         self._defaults = defaults
         self._waiting: set[str] = set()
-        self.done = Admitted()
+        self.result = Admitted()
 
     def start(self, run_id: str, project: str) -> QuotaShortage | None:
         """Starts a run if the quota has room for it; otherwise returns the shortage that it waits for."""
         if project in self._waiting:
-            return _BEHIND
+            return _NOT_FIRST
         run = get_run(self._connection, run_id, lock=True)
         quota = read_quota(self._connection, project, self._defaults)
-        if (lack := quota.lacks(run.needs)) is not None:
-            return lack
+        if (shortage := quota.shortage_for(run.needs)) is not None:
+            return shortage
         run, event = self._store.move(self._connection, run_id, RunEvent.ADMIT, reason="Admitted")
-        self.done.started.append(run)
-        self.done.told.append((event, project))
+        self.result.started.append(run)
+        self.result.events.append((event, project))
         return None
 
-    def expire(self, run_id: str, lack: QuotaShortage) -> None:
+    def expire(self, run_id: str, shortage: QuotaShortage) -> None:
         """Fails a run that exceeded its queue time-out."""
         run = get_run(self._connection, run_id, lock=True)
-        message = f"the run did not start within limits.queue_timeout_s: {lack.message}"
+        message = f"the run did not start within limits.queue_timeout_s: {shortage.message}"
         _, event = self._store.move(
             self._connection, run_id, RunEvent.FAIL, reason="QueueTimeout", message=message
         )
-        self.done.expired.append(run)
-        self.done.told.append((event, run.project))
+        self.result.expired.append(run)
+        self.result.events.append((event, run.project))
 
-    def keep(self, run_id: str, project: str, lack: QuotaShortage, deadline: float | None) -> None:
+    def keep(
+        self, run_id: str, project: str, shortage: QuotaShortage, deadline: float | None
+    ) -> None:
         """Leaves a run in the queue, and records once why the first run of a project waits."""
         if deadline is not None:
-            self.done.next_deadline = min(deadline, self.done.next_deadline or deadline)
+            self.result.next_deadline = min(deadline, self.result.next_deadline or deadline)
         if project in self._waiting:
             return
         self._waiting.add(project)
         run = get_run(self._connection, run_id, lock=True)
-        if all(condition.reason != lack.reason for condition in run.conditions):
-            note = Note("Waiting", lack.message, {"reason": lack.reason})
-            self.done.told.append((tell(self._connection, run, note), project))
+        if all(condition.reason != shortage.reason for condition in run.conditions):
+            note = Note("Waiting", shortage.message, {"reason": shortage.reason})
+            self.result.events.append((record_note(self._connection, run, note), project))

@@ -54,11 +54,9 @@ class CheckpointArchive:
             found = [await self._database.query(self._store.get, run_id, checkpoint_id)]
         ready = [checkpoint for checkpoint in found if checkpoint.state == "READY"]
         if not ready:
-            which = (
-                f"checkpoint {checkpoint_id} is {found[0].state}" if checkpoint_id else "none is"
-            )
+            got = f"{checkpoint_id} is {found[0].state}" if checkpoint_id else "the run has none"
             raise NoCheckpointError(
-                f"run {run_id} has no checkpoint to go on from: {which} READY; save one first",
+                f"run {run_id} needs a READY checkpoint to continue from, but {got}; save one first",
                 run_id=run_id,
             )
         return max(ready, key=lambda checkpoint: checkpoint.step)
@@ -113,7 +111,10 @@ class CheckpointArchive:
             )
             data = {"checkpoint_id": checkpoint_id, "step": checkpoint.step}
             note = Note(
-                "CheckpointDeleted", f"step {checkpoint.step} is deleted", data, actor=actor
+                "CheckpointDeleted",
+                f"deleted the checkpoint of step {checkpoint.step}",
+                data,
+                actor=actor,
             )
             return checkpoint, run.project, append_event(connection, run_id, note)
 
@@ -125,8 +126,8 @@ class CheckpointArchive:
                 users.append(run.run_id)
         if users:
             raise CheckpointInUseError(
-                f"{', '.join(users)} would go on from checkpoint {checkpoint.checkpoint_id}; cancel what "
-                "needs it, or wait for its end",
+                f"checkpoint {checkpoint.checkpoint_id} is needed by {', '.join(users)}; cancel them or "
+                "wait until they end",
                 checkpoint_id=checkpoint.checkpoint_id,
             )
 

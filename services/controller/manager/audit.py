@@ -109,7 +109,7 @@ class RunAudit:
                 dead = connection.execute(
                     sa.select(DEAD_LETTERS).where(DEAD_LETTERS.c.run_id == run_id)
                 ).all()
-            return [*_trained(records), *_in_flight(live), *_given_up(dead)]
+            return [*_trained(records), *_in_flight(live), *_dropped(dead)]
 
         return await self._database.scan(read)
 
@@ -139,7 +139,7 @@ def _in_flight(groups: Iterable[Group]) -> Iterator[GroupView]:
         )
 
 
-def _given_up(dead: Iterable[Any]) -> Iterator[GroupView]:
+def _dropped(dead: Iterable[Any]) -> Iterator[GroupView]:
     for row in dead:
         yield GroupView(
             group_id=Group(sequence=row.sequence, row=row.row).group_id,

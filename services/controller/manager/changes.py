@@ -54,8 +54,8 @@ def patched_spec(run: Run, patch: RunPatch) -> RunSpec | None:
     if patch.rollout_replicas is not None and spec.topology.placement == "colocated":
         raise SpecError(
             [
-                "rollout_replicas: with topology.placement 'colocated' rollouts are on the trainer's GPUs, "
-                "and their number stays; submit another run, or fork this one"
+                "rollout_replicas: the number of rollouts cannot change with topology.placement 'colocated', "
+                "because they share the trainer's GPUs; submit a new run, or fork this one"
             ]
         )
     return spec
@@ -75,6 +75,18 @@ def columns_of(patch: RunPatch, spec: RunSpec | None) -> dict[str, Any]:
     return values
 
 
+def new_run(spec: RunSpec, **columns: Any) -> NewRun:
+    """Builds a run with a new id; ``columns`` are those that the specification does not determine."""
+    return NewRun(
+        run_id=new_run_id(),
+        name=spec.name,
+        spec_json=canonical_json(spec),
+        spec_digest=spec_digest(spec),
+        needs=resource_needs(spec),
+        **columns,
+    )
+
+
 def fork_of(
     parent: Run, checkpoint: Checkpoint, fork: ForkRequest, *, actor: str
 ) -> tuple[NewRun, Callable[[sa.Connection], None]]:
@@ -87,12 +99,8 @@ def fork_of(
     old = parse_spec(parent.spec_json)
     rows, old_rows = (each.data.model_copy(update={"epochs": None}) for each in (spec, old))
     has_same_prompts = (rows, spec.seed) == (old_rows, old.seed)
-    new = NewRun(
-        run_id=new_run_id(),
-        name=spec.name,
-        spec_json=canonical_json(spec),
-        spec_digest=spec_digest(spec),
-        needs=resource_needs(spec),
+    new = new_run(
+        spec,
         project=parent.project,
         priority=parent.priority,
         labels=parent.labels,

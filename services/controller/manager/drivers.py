@@ -69,7 +69,7 @@ class Drivers:
         try:
             spec = parse_spec(run.spec_json)
         except SpecError as error:
-            self._tasks.create_task(self._set_aside(run, error))
+            self._tasks.create_task(self._pause_unaccepted(run, error))
             return
 
         async def move(event: RunEvent, reason: str, message: str) -> RunState:
@@ -92,7 +92,7 @@ class Drivers:
         )
         driver.task = self._tasks.create_task(self._drive(run.run_id, driver))
 
-    async def _set_aside(self, run: Run, error: SpecError) -> None:
+    async def _pause_unaccepted(self, run: Run, error: SpecError) -> None:
         """Stops the workers of a run that cannot be driven, and pauses it for a release that can."""
         await self.services.membership.close_run(run.run_id)
         await self.services.launcher.stop(run.run_id)
@@ -102,7 +102,8 @@ class Drivers:
             "that accepts it, or cancel it and submit it again"
         )
         logger.error(
-            "a run was set aside", extra={"run": run.run_id, "problems": list(error.problems)}
+            "run paused: its specification is not accepted",
+            extra={"run": run.run_id, "problems": list(error.problems)},
         )
         with suppress(InvalidTransitionError):  # a user cancelled it meanwhile
             if run.state is RunState.CANCELLING:
@@ -124,7 +125,7 @@ class Drivers:
             del self._drivers[run_id]
         await self._on_end()
 
-    def driven(self) -> Collection[str]:
+    def driven_runs(self) -> Collection[str]:
         """Returns the ids of the runs that are driven now."""
         return frozenset(self._drivers)
 
@@ -141,7 +142,7 @@ class Drivers:
         driver = self.find(run.run_id)
         if driver is None or run.state is not RunState.RUNNING:
             raise InvalidTransitionError(
-                f"run {run.run_id} is {run.state}; this needs a RUNNING one", run_id=run.run_id
+                f"run {run.run_id} must be RUNNING, but is {run.state}", run_id=run.run_id
             )
         return driver
 
@@ -155,8 +156,7 @@ class Drivers:
         driver = self.running(run)
         if driver.spec.data.heldout is None:
             raise FailedPreconditionError(
-                f"run {run.run_id} has no held-out prompts to evaluate its weights with; fork it with "
-                "data.heldout",
+                f"run {run.run_id} has no held-out prompts to evaluate on; fork it with data.heldout",
                 run_id=run.run_id,
             )
         await driver.evaluate()
@@ -203,7 +203,7 @@ class Drivers:
     def worker_replaced(self, run_id: str, worker_id: str) -> None:
         """Notifies the driver that another process registered under a worker's id."""
         if (driver := self.find(run_id)) is not None:
-            driver.worker_lost(worker_id, f"{worker_id} was started again", is_replaced=True)
+            driver.worker_lost(worker_id, f"{worker_id} was restarted", is_replaced=True)
 
     def worker_pending(self, run_id: str, reason: str, message: str) -> None:
         """Records, as an event of the run, why a worker cannot start yet."""

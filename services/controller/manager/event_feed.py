@@ -44,7 +44,7 @@ class Subscription:
         """
         if self._is_overflown:
             raise ResourceExhaustedError(
-                f"more than {_MAX_BEHIND} events were not read; go on from the last one that was"
+                f"the reader is over {_MAX_BEHIND} events behind; resume after the last event that was read"
             )
         try:
             async with asyncio.timeout(_QUIET_S):
@@ -155,9 +155,9 @@ class EventFeed:
         if readers:
             self._due.append((event, readers))
             if len(self._due) == 1:
-                self._hand_out()
+                self._distribute()
 
-    def _hand_out(self) -> None:
+    def _distribute(self) -> None:
         event, readers = self._due[0]
         for subscription in readers[:_WOKEN_AT_ONCE]:
             subscription.offer(event)
@@ -165,7 +165,7 @@ class EventFeed:
         if not readers:
             self._due.popleft()
         if self._due:
-            asyncio.get_running_loop().call_soon(self._hand_out)
+            asyncio.get_running_loop().call_soon(self._distribute)
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from services.controller.launch.worker_process import last_lines
 from services.controller.models import LogLine
 
 # Polled, because a file gives no notification when it grows.
-_LOOK_EVERY_S = 0.5
+_POLL_S = 0.5
 _MAX_READ_BYTES = 1 << 20
-_PLACE = re.compile(r"([a-z0-9-]{1,63}):(\d{1,18})")
+_OFFSET = re.compile(r"([a-z0-9-]{1,63}):(\d{1,18})")
 
 
 class RunLogs:
@@ -55,7 +55,7 @@ class RunLogs:
         Yields:
             A possibly empty batch of lines, each with the cursor that resumes after it.
         """
-        places = {name: int(offset) for name, offset in _PLACE.findall(cursor)}
+        offsets = {name: int(offset) for name, offset in _OFFSET.findall(cursor)}
         is_last = False
         while not is_last:
             # Checked before reading, so that lines written before the end are still read.
@@ -63,21 +63,21 @@ class RunLogs:
             found: list[tuple[str, LogLine]] = []
             for log in self._files(run_id, component):
                 name = log.stem
-                if name not in places:
-                    places[name] = await asyncio.to_thread(_place_of_tail, log, num_lines)
-                lines, places[name] = await asyncio.to_thread(_read, log, places[name])
-                cursor = _cursor(places)
+                if name not in offsets:
+                    offsets[name] = await asyncio.to_thread(_tail_offset, log, num_lines)
+                lines, offsets[name] = await asyncio.to_thread(_read, log, offsets[name])
+                cursor = _cursor(offsets)
                 found += [(cursor, LogLine(component=name, line=line)) for line in lines]
             yield found
             if not is_last:
-                await asyncio.sleep(_LOOK_EVERY_S)
+                await asyncio.sleep(_POLL_S)
 
     def _files(self, run_id: str, component: str) -> list[Path]:
         found = sorted((self._state_directory / run_id / "logs").glob("*.log"))
         return [log for log in found if component in ("", log.stem)]
 
 
-def _place_of_tail(log: Path, num_lines: int) -> int:
+def _tail_offset(log: Path, num_lines: int) -> int:
     """Returns the offset at which the last lines of a file begin."""
     if num_lines == 0:
         return log.stat().st_size
@@ -85,13 +85,13 @@ def _place_of_tail(log: Path, num_lines: int) -> int:
     return max(log.stat().st_size - kept - 1, 0)
 
 
-def _read(log: Path, place: int) -> tuple[list[str], int]:
+def _read(log: Path, offset: int) -> tuple[list[str], int]:
     """Reads whole lines from an offset; returns them and the next offset.
 
     A truncated file is read from its start again.
     """
     with log.open("rb") as file:
-        file.seek(place if place <= log.stat().st_size else 0)
+        file.seek(offset if offset <= log.stat().st_size else 0)
         begin = file.tell()
         data = file.read(_MAX_READ_BYTES)
     end = data.rfind(b"\n") + 1 or (len(data) if len(data) == _MAX_READ_BYTES else 0)
@@ -99,5 +99,5 @@ def _read(log: Path, place: int) -> tuple[list[str], int]:
     return [line for line in text.splitlines() if line], begin + end
 
 
-def _cursor(places: dict[str, int]) -> str:
-    return ",".join(f"{name}:{offset}" for name, offset in places.items())
+def _cursor(offsets: dict[str, int]) -> str:
+    return ",".join(f"{name}:{offset}" for name, offset in offsets.items())

@@ -70,13 +70,13 @@ class Quota:
     transferqueue_bytes: int
     checkpoint_bytes: int
 
-    def lacks(self, needs: Needs) -> QuotaShortage | None:
+    def shortage_for(self, needs: Needs) -> QuotaShortage | None:
         """Returns the shortage that one more run would wait for; None if the quota has room for it."""
         limits = self.limits
         if self.active_runs >= limits.max_active_runs:
             return QuotaShortage(
                 "ActiveRunsQuota",
-                f"project {self.project!r} has {self.active_runs} active runs, and may have "
+                f"project {self.project!r} has {self.active_runs} active runs of at most "
                 f"{limits.max_active_runs}",
             )
         for code, what, needed, used, limit in (
@@ -92,14 +92,14 @@ class Quota:
             if limit and used + needed > limit:
                 return QuotaShortage(
                     code,
-                    f"the run needs {needed} {what}, but project {self.project!r} uses {used} of the "
-                    f"{limit} that it may",
+                    f"the run needs {needed} {what}, but project {self.project!r} uses {used} of its "
+                    f"{limit}",
                 )
         if 0 < limits.max_checkpoint_bytes <= self.checkpoint_bytes:
             return QuotaShortage(
                 "CheckpointQuota",
-                f"checkpoints of project {self.project!r} take {self.checkpoint_bytes} of the "
-                f"{limits.max_checkpoint_bytes} bytes that they may; delete some",
+                f"checkpoints of project {self.project!r} use {self.checkpoint_bytes} of its "
+                f"{limits.max_checkpoint_bytes} bytes; delete some",
             )
         return None
 
@@ -149,8 +149,8 @@ def check_submit(connection: sa.Connection, project: str, needs: Needs, defaults
     quota = read_quota(connection, project, defaults)
     if quota.queued_runs >= quota.limits.max_queued_runs:
         raise QuotaExceededError(
-            f"project {project!r} has {quota.queued_runs} queued runs, and may have "
-            f"{quota.limits.max_queued_runs}; cancel one, or submit again when one has started",
+            f"project {project!r} has {quota.queued_runs} queued runs of at most "
+            f"{quota.limits.max_queued_runs}; cancel one, or submit again after one has started",
             retry_after_s=30.0,
             project=project,
         )
@@ -185,12 +185,14 @@ def check_change(connection: sa.Connection, run: Run, needs: Needs, defaults: Li
             transferqueue_bytes=quota.transferqueue_bytes - run.needs.transferqueue_bytes,
             checkpoint_bytes=0,
         )
-        if (lack := others.lacks(needs)) is not None:
-            raise QuotaExceededError(lack.message, retry_after_s=30.0, project=run.project)
+        if (shortage := others.shortage_for(needs)) is not None:
+            raise QuotaExceededError(shortage.message, retry_after_s=30.0, project=run.project)
 
 
 def _check_possible(quota: Quota, needs: Needs) -> None:
     """Checks that a run could start if no other run were active."""
     alone = replace(quota, active_runs=0, gpus=0, transferqueue_bytes=0, checkpoint_bytes=0)
-    if (lack := alone.lacks(needs)) is not None:
-        raise QuotaTooSmallError(f"{lack.message}; make the run smaller, or have the quota raised")
+    if (shortage := alone.shortage_for(needs)) is not None:
+        raise QuotaTooSmallError(
+            f"{shortage.message}; reduce the run's resources, or ask an admin to raise the quota"
+        )

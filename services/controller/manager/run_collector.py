@@ -62,25 +62,49 @@ class RunCollector(Collector):
 
 def _families() -> dict[str, GaugeMetricFamily]:
     described = (
-        ("slipstream_runs", "Runs that are active or ended lately, by state.", ["state"]),
-        ("slipstream_run_info", "1; describes the run.", ["run", "name", "model", "advantage"]),
-        ("slipstream_run_state", "1 for the state that the run is in.", ["run", "state"]),
+        ("slipstream_runs", "Runs that are active or ended recently, by state.", ["state"]),
+        (
+            "slipstream_run_info",
+            "Name, model and advantage estimator of the run; always 1.",
+            ["run", "name", "model", "advantage"],
+        ),
+        (
+            "slipstream_run_state",
+            "1 for the run's current state, 0 for all others.",
+            ["run", "state"],
+        ),
         (
             "slipstream_run_condition",
-            "1 for the status of each condition of the run, with its reason.",
+            "1 for the current status and reason of each condition of the run.",
             ["run", "type", "status", "reason"],
         ),
-        ("slipstream_run_target_steps", "Steps that the run is to train.", ["run"]),
-        ("slipstream_run_batch_prompts", "Groups of one batch.", ["run"]),
-        ("slipstream_staleness_limit_versions", "Bound on staleness.", ["run"]),
-        ("slipstream_run_staleness_versions", "Staleness of trained samples.", ["run", "stat"]),
-        ("slipstream_run_heldout_score", "Newest held-out score.", ["run", "decoding"]),
+        ("slipstream_run_target_steps", "Number of steps that the run will train.", ["run"]),
+        ("slipstream_run_batch_prompts", "Groups per batch.", ["run"]),
+        (
+            "slipstream_staleness_limit_versions",
+            "Max staleness of trained samples: algorithm.max_staleness.",
+            ["run"],
+        ),
+        (
+            "slipstream_run_staleness_versions",
+            "Staleness of trained samples: mean and max of recent steps.",
+            ["run", "stat"],
+        ),
+        (
+            "slipstream_run_heldout_score",
+            "Newest held-out score, by decoding.",
+            ["run", "decoding"],
+        ),
         (
             "slipstream_run_heldout_set_score",
-            "Newest scores of each set of held-out prompts.",
+            "Newest scores of each held-out set.",
             ["run", "set", "score"],
         ),
-        ("slipstream_run_workers", "Registered workers by state.", ["run", "role", "state"]),
+        (
+            "slipstream_run_workers",
+            "Registered workers by role and state.",
+            ["run", "role", "state"],
+        ),
     )
     return {name: GaugeMetricFamily(name, text, labels=labels) for name, text, labels in described}
 

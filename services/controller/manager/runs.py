@@ -5,15 +5,14 @@ import time
 
 import sqlalchemy as sa
 
-from services.common.ids import new_run_id
-from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
+from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import RunSpec
 from services.common.security.confinement import CodePolicy
 from services.common.task_group import TaskGroup
 from services.controller.manager import quotas
 from services.controller.manager.admission import admit
 from services.controller.manager.archive import CheckpointArchive
-from services.controller.manager.changes import columns_of, fork_of, patched_spec
+from services.controller.manager.changes import columns_of, fork_of, new_run, patched_spec
 from services.controller.manager.drivers import Drivers
 from services.controller.manager.event_feed import EventFeed
 from services.controller.manager.quotas import Quota
@@ -75,7 +74,7 @@ class RunManager:
         self.checkpoints = CheckpointArchive(database, self._checkpoint_deleted)
         """Checkpoints of all runs."""
         self._policy = SpecPolicy(allowance, self.get, self.checkpoints.runs_saved_at)
-        self.kept = SampleReader(queue)
+        self.samples = SampleReader(queue)
         """Recorded samples of all runs, for people to read."""
         self.drivers = Drivers(
             self._store, tasks, apply=self._apply, on_event=self._publish, on_end=self._admit
@@ -121,13 +120,8 @@ class RunManager:
             QuotaTooSmallError: If the run alone needs more than its project may use.
             SpecError: If this installation does not allow it.
         """
-        spec = submission.spec
-        new = NewRun(
-            run_id=new_run_id(),
-            name=spec.name,
-            spec_json=canonical_json(spec),
-            spec_digest=spec_digest(spec),
-            needs=resource_needs(spec),
+        new = new_run(
+            submission.spec,
             project=submission.project,
             priority=submission.priority,
             labels=dict(submission.labels or {}),
@@ -241,7 +235,7 @@ class RunManager:
         saved = await self.checkpoints.files_of(run_id) if delete_checkpoints else ()
         await self._database.run(self._store.delete, run_id, revision=revision)
         await self.checkpoints.remove(saved)
-        self._tasks.create_task(self.kept.forget(run_id))
+        self._tasks.create_task(self.samples.forget(run_id))
         await self._admit()
 
     async def cancel(
@@ -287,7 +281,7 @@ class RunManager:
         await self._admit()
         return await self.get(run_id)
 
-    async def tell(self, run: Run, note: Note) -> Event:
+    async def add_event(self, run: Run, note: Note) -> Event:
         """Appends an event to a run's record, in any state of the run."""
         event = await self._database.run(self._store.record, run.run_id, note)
         self._publish(event, run.project)
@@ -326,9 +320,9 @@ class RunManager:
             if not self._is_driving:
                 return
             done = await self._database.run(
-                admit, self._store, self._defaults, busy=self.drivers.driven()
+                admit, self._store, self._defaults, busy=self.drivers.driven_runs()
             )
-            for event, project in done.told:
+            for event, project in done.events:
                 self._publish(event, project)
             for run in done.started:
                 self.drivers.drive(run)
@@ -354,10 +348,10 @@ class RunManager:
     async def _apply(
         self, run_id: str, event: RunEvent, reason: str, message: str = "", *, actor: str = ""
     ) -> Run:
-        run, told = await self._database.run(
+        run, recorded = await self._database.run(
             self._store.apply, run_id, event, reason=reason, message=message, actor=actor
         )
-        self._publish(told, run.project)
+        self._publish(recorded, run.project)
         return run
 
     def _checkpoint_deleted(self, event: Event, project: str) -> None:

@@ -44,7 +44,7 @@ class SampleReader:
         line = await self._read(run_id, query)
         if not line:
             raise NotFoundError(
-                f"sample {sample_id} of {run_id} is not kept; list the samples that are",
+                f"run {run_id} has no recorded sample {sample_id}; list its samples",
                 run_id=run_id,
             )
         return WholeSample.model_validate_json(line)
@@ -54,15 +54,15 @@ class SampleReader:
     ) -> AsyncIterator[bytes]:
         """Returns a stream of whole samples as JSON lines; its first chunk has arrived when this returns."""
         query = _query(only, limit=limit, with_turns=True, with_tokens=with_tokens)
-        stretches = self._queue.read_samples(run_id, query)
-        first = await anext(stretches, b"")
+        chunks = self._queue.read_samples(run_id, query)
+        first = await anext(chunks, b"")
 
-        async def all_of_them() -> AsyncIterator[bytes]:
+        async def all_chunks() -> AsyncIterator[bytes]:
             yield first
-            async for stretch in stretches:
-                yield stretch
+            async for chunk in chunks:
+                yield chunk
 
-        return all_of_them()
+        return all_chunks()
 
     async def forget(self, run_id: str) -> None:
         """Deletes the recorded samples of a run; logs a warning if the transferqueue is unavailable."""
@@ -71,10 +71,12 @@ class SampleReader:
                 await self._queue.forget_samples(run_id)
         except (ServiceError, TimeoutError) as error:
             # The store's size limit for all runs removes them eventually.
-            logger.warning("samples stay", extra={"run": run_id, "reason": str(error)})
+            logger.warning(
+                "cannot delete recorded samples", extra={"run": run_id, "reason": str(error)}
+            )
 
     async def _read(self, run_id: str, query: KeptSampleQuery) -> bytes:
-        return b"".join([stretch async for stretch in self._queue.read_samples(run_id, query)])
+        return b"".join([chunk async for chunk in self._queue.read_samples(run_id, query)])
 
 
 def _query(only: SampleFilter, **more: object) -> KeptSampleQuery:

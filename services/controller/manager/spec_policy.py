@@ -51,14 +51,14 @@ class SpecPolicy:
         """
         old = [] if known is None else self._problems(known)
         if problems := [problem for problem in self._problems(spec) if problem not in old]:
-            self._refusals.warning("a specification was refused", problems=problems)
+            self._refusals.warning("specification refused", problems=problems)
             raise SpecError(problems)
         reasons = admin_reasons(spec) - (set() if known is None else admin_reasons(known))
         if reasons and not covers(role, "admin"):
-            self._refusals.warning("a specification was refused", problems=sorted(reasons))
+            self._refusals.warning("specification refused", problems=sorted(reasons))
             raise PermissionDeniedError(
-                f"{' and '.join(sorted(reasons))} may run code that nobody here has read, which needs the "
-                f"role admin; who asks has {role}"
+                f"{' and '.join(sorted(reasons))} may run code that this installation has not reviewed, "
+                f"which requires the role admin; the caller has {role}"
             )
 
     def _problems(self, spec: RunSpec) -> list[str]:
@@ -80,8 +80,8 @@ class SpecPolicy:
         for run_id in await self._saved_at(paths_named(spec)):
             if (await self._find(run_id)).project != project:
                 raise NotFoundError(
-                    "a folder that the specification names does not exist for this project; list the "
-                    "checkpoints of its runs"
+                    "the specification names a folder that does not belong to this project; use a "
+                    "checkpoint of one of its runs"
                 )
 
 

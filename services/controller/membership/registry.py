@@ -28,7 +28,7 @@ class Worker:
     address: str
     """``host:port`` of its gRPC server."""
     host_id: str
-    last_heard: float
+    last_heartbeat: float
     """Time of its last heartbeat, in monotonic seconds."""
     state: WorkerState = "loading"
     activity: str = ""
@@ -48,25 +48,25 @@ class Membership:
         self._clock = clock
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._runs: dict[str, dict[str, Worker]] = {}
-        self._looked: dict[str, float] = {}
-        """Time of the last call of :meth:`silent` per run, in monotonic seconds."""
+        self._last_checks: dict[str, float] = {}
+        """Time of the last call of :meth:`find_silent` per run, in monotonic seconds."""
         self._forgotten: dict[str, set[str]] = {}
         """Incarnations per run that count as gone, whose processes may live for some seconds more."""
-        self.meetings = RendezvousStore()
+        self.rendezvous = RendezvousStore()
         """Rendezvous of the members of weight groups."""
         self._changed = asyncio.Condition()
 
     def open_run(self, run_id: str) -> None:
         """Accepts workers of a run."""
         self._runs.setdefault(run_id, {})
-        self.meetings.open(run_id)
+        self.rendezvous.open(run_id)
 
     async def close_run(self, run_id: str) -> None:
         """Accepts no more workers of a run; registered ones are ordered to stop at their next heartbeat."""
         self._runs.pop(run_id, None)
-        self._looked.pop(run_id, None)
+        self._last_checks.pop(run_id, None)
         self._forgotten.pop(run_id, None)
-        await self.meetings.close(run_id)
+        await self.rendezvous.close(run_id)
         await self._notify()
 
     def find(self, run_id: str, worker_id: str) -> Worker | None:
@@ -91,12 +91,12 @@ class Membership:
         """
         if worker.run_id not in self._runs:
             raise FailedPreconditionError(
-                f"run {worker.run_id} is not active here, so it takes no workers",
+                f"run {worker.run_id} is not active, so no worker can register",
                 run_id=worker.run_id,
             )
         if worker.incarnation in self._forgotten.get(worker.run_id, ()):
             raise FailedPreconditionError(
-                f"{worker.worker_id} was taken for gone, and another process takes its place",
+                f"{worker.worker_id} was considered lost and has been replaced by another process",
                 run_id=worker.run_id,
             )
         known = self._runs[worker.run_id].get(worker.worker_id)
@@ -104,7 +104,7 @@ class Membership:
         await self._notify()
         return known is not None and known.incarnation != worker.incarnation
 
-    async def hear(
+    async def record_heartbeat(
         self,
         run_id: str,
         worker_id: str,
@@ -127,7 +127,7 @@ class Membership:
         # Most heartbeats report no change of state, and no condition depends on the value of a
         # gauge.
         is_news = worker.state != state or worker.gauges.keys() != gauges.keys()
-        worker.last_heard = self._clock.monotonic()
+        worker.last_heartbeat = self._clock.monotonic()
         worker.state = state
         worker.activity = activity
         worker.weight_version = weight_version
@@ -149,11 +149,11 @@ class Membership:
             key=lambda worker: worker.worker_id,
         )
 
-    def begin_watch(self, run_id: str) -> None:
+    def start_supervision(self, run_id: str) -> None:
         """Starts the supervision of a run's workers, so that the time before does not count as a pause."""
-        self._looked[run_id] = self._clock.monotonic()
+        self._last_checks[run_id] = self._clock.monotonic()
 
-    def silent(self, run_id: str) -> list[Worker]:
+    def find_silent(self, run_id: str) -> list[Worker]:
         """Returns the workers without a heartbeat within the time-out. Call it at least twice in that time.
 
         A much later call means that the controller itself was stopped (by a debugger, or as a
@@ -161,18 +161,18 @@ class Membership:
         fault, so their time starts again.
         """
         now = self._clock.monotonic()
-        pause_s = now - self._looked.get(run_id, now)
-        self._looked[run_id] = now
+        pause_s = now - self._last_checks.get(run_id, now)
+        self._last_checks[run_id] = now
         workers = self.workers(run_id)
         if pause_s > self._heartbeat_timeout_s * 0.75:
             logger.warning(
-                "this controller stood still; its workers get fresh leases",
+                "the controller was suspended; heartbeat time-outs start again",
                 extra={"run": run_id, "pause_s": round(pause_s, 1)},
             )
             for worker in workers:
-                worker.last_heard = now
+                worker.last_heartbeat = now
         limit = now - self._heartbeat_timeout_s
-        return [worker for worker in workers if worker.last_heard < limit]
+        return [worker for worker in workers if worker.last_heartbeat < limit]
 
     async def wait_until(
         self,
@@ -193,7 +193,9 @@ class Membership:
                 limit_s = timeout_s()
                 left_s = begin + limit_s - clock()
                 if left_s <= 0:
-                    raise DeadlineExceededError(f"waited {limit_s:.0f} s for {waiting_for()}")
+                    raise DeadlineExceededError(
+                        f"timed out after {limit_s:.0f} s waiting for {waiting_for()}"
+                    )
                 with suppress(TimeoutError):
                     async with asyncio.timeout(left_s):
                         await self._changed.wait()

@@ -59,8 +59,9 @@ class RendezvousStore:
         """
         if len(value) > MAX_VALUE_BYTES or len(key) > MAX_KEY_CHARACTERS:
             raise InvalidArgumentError(
-                f"a rendezvous value may have {MAX_VALUE_BYTES} bytes and its key {MAX_KEY_CHARACTERS} "
-                f"characters, but {key[:MAX_KEY_CHARACTERS]!r} has {len(key)} and its value {len(value)}"
+                f"a rendezvous key must have at most {MAX_KEY_CHARACTERS} characters and its value at most "
+                f"{MAX_VALUE_BYTES} bytes, got {len(key)} and {len(value)} for "
+                f"{key[:MAX_KEY_CHARACTERS]!r}"
             )
         run = self._run(scope)
         if scope not in run.scopes:
@@ -74,8 +75,8 @@ class RendezvousStore:
             grown -= _size(key, values[key])
         if grown > MAX_RUN_BYTES:
             raise ResourceExhaustedError(
-                f"the rendezvous of {run_of(scope)} holds {run.size_bytes} of {MAX_RUN_BYTES} bytes; its "
-                "members store what they need to find each other and nothing else",
+                f"the rendezvous store of {run_of(scope)} has {run.size_bytes} of {MAX_RUN_BYTES} bytes, "
+                f"no room for {_size(key, value)} more; store only what members need to connect",
                 scope=scope,
             )
         run.size_bytes = grown
@@ -99,7 +100,7 @@ class RendezvousStore:
                 await self._changed.wait_for(lambda: found() is not None)
         except TimeoutError as error:
             raise DeadlineExceededError(
-                f"{key!r} was not set in {scope!r} within {timeout_s:.0f} s: a member did not come",
+                f"{key!r} was not set in {scope!r} within {timeout_s:.0f} s: a member did not join",
                 scope=scope,
             ) from error
         value = found()
@@ -118,7 +119,7 @@ class RendezvousStore:
             value = int(known) + amount
         except ValueError as error:
             raise InvalidArgumentError(
-                f"{key!r} of {scope!r} holds a value and is no counter"
+                f"{key!r} of {scope!r} must be a counter, but has another value"
             ) from error
         await self.set(scope, key, str(value).encode())
         return value
@@ -127,7 +128,7 @@ class RendezvousStore:
         run = self._runs.get(run_of(scope))
         if run is None:
             raise FailedPreconditionError(
-                f"run {run_of(scope)} is not active here, so its workers do not meet", scope=scope
+                f"run {run_of(scope)} is not active, so its workers cannot rendezvous", scope=scope
             )
         return run
 

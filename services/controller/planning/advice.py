@@ -17,16 +17,16 @@ from services.controller.planning.inputs import (
 from services.controller.planning.rates import Rates, Setting
 from services.controller.planning.simulation import Prediction, predict
 
-LARGEST_ERROR = 0.15
+MAX_ERROR = 0.15
 """Max relative error of the prediction for the run as it is."""
-_LEAST_GAIN = 1.05
-_MOST_CHANGES = 3
+_MIN_GAIN = 1.05
+_MAX_CHANGES = 3
 _BOUNDS = (1, 2, 4, 8)
 _SIMULATED_STEPS = 16
-_WAITS_LITTLE = 0.1
-Short = Literal["generation", "training", "neither"]
-_REMEDIES: Mapping[Short, frozenset[str]] = {
-    "generation": frozenset({"rollouts", "places", "max_staleness"}),
+_LOW_WAIT = 0.1
+Bottleneck = Literal["generation", "training", "neither"]
+_REMEDIES: Mapping[Bottleneck, frozenset[str]] = {
+    "generation": frozenset({"rollouts", "slots", "max_staleness"}),
     "training": frozenset({"trainer_gpus"}),
     "neither": frozenset({"max_staleness"}),
 }
@@ -35,7 +35,7 @@ _REMEDIES: Mapping[Short, frozenset[str]] = {
 _NAMES = {
     "rollouts": "rollout.replicas",
     "max_staleness": "algorithm.max_staleness",
-    "places": "rollout.max_running_samples",
+    "slots": "rollout.max_running_samples",
     "trainer_gpus": "trainer.world_size",
 }
 """Key of the specification for each part of a setting that may be advised."""
@@ -52,14 +52,14 @@ class Change:
     """Predicted samples per second, relative to the current setting."""
 
     def __str__(self) -> str:
-        return f"{self.key} {self.after} instead of {self.before} would give {self.gain:.2g}x"
+        return f"{self.key}={self.after} (now {self.before}): {self.gain:.2g}x throughput"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
     """Result of the analysis."""
 
-    short: Short
+    bottleneck: Bottleneck
     waited: float
     """Fraction of the time in which the trainer waited for samples."""
     idled: float
@@ -82,26 +82,26 @@ class Advice:
     @property
     def is_trusted(self) -> bool:
         """True if the prediction for the run as it is agrees with its measurement."""
-        return abs(self.error) <= LARGEST_ERROR
+        return abs(self.error) <= MAX_ERROR
 
     def message(self) -> str:
         """Returns the side that waits and the remedy, as text for people."""
-        times = f"the trainer waited {100 * self.waited:.0f} % of the time for samples"
+        times = f"the trainer waited for samples {100 * self.waited:.0f} % of the time"
         idle = f"the rollouts were idle {100 * self.idled:.0f} %"
         if self.placement == "colocated":
-            text = f"Trainer and rollouts take turns: {times}."
-        elif self.short == "generation":
+            text = f"Trainer and rollouts share GPUs: {times}."
+        elif self.bottleneck == "generation":
             text = f"Rollouts are the bottleneck: {times}."
-        elif self.short == "training":
+        elif self.bottleneck == "training":
             text = f"The trainer is the bottleneck: {times}, {idle}."
-        elif self.waited < _WAITS_LITTLE:
-            text = f"Trainer and rollouts are in balance: {times}, {idle}."
+        elif self.waited < _LOW_WAIT:
+            text = f"Trainer and rollouts are balanced: {times}, {idle}."
         else:
             text = f"Trainer and rollouts wait for each other: {times}, {idle}."
         if not self.is_trusted:
             return (
-                f"{text} No change is advised: the prediction for the run as it is is "
-                f"{100 * self.error:+.0f} % off (steps of {self.measured_step_s:.2f} s)."
+                f"{text} No change is advised: the predicted step time differs from the measured "
+                f"{self.measured_step_s:.2f} s by {100 * self.error:+.0f} %."
             )
         return f"{text} {self.remedy()}"
 
@@ -111,18 +111,22 @@ class Advice:
             return ""
         text = f"Predicted: {'; '.join(map(str, self.changes))}."
         if not self.changes:
-            text = f"Nothing that can be set would give more than {_LEAST_GAIN:.2f}x."
+            text = f"No change of a setting would give more than {_MIN_GAIN:.2f}x throughput."
         if self.others:
             gains = " and ".join(f"{name} {gain:.2g}x" for name, gain in self.others.items())
-            text += f" It is {self.placement}; on the same GPUs, {gains} would be expected."
+            text += f" Other placements than {self.placement} on the same GPUs: {gains}."
         return text
 
     @property
     def first(self) -> tuple[object, ...]:
         """Most important findings: the advice is reported again when they differ."""
-        better = {name: gain for name, gain in self.others.items() if gain >= _LEAST_GAIN}
+        better = {name: gain for name, gain in self.others.items() if gain >= _MIN_GAIN}
         placement = max(better, key=lambda name: better[name], default="")
-        return self.short, placement, *((change.key, change.after) for change in self.changes[:1])
+        return (
+            self.bottleneck,
+            placement,
+            *((change.key, change.after) for change in self.changes[:1]),
+        )
 
 
 def advise(
@@ -150,7 +154,7 @@ def advise(
     step_s = measured_step_s(settled(steps))
     now = predict(rates, setting, num_steps=_SIMULATED_STEPS)
     found = Advice(
-        short=_short(share, idle_share) if setting.num_others else "neither",
+        bottleneck=_bottleneck(share, idle_share) if setting.dedicated_rollouts else "neither",
         waited=share,
         idled=idle_share,
         measured_step_s=step_s,
@@ -161,40 +165,40 @@ def advise(
     if not found.is_trusted:
         return found
     spare = 0 if gpus is None else gpus - setting.gpus
-    found_changes = _changes(rates, setting, now, short=found.short, spare_gpus=spare)
+    found_changes = _changes(rates, setting, now, bottleneck=found.bottleneck, spare_gpus=spare)
     changes = sorted(found_changes, key=lambda change: -change.gain)
-    helpful = [change for change in changes if change.gain >= _LEAST_GAIN]
+    helpful = [change for change in changes if change.gain >= _MIN_GAIN]
     # Workers that share GPUs, or have none, would share them in other placements, too.
     gains: dict[str, float] = {
         each.placement: _gain(rates, each, now) for each in others if spare >= 0
     }
-    return replace(found, changes=tuple(helpful[:_MOST_CHANGES]), others=gains)
+    return replace(found, changes=tuple(helpful[:_MAX_CHANGES]), others=gains)
 
 
-def _short(waited_share: float, idle_share: float) -> Short:
+def _bottleneck(waited_share: float, idle_share: float) -> Bottleneck:
     """Returns the side that the other one waits for; "neither" if both or none wait."""
-    if waited_share < _WAITS_LITTLE:
-        return "training" if idle_share >= _WAITS_LITTLE else "neither"
+    if waited_share < _LOW_WAIT:
+        return "training" if idle_share >= _LOW_WAIT else "neither"
     return "generation" if idle_share <= waited_share / 2 else "neither"
 
 
 def _changes(
-    rates: Rates, setting: Setting, now: Prediction, *, short: Short, spare_gpus: int
+    rates: Rates, setting: Setting, now: Prediction, *, bottleneck: Bottleneck, spare_gpus: int
 ) -> Iterator[Change]:
     """Yields one change for each part of the setting that can be changed alone: the best value tried."""
     tried: dict[str, list[int]] = {
         "rollouts": [setting.rollouts + 1] if spare_gpus >= setting.engine_gpus else [],
         "trainer_gpus": [2 * setting.trainer_gpus] if spare_gpus >= setting.trainer_gpus else [],
-        "places": [2 * setting.places],
+        "slots": [2 * setting.slots],
         "max_staleness": [bound for bound in _BOUNDS if bound > setting.max_staleness][:2],
     }
     if setting.is_colocated:  # both sides, or none, get other GPUs
         del tried["trainer_gpus"]
-    if not setting.num_others:
+    if not setting.dedicated_rollouts:
         del tried["rollouts"]
         tried["max_staleness"] = [1] if setting.max_staleness < 1 else []
     # If all rollouts are colocated, no side is the bottleneck, and any helpful change counts.
-    helps = _REMEDIES[short] if setting.num_others else frozenset(tried)
+    helps = _REMEDIES[bottleneck] if setting.dedicated_rollouts else frozenset(tried)
     for name, values in tried.items():
         if name not in helps:
             continue
@@ -202,7 +206,7 @@ def _changes(
         for value in values:
             changed = replace(setting, **{name: value})  # type: ignore[arg-type]
             if name == "max_staleness":
-                changed = replace(changed, keeps_responses=True, trains_early=False)
+                changed = replace(changed, partial_rollout=True, accumulate_early=False)
             gains[value] = _gain(rates, changed, now)
         if gains:
             best = max(gains, key=lambda value: gains[value])

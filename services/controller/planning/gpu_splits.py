@@ -12,6 +12,13 @@ from services.controller.planning.inputs import setting_of
 from services.controller.planning.rates import Rates, Setting
 from services.controller.planning.simulation import Prediction, predict
 
+_MAX_SPLITS = 8
+_SWEEP_SAMPLES = 4_000
+_NEARLY = 0.97
+"""Fraction of the best throughput at which a less demanding split is preferred."""
+SlotsOf = Callable[[int, int], int]
+"""Returns the slots of a rollout, from the staleness bound and the number of rollouts."""
+
 
 def on_gpus(setting: Setting, gpus: int, *, trainer_gpus: int, is_colocated: bool) -> Setting:
     """Returns the setting on a number of GPUs with a given trainer; if colocated, rollouts use all GPUs."""
@@ -20,11 +27,11 @@ def on_gpus(setting: Setting, gpus: int, *, trainer_gpus: int, is_colocated: boo
         setting,
         trainer_gpus=trainer_gpus,
         rollouts=left // setting.engine_gpus,
-        in_turns=trainer_gpus // setting.engine_gpus if is_colocated else 0,
+        colocated_rollouts=trainer_gpus // setting.engine_gpus if is_colocated else 0,
     )
 
 
-def placed(spec: RunSpec, setting: Setting) -> RunSpec:
+def with_setting(spec: RunSpec, setting: Setting) -> RunSpec:
     """Returns the specification with the values of a setting."""
     topology = spec.topology.model_copy(update={"placement": "disaggregated"})
     if setting.is_colocated:
@@ -38,9 +45,9 @@ def placed(spec: RunSpec, setting: Setting) -> RunSpec:
     return spec.model_copy(update={"topology": topology, **parts})
 
 
-def may_take_turns(spec: RunSpec, setting: Setting) -> bool:
+def may_colocate(spec: RunSpec, setting: Setting) -> bool:
     """Returns True if rollouts may share the trainer's GPUs, and no other task group has its own."""
-    return not apart(spec.topology) and not [*placement(placed(spec, setting))]
+    return not apart(spec.topology) and not [*placement(with_setting(spec, setting))]
 
 
 def trainer_unit(spec: RunSpec) -> int:
@@ -49,7 +56,7 @@ def trainer_unit(spec: RunSpec) -> int:
     return trainer.tensor_parallel * lcm(trainer.expert_parallel, trainer.context_parallel)
 
 
-def otherwise(spec: RunSpec) -> Iterator[Setting]:
+def other_placements(spec: RunSpec) -> Iterator[Setting]:
     """Yields the settings of a run in the other possible placements on the same GPUs."""
     now, unit = setting_of(spec), trainer_unit(spec)
     gpus, engine_gpus = now.gpus, now.engine_gpus
@@ -63,17 +70,8 @@ def otherwise(spec: RunSpec) -> Iterator[Setting]:
             found = replace(found, max_staleness=min(1, found.max_staleness))
         if found.placement == now.placement or found.gpus != gpus:
             continue
-        if not is_colocated or may_take_turns(spec, found):
+        if not is_colocated or may_colocate(spec, found):
             yield found
-
-
-_MOST_SPLITS = 8
-_SWEEP_SAMPLES = 4_000
-_NEARLY = 0.97
-"""Fraction of the best throughput at which a less demanding split is preferred."""
-
-Places = Callable[[int, int], int]
-"""Returns the slots of a rollout, from the staleness bound and the number of rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +89,7 @@ class GpuCapacity:
         sizes = range(self.trainer_unit, self.gpus - self.engine_gpus + 1, self.trainer_unit)
         whole = [size for size in sizes if (self.gpus - size) % self.engine_gpus == 0]
         found = whole or [*sizes]
-        return found[:: max(1, -(-len(found) // _MOST_SPLITS))]
+        return found[:: max(1, -(-len(found) // _MAX_SPLITS))]
 
     def shared_sizes(self) -> Sequence[int]:
         """Returns the sizes of a trainer whose GPUs are shared with rollouts, while rollouts use all GPUs."""
@@ -120,7 +118,7 @@ class SplitPlan:
     now: Split | None
     """Split of the specification, if it uses no more GPUs."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Reasons for which splits are impossible, by number of trainer GPUs, followed by ``in turns``
+    """Reasons for which splits are impossible, by number of trainer GPUs, followed by ``colocated``
     if colocated."""
 
 
@@ -130,10 +128,10 @@ def plan_splits(
     *,
     room: GpuCapacity,
     bounds: Collection[int],
-    places: Places,
-    most_places: int,
+    slots: SlotsOf,
+    max_slots: int,
     refused: Callable[[Setting], str] = lambda setting: "",
-    may_take_turns: Callable[[Setting], bool] = lambda setting: False,
+    may_colocate: Callable[[Setting], bool] = lambda setting: False,
 ) -> SplitPlan:
     """Tries the ways to split a number of GPUs.
 
@@ -142,10 +140,10 @@ def plan_splits(
         base: Setting whose other parts stay unchanged.
         room: The GPUs.
         bounds: Allowed values of ``algorithm.max_staleness``.
-        places: Returns the slots of a rollout.
-        most_places: Max slots of a rollout.
+        slots: Returns the slots of a rollout.
+        max_slots: Max slots of a rollout.
         refused: Returns the reason for which a setting does not fit, or an empty text.
-        may_take_turns: Returns True if the specification allows a setting in which rollouts share
+        may_colocate: Returns True if the specification allows a setting in which rollouts share
             the trainer's GPUs.
 
     Raises:
@@ -153,8 +151,8 @@ def plan_splits(
     """
     least = room.trainer_unit + room.engine_gpus
     too_few = (
-        f"{room.gpus} GPU(s) are not enough to split: the trainer needs {room.trainer_unit} and a "
-        f"rollout {room.engine_gpus}, {least} together; say how many there are with --gpus"
+        f"at least {least} GPUs are needed (trainer {room.trainer_unit}, rollout {room.engine_gpus}), "
+        f"got {room.gpus}; set --gpus"
     )
     base = replace(base, engine_gpus=room.engine_gpus)
 
@@ -168,27 +166,29 @@ def plan_splits(
             for bound in sorted(bounds)
         ]
 
-    turns = [way for way in ways(room.shared_sizes(), is_colocated=True) if may_take_turns(way)]
+    turns = [way for way in ways(room.shared_sizes(), is_colocated=True) if may_colocate(way)]
     reasons: dict[str, str] = {}
     found = []
     for way in (*ways(room.trainer_sizes(), is_colocated=False), *turns):
-        name = f"{way.trainer_gpus}{' in turns' if way.is_colocated else ''}"
+        name = f"{way.trainer_gpus}{' colocated' if way.is_colocated else ''}"
         # Memory does not depend on the staleness bound.
         if name not in reasons:
             reasons[name] = refused(way)
         if not reasons[name]:
-            found.append(_tried(rates, way, places))
+            found.append(_tried(rates, way, slots))
     if not found and reasons:
         # The largest trainer is closest to fitting; a colocated one has engines on its GPUs as
         # well.
         apart = [name for name in reasons if name.isdigit()]
         name = max(apart or reasons, key=lambda name: int(name.split()[0]))
-        raise ValueError(f"{room.gpus} GPU(s) are too few; {name} for the trainer: {reasons[name]}")
+        raise ValueError(
+            f"no split of {room.gpus} GPUs is possible; with {name} for the trainer: {reasons[name]}"
+        )
     if not found:
         raise ValueError(too_few)
     best = _recommended(found)
-    more = replace(best.setting, places=2 * best.setting.places)
-    if more.places <= most_places:
+    more = replace(best.setting, slots=2 * best.setting.slots)
+    if more.slots <= max_slots:
         found.append(Split(setting=more, prediction=_predict(rates, more)))
         best = _recommended(found)
     return SplitPlan(
@@ -201,13 +201,13 @@ def plan_splits(
     )
 
 
-def _tried(rates: Rates, setting: Setting, places: Places) -> Split:
+def _tried(rates: Rates, setting: Setting, slots: SlotsOf) -> Split:
     is_asynchronous = setting.max_staleness > 0
     setting = replace(
         setting,
-        places=places(setting.max_staleness, setting.rollouts),
-        keeps_responses=is_asynchronous,
-        trains_early=setting.trains_early and not is_asynchronous,
+        slots=slots(setting.max_staleness, setting.rollouts),
+        partial_rollout=is_asynchronous,
+        accumulate_early=setting.accumulate_early and not is_asynchronous,
     )
     return Split(setting=setting, prediction=_predict(rates, setting))
 
@@ -222,5 +222,5 @@ def _recommended(found: Sequence[Split]) -> Split:
     most = max(split.prediction.samples_per_s for split in found)
     near = [split for split in found if split.prediction.samples_per_s >= _NEARLY * most]
     return min(
-        near, key=lambda s: (s.setting.max_staleness, s.setting.places, -s.prediction.samples_per_s)
+        near, key=lambda s: (s.setting.max_staleness, s.setting.slots, -s.prediction.samples_per_s)
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.common.runspec.run import RunSpec
 from services.controller.planning.lengths import Geometric, Lengths, Lognormal, Measured
-from services.controller.planning.rates import DecodeTime, Rates, Setting, together
+from services.controller.planning.rates import DecodeTime, Rates, Setting, trainer_speedup
 
 # Two H200s, 1.31 billion parameters, prompts of 100 tokens (``bench/results/e2e-geometric.json``).
 _WEIGHTS = 1.31e9
@@ -18,10 +18,38 @@ _BYTES_PER_S = 4.8e12
 _COPY_S, _TRANSFER_S, _STALL_S = 0.01, 0.08, 0.035
 # If both sides keep their memory (``bench/results/one-gpu-colocated.json``); and if an engine with
 # a KV cache of 90 GB sleeps (``one-gpu-sleeping.json``). Both with 1.5 billion parameters.
-_KEPT_S, _HANDOVER_S = 0.01, 0.41
+_RESIDENT_SWITCH_S, _SWITCH_S = 0.01, 0.41
 _HOST_BYTES_PER_S = 5e10
 # Mean response length as a fraction of the max.
 _MEAN_LENGTH = 0.25
+
+ASSUMPTIONS = (
+    "training: 46,000 response tokens/s per GPU at 1.31 billion active parameters, inversely proportional "
+    "to them; each doubling of the trainer's GPUs loses 5 %",
+    "generation: at most 45,000 tokens/s per rollout; a decode step takes 5 ms and the time to read the "
+    "weights at 4.8 TB/s",
+    "responses: geometric, mean length a quarter of rollout.max_response_tokens",
+    "GPU switches (colocated): 0.01 s per step if trainer and engines fit into memory together, otherwise "
+    "0.41 s (measured with 1.5 billion parameters) and the time to move the trainer's state to host memory "
+    "and back at 50 GB/s",
+    "weight sync: copy 10 ms, transfer 80 ms, adopt 35 ms at 1.31 billion parameters",
+)
+"""Assumptions without a measurement; all for H200s (``bench/results/e2e-geometric.json``)."""
+_SHAPES: Mapping[str, type[Geometric] | type[Lognormal]] = {
+    "geometric": Geometric,
+    "lognormal": Lognormal,
+}
+_NUMBERS = {field.name for field in fields(Rates)} - {"decode", "lengths"}
+_EXAMPLE = "lengths: {geometric: {mean_tokens: 280, max_tokens: 1024}}"
+
+Step = Mapping[str, float | None]
+"""Metrics of a step, by name."""
+# The first steps compile, and fill the engines.
+_WARMUP_STEPS = 3
+MIN_STEPS = 5
+"""Min number of steps from which rates are measured."""
+DECODE_TIMES = ("decode_fixed_s", "decode_sample_s", "decode_max_samples")
+"""Decode times that rollouts report and steps record: see ``services/rollout/monitor.py``."""
 
 
 def default_rates(
@@ -43,14 +71,14 @@ def default_rates(
             one back; None if engines keep their memory, too.
     """
     size = weights / _WEIGHTS
-    handover_s = _KEPT_S
+    gpu_switch_s = _RESIDENT_SWITCH_S
     if moved_bytes is not None:
-        handover_s = _HANDOVER_S + 2 * moved_bytes / _HOST_BYTES_PER_S
+        gpu_switch_s = _SWITCH_S + 2 * moved_bytes / _HOST_BYTES_PER_S
     fixed_s = _DECODE_S + 2 * weights / _BYTES_PER_S / engine_gpus
     return Rates(
         train_tokens_per_s=_TRAIN_TOKENS_PER_S * _WEIGHTS / active_weights,
         decode=DecodeTime(
-            fixed_s=fixed_s, sample_s=0.0, most_samples=fixed_s * _ENGINE_TOKENS_PER_S
+            fixed_s=fixed_s, sample_s=0.0, max_samples=fixed_s * _ENGINE_TOKENS_PER_S
         ),
         lengths=Geometric(
             mean_tokens=max(2.0, _MEAN_LENGTH * max_response_tokens), max_tokens=max_response_tokens
@@ -58,30 +86,8 @@ def default_rates(
         copy_s=_COPY_S * size,
         transfer_s=_TRANSFER_S * size,
         stall_s=_STALL_S * size,
-        handover_s=handover_s,
+        gpu_switch_s=gpu_switch_s,
     )
-
-
-ASSUMPTIONS = (
-    "training: 46,000 response tokens/s of a GPU at 1.31 billion parameters, in proportion to those that a "
-    "token passes; each doubling of the trainer's GPUs loses 5 %",
-    "generation: 45,000 tokens/s of a rollout at most, a decode step of 5 ms and the time to read the "
-    "weights at 4.8 TB/s",
-    "responses: geometric, a quarter of rollout.max_response_tokens on average",
-    "turns on the same GPUs: 0.01 s of handovers in each step where all of both sides fits; else 0.41 s, "
-    "measured with 1.5 billion parameters, and where the trainer's state does not fit beside the engines its "
-    "way to host memory and back at 50 GB/s",
-    "weights: copied in 10 ms, received in 80, adopted in 35, at 1.31 billion parameters",
-)
-"""Assumptions without a measurement; all for H200s (``bench/results/e2e-geometric.json``)."""
-
-
-_SHAPES: Mapping[str, type[Geometric] | type[Lognormal]] = {
-    "geometric": Geometric,
-    "lognormal": Lognormal,
-}
-_NUMBERS = {field.name for field in fields(Rates)} - {"decode", "lengths"}
-_EXAMPLE = "lengths: {geometric: {mean_tokens: 280, max_tokens: 1024}}"
 
 
 def with_overrides(rates: Rates, document: Any) -> Rates:
@@ -110,9 +116,7 @@ def _lengths(document: Any) -> Lengths:
     given = _mapping(document, "lengths")
     _refuse_others(given, {*_SHAPES, "histogram"}, "lengths")
     if len(given) != 1:
-        raise ValueError(
-            f"lengths: one shape is needed, but {len(given)} are given; try {_EXAMPLE}"
-        )
+        raise ValueError(f"lengths must have exactly one shape, got {len(given)}; try {_EXAMPLE}")
     ((shape, arguments),) = given.items()
     if shape != "histogram":
         found: Lengths = _made(_SHAPES[shape], arguments, f"lengths.{shape}")
@@ -121,7 +125,7 @@ def _lengths(document: Any) -> Lengths:
     try:
         return Measured.of({int(bound): int(count) for bound, count in counts.items()})
     except (TypeError, ValueError) as error:
-        raise ValueError(f"lengths.histogram: expected tokens and counts: {error}") from error
+        raise ValueError(f"lengths.histogram must map tokens to counts: {error}") from error
 
 
 def _made(kind: type[Any], document: Any, key: str) -> Any:
@@ -129,37 +133,29 @@ def _made(kind: type[Any], document: Any, key: str) -> Any:
     names = {field.name for field in fields(kind)}
     _refuse_others(given, names, key)
     if missing := names - given.keys():
-        raise ValueError(f"{key} needs {', '.join(sorted(missing))} as well")
+        raise ValueError(f"{key} lacks {', '.join(sorted(missing))}")
     return kind(**{name: _number(value, f"{key}.{name}") for name, value in given.items()})
 
 
 def _mapping(document: Any, key: str) -> Mapping[str, Any]:
     if not isinstance(document, Mapping):
         raise ValueError(  # noqa: TRY004 -- what a user wrote
-            f"{key}: expected keys and values, but got {document!r}; try {_EXAMPLE}"
+            f"{key} must be a mapping, got {document!r}; try {_EXAMPLE}"
         )
     return {str(name): value for name, value in document.items()}
 
 
 def _refuse_others(given: Mapping[str, Any], known: set[str], key: str) -> None:
     if others := sorted(given.keys() - known):
-        raise ValueError(f"{key} has {', '.join(others)}, but knows {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{key} must have only the keys {', '.join(sorted(known))}, got {', '.join(others)}"
+        )
 
 
 def _number(value: Any, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{key} must be a number, but is {value!r}")  # noqa: TRY004 -- as above
+        raise ValueError(f"{key} must be a number, got {value!r}")  # noqa: TRY004 -- as above
     return value
-
-
-Step = Mapping[str, float | None]
-"""Metrics of a step, by name."""
-# The first steps compile, and fill the engines.
-_FIRST = 3
-LEAST_STEPS = 5
-"""Min number of steps from which rates are measured."""
-DECODE_TIMES = ("decode_fixed_s", "decode_sample_s", "decode_most_samples")
-"""Decode times that rollouts report and steps record: see ``services/rollout/monitor.py``."""
 
 
 class TooFewStepsError(ValueError):
@@ -171,15 +167,15 @@ def setting_of(spec: RunSpec) -> Setting:
     return Setting(
         trainer_gpus=spec.trainer.world_size,
         rollouts=spec.rollout.replicas,
-        places=spec.rollout.max_running_samples,
+        slots=spec.rollout.max_running_samples,
         max_staleness=spec.algorithm.max_staleness,
         groups_per_step=spec.trainer.prompts_per_step,
         group_size=spec.samples_per_group,
-        keeps_responses=spec.rollout.partial_rollout,
-        trains_early=spec.trainer.accumulate_early,
+        partial_rollout=spec.rollout.partial_rollout,
+        accumulate_early=spec.trainer.accumulate_early,
         publish_every=spec.weight_sync.publish_every,
         engine_gpus=spec.engine_gpus,
-        in_turns=spec.colocated_rollouts,
+        colocated_rollouts=spec.colocated_rollouts,
     )
 
 
@@ -189,11 +185,13 @@ def settled(steps: Sequence[Step]) -> Sequence[Step]:
     Raises:
         TooFewStepsError: If there are too few.
     """
-    whole = [step for step in steps if _number_of(step, "step") > _FIRST and step.get("seconds")]
-    if len(whole) < LEAST_STEPS:
+    whole = [
+        step for step in steps if _number_of(step, "step") > _WARMUP_STEPS and step.get("seconds")
+    ]
+    if len(whole) < MIN_STEPS:
         raise TooFewStepsError(
-            f"{len(whole)} steps behind the first {_FIRST} are trained, but rates need {LEAST_STEPS}: the "
-            "first ones compile, and fill the engines"
+            f"rates need {MIN_STEPS} steps after the first {_WARMUP_STEPS} (which compile and fill the "
+            f"engines), got {len(whole)}; wait for more steps"
         )
     return whole
 
@@ -219,9 +217,9 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
             "response lengths": lengths,
         }
         raise TooFewStepsError(
-            "its steps lack "
+            "the run's steps lack "
             + ", ".join(name for name, there in missing.items() if not there)
-            + "; they come with the first steps of a run of this release"
+            + "; use a run of this release that has trained steps"
         )
     # Medians, because a step that compiled or waited for a disk is not representative.
     a_gpu = median(
@@ -232,27 +230,27 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
         name: _median_ms(synced, name) for name in ("copy", "prepare", "transfer", "adopt", "stall")
     }
     # Without partial rollout an adoption waits for responses, which the simulation models itself.
-    waiting_ms = max(0.0, ms["adopt"] - ms["stall"]) if setting.keeps_responses else 0.0
-    handover, prepared_ms = {}, ms["prepare"] - ms["copy"]
+    waiting_ms = max(0.0, ms["adopt"] - ms["stall"]) if setting.partial_rollout else 0.0
+    switch, prepared_ms = {}, ms["prepare"] - ms["copy"]
     if setting.is_colocated:
         back_s = median(
             _number_of(s, "trainer_sleep_s") + _number_of(s, "rollouts_wake_s") for s in found
         )
-        handover = {"handover_s": median(_number_of(step, "handover_s") for step in found)}
+        switch = {"gpu_switch_s": median(_number_of(step, "gpu_switch_s") for step in found)}
         prepared_ms -= 1000 * back_s  # part of the time to prepare
     prepared_ms = max(0.0, prepared_ms)
     fixed_s, sample_s, most = (
         fmean(_number_of(step, name) for step in decoding) for name in DECODE_TIMES
     )
     return Rates(
-        train_tokens_per_s=a_gpu / together(setting.trainer_gpus),
-        decode=DecodeTime(fixed_s=fixed_s, sample_s=sample_s, most_samples=max(1.0, most)),
+        train_tokens_per_s=a_gpu / trainer_speedup(setting.trainer_gpus),
+        decode=DecodeTime(fixed_s=fixed_s, sample_s=sample_s, max_samples=max(1.0, most)),
         lengths=Measured.of_run(lengths, mean_tokens=_mean_tokens(trained)),
         step_s=median(_number_of(step, "idle_seconds_control") for step in found),
         copy_s=ms["copy"] / 1000,
         transfer_s=(prepared_ms + ms["transfer"] + waiting_ms) / 1000,
         stall_s=ms["stall"] / 1000,
-        **handover,
+        **switch,
     )
 
 

@@ -9,9 +9,9 @@ from random import Random
 from statistics import NormalDist
 from typing import Protocol
 
-from services.controller.rules.statistics import least_of
+from services.controller.rules.statistics import lower_bound_of
 
-_MOST_SIGMA = 5.0
+_MAX_SIGMA = 5.0
 
 
 class Lengths(Protocol):
@@ -37,8 +37,8 @@ class Geometric:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.mean_tokens) and self.mean_tokens > 1 and self.max_tokens >= 1):
             raise ValueError(
-                f"lengths: mean_tokens must be above 1 and max_tokens at least 1, but they are "
-                f"{self.mean_tokens} and {self.max_tokens}"
+                f"lengths: mean_tokens must be above 1 and max_tokens at least 1, got {self.mean_tokens} "
+                f"and {self.max_tokens}"
             )
 
     def draws(self, rng: Random) -> Iterator[int]:
@@ -66,12 +66,12 @@ class Lognormal:
         if not (
             math.isfinite(self.median_tokens)
             and self.median_tokens >= 1
-            and 0 <= self.sigma <= _MOST_SIGMA
+            and 0 <= self.sigma <= _MAX_SIGMA
             and self.max_tokens >= 1
         ):
             raise ValueError(
                 f"lengths: median_tokens and max_tokens must be at least 1 and sigma from 0 to "
-                f"{_MOST_SIGMA}, but they are {self.median_tokens}, {self.max_tokens} and {self.sigma}"
+                f"{_MAX_SIGMA}, got {self.median_tokens}, {self.max_tokens} and {self.sigma}"
             )
 
     def draws(self, rng: Random) -> Iterator[int]:
@@ -115,8 +115,8 @@ class Measured:
             and sum(self.counts) > 0
         ):
             raise ValueError(
-                "lengths: expected rising bounds from 0, as many counts, none negative and not all 0, but "
-                f"got bounds {self.bounds} and counts {self.counts}"
+                "lengths: bounds must ascend from 0, with one count each, none negative and not all 0; got "
+                f"bounds {self.bounds} and counts {self.counts}"
             )
 
     @classmethod
@@ -128,7 +128,7 @@ class Measured:
     @classmethod
     def of_run(cls, histogram: Mapping[int, int], *, mean_tokens: float) -> "Measured":
         """Creates a histogram from a run's counts by upper bound and the mean of all responses."""
-        found = replace(cls.of(histogram), lowest=tuple(map(least_of, sorted(histogram))))
+        found = replace(cls.of(histogram), lowest=tuple(map(lower_bound_of, sorted(histogram))))
         least, most = (replace(found, lean=lean).mean() for lean in (0.0, 1.0))
         # A mean outside this range describes something else: a run's sequences, if samples have
         # several.

@@ -19,15 +19,15 @@ class DecodeTime:
     """Time of a step that does not depend on its samples: reading the weights, launching kernels."""
     sample_s: float
     """Additional time per sample."""
-    most_samples: float
+    max_samples: float
     """Concurrency up to which the linear formula holds."""
 
     def __call__(self, num_running: int) -> float:
         """Returns the seconds in which each of ``num_running`` samples gets a token."""
-        if num_running <= self.most_samples:
+        if num_running <= self.max_samples:
             return self.fixed_s + self.sample_s * num_running
-        step_s = self.fixed_s + self.sample_s * self.most_samples
-        return step_s * num_running / self.most_samples
+        step_s = self.fixed_s + self.sample_s * self.max_samples
+        return step_s * num_running / self.max_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +53,15 @@ class Rates:
     """Time from that copy until the rollouts have received the weights."""
     stall_s: float = 0.03
     """Pause of an engine to adopt weights."""
-    handover_s: float = 1.0
+    gpu_switch_s: float = 1.0
     """Time of both switches of shared GPUs in a step, there and back."""
 
     def __post_init__(self) -> None:
         decode = self.decode
         positive = {
             "train_tokens_per_s": self.train_tokens_per_s,
-            "decode.most_samples": decode.most_samples,
-            "a decode step": decode.fixed_s + decode.sample_s,
+            "decode.max_samples": decode.max_samples,
+            "decode.fixed_s + decode.sample_s": decode.fixed_s + decode.sample_s,
         }
         others = [field.name for field in fields(self) if field.name.endswith("_s")]
         least = {name: getattr(self, name) for name in others}
@@ -70,7 +70,7 @@ class Rates:
         wrong += [f"{name} is {value}" for name, value in least.items() if not 0 <= value < 1e12]
         if wrong:
             raise ValueError(
-                f"rates: {'; '.join(wrong)}; rates must be above 0 and seconds not negative"
+                f"rates must be above 0 and seconds not negative, but {'; '.join(wrong)}"
             )
 
 
@@ -81,60 +81,60 @@ class Setting:
     trainer_gpus: int
     rollouts: int
     """Number of rollouts (engines)."""
-    places: int
+    slots: int
     """Slots of each rollout: samples that it decodes at once."""
     max_staleness: int
     """``algorithm.max_staleness``."""
     groups_per_step: int
     group_size: int
-    keeps_responses: bool = True
+    partial_rollout: bool = True
     """True if running responses continue under new weights; otherwise an engine finishes them
     first."""
-    trains_early: bool = False
+    accumulate_early: bool = False
     """``trainer.accumulate_early``."""
     publish_every: int = 1
     engine_gpus: int = 1
     """GPUs of one rollout."""
-    in_turns: int = 0
+    colocated_rollouts: int = 0
     """Number of colocated rollouts, which use the trainer's GPUs by turns."""
 
     def __post_init__(self) -> None:
         numbers = {
-            "GPUs of the trainer": self.trainer_gpus,
+            "trainer_gpus": self.trainer_gpus,
             "rollouts": self.rollouts,
-            "places": self.places,
-            "groups of a step": self.groups_per_step,
-            "samples of a group": self.group_size,
-            "steps between publications": self.publish_every,
+            "slots": self.slots,
+            "groups_per_step": self.groups_per_step,
+            "group_size": self.group_size,
+            "publish_every": self.publish_every,
         }
-        if wrong := [f"{number} {name}" for name, number in numbers.items() if number < 1]:
-            raise ValueError(f"a run cannot have {', '.join(wrong)}: at least 1 of each is needed")
+        if wrong := [f"{name} is {number}" for name, number in numbers.items() if number < 1]:
+            raise ValueError(f"all parts of a setting must be at least 1, but {', '.join(wrong)}")
         if self.max_staleness < 0:
             raise ValueError(
-                f"a max_staleness of {self.max_staleness} is not possible: 0 is synchronous"
+                f"max_staleness must be 0 (synchronous) or more, got {self.max_staleness}"
             )
 
     @property
     def is_colocated(self) -> bool:
         """True if both sides share GPUs."""
-        return self.in_turns > 0
+        return self.colocated_rollouts > 0
 
     @property
-    def num_others(self) -> int:
+    def dedicated_rollouts(self) -> int:
         """Number of rollouts with their own GPUs."""
-        return self.rollouts - self.in_turns
+        return self.rollouts - self.colocated_rollouts
 
     @property
     def placement(self) -> Literal["disaggregated", "colocated", "mixed"]:
         """``topology.placement``."""
         if not self.is_colocated:
             return "disaggregated"
-        return "mixed" if self.num_others else "colocated"
+        return "mixed" if self.dedicated_rollouts else "colocated"
 
     @property
     def gpus(self) -> int:
         """Number of GPUs of both sides."""
-        return self.trainer_gpus + self.engine_gpus * self.num_others
+        return self.trainer_gpus + self.engine_gpus * self.dedicated_rollouts
 
     @property
     def samples_per_step(self) -> int:
@@ -142,7 +142,7 @@ class Setting:
         return self.groups_per_step * self.group_size
 
 
-def together(gpus: int) -> float:
+def trainer_speedup(gpus: int) -> float:
     """Returns the speed-up of a trainer with several GPUs over one: each doubling loses 5 %.
 
     Measured at 1.90 with two H200s (``bench/results/trainer.json``).

@@ -3,7 +3,7 @@
 The functions that decide in a real run (``services.controller.rules``) also decide here which
 groups start, which are trained and what is waited for. Nothing changes between two events, so time
 jumps from one to the next. ``bench/pace/planned.py`` compares it with a real controller: it is 1 to
-13 % off over 16 placements. No closed formula replaces it. The bottleneck (:func:`least_step_s`) is 7
+13 % off over 16 placements. No closed formula replaces it. The bottleneck (:func:`min_step_s`) is 7
 to 84 % off, and one that adds the time of the longest response, divided by the versions in flight,
 is up to 18 % off there and up to 81 % in other settings (few slots, engines that drain).
 
@@ -22,7 +22,7 @@ from random import Random
 from statistics import fmean
 from typing import Generic, TypeVar
 
-from services.controller.planning.rates import DecodeTime, Rates, Setting, together
+from services.controller.planning.rates import DecodeTime, Rates, Setting, trainer_speedup
 from services.controller.rules.groups import Group
 from services.controller.rules.placement import SlotUsage
 from services.controller.rules.staleness import StalenessGate, choose_batch
@@ -30,6 +30,14 @@ from services.controller.rules.staleness import StalenessGate, choose_batch
 _Owner = TypeVar("_Owner")
 # Ends that differ by less than a thousandth of a token count as simultaneous.
 _SAME = 1e-3
+
+_MAX_EVENTS = 3_000_000
+_WARMUP_STEPS = 4
+"""Number of steps before the measured ones, in addition to ``max_staleness``."""
+_MIN_STEPS, _MAX_STEPS = 8, 40
+_SAMPLES = 10_000
+"""Min number of samples to simulate, within the max number of steps."""
+_MAX_GROUPS = 64
 
 
 @dataclass(slots=True)
@@ -40,10 +48,10 @@ class SimulatedEngine(Generic[_Owner]):
     sample would have got since the beginning: each ends when that count has grown by its length.
     """
 
-    places: int
+    slots: int
     step_seconds: Callable[[int], float]
     """Returns the seconds of one decode step, from the number of running samples."""
-    begun: Callable[[_Owner], None]
+    on_start: Callable[[_Owner], None]
     """Called with the owner of each sample that gets a slot."""
     is_open: bool = True
     """True if waiting samples may get slots."""
@@ -51,13 +59,13 @@ class SimulatedEngine(Generic[_Owner]):
     """Groups dispatched to it that are not finished."""
     idle_s: float = 0.0
     """Seconds without a running sample."""
-    place_s: float = 0.0
+    slot_s: float = 0.0
     """Slot-seconds: the time of all used slots, added up."""
     stamp: int = 0
     """Counter of changes of the running samples: an end computed before a change is invalid."""
     _waiting: deque[tuple[_Owner, int]] = field(default_factory=deque)
     _running: list[tuple[float, int, _Owner]] = field(default_factory=list)
-    _num_begun: int = 0
+    _num_started: int = 0
     _tokens: float = 0.0
     _debt_s: float = 0.0
     _now: float = 0.0
@@ -72,7 +80,7 @@ class SimulatedEngine(Generic[_Owner]):
         """Adds a sample that waits for a slot."""
         self._waiting.append((owner, length))
 
-    def put_aside(self) -> list[tuple[_Owner, int]]:
+    def park(self) -> list[tuple[_Owner, int]]:
         """Removes and returns all samples with their missing tokens; call :meth:`settle` before."""
         left = [(owner, max(1, round(end - self._tokens))) for end, _, owner in self._running]
         left += self._waiting
@@ -94,7 +102,7 @@ class SimulatedEngine(Generic[_Owner]):
             self.idle_s += passed
             self._debt_s = max(0.0, self._debt_s - passed)
             return []
-        self.place_s += passed * num_running
+        self.slot_s += passed * num_running
         paid = min(self._debt_s, passed)
         self._debt_s -= paid
         self._tokens += (passed - paid) / self._step_s
@@ -105,11 +113,11 @@ class SimulatedEngine(Generic[_Owner]):
 
     def admit(self) -> None:
         """Gives free slots to waiting samples; call :meth:`settle` before."""
-        while self.is_open and self._waiting and len(self._running) < self.places:
+        while self.is_open and self._waiting and len(self._running) < self.slots:
             owner, length = self._waiting.popleft()
-            self._num_begun += 1
-            self.begun(owner)
-            heappush(self._running, (self._tokens + length, self._num_begun, owner))
+            self._num_started += 1
+            self.on_start(owner)
+            heappush(self._running, (self._tokens + length, self._num_started, owner))
         if self._running:
             self._step_s = self.step_seconds(len(self._running))
         self.stamp += 1
@@ -148,7 +156,7 @@ class ParkedGroup:
     tokens: list[int]
     """Missing tokens of its samples."""
 
-    def go_on(self, engines: Sequence[SimulatedEngine[SimulatedGroup]], number: int) -> None:
+    def resume(self, engines: Sequence[SimulatedEngine[SimulatedGroup]], number: int) -> None:
         """Continues it on an engine; settle the engine before."""
         self.made.engines = tuple(number if n == self.engine else n for n in self.made.engines)
         engines[number].num_groups += 1
@@ -156,11 +164,11 @@ class ParkedGroup:
             engines[number].put(self.made, num_tokens)
 
 
-def put_aside(engines: Sequence[SimulatedEngine[SimulatedGroup]]) -> list[ParkedGroup]:
+def park(engines: Sequence[SimulatedEngine[SimulatedGroup]]) -> list[ParkedGroup]:
     """Parks all groups of some engines, oldest first; settle the engines before."""
     found: dict[tuple[int, int], ParkedGroup] = {}
     for number, engine in enumerate(engines):
-        for made, tokens in engine.put_aside():
+        for made, tokens in engine.park():
             key = made.group.sequence, number
             found.setdefault(key, ParkedGroup(made, number, [])).tokens.append(tokens)
         engine.num_groups = 0
@@ -181,7 +189,7 @@ class Prediction:
     """Seconds of a step in which the trainer waits, by reason, as a run names them."""
     rollout_idle: float
     """Fraction of the time in which an engine decodes nothing."""
-    places_used: float
+    slots_used: float
     """Mean fraction of the engines' slots in use."""
     staleness_mean: float
     staleness_p95: int
@@ -197,27 +205,22 @@ class Prediction:
         return min(1.0, self.limit_s / self.step_s)
 
 
-def least_step_s(rates: Rates, setting: Setting) -> float:
+def min_step_s(rates: Rates, setting: Setting) -> float:
     """Returns the min seconds of a step: ``max(T_train, tokens / R)``.
 
     Colocated rollouts lose ``T_train``.
     """
     tokens = setting.samples_per_step * rates.lengths.mean()
-    made_s = tokens * rates.decode(setting.places) / setting.places / setting.rollouts
+    generated_s = tokens * rates.decode(setting.slots) / setting.slots / setting.rollouts
     trained_s = work_s(rates, setting, tokens) + rates.step_s
     if setting.is_colocated:
-        trained_s += rates.handover_s
-    return max(trained_s, made_s + trained_s * setting.in_turns / setting.rollouts)
+        trained_s += rates.gpu_switch_s
+    return max(trained_s, generated_s + trained_s * setting.colocated_rollouts / setting.rollouts)
 
 
 def work_s(rates: Rates, setting: Setting, tokens: float) -> float:
     """Returns the trainer's seconds for a number of response tokens."""
-    return tokens / (rates.train_tokens_per_s * together(setting.trainer_gpus))
-
-
-_MOST_EVENTS = 3_000_000
-_FILLING = 4
-"""Number of steps before the measured ones, in addition to ``max_staleness``."""
+    return tokens / (rates.train_tokens_per_s * trainer_speedup(setting.trainer_gpus))
 
 
 @dataclass(slots=True)
@@ -244,9 +247,9 @@ class Simulation:
         self._gate = StalenessGate(
             max_staleness=setting.max_staleness, groups_per_step=setting.groups_per_step
         )
-        self._use = SlotUsage(setting.places, setting.group_size)
+        self._use = SlotUsage(setting.slots, setting.group_size)
         self._engines = [
-            SimulatedEngine[SimulatedGroup](setting.places, rates.decode, self._begun)
+            SimulatedEngine[SimulatedGroup](setting.slots, rates.decode, self._on_start)
             for _ in range(setting.rollouts)
         ]
         self._lengths: Iterator[int] = rates.lengths.draws(Random(0))  # noqa: S311 -- no secret
@@ -256,7 +259,7 @@ class Simulation:
         self._is_publishing = False
         self._present = range(setting.rollouts)
         """Engines that receive groups."""
-        self._aside: list[ParkedGroup] = []
+        self._parked: list[ParkedGroup] = []
         self._served: list[int] = [0] * setting.rollouts
         self._running: dict[int, SimulatedGroup] = {}
         self._ready: dict[int, SimulatedGroup] = {}
@@ -273,40 +276,42 @@ class Simulation:
 
     def run(self, num_steps: int) -> Prediction:
         """Runs the simulation until ``num_steps`` steps are measured."""
-        filling = _FILLING + self._setting.max_staleness
-        self._hand_out()
-        for _ in range(_MOST_EVENTS):
+        filling = _WARMUP_STEPS + self._setting.max_staleness
+        self._dispatch()
+        for _ in range(_MAX_EVENTS):
             self._now, _, act = heappop(self._events)
             act()
             if len(self._ends) == filling and not self._begin_s:
-                self._begin()
+                self._start_measuring()
             if len(self._ends) == filling + num_steps:
                 return self._result(num_steps)
-        raise ValueError(f"these rates cannot be reckoned with: {self._rates}, {self._setting}")
+        raise ValueError(
+            f"the simulation did not end within {_MAX_EVENTS} events; check {self._rates}, {self._setting}"
+        )
 
-    def _begin(self) -> None:
+    def _start_measuring(self) -> None:
         """Starts the measurement; earlier steps do not count."""
         self._settle_all()
         self._begin_s = self._ends[-1]
         self._waits, self._staleness, self._work_s = {}, [], []
         self._idle_before = sum(engine.idle_s for engine in self._engines)
-        self._used_before = sum(engine.place_s for engine in self._engines)
+        self._used_before = sum(engine.slot_s for engine in self._engines)
 
     def _result(self, num_steps: int) -> Prediction:
         self._settle_all()
         step_s = (self._ends[-1] - self._begin_s) / num_steps
         engine_s = (self._now - self._begin_s) * len(self._engines)
         idle_s = sum(engine.idle_s for engine in self._engines) - self._idle_before
-        used_s = sum(engine.place_s for engine in self._engines) - self._used_before
+        used_s = sum(engine.slot_s for engine in self._engines) - self._used_before
         by_age = sorted(self._staleness)
         return Prediction(
             step_s=step_s,
             samples_per_s=self._setting.samples_per_step / step_s,
-            limit_s=least_step_s(self._rates, self._setting),
+            limit_s=min_step_s(self._rates, self._setting),
             train_s=sum(self._work_s) / num_steps,
             waits={why: spent / num_steps for why, spent in sorted(self._waits.items())},
             rollout_idle=idle_s / engine_s,
-            places_used=used_s / engine_s / self._setting.places,
+            slots_used=used_s / engine_s / self._setting.slots,
             staleness_mean=fmean(by_age),
             staleness_p95=by_age[int(0.95 * (len(by_age) - 1))],
         )
@@ -316,7 +321,7 @@ class Simulation:
 
     # Engines
 
-    def _begun(self, made: SimulatedGroup) -> None:
+    def _on_start(self, made: SimulatedGroup) -> None:
         if made.version < 0:
             made.version = self._served[made.engines[0]]
 
@@ -332,14 +337,14 @@ class Simulation:
             else:
                 self._ended(made)
 
-    def _look(self, number: int) -> None:
+    def _update_engine(self, number: int) -> None:
         """Settles an engine, fills its slots, and schedules the end of its next sample."""
         engine = self._engines[number]
         self._settle(number)
         engine.admit()
-        self._expect(number)
+        self._schedule_end(number)
 
-    def _expect(self, number: int) -> None:
+    def _schedule_end(self, number: int) -> None:
         engine = self._engines[number]
         end, stamp = engine.next_end(), engine.stamp
         if end is None:
@@ -347,7 +352,7 @@ class Simulation:
 
         def act() -> None:
             if engine.stamp == stamp:
-                self._look(number)
+                self._update_engine(number)
 
         self._after(end - self._now, act)
 
@@ -367,33 +372,33 @@ class Simulation:
 
     def _group_finished(self) -> None:
         self._next_work()
-        self._hand_out()
+        self._dispatch()
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
         """Dispatches groups by the rules of ``controller/run/dispatch/dispatcher.py``."""
         present = self._present
         ahead = max(0, len(self._ready) - self._setting.groups_per_step)
-        running = len(self._running) - len({one.made.group.sequence for one in self._aside})
+        running = len(self._running) - len({one.made.group.sequence for one in self._parked})
         free = max(0, self._use.num_groups(len(present)) - running - ahead)
-        resumed, self._aside = self._aside[:free], self._aside[free:]
+        resumed, self._parked = self._parked[:free], self._parked[free:]
         touched: set[int] = set()
         for one in resumed:
             number = min(present, key=lambda n: self._engines[n].num_groups)
             self._settle(number)
-            one.go_on(self._engines, number)
+            one.resume(self._engines, number)
             touched.add(number)
         free -= len(resumed)
         issued, published = self._num_issued, self._published
         for _ in range(self._gate.capacity(published=published, num_admitted=issued, most=free)):
             touched |= self._start()
         for number in touched:
-            self._look(number)
+            self._update_engine(number)
 
     def _start(self) -> set[int]:
         """Dispatches one group to the engines with the fewest groups."""
-        size, places = self._setting.group_size, self._setting.places
+        size, slots = self._setting.group_size, self._setting.slots
         by_load = sorted(self._present, key=lambda n: self._engines[n].num_groups)
-        chosen = tuple(by_load[: math.ceil(size / places)])
+        chosen = tuple(by_load[: math.ceil(size / slots)])
         group = Group(sequence=self._num_issued, row=0)
         group.oldest_version = min(self._served[number] for number in chosen)
         lengths = tuple(next(self._lengths) for _ in range(size))
@@ -429,8 +434,8 @@ class Simulation:
             self._staleness += [trainer.version - made.version for made in batch]
             self._train([made for made in batch if made.group.sequence not in trainer.early])
             trainer.early, trainer.holds_step = set(), True
-            self._hand_out()
-        elif self._setting.trains_early and (new := self._ready.keys() - trainer.early):
+            self._dispatch()
+        elif self._setting.accumulate_early and (new := self._ready.keys() - trainer.early):
             self._train([self._ready[sequence] for sequence in new])
             trainer.early |= new
         else:
@@ -439,28 +444,28 @@ class Simulation:
     def _train(self, groups: list[SimulatedGroup]) -> None:
         tokens = sum(made.tokens for made in groups)
         trained_s = work_s(self._rates, self._setting, tokens)
-        fixed_s = self._rates.piece_s if self._setting.trains_early else self._rates.step_s
+        fixed_s = self._rates.piece_s if self._setting.accumulate_early else self._rates.step_s
         self._work_s.append(trained_s + fixed_s)
-        handed_s = self._hand_over(trained_s + fixed_s) if self._setting.is_colocated else 0.0
-        self._occupy(handed_s + trained_s + fixed_s, self._trained)
+        switched_s = self._switch_gpus(trained_s + fixed_s) if self._setting.is_colocated else 0.0
+        self._occupy(switched_s + trained_s + fixed_s, self._trained)
 
-    def _hand_over(self, work_s: float) -> float:
+    def _switch_gpus(self, work_s: float) -> float:
         """Switches the shared GPUs to the trainer; returns the seconds that it waits for them.
 
         The engines on them stand still until they adopt new weights.
         """
         rates, setting = self._rates, self._setting
-        self._waits["handover"] = self._waits.get("handover", 0.0) + rates.handover_s / 2
+        self._waits["gpu_switch"] = self._waits.get("gpu_switch", 0.0) + rates.gpu_switch_s / 2
         self._settle_all()
-        if setting.num_others and setting.keeps_responses:
-            self._present = range(setting.in_turns, setting.rollouts)
-            self._aside += put_aside(self._engines[: setting.in_turns])
-            self._hand_out()
-        for number, engine in enumerate(self._engines[: setting.in_turns]):
+        if setting.dedicated_rollouts and setting.partial_rollout:
+            self._present = range(setting.colocated_rollouts, setting.rollouts)
+            self._parked += park(self._engines[: setting.colocated_rollouts])
+            self._dispatch()
+        for number, engine in enumerate(self._engines[: setting.colocated_rollouts]):
             engine.is_open = False
-            engine.pause(rates.handover_s + work_s + rates.copy_s + rates.transfer_s)
-            self._expect(number)
-        return rates.handover_s / 2
+            engine.pause(rates.gpu_switch_s + work_s + rates.copy_s + rates.transfer_s)
+            self._schedule_end(number)
+        return rates.gpu_switch_s / 2
 
     def _occupy(self, seconds: float, then: Callable[[], None]) -> None:
         """Makes the trainer busy for some seconds."""
@@ -502,7 +507,7 @@ class Simulation:
         self._waits["weight_sync"] = self._waits.get("weight_sync", 0.0) + copied_s
 
         def copied() -> None:
-            back_s = self._rates.handover_s / 2 if self._setting.is_colocated else 0.0
+            back_s = self._rates.gpu_switch_s / 2 if self._setting.is_colocated else 0.0
             self._after(back_s + self._rates.transfer_s, lambda: self._adopt(version))
             if self._setting.is_colocated:
                 self._trainer.idle_since, self._trainer.why = self._now, "weight_sync"
@@ -517,7 +522,7 @@ class Simulation:
         self._present = range(self._setting.rollouts)
         for number, engine in enumerate(self._engines):
             self._settle(number)
-            engine.is_open = self._setting.keeps_responses
+            engine.is_open = self._setting.partial_rollout
         self._try_adopt(version, set(range(len(self._engines))))
 
     def _try_adopt(self, version: int, behind: set[int]) -> None:
@@ -530,13 +535,13 @@ class Simulation:
                 engine.pause(self._rates.stall_s)
                 self._served[number] = version
                 engine.is_open = True
-                self._look(number)
+                self._update_engine(number)
         if not behind:
             self._after(self._rates.stall_s, lambda: self._serve(version))
             return
         ends = [end for n in behind if (end := self._engines[n].next_end()) is not None]
         for number in behind:
-            self._expect(number)
+            self._schedule_end(number)
         self._after(min(ends) - self._now, lambda: self._try_adopt(version, behind))
 
     def _serve(self, version: int) -> None:
@@ -545,16 +550,10 @@ class Simulation:
         if self._setting.is_colocated:
             self._note_wait("weight_sync")
             self._free()
-        self._hand_out()
+        self._dispatch()
         if self._offered > version and not self._trainer.is_busy:
             self._note_wait(self._trainer.why)
             self._publish()
-
-
-_LEAST_STEPS, _MOST_STEPS = 8, 40
-_SAMPLES = 10_000
-"""Min number of samples to simulate, within the max number of steps."""
-_MOST_GROUPS = 64
 
 
 def predict(rates: Rates, setting: Setting, *, num_steps: int | None = None) -> Prediction:
@@ -567,15 +566,15 @@ def predict(rates: Rates, setting: Setting, *, num_steps: int | None = None) -> 
             as many as stable means need.
     """
     few = math.ceil(_SAMPLES / setting.samples_per_step)
-    found = Simulation(*_smaller(rates, setting)).run(
-        num_steps or max(_LEAST_STEPS, min(few, _MOST_STEPS))
+    found = Simulation(*_scaled_down(rates, setting)).run(
+        num_steps or max(_MIN_STEPS, min(few, _MAX_STEPS))
     )
     return replace(found, samples_per_s=setting.samples_per_step / found.step_s)
 
 
-def _smaller(rates: Rates, setting: Setting) -> tuple[Rates, Setting]:
+def _scaled_down(rates: Rates, setting: Setting) -> tuple[Rates, Setting]:
     """Scales a run down to fewer and slower parts, if single groups of a step no longer matter."""
-    parts = min(setting.groups_per_step // _MOST_GROUPS, setting.places)
+    parts = min(setting.groups_per_step // _MAX_GROUPS, setting.slots)
     if parts < 2:
         return rates, setting
     decode = rates.decode
@@ -586,12 +585,12 @@ def _smaller(rates: Rates, setting: Setting) -> tuple[Rates, Setting]:
         decode=DecodeTime(
             fixed_s=decode.fixed_s,
             sample_s=decode.sample_s * parts,
-            most_samples=decode.most_samples / parts,
+            max_samples=decode.max_samples / parts,
         ),
     )
     smaller = replace(
         setting,
         groups_per_step=setting.groups_per_step // parts,
-        places=setting.places // parts,
+        slots=setting.slots // parts,
     )
     return slower, smaller

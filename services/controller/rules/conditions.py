@@ -2,8 +2,8 @@
 
 ::
 
-    Admitted            the run holds a place in its project's quota
-    Placed              every worker has a place to run, and runs
+    Admitted            the run fits into its project's quota and has left the queue
+    Placed              every worker is scheduled and runs
     WeightGroupReady    the trainer's weights can be sent to all receivers
     DataPlaneReady      the transferqueue accepts its samples
     Progressing         steps are trained, none of them for much longer than the others
@@ -56,7 +56,7 @@ class _Change:
     message: str = ""
 
 
-_NEED_A_PLACE: Final[tuple[ConditionType, ...]] = (
+_FALSE_UNTIL_STARTED: Final[tuple[ConditionType, ...]] = (
     "Admitted",
     "Placed",
     "WeightGroupReady",
@@ -64,8 +64,8 @@ _NEED_A_PLACE: Final[tuple[ConditionType, ...]] = (
     "Progressing",
 )
 _WAITS: Final = ("Queued", "Starting")
-_TRAINS: Final = _Change("Progressing", "True", "Training", "steps are trained")
-_PLAIN: Final[dict[str, tuple[ConditionType, ConditionStatus]]] = {
+_TRAINS: Final = _Change("Progressing", "True", "Training", "the run trains steps")
+_CONDITION_OF_EVENT: Final[dict[str, tuple[ConditionType, ConditionStatus]]] = {
     "Waiting": ("Admitted", "False"),
     "WorkerPending": ("Placed", "False"),
     "NoProgress": ("Progressing", "False"),
@@ -114,8 +114,8 @@ def conditions_after(
 def _changes(
     event: str, message: str, data: Mapping[str, Any], known: Sequence[Condition]
 ) -> Iterable[_Change]:
-    if event in _PLAIN:
-        type_, status = _PLAIN[event]
+    if event in _CONDITION_OF_EVENT:
+        type_, status = _CONDITION_OF_EVENT[event]
         yield _Change(type_, status, data.get("reason", event), message)
     elif event == "Submitted":
         yield from _submitted()
@@ -130,20 +130,20 @@ def _changes(
 
 
 def _submitted() -> Iterable[_Change]:
-    for type_ in _NEED_A_PLACE:
-        yield _Change(type_, "False", "Queued", "the run waits for its turn")
+    for type_ in _FALSE_UNTIL_STARTED:
+        yield _Change(type_, "False", "Queued", "the run is queued")
     yield _Change("Degraded", "False", "AsExpected")
-    yield _Change("CheckpointCurrent", "False", "NoCheckpoint", "nothing is saved")
+    yield _Change("CheckpointCurrent", "False", "NoCheckpoint", "no checkpoint is saved yet")
 
 
 def _moved(
     state: RunState, reason: str, message: str, known: Sequence[Condition]
 ) -> Iterable[_Change]:
     if state is RunState.QUEUED:
-        yield _Change("Admitted", "False", "Queued", "the run waits for its turn")
+        yield _Change("Admitted", "False", "Queued", "the run is queued")
     elif state is RunState.STARTING:
-        yield _Change("Admitted", "True", reason, "the run has its place")
-        yield _Change("Placed", "Unknown", "Starting", "the workers are started")
+        yield _Change("Admitted", "True", reason, "the run is admitted")
+        yield _Change("Placed", "Unknown", "Starting", "the workers are starting")
         yield _Change("Progressing", "False", "Starting", message)
     elif state is RunState.RUNNING:
         yield _TRAINS
@@ -165,8 +165,8 @@ def _may_explain(condition: Condition) -> bool:
 
 
 def _ready(message: str, absent: Sequence[str]) -> Iterable[_Change]:
-    yield _Change("WeightGroupReady", "True", "Agreed", "all members agree on the plan of weights")
-    yield _Change("DataPlaneReady", "True", "Connected", "the transferqueue takes samples")
+    yield _Change("WeightGroupReady", "True", "Agreed", "all members agree on the weight plan")
+    yield _Change("DataPlaneReady", "True", "Connected", "the transferqueue accepts samples")
     if absent:
         yield _Change("Placed", "False", "WorkersMissing", message)
         yield _Change("Degraded", "True", "WorkersMissing", message)

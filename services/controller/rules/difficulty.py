@@ -1,6 +1,6 @@
 """Tracks how hard each prompt is for the policy, from the rewards of its groups. Pure.
 
-A prompt whose samples are all right, or all wrong, teaches nothing: it is set aside, and retried
+A prompt whose samples are all right, or all wrong, teaches nothing: it is skipped, and retried
 after some steps, because the policy changes. Memory is ten bytes per prompt, however long the run
 is.
 """
@@ -16,7 +16,7 @@ from services.common.runspec.data import CurriculumSpec
 
 SOLVED: Final = "solved"
 HOPELESS: Final = "hopeless"
-_MOST_TRIES = 2**16 - 1
+_MAX_TRIES = 2**16 - 1
 
 
 class PromptRate(NamedTuple):
@@ -28,21 +28,21 @@ class PromptRate(NamedTuple):
     tries: int
     """Number of groups in the mean."""
     until: int
-    """Step before which the prompt is set aside; 0 if it is not."""
+    """Step before which the prompt is skipped; 0 if it is not."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Aside:
+class _Skipped:
     until: int
     why: str
 
 
 class Difficulty:
-    """Success rates of all prompts of a run, and which prompts are set aside.
+    """Success rates of all prompts of a run, and which prompts are skipped.
 
     Args:
         num_rows: Rows of the training data.
-        spec: Thresholds and duration of setting prompts aside.
+        spec: Thresholds, and number of steps for which prompts are skipped.
         known: Rates that an earlier controller recorded.
     """
 
@@ -53,7 +53,7 @@ class Difficulty:
         self._rates = array("f", bytes(4 * num_rows))
         self._tries = array("H", bytes(2 * num_rows))
         self._until = array("i", bytes(4 * num_rows))
-        self._aside: Counter[_Aside] = Counter()
+        self._skipped: Counter[_Skipped] = Counter()
         self._changed: set[int] = set()
         for rate in known:
             if rate.row < num_rows:
@@ -73,9 +73,9 @@ class Difficulty:
         tries = self._tries[row]
         share = self._spec.newest_share if tries else 1.0
         rate = (1 - share) * self._rates[row] + share * reward
-        tries = min(tries + 1, _MOST_TRIES)
-        is_aside = tries >= self._spec.min_tries and self._why(rate) is not None
-        until = max(step, 0) + self._spec.retry_after_steps if is_aside else 0
+        tries = min(tries + 1, _MAX_TRIES)
+        is_skipped = tries >= self._spec.min_tries and self._why(rate) is not None
+        until = max(step, 0) + self._spec.retry_after_steps if is_skipped else 0
         self._put(PromptRate(row, rate, tries, until))
         self._changed.add(row)
 
@@ -83,17 +83,17 @@ class Difficulty:
         """Returns the record of a prompt."""
         return PromptRate(row, self._rates[row], self._tries[row], self._until[row])
 
-    def is_aside(self, row: int, *, step: int) -> bool:
+    def is_skipped(self, row: int, *, step: int) -> bool:
         """Returns True if a prompt is left out while the weights of ``step`` are served."""
         return self._until[row] > step
 
-    def set_aside(self, *, step: int) -> dict[str, int]:
+    def count_skipped(self, *, step: int) -> dict[str, int]:
         """Returns the number of prompts that are left out, by reason."""
-        for passed in [aside for aside in self._aside if aside.until <= step]:
-            del self._aside[passed]
+        for passed in [skipped for skipped in self._skipped if skipped.until <= step]:
+            del self._skipped[passed]
         counts = {SOLVED: 0, HOPELESS: 0}
-        for aside, count in self._aside.items():
-            counts[aside.why] += count
+        for skipped, count in self._skipped.items():
+            counts[skipped.why] += count
         return counts
 
     def take_changes(self) -> tuple[PromptRate, ...]:
@@ -104,17 +104,17 @@ class Difficulty:
 
     def _put(self, rate: PromptRate) -> None:
         row = rate.row
-        before = _Aside(self._until[row], self._why(self._rates[row]) or "")
-        if self._aside[before] > 1:
-            self._aside[before] -= 1
+        before = _Skipped(self._until[row], self._why(self._rates[row]) or "")
+        if self._skipped[before] > 1:
+            self._skipped[before] -= 1
         else:
-            del self._aside[before]
+            del self._skipped[before]
         self._rates[row], self._tries[row], self._until[row] = rate.rate, rate.tries, rate.until
         if rate.until:
-            self._aside[_Aside(rate.until, self._why(self._rates[row]) or SOLVED)] += 1
+            self._skipped[_Skipped(rate.until, self._why(self._rates[row]) or SOLVED)] += 1
 
     def _why(self, rate: float) -> str | None:
-        """Returns why a prompt of this rate is set aside; None if it is not."""
+        """Returns why a prompt of this rate is skipped; None if it is not."""
         spec = self._spec
         if spec.solved_from is not None and rate >= spec.solved_from:
             return SOLVED

@@ -9,6 +9,9 @@ from typing import Literal
 from services.common.runspec.trainer import BestSpec
 from services.controller.rules.statistics import term_means
 
+Reason = Literal["initial", "periodic", "final", "manual"]
+Status = Literal["ok", "timeout", "missed"]
+
 
 @dataclass(frozen=True, slots=True)
 class Scored:
@@ -177,12 +180,8 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-Reason = Literal["initial", "periodic", "final", "manual"]
-Status = Literal["ok", "timeout", "missed"]
-
-
 @dataclass(frozen=True, slots=True)
-class BegunEvaluation:
+class StartedEvaluation:
     """Evaluation of one weight version, which stays pinned until the evaluation is reported."""
 
     version: int
@@ -198,10 +197,10 @@ class EvaluationQueue:
     """The running evaluation and the next one."""
 
     def __init__(self) -> None:
-        self.current: BegunEvaluation | None = None
-        self.next: BegunEvaluation | None = None
+        self.current: StartedEvaluation | None = None
+        self.next: StartedEvaluation | None = None
 
-    def ask(self, evaluation: BegunEvaluation) -> None:
+    def enqueue(self, evaluation: StartedEvaluation) -> None:
         """Starts an evaluation, or queues it after the current one.
 
         A queued evaluation is replaced, unless it is the final one.

@@ -1,14 +1,23 @@
-"""Finds out why steps train nothing, from the rewards of their samples. Pure."""
+"""Finds out why steps train nothing, and whether the reward fell, from the metrics of steps. Pure."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from statistics import fmean
+from typing import Any, Literal
 
 from services.common.runspec.run import RunSpec
+from services.controller.rules.statistics import PREFIX
 
 PATIENCE = 3
 """Consecutive steps that train nothing before this is reported."""
 Reason = Literal["AllFailed", "AllTruncated", "EqualRewards"]
+_MAX_POINTS = 2000
+"""Max number of steps in a history: longer ones are thinned out."""
+_NUM_STRETCHES = 10
+_MIN_STRETCH_STEPS = 3
+_MIN_CHANGE = 0.2
+"""Min relative change of another metric that is reported with a fall of the reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,25 +78,119 @@ def nothing_learned(steps: Sequence[StepSamples], spec: RunSpec) -> NothingLearn
         return None
     count = sum(step.count for step in newest)
     failed, truncated = (sum(getattr(s, name) for s in newest) for name in ("failed", "truncated"))
-    begin = f"{PATIENCE} steps in a row trained nothing: "
+    begin = f"{PATIENCE} consecutive steps trained nothing: "
     if failed == count:
         return NothingLearned(
             "AllFailed",
-            f"{begin}the rewards of all responses failed; mend rollout.rewards, whose errors are in the "
-            "logs of the rollouts",
+            f"{begin}the rewards of all responses failed; fix rollout.rewards (the logs of the rollouts "
+            "have the errors)",
         )
     mean = sum(step.reward_sum for step in newest) / (count - failed)
     limit = f"rollout.max_response_tokens ({spec.rollout.max_response_tokens})"
     if truncated == count - failed:
         return NothingLearned(
             "AllTruncated",
-            f"{begin}every response was cut off at {limit}, with a mean reward of {mean:.3g}; raise "
+            f"{begin}every response was truncated at {limit}, with a mean reward of {mean:.3g}; raise "
             "rollout.max_response_tokens",
         )
-    also = f" {100 * truncated / count:.0f} % of the responses were cut off at {limit}."
+    also = f" {100 * truncated / count:.0f} % of the responses were truncated at {limit}."
     return NothingLearned(
         "EqualRewards",
-        f"{begin}all responses to a prompt got the same reward (mean {mean:.3g}), so none has an advantage; "
-        "check rollout.rewards against the samples, raise rollout.group_size, or choose other prompts "
+        f"{begin}all responses to a prompt have the same reward (mean {mean:.3g}), so no advantage is "
+        "nonzero; compare rollout.rewards with the samples, raise rollout.group_size, or use other prompts "
         f"(data.curriculum, algorithm.dynamic_sampling).{also if truncated else ''}",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardDrop:
+    """Fall of the mean reward from its best stretch of steps to the newest one."""
+
+    before: float
+    after: float
+    first_step: int
+    """First step of the best stretch."""
+    last_step: int
+    changes: dict[str, tuple[float, float]]
+    """Other metrics that changed with it, largest relative change first: before and after."""
+    message: str
+
+
+class RewardHistory:
+    """Mean reward, response length, entropy and reward terms of a run's steps."""
+
+    def __init__(self) -> None:
+        self._every = 1
+        self._points: list[tuple[int, dict[str, float]]] = []
+
+    @staticmethod
+    def sampled_steps(newest: int) -> range:
+        """Returns the steps that a history up to step ``newest`` contains."""
+        every = 1
+        while newest // every > _MAX_POINTS:
+            every *= 2
+        return range(every, newest + 1, every)
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Adds a step; steps must be added in order."""
+        if len(self._points) == _MAX_POINTS:
+            self._every *= 2
+            self._points = [point for point in self._points if point[0] % self._every == 0]
+        if step % self._every == 0 and "reward_mean" in metrics:
+            values = {
+                name: float(value)
+                for name, value in metrics.items()
+                if name in ("reward_mean", "response_length_mean", "entropy")
+                or name.startswith(PREFIX)
+            }
+            self._points.append((step, values))
+
+    def drop(self) -> RewardDrop | None:
+        """Returns how far the reward is below its best stretch; None if that is within the noise.
+
+        A stretch is a tenth of the steps, at least three. A drop exceeds two standard errors of the
+        difference, and a twentieth of the best mean.
+        """
+        size = max(len(self._points) // _NUM_STRETCHES, _MIN_STRETCH_STEPS)
+        newest = len(self._points) - size
+        if newest < size:
+            return None
+        rewards = [values["reward_mean"] for _, values in self._points]
+        stretches = {b: rewards[b : b + size] for b in range(newest % size, newest + 1, size)}
+        best = max(stretches, key=lambda begin: fmean(stretches[begin]))
+        before, after = fmean(stretches[best]), fmean(stretches[newest])
+        noise = math.sqrt((_variance(stretches[best]) + _variance(stretches[newest])) / size)
+        if before - after <= max(2 * noise, abs(before) / 20):
+            return None
+        first, last = self._points[best][0], self._points[best + size - 1][0]
+        changes = self._changes(slice(best, best + size), slice(newest, None))
+        message = f"reward fell from {before:.3g} (steps {first} to {last}) to {after:.3g}"
+        if changes:
+            texts = (f"{name} from {old:.3g} to {new:.3g}" for name, (old, new) in changes.items())
+            message += f"; with it {', '.join(texts)}"
+        return RewardDrop(
+            before=before,
+            after=after,
+            first_step=first,
+            last_step=last,
+            changes=changes,
+            message=message,
+        )
+
+    def _changes(self, best: slice, newest: slice) -> dict[str, tuple[float, float]]:
+        """Returns the three metrics that changed most between two stretches."""
+        found: list[tuple[float, str, float, float]] = []
+        stretches = [[values for _, values in self._points[part]] for part in (best, newest)]
+        for name in stretches[1][-1].keys() - {"reward_mean"}:
+            columns = [[v[name] for v in values if name in v] for values in stretches]
+            if all(columns):
+                old, new = map(fmean, columns)
+                change = abs(new - old) / max(abs(old), abs(new), 1e-9)
+                if change > _MIN_CHANGE:
+                    found.append((change, name, old, new))
+        return {name: (old, new) for _, name, old, new in sorted(found, reverse=True)[:3]}
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = fmean(values)
+    return fmean((value - mean) ** 2 for value in values)

@@ -244,7 +244,9 @@ class Ledger:
         counts.update(group.state for group in self._groups.values())
         result = {state.value: counts[state] for state in GroupState}
         if sum(result.values()) != self.num_issued:
-            raise LedgerError(f"{self.num_issued} groups were issued, but the states hold {result}")
+            raise LedgerError(
+                f"{self.num_issued} groups were issued, but the counts by state are {result}"
+            )
         return {"issued": self.num_issued, **result}
 
     def reasons(self) -> dict[str, int]:
@@ -262,7 +264,7 @@ class Ledger:
 
     def _move(self, group: Group, state: GroupState, allowed: Iterable[GroupState]) -> None:
         if group.state not in allowed:
-            raise LedgerError(f"{group.group_id} cannot go from {group.state} to {state}")
+            raise LedgerError(f"{group.group_id} cannot change from {group.state} to {state}")
         self._place(group, state)
         self._changed.add(group.sequence)
         if state in TERMINAL:

@@ -5,6 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+# Newest groups in the estimate.
+_REMEMBERED = 256
+
 
 class Placement:
     """Load of each rollout, in groups.
@@ -18,7 +21,7 @@ class Placement:
         self._load: dict[str, int] = {}
         # Index by load, so that the least loaded rollout is found without a search.
         self._by_load: dict[int, dict[str, None]] = {}
-        self._away: set[str] = set()
+        self._excluded: set[str] = set()
 
     def add(self, worker_id: str) -> None:
         """Adds a rollout without groups."""
@@ -26,9 +29,9 @@ class Placement:
 
     def remove(self, worker_id: str) -> None:
         """Removes a rollout."""
-        self.send_away(worker_id)
+        self.exclude(worker_id)
         del self._load[worker_id]
-        self._away.discard(worker_id)
+        self._excluded.discard(worker_id)
 
     def assigned(self, worker_id: str) -> None:
         """Records that a rollout received a group."""
@@ -43,16 +46,16 @@ class Placement:
     @property
     def num_present(self) -> int:
         """Number of rollouts that may receive groups."""
-        return len(self._load) - len(self._away)
+        return len(self._load) - len(self._excluded)
 
-    def send_away(self, worker_id: str) -> None:
+    def exclude(self, worker_id: str) -> None:
         """Stops assigning groups to a rollout; its current groups continue."""
-        self._away.add(worker_id)
+        self._excluded.add(worker_id)
         self._move(worker_id, self._load[worker_id])
 
-    def bring_back(self, worker_id: str) -> None:
+    def include(self, worker_id: str) -> None:
         """Resumes assigning groups to a rollout."""
-        self._away.discard(worker_id)
+        self._excluded.discard(worker_id)
         self._move(worker_id, self._load[worker_id])
 
     def choose(self, holder: str, *, room: int) -> str | None:
@@ -65,7 +68,7 @@ class Placement:
         if not self._by_load:
             return None
         least = min(self._by_load)
-        is_there = holder in self._load and holder not in self._away
+        is_there = holder in self._load and holder not in self._excluded
         if is_there and (self._load[holder] < room or self._load[holder] == least):
             return holder
         return next(iter(self._by_load[least]))
@@ -82,24 +85,20 @@ class Placement:
         if not equals:
             self._by_load.pop(known, None)
         self._load[worker_id] = load
-        if worker_id not in self._away:
+        if worker_id not in self._excluded:
             self._by_load.setdefault(load, {})[worker_id] = None
-
-
-# Newest groups in the estimate.
-_REMEMBERED = 256
 
 
 class SlotUsage:
     """Estimates how many slots a group occupies on average while it is generated.
 
     Args:
-        places: Slots of one engine.
+        slots: Slots of one engine.
         group_size: Samples of a group.
     """
 
-    def __init__(self, places: int, group_size: int) -> None:
-        self._places = places
+    def __init__(self, slots: int, group_size: int) -> None:
+        self._slots = slots
         self._group_size = group_size
         self._finished: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
 
@@ -116,7 +115,7 @@ class SlotUsage:
 
     def num_groups(self, num_engines: int) -> int:
         """Returns how many groups may be generated at once, at least one per engine."""
-        return max(num_engines, round(self._places * num_engines / self.slots_per_group))
+        return max(num_engines, round(self._slots * num_engines / self.slots_per_group))
 
 
 @dataclass(slots=True)
@@ -144,7 +143,7 @@ class GroupShards:
         group = self._groups.get(group_id)
         return [] if group is None else [*group.out]
 
-    def brought(self, group_id: str, members: Collection[int]) -> list[str]:
+    def record_arrived(self, group_id: str, members: Collection[int]) -> list[str]:
         """Records samples that arrived; returns the rollouts whose shard is complete with them."""
         group = self._groups[group_id]
         for some in group.out.values():
@@ -154,9 +153,7 @@ class GroupShards:
             del group.out[worker_id]
         return ended
 
-    def put_aside(
-        self, group_id: str, worker_id: str, *, num_unfinished: int, num_tokens: int
-    ) -> None:
+    def park(self, group_id: str, worker_id: str, *, num_unfinished: int, num_tokens: int) -> None:
         """Records that a rollout parked its shard."""
         group = self._groups[group_id]
         del group.out[worker_id]

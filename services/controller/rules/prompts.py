@@ -8,6 +8,12 @@ from itertools import accumulate
 
 from services.controller.rules.difficulty import Difficulty
 
+_MASK = (1 << 64) - 1
+_FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
+_ROUNDS = 4
+# Max rows that are examined for one that is not skipped: a dispatch must not take long.
+_MAX_EXAMINED = 31
+
 
 class Mixture:
     """Concatenation of prompt sets, with a weighted interleaving.
@@ -79,13 +85,6 @@ class Mixture:
         return taken
 
 
-_MASK = (1 << 64) - 1
-_FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
-_ROUNDS = 4
-# Max rows that are examined for one that is not set aside: a dispatch must not take long.
-_MOST_LOOKS = 31
-
-
 @dataclass(frozen=True, slots=True)
 class ReturnedRows:
     """Rows that are issued once more at the end of their epoch, because their samples were dropped."""
@@ -110,7 +109,7 @@ class PromptOrder:
         position: Rows that were taken before.
         quarantined: Rows that are skipped.
         returned: Rows that were returned before.
-        difficulty: Determines which rows are set aside; None if none are.
+        difficulty: Determines which rows are skipped; None if none are.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class PromptOrder:
     def next_row(self, *, step: int = 0) -> int | None:
         """Returns the next row; None if all rows are quarantined.
 
-        If nearly all rows are set aside, a row may be issued before its time.
+        If nearly all rows are skipped, a row may be issued before its time.
 
         Args:
             step: Step whose weights are served.
@@ -158,7 +157,7 @@ class PromptOrder:
         if len(self._quarantined) == self._num_rows:
             return None
         # One less than all rows, so that each search ends at a different row.
-        looks = max(1, min(_MOST_LOOKS, self._num_rows - 1))
+        left_to_examine = max(1, min(_MAX_EXAMINED, self._num_rows - 1))
         while True:
             is_epoch_over = self._position > 0 and self._position % self._num_rows == 0
             if is_epoch_over and self.returned.waiting:
@@ -170,10 +169,10 @@ class PromptOrder:
             row = self._take()
             if row in self._quarantined:
                 continue
-            looks -= 1
-            if self.difficulty is None or looks <= 0:
+            left_to_examine -= 1
+            if self.difficulty is None or left_to_examine <= 0:
                 return row
-            if not self.difficulty.is_aside(row, step=step):
+            if not self.difficulty.is_skipped(row, step=step):
                 return row
 
     def give_back(self, row: int) -> bool:

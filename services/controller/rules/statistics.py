@@ -7,6 +7,9 @@ from collections.abc import Iterable
 Histogram = dict[str, int]
 """Number of samples by inclusive upper bound of their bucket; empty buckets are left out."""
 
+PREFIX = "reward/"
+"""Prefix of reward terms among a step's metrics."""
+
 
 def histogram(values: Iterable[int]) -> Histogram:
     """Counts non-negative integers in buckets with bounds 0, 1, 2, 3, 4, 6, 8, 12, 16, ..."""
@@ -16,7 +19,7 @@ def histogram(values: Iterable[int]) -> Histogram:
     return {str(bound): counts[bound] for bound in sorted(counts)}
 
 
-def least_of(bound: int) -> int:
+def lower_bound_of(bound: int) -> int:
     """Returns the smallest number of the bucket with an upper bound."""
     if bound < 3:
         return bound
@@ -31,10 +34,6 @@ def bound_of(value: int) -> int:
     power: int = 1 << (value - 1).bit_length()
     between = power * 3 // 4
     return between if value <= between else power
-
-
-PREFIX = "reward/"
-"""Prefix of reward terms among a step's metrics."""
 
 
 def term_means(terms: Iterable[str]) -> dict[str, float]:

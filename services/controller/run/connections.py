@@ -104,10 +104,14 @@ async def create_partitions(
     if snapshot_id and train not in known:
         try:
             restored = await queue.restore_snapshot(run_id, snapshot_id)
-            logger.info("samples restored", extra={"run": run_id, "samples": restored})
+            logger.info(
+                "restored samples from the snapshot", extra={"run": run_id, "samples": restored}
+            )
         except (NotFoundError, DataLossError) as error:
-            # The samples are generated again.
-            logger.warning("samples are lost", extra={"run": run_id, "why": error.message})
+            logger.warning(
+                "cannot restore samples; they are generated again",
+                extra={"run": run_id, "why": error.message},
+            )
             await drop_partitions(queue, run_id)
     required = {"train": training_fields(spec), "validation": ROLLOUT_FIELDS, "partial": ()}
     for purpose in _PURPOSES:
@@ -137,7 +141,9 @@ async def forget_samples(queue: TransferQueueClient, run_id: str) -> None:
     except (ServiceError, TimeoutError) as error:
         # An unavailable transferqueue has nothing to drop, and its error must not hide the run's
         # result.
-        logger.warning("samples not dropped", extra={"run": run_id, "reason": str(error)})
+        logger.warning(
+            "cannot delete the samples of the run", extra={"run": run_id, "reason": str(error)}
+        )
 
 
 async def connect(
@@ -178,12 +184,12 @@ async def connect(
     await membership.wait_until(
         lambda: not missing(),
         timeout_s=lambda: current.now.limits.start_timeout_s,
-        waiting_for=lambda: f"{', '.join(missing())} to load; see their logs",
+        waiting_for=lambda: f"{', '.join(missing())} to load; see the workers' logs",
     )
     (trainer,) = membership.workers(run_id, "trainer")
     rollouts = [w for w in membership.workers(run_id, "rollout") if w.worker_id in names]
-    in_turns = [w for w in rollouts if spec.is_colocated(w.worker_id)]
-    _check_one_host(trainer, in_turns)
+    colocated = [w for w in rollouts if spec.is_colocated(w.worker_id)]
+    _check_one_host(trainer, colocated)
     others = [w for w in membership.workers(run_id) if not WORKERS[w.role].is_required]
     drains = not spec.rollout.partial_rollout
     weights = WeightSession(
@@ -203,7 +209,7 @@ async def connect(
     await critic.open(stack, others)
     replicas = RolloutPool()
     stack.push_async_callback(replicas.close)
-    await replicas.open(rollouts, in_turns=[worker.worker_id for worker in in_turns])
+    await replicas.open(rollouts, colocated=[worker.worker_id for worker in colocated])
     client = TrainerClient(
         await stack.enter_async_context(open_channel(trainer.address, "worker", run_id=run_id))
     )
@@ -229,12 +235,12 @@ def is_loaded(worker: Worker, spec: RunSpec) -> bool:
     return worker.state in ("loaded", "ready") and worker.gauges.keys() >= {*gauges}
 
 
-def _check_one_host(trainer: Worker, in_turns: Sequence[Worker]) -> None:
+def _check_one_host(trainer: Worker, colocated: Sequence[Worker]) -> None:
     """Raises an error unless colocated workers, which users may start, are on the trainer's host."""
-    if apart := [worker.worker_id for worker in in_turns if worker.host_id != trainer.host_id]:
+    if apart := [worker.worker_id for worker in colocated if worker.host_id != trainer.host_id]:
         raise FailedPreconditionError(
-            f"{', '.join(apart)} would take turns with {trainer.worker_id} on its GPUs, but they are not on "
-            "its host; start them there, or set topology.placement to 'disaggregated'"
+            f"{', '.join(apart)} must be on the host of {trainer.worker_id} to share its GPUs, but run on "
+            "another one; start them there, or set topology.placement to 'disaggregated'"
         )
 
 
@@ -250,7 +256,7 @@ def _agreed_rows(rollouts: Sequence[Worker], splits: Iterable[str]) -> dict[str,
         counts = {worker.worker_id: int(worker.gauges[gauge]) for worker in rollouts}
         if len(set(counts.values())) != 1:
             raise FailedPreconditionError(
-                f"the rollouts loaded different data: {gauge} is {counts}; give all of them the same files"
+                f"all rollouts must load the same data, but {gauge} is {counts}; give them the same files"
             )
         agreed[split] = counts[rollouts[0].worker_id]
     return agreed

@@ -91,7 +91,12 @@ from services.common.clock import Clock
 from services.common.errors import UnavailableError
 from services.common.task_group import TaskGroup
 from services.controller.membership.registry import Worker
-from services.controller.rules.evaluation import BegunEvaluation, Evaluation, is_periodic, score_of
+from services.controller.rules.evaluation import (
+    Evaluation,
+    StartedEvaluation,
+    is_periodic,
+    score_of,
+)
 from services.controller.rules.groups import RUNNING, Group
 from services.controller.rules.ledger import Ledger
 from services.controller.run.connections import RunConnections
@@ -113,7 +118,7 @@ from services.wire.controller import GroupFailure
 
 # Max steps by which the trainer may be ahead of the served weights: the largest allowed staleness
 # bound.
-_MOST_UNSERVED = 64
+_MAX_UNSERVED = 64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,7 +149,7 @@ class TrainingPipeline:
     """Step that was sent to the trainer but not committed when the run was restored; None without one."""
     published: int
     """Newest weight version that was published when the run was restored; -1 before the first."""
-    doing: str = ""
+    activity: str = ""
     _stall_reporter: StallReporter = field(init=False)
     _fault: asyncio.Future[Never] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -157,13 +162,13 @@ class TrainingPipeline:
             ledger=self.ledger,
             groups_per_step=self.spec.now.trainer.prompts_per_step,
             clock=self.clock,
-            activity=lambda: self.doing,
+            activity=lambda: self.activity,
         )
 
     def activities(self) -> list[str]:
         """Returns the run's current activities, such as ``TRAINING``."""
         found = {
-            self.doing: bool(self.doing),
+            self.activity: bool(self.activity),
             "SYNCING_WEIGHTS": self.publisher.is_busy,
             "GENERATING": self.ledger.count(*RUNNING) > 0,
             "VALIDATING": self.evaluator.is_busy,
@@ -190,7 +195,7 @@ class TrainingPipeline:
         """True if the last step's weights must be served, or evaluated, before the next step starts."""
         validation = self.spec.now.validation
         is_evaluated = is_periodic(self.step, validation.every) and self.is_published
-        return self.gpu_time_sharing.are_needed or (validation.mode == "barrier" and is_evaluated)
+        return self.gpu_time_sharing.is_needed or (validation.mode == "barrier" and is_evaluated)
 
     @property
     def is_save_due(self) -> bool:
@@ -205,10 +210,10 @@ class TrainingPipeline:
             self.scheduler.collect(),
             self.scheduler.replace_lost(),
             self.evaluator.collect(),
-            self.evaluator.leave_out_lost(),
+            self.evaluator.exclude_lost(),
             self.evaluator.run(),
             self.publisher.run(),
-            self._end_of_faults(),
+            self._raise_fault(),
             self._stall_reporter.watch(),
             self.steps.advisor.watch(),
         )
@@ -216,7 +221,7 @@ class TrainingPipeline:
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
         """Processes reports of groups that produced no samples.
 
-        An error that ends the run is raised by :meth:`_end_of_faults`, not to the worker that sent
+        An error that ends the run is raised by :meth:`_raise_fault`, not to the worker that sent
         the report.
 
         Raises:
@@ -231,7 +236,7 @@ class TrainingPipeline:
             if not self._fault.done():
                 self._fault.set_exception(error)
 
-    async def _end_of_faults(self) -> None:
+    async def _raise_fault(self) -> None:
         """Raises the error that a failure report caused."""
         await self._fault
 
@@ -248,23 +253,23 @@ class TrainingPipeline:
         is_due = served_step < self.step and self.is_published
         # Engines that slept hold no weights.
         is_served = (
-            self.connections.served == self.published and not self.gpu_time_sharing.are_needed
+            self.connections.served == self.published and not self.gpu_time_sharing.is_needed
         )
         if is_served and is_due and self.evaluator.interrupted == self.published:
             # The interrupted evaluation is repeated before another version replaces this one.
-            await self.publisher.already(served_step)
+            await self.publisher.record_served(served_step)
             await self.offer()
         elif is_due or not is_served:
             await self.publish()
         else:
             if served_step == self.step:
-                await self.connections.weights.keep(self.published)
-            await self.publisher.already(served_step)
+                await self.connections.weights.retain_copy(self.published)
+            await self.publisher.record_served(served_step)
         self._open_gate()
 
     async def take_batch(self) -> list[Group] | None:
         """Waits for the groups of the next step; returns None if a pause was requested first."""
-        self.doing, spec = "", self.spec.now
+        self.activity, spec = "", self.spec.now
         version, meanwhile = self.step + self.version_offset, None
         if spec.trainer.accumulate_early:
             meanwhile = self.early.accumulate(
@@ -288,7 +293,7 @@ class TrainingPipeline:
             batch: Groups of the step.
             begin: ``time.perf_counter()`` at which the wait for the groups began.
         """
-        self.doing, step = "TRAINING", self.step + 1
+        self.activity, step = "TRAINING", self.step + 1
         if self.connections.scoring.needs_weights:
             # Workers score the batch under the weights that the step starts from.
             await self.publish()
@@ -307,7 +312,7 @@ class TrainingPipeline:
         """Lets loaded rollouts join; returns False if the current weight transport does not reach them."""
         if not await self.publisher.admit(rollouts):
             return False
-        self.steps.advisor.begin_anew()
+        self.steps.advisor.reset()
         return True
 
     async def detach(self, names: Collection[str]) -> None:
@@ -315,7 +320,7 @@ class TrainingPipeline:
         await self.scheduler.reclaim_from_leaving(names)
         await self.evaluator.without(names)
         await self.connections.dismiss(names)
-        self.steps.advisor.begin_anew()
+        self.steps.advisor.reset()
 
     async def offer(self) -> None:
         """Offers the weights of the last step to the publisher, without waiting for the rollouts."""
@@ -331,7 +336,7 @@ class TrainingPipeline:
         """Saves a checkpoint of the last step."""
         if self.step == 0:
             return
-        self.doing = "CHECKPOINTING"
+        self.activity = "CHECKPOINTING"
         with self.waits("checkpoint"):
             await self.checkpoints.save(
                 self.connections.trainer,
@@ -339,24 +344,24 @@ class TrainingPipeline:
                 self.ledger,
                 step=self.step,
                 version=self.step + self.version_offset,
-                keep_steps=self._kept_steps(),
+                keep_steps=self._protected_steps(),
                 also=self.request_queue.done(self.request_queue.get("save")),
             )
 
-    def _kept_steps(self) -> set[int]:
+    def _protected_steps(self) -> set[int]:
         """Returns steps whose checkpoints are kept regardless of age: the best one and candidates for it."""
         if self.spec.now.trainer.checkpoint.best is None:
             return set()
         best, offset = self.progress.best, self.version_offset
         kept = set() if best is None else {int(best["step"])}
-        kept |= {version - offset for version in self.evaluator.in_turn}
+        kept |= {version - offset for version in self.evaluator.pending_versions}
         # Versions that are not served yet will still be evaluated.
-        served = max(self.evaluator.version - offset, self.step - _MOST_UNSERVED)
+        served = max(self.evaluator.version - offset, self.step - _MAX_UNSERVED)
         return kept | set(range(served + 1, self.step))
 
     async def finish(self) -> None:
         """Ends or pauses the run; a paused run keeps unfinished groups in its checkpoint."""
-        self.doing = ""
+        self.activity = ""
         if self.is_done:
             await self.publisher.settled()
             # The last weights are served already, so they are evaluated while the checkpoint is
@@ -364,7 +369,7 @@ class TrainingPipeline:
             async with TaskGroup() as tasks:
                 tasks.create_task(self.save())
                 tasks.create_task(self.evaluator.idle())
-            self.doing = "FINALIZING"
+            self.activity = "FINALIZING"
             return
         # Weight transfers to rollouts are not awaited: the rollouts end, and receive weights when
         # they restart.
@@ -378,21 +383,21 @@ class TrainingPipeline:
             await self.save()
 
     async def evaluated(
-        self, what: BegunEvaluation | Evaluation, request: Request | None = None
+        self, what: StartedEvaluation | Evaluation, request: Request | None = None
     ) -> None:
         """Records the start or the end of an evaluation, and completes the request that asked for it."""
-        if isinstance(what, BegunEvaluation):
-            kind, message = "ValidationStarted", f"is being evaluated: {what.reason}"
+        if isinstance(what, StartedEvaluation):
+            kind, message = "ValidationStarted", f"evaluation started ({what.reason})"
         else:
             self.progress.evaluated(what)
             kind, message = "Validated", f"greedy {what.greedy}, sampled {what.sampled}"
             if what.status != "ok":
                 message = f"{what.status}, {message}"
-            message += self._compared(what)
+            message += self._compare_with_best(what)
         message = f"weight version {what.version}: {message}"
         await self.note(kind, message, asdict(what), also=self.request_queue.done(request))
 
-    def _compared(self, what: Evaluation) -> str:
+    def _compare_with_best(self, what: Evaluation) -> str:
         """Compares an evaluated checkpoint with the best one; returns text for the event's message."""
         checkpoint, step = self.spec.now.trainer.checkpoint, what.version - self.version_offset
         is_saved = step > 0 and (
@@ -402,7 +407,7 @@ class TrainingPipeline:
             return ""
         score = score_of(what, checkpoint.best)
         if score is None:
-            return f"; there is no {checkpoint.best.metric} for trainer.checkpoint.best to compare"
+            return f"; cannot compare it by trainer.checkpoint.best: it has no {checkpoint.best.metric}"
         self.progress.scored(score, step=step, version=what.version)
         is_best = self.progress.best is not None and self.progress.best["step"] == step
         return ", the best checkpoint so far" if is_best else ""

@@ -50,10 +50,10 @@ class Publisher:
         is_kept = self.connections.weights.has_copy(self._served + self.version_offset)
         # Colocated runs publish each step; a transfer to joining rollouts alone would need another
         # GPU switch.
-        has_to_send = bool(self._joining) and is_kept and not self.gpu_time_sharing.are_needed
+        has_to_send = bool(self._joining) and is_kept and not self.gpu_time_sharing.is_needed
         return self._served < self._newest or has_to_send
 
-    async def already(self, step: int) -> None:
+    async def record_served(self, step: int) -> None:
         """Records that every rollout serves the weights of ``step`` from before; opens the gate."""
         self._newest = self._served = step
         await self._open_gate(step)
@@ -65,18 +65,18 @@ class Publisher:
         if not await self.connections.admit(rollouts):
             return False
         names, weights = [worker.worker_id for worker in rollouts], self.connections.weights
-        if brought := await weights.bring(names):
+        if updated := await weights.send_from_peers(names):
             for worker in rollouts:
-                if worker.worker_id in brought:
+                if worker.worker_id in updated:
                     worker.weight_version = weights.version
-            self.connections.replicas.bring_back()
+            self.connections.replicas.readmit_current()
             self.scheduler.published(self._served)  # more slots are available
         async with self._changed:
-            self._joining.update(set(names) - set(brought))
+            self._joining.update(set(names) - set(updated))
             self._changed.notify_all()
         return True
 
-    async def all_serve(self) -> None:
+    async def wait_all_serve(self) -> None:
         """Waits until all admitted rollouts have weights."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._joining)
@@ -109,16 +109,16 @@ class Publisher:
     async def _publish(self) -> None:
         report = await self.gpu_time_sharing.publish(lambda: self._newest + self.version_offset)
         if report.lost:
-            raise UnavailableError(f"{', '.join(report.lost)} did not take part in weight sync")
+            raise UnavailableError(f"{', '.join(report.lost)} did not receive weights")
         version, replicas = report.version, self.connections.replicas
         for worker in self.connections.serving:
             if worker.worker_id in report.receivers:
                 worker.weight_version = version
-        replicas.bring_back()
+        replicas.readmit_current()
         self.progress.synced(report)
         message = f"weight version {version} is served by every rollout"
         if not self.connections.serving:
-            message = f"weight version {version} is sent to nobody: the run samples nothing"
+            message = f"weight version {version} has no receivers: the run samples nothing"
         summary = self.progress.summary(self.ledger)
         note = Note("WeightsPublished", message, sync_facts(report), None, version, summary)
         await self.journal.note(note, self.ledger)

@@ -27,7 +27,7 @@ def in_use(database: Path) -> Iterator[None]:
         FailedPreconditionError: If a restore is running, or the database is missing although runs
             exist.
     """
-    with _locked(database, fcntl.LOCK_SH, f"{database} is being restored; try again after that"):
+    with _locked(database, fcntl.LOCK_SH, f"{database} is being restored; try again later"):
         expect(database)
         yield
 
@@ -42,14 +42,14 @@ def expect(database: Path) -> None:
     if not runs:
         return
     try:
-        found = "gone" if not database.exists() else "" if _has_runs_table(database) else "empty"
+        found = "missing" if not database.exists() else "" if _has_runs_table(database) else "empty"
     except sqlite3.DatabaseError as error:
         found = f"damaged ({error})"
     if found:
         raise FailedPreconditionError(
-            f"the database {database} is {found}, but has runs here ({len(runs)}, such as {runs[-1]}); "
-            "put a copy back with 'slipstream restore FILE', or give these runs up: move their folders away, "
-            "or take another state directory"
+            f"the database {database} is {found}, but {len(runs)} runs have folders beside it, such as "
+            f"{runs[-1]}; restore a copy with 'slipstream restore FILE', or move these folders away, or use "
+            "another state directory"
         )
 
 
@@ -65,11 +65,11 @@ def backup(database: Path, file: Path) -> int:
     """
     if not database.is_file():
         raise NotFoundError(
-            f"there is no database at {database}: give the --state-directory of its controller; one that "
-            "uses PostgreSQL is copied with pg_dump"
+            f"no database exists at {database}; set --state-directory to that of its controller (copy a "
+            "PostgreSQL database with pg_dump)"
         )
     if file.exists() and file.samefile(database):
-        raise InvalidArgumentError(f"{file} is the database itself; give another file")
+        raise InvalidArgumentError(f"{file} is the database itself; name another file")
     with _complete_copy(database, file) as (copy, num_runs):
         copy.replace(file)
     return num_runs
@@ -93,13 +93,13 @@ def restore(file: Path, database: Path, *, overwrite: bool) -> int:
             is False.
     """
     if not file.is_file():
-        raise NotFoundError(f"there is no file {file}")
+        raise NotFoundError(f"the file {file} does not exist")
     database.parent.mkdir(parents=True, exist_ok=True)
-    used = f"a controller uses {database}: end it first"
+    used = f"a controller uses {database}; stop it first"
     with _locked(database, fcntl.LOCK_EX, used), _complete_copy(file, database) as (copy, num_runs):
         if database.exists() and not overwrite:
             raise FailedPreconditionError(
-                f"{database} exists; --force gives it up, and 'slipstream backup' keeps a copy"
+                f"{database} exists; copy it with 'slipstream backup', then replace it with --force"
             )
         for left in ("-wal", "-shm"):  # a log belongs to the database that it was written for
             database.with_name(database.name + left).unlink(missing_ok=True)
@@ -135,11 +135,13 @@ def _complete_copy(source: Path, target: Path) -> Iterator[tuple[Path, int]]:
             writing.execute("PRAGMA journal_mode=DELETE")
             (found,) = writing.execute("PRAGMA integrity_check(1)").fetchone()
             if found != "ok":
-                raise InvalidArgumentError(f"{source} is damaged ({found}); take an older copy")
+                raise InvalidArgumentError(f"{source} is damaged ({found}); use an older copy")
             (num_runs,) = writing.execute("SELECT count(*) FROM runs").fetchone()
         yield copy, num_runs
     except sqlite3.DatabaseError as error:
-        raise InvalidArgumentError(f"{source} is no whole database of runs: {error}") from error
+        raise InvalidArgumentError(
+            f"{source} must be a complete database of runs: {error}"
+        ) from error
     finally:
         copy.unlink(missing_ok=True)
 

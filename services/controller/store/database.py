@@ -136,7 +136,7 @@ class Database:
         found = connection.execute(_EPOCH).scalar()
         if found != self.epoch:
             raise LeaseLostError(
-                f"another controller leads under epoch {found}; this one led under {self.epoch}",
+                f"another controller is the leader (epoch {found}; this one had {self.epoch})",
                 epoch=found,
             )
 
@@ -146,7 +146,7 @@ class Database:
             yield
         except (exc.OperationalError, exc.InterfaceError, exc.TimeoutError) as error:
             raise DatabaseError(
-                f"the database did not answer: {str(error).splitlines()[0]}; it is tried again"
+                f"the database does not answer: {str(error).splitlines()[0]}; the call is retried"
             ) from error
 
 
@@ -190,6 +190,7 @@ def _migrate(engine: sa.Engine) -> None:
                     command.stamp(config, "head")
             except CommandError as error:
                 raise FailedPreconditionError(
-                    f"the database's schema is not known to this release ({error}): a newer one wrote it, or "
-                    "one before the first release; install the newer one, or take another state directory"
+                    f"this release does not know the database's schema ({error}): a newer release or one "
+                    "before the first release created it; install that release, or use another state "
+                    "directory"
                 ) from error

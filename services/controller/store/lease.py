@@ -33,11 +33,11 @@ class Leadership:
     async def acquire(self) -> int:
         """Waits until this controller leads; returns its epoch."""
         while (rest_s := await self._database.run(self._try)) > 0:
-            logger.info("another controller leads", extra={"rest_s": round(rest_s, 1)})
+            logger.info("another controller is the leader", extra={"rest_s": round(rest_s, 1)})
             await asyncio.sleep(min(rest_s, self._ttl_s / 3))
         epoch = self._database.epoch
         assert epoch is not None
-        logger.info("this controller leads", extra={"epoch": epoch, "holder": self._holder})
+        logger.info("this controller is the leader", extra={"epoch": epoch, "holder": self._holder})
         return epoch
 
     async def keep(self) -> None:
@@ -57,7 +57,7 @@ class Leadership:
             except DatabaseError as error:
                 if clock() - renewed > self._ttl_s:
                     raise LeaseLostError(
-                        f"the lease could not be renewed for {self._ttl_s:.0f} s: {error.message}"
+                        f"cannot renew the lease for {self._ttl_s:.0f} s: {error.message}"
                     ) from error
 
     def give_up(self) -> None:

@@ -26,7 +26,7 @@ from services.controller.store.tables import CHECKPOINTS, EVENTS, IDEMPOTENCY_KE
 IS_UNFINISHED = RUNS.c.state.not_in([state.value for state in TERMINAL])
 """SQL condition for runs that have not ended."""
 # Resuming a run needs no older events than these.
-_MOST_EVENTS = 10_000
+_MAX_EVENTS = 10_000
 _KEY_LIFE_S = 24 * 3600.0
 # Built once, because they are used many times per second.
 _RUN = sa.select(RUNS).where(RUNS.c.run_id == sa.bindparam("run"))
@@ -42,6 +42,16 @@ _EVENT_COLUMNS = tuple(field.name for field in fields(Event) if field.name in EV
 NEWEST_SEQ = sa.select(sa.func.coalesce(sa.func.max(EVENTS.c.seq), 0)).where(
     EVENTS.c.run_id == sa.bindparam("run")
 )
+
+# Built once, because they are used many times per second.
+_EVENTS = (
+    sa.select(EVENTS)
+    .where(EVENTS.c.run_id == sa.bindparam("run"), EVENTS.c.seq > sa.bindparam("after"))
+    .limit(sa.bindparam("most"))
+)
+_EVENTS_IN_ORDER = _EVENTS.order_by(EVENTS.c.seq)
+_OLDEST_SEQ = sa.select(sa.func.min(EVENTS.c.seq)).where(EVENTS.c.run_id == sa.bindparam("run"))
+RequestKind = Literal["pause", "save", "evaluate", "resize"]
 
 
 class IdempotencyKeyReusedError(AlreadyExistsError):
@@ -67,8 +77,8 @@ def check_name(connection: sa.Connection, new: NewRun) -> None:
     )
     if (run_id := connection.execute(query).scalar()) is not None:
         raise NameTakenError(
-            f"run {run_id} of project {new.project!r} has the name {new.name!r} and has not ended; choose "
-            "another name, or cancel it",
+            f"the active run {run_id} of project {new.project!r} already has the name {new.name!r}; choose "
+            "another name, or cancel that run",
             run_id=run_id,
         )
 
@@ -82,7 +92,7 @@ def get_run(connection: sa.Connection, run_id: str, *, lock: bool = False) -> Ru
     row = connection.execute(_RUN_TO_CHANGE if lock else _RUN, {"run": run_id}).first()
     if row is None:
         raise NotFoundError(
-            f"run {run_id!r} does not exist; list the runs there are", run_id=run_id
+            f"run {run_id!r} does not exist; list the runs of the project", run_id=run_id
         )
     return to_run(row)
 
@@ -90,7 +100,7 @@ def get_run(connection: sa.Connection, run_id: str, *, lock: bool = False) -> Ru
 def insert_run(connection: sa.Connection, new: NewRun) -> Note:
     """Inserts a new run in state QUEUED; returns the event to record for it."""
     now = time.time()
-    note = Note("Submitted", "the run was submitted", {"name": new.name})
+    note = Note("Submitted", "submitted", {"name": new.name})
     conditions = conditions_after((), note.type, note.message, note.data, generation=1, time=now)
     connection.execute(
         RUNS.insert().values(
@@ -125,7 +135,7 @@ def set_target_steps(connection: sa.Connection, run_id: str, steps: int) -> None
     connection.execute(_CHANGE_RUN, {"run": run_id, "target_steps": steps})
 
 
-def tell(connection: sa.Connection, run: Run, note: Note, **values: Any) -> Event:
+def record_note(connection: sa.Connection, run: Run, note: Note, **values: Any) -> Event:
     """Stores an event, and its effects on the run: changed columns and conditions."""
     conditions = conditions_after(
         run.conditions,
@@ -185,7 +195,7 @@ def event_data(connection: sa.Connection, run_id: str, type_: str) -> list[dict[
         sa.select(EVENTS.c.data_json)
         .where(EVENTS.c.run_id == run_id, EVENTS.c.type == type_)
         .order_by(EVENTS.c.seq.desc())
-        .limit(_MOST_EVENTS)
+        .limit(_MAX_EVENTS)
     )
     return [json.loads(text) for text in connection.execute(query).scalars()][::-1]
 
@@ -231,7 +241,7 @@ def seen_request(connection: sa.Connection, request: RequestKey) -> str | None:
         return None
     if row.body_digest != request.body_digest:
         raise IdempotencyKeyReusedError(
-            f"the idempotency key {request.key!r} was used for another request; take a new one",
+            f"the idempotency key {request.key!r} was used for a different request; use a new key",
             key=request.key,
         )
     return str(row.run_id)
@@ -288,16 +298,6 @@ def has_forgotten(connection: sa.Connection, project: str, moment: float, *, kep
     return False
 
 
-# Built once, because they are used many times per second.
-_EVENTS = (
-    sa.select(EVENTS)
-    .where(EVENTS.c.run_id == sa.bindparam("run"), EVENTS.c.seq > sa.bindparam("after"))
-    .limit(sa.bindparam("most"))
-)
-_EVENTS_IN_ORDER = _EVENTS.order_by(EVENTS.c.seq)
-_OLDEST_SEQ = sa.select(sa.func.min(EVENTS.c.seq)).where(EVENTS.c.run_id == sa.bindparam("run"))
-
-
 class CursorExpiredError(FailedPreconditionError):
     """Events after the cursor are no longer stored."""
 
@@ -316,8 +316,8 @@ def read_events(
     oldest = connection.execute(_OLDEST_SEQ, {"run": run_id}).scalar() if after_seq else 0
     if after_seq < (oldest or 0) - 1:
         raise CursorExpiredError(
-            f"events of run {run_id} behind {after_seq} are not kept any more; read the run, and "
-            "go on without a cursor",
+            f"events of run {run_id} after {after_seq} are no longer stored; read the run and continue "
+            "without a cursor",
             run_id=run_id,
         )
     values = {"run": run_id, "after": after_seq, "most": limit}
@@ -335,9 +335,6 @@ def _filtered(only: EventFilter) -> sa.Select[Any]:
     if only.before_seq is not None:
         query = query.where(EVENTS.c.seq < only.before_seq)
     return query
-
-
-RequestKind = Literal["pause", "save", "evaluate", "resize"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,9 +36,9 @@ from services.controller.store.rows import (
     insert_run,
     queue_deadline,
     read_events,
+    record_note,
     remember_request,
     seen_request,
-    tell,
     to_event,
     to_run,
 )
@@ -142,8 +142,8 @@ class RunStore:
         columns = RUNS.c if has_specs else [each for each in RUNS.c if each.name != "spec_json"]
         query = sa.select(*columns).order_by(order).limit(limit)
         if after is not None:
-            is_behind = RUNS.c.run_id > after if only.is_oldest_first else RUNS.c.run_id < after
-            query = query.where(is_behind)
+            is_after = RUNS.c.run_id > after if only.is_oldest_first else RUNS.c.run_id < after
+            query = query.where(is_after)
         if only.project is not None:
             query = query.where(RUNS.c.project == only.project)
         if only.state is not None:
@@ -189,7 +189,7 @@ class RunStore:
         state = next_state(run.state, event)
         if state is None:
             raise InvalidTransitionError(
-                f"run {run_id} is {run.state} and cannot {event}", run_id=run_id, state=run.state
+                f"cannot {event} run {run_id} in state {run.state}", run_id=run_id, state=run.state
             )
         text = message or f"the run is {state.value}"
         data = {"from": run.state.value, "to": state.value, "reason": reason}
@@ -207,8 +207,10 @@ class RunStore:
             forget_requests(connection, run_id)
         if state is RunState.PAUSED:
             forget_requests(connection, run_id, "pause")
-        told = tell(connection, run, Note("StateChanged", text, data, actor=actor), **values)
-        return get_run(connection, run_id), told
+        recorded = record_note(
+            connection, run, Note("StateChanged", text, data, actor=actor), **values
+        )
+        return get_run(connection, run_id), recorded
 
     def record(self, run_id: str, note: Note, *, also: Work | None = None) -> Event:
         """Appends an event and, in the same transaction, the progress that it reports and further writes."""
@@ -223,7 +225,7 @@ class RunStore:
             run = get_run(connection, run_id, lock=True)
             if also is not None:
                 also(connection)
-            event = tell(connection, run, note, **values)
+            event = record_note(connection, run, note, **values)
             if event.seq % max(self._events_kept // 10, 1) == 0:
                 forget_events(connection, run_id, until=event.seq - self._events_kept)
             return event
@@ -259,8 +261,8 @@ class RunStore:
             if "spec_json" in values:
                 values = {**values, "generation": run.generation + 1}
             data = {"changed": list(changed)}
-            note = Note("Changed", f"changed: {', '.join(changed)}", data, actor=actor)
-            tell(connection, run, note, **values)
+            note = Note("RunChanged", f"changed {', '.join(changed)}", data, actor=actor)
+            record_note(connection, run, note, **values)
             return get_run(connection, run_id)
 
     def delete(self, run_id: str, *, revision: int) -> None:
@@ -275,7 +277,7 @@ class RunStore:
             _check_revision(run, revision)
             if not run.is_terminal:
                 raise NotTerminalError(
-                    f"run {run_id} is {run.state}; cancel it before it is deleted", run_id=run_id
+                    f"run {run_id} is {run.state}; cancel it before you delete it", run_id=run_id
                 )
             connection.execute(IDEMPOTENCY_KEYS.delete().where(IDEMPOTENCY_KEYS.c.run_id == run_id))
             connection.execute(RUNS.delete().where(RUNS.c.run_id == run_id))
@@ -328,8 +330,8 @@ class RunStore:
         with self.database.read() as connection:
             if has_forgotten(connection, project, moment, kept=self._events_kept):
                 raise CursorExpiredError(
-                    f"events of project {project!r} behind {moment} are not kept any more; list its runs, "
-                    "and go on without a cursor"
+                    f"events of project {project!r} after {moment} are no longer stored; list its runs and "
+                    "continue without a cursor"
                 )
             return [to_event(row) for row in connection.execute(query)]
 
@@ -337,7 +339,7 @@ class RunStore:
 def _check_revision(run: Run, revision: int) -> None:
     if run.revision != revision:
         raise StaleRevisionError(
-            f"run {run.run_id} is at revision {run.revision}, not {revision}; read it again",
+            f"run {run.run_id} has revision {run.revision}, not {revision}; read it again",
             run_id=run.run_id,
             revision=run.revision,
         )

@@ -4,7 +4,7 @@ from services.common.runspec.data import CurriculumSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.sources import Row
 from services.rollout.failures import CallError, GroupError
-from services.wire.rollout import PASSED_OVER, TriedPrompt
+from services.wire.rollout import DEFERRED, TriedPrompt
 
 
 class Curriculum:
@@ -27,7 +27,7 @@ class Curriculum:
             tried: The prompt's history.
 
         Raises:
-            GroupError: ``set_aside`` if the function defers the prompt; ``curriculum_timeout``,
+            GroupError: ``deferred`` if the function defers the prompt; ``curriculum_timeout``,
                 ``curriculum_exception``, ``curriculum_sandbox_killed`` or
                 ``curriculum_invalid_value`` if the function gave no valid answer.
         """
@@ -50,7 +50,7 @@ class Curriculum:
                 f"{answer!r:.60}",
             )
         if not answer:
-            raise GroupError(PASSED_OVER, "the curriculum has this prompt wait", retryable=True)
+            raise GroupError(DEFERRED, "the curriculum has this prompt wait", retryable=True)
 
 
 def _failed(kind: str, message: str) -> GroupError:

@@ -28,7 +28,7 @@ from services.rollout.sampling.group import GroupServices, RunningGroup
 from services.rollout.sampling.liveness import EpisodeWatch
 from services.rollout.sampling.progress_cache import GroupProgress
 from services.rollout.sampling.samples import Sample
-from services.wire.rollout import PASSED_OVER, GroupAssignment
+from services.wire.rollout import DEFERRED, GroupAssignment
 
 logger = logging.getLogger(__name__)
 
@@ -323,7 +323,7 @@ class GroupSampler:
                 await self._park([group])
         except GroupError as error:
             metrics.GROUPS.labels(outcome=error.reason).inc()
-            level = logging.DEBUG if error.reason == PASSED_OVER else logging.WARNING
+            level = logging.DEBUG if error.reason == DEFERRED else logging.WARNING
             logger.log(level, "group failed", extra={"group_id": group_id, "reason": error.reason})
             await self._report_failures([(assignment, error)])
         self._end(group)

@@ -22,7 +22,7 @@ def test_a_token_is_made_listed_and_revoked(run, tmp_path):
     found = tokens.authenticate(f"Bearer {made}")
     assert found == Principal(name="ann", project="blue", role="viewer")
     listed = run("list").output
-    assert "ann\tblue\tviewer\tends never" in listed
+    assert "ann\tblue\tviewer\texpires never" in listed
     assert made not in listed
     assert "1 revoked" in run("revoke", "ann").output
     with pytest.raises(UnauthenticatedError):

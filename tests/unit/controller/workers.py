@@ -108,11 +108,11 @@ class Workers:
         self.lost = False
         weights = SimpleNamespace(
             pin=asyncio.Lock(),
-            turn=self.turn,
+            trainer_lock=self.turn,
             version=self.version,
             publish=self._publish,
             has_copy=lambda version: version == self.version,
-            keep=self._nothing_learned,
+            retain_copy=self._nothing_learned,
         )
         is_scored = spec.now.topology.own_gpus("logp") > 0
         scoring = SimpleNamespace(needs_weights=is_scored, add_fields=self._scored)
@@ -198,7 +198,7 @@ class Rollout:
     def present(self):
         return ["rollout-0"]
 
-    def lend(self, count):
+    def reserve(self, count):
         return []
 
     def serves(self, worker_id):
@@ -213,8 +213,8 @@ class Rollout:
     def finished(self, worker_id):
         """Loads do not matter here."""
 
-    def bring_back(self):
-        """Nothing is lent."""
+    def readmit_current(self):
+        """Nothing is reserved."""
 
     def idle_seconds(self):
         return {"rollout-0": 0.0}
@@ -256,7 +256,7 @@ def rollout_of(run_id, attempt):
         role="rollout",
         address="a:1",
         host_id="h",
-        last_heard=0.0,
+        last_heartbeat=0.0,
         state="loaded",
         gauges={rows_gauge("train"): 64.0, rows_gauge("heldout"): 2.0},
     )

@@ -80,7 +80,7 @@ def test_both_parts_of_a_step_are_found_where_the_concurrency_varies():
     found = watched(lambda n: 0.005 + 2e-5 * n, [n for n in (16, 64, 256, 512) for _ in range(50)])
     assert found["decode_fixed_s"] == pytest.approx(0.005, rel=0.1)
     assert found["decode_sample_s"] == pytest.approx(2e-5, rel=0.1)
-    assert found["decode_most_samples"] == 512
+    assert found["decode_max_samples"] == 512
 
 
 def test_a_concurrency_that_never_varies_gives_the_right_time_there():

@@ -2,18 +2,18 @@
 
 const TOKEN = "slipstream-token";
 
-/** The API refused the token, or wants one. */
+/** The API requires a token, or refused the one that was sent. */
 export class TokenNeeded extends Error {}
 
-/** The API refused a request and said why. */
-export class Refused extends Error {}
+/** Error of the API, with its message. */
+export class ApiError extends Error {}
 
-/** Keep a token until the browser tab is closed. */
+/** Stores a token until the browser tab is closed. */
 export function useToken(token) {
   sessionStorage.setItem(TOKEN, token);
 }
 
-/** Take the token that a one-time link stands for. */
+/** Exchanges the code of a one-time link for a token. */
 export async function signIn(code) {
   const headers = { "Content-Type": "application/json" };
   const response = await fetch("/page/sign-in", { method: "POST", headers, body: JSON.stringify({ code }) });
@@ -25,7 +25,7 @@ async function ask(method, path, { body, signal, headers = {} } = {}) {
   if (token) headers.Authorization = `Bearer ${token}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const response = await fetch(path, { method, signal, headers, body: body && JSON.stringify(body) });
-  if (response.status === 401) throw new TokenNeeded("an API token is needed");
+  if (response.status === 401) throw new TokenNeeded("an API token is required");
   return response;
 }
 
@@ -33,26 +33,26 @@ async function answer(response) {
   const body = response.status === 204 ? null : await response.json();
   if (response.ok) return body;
   const further = (body.errors ?? []).map(({ pointer, message }) => `${pointer} ${message}`);
-  throw new Refused([body.detail ?? response.statusText, ...further].join("\n"));
+  throw new ApiError([body.detail ?? response.statusText, ...further].join("\n"));
 }
 
-/** The answer to a GET; an error carries what the controller says. */
+/** Returns the response to a GET; throws an ApiError with the controller's message. */
 export async function getJson(path) {
   return answer(await ask("GET", path));
 }
 
-/** Have something done; `revision` is the run's as it was read, where the API wants to know it. */
+/** Sends a request that changes something; `revision` is the run's as it was read, if the API requires it. */
 export async function act(method, path, body, revision) {
   const headers = revision === undefined ? {} : { "If-Match": `"${revision}"` };
   return answer(await ask(method, path, { body, headers }));
 }
 
-/** Events of a run from behind `seq`, as they come; the last one is the run itself, once it has ended. */
+/** Yields events of a run after `seq` as they arrive; the last item is the run itself, after it has ended. */
 export function readEvents(id, seq, signal) {
   return readStream(`/v1/runs/${id}/events/stream?after_seq=${seq}`, signal);
 }
 
-/** Lines of one worker's log, or of all, as they come; the last one is empty, once the run has ended. */
+/** Yields lines of one worker's log, or of all, as they arrive; the last item is empty, after the run has ended. */
 export function readLogs(id, component, tailLines, signal) {
   return readStream(`/v1/runs/${id}/logs/stream?component=${component}&tail_lines=${tailLines}`, signal);
 }
@@ -74,10 +74,10 @@ async function* readStream(path, signal) {
   }
 }
 
-/** Save what a GET answers as a file of the browser's. */
+/** Downloads the response to a GET as a file. */
 export async function download(path, name) {
   const response = await ask("GET", path);
-  if (!response.ok) throw new Refused((await response.json()).detail);
+  if (!response.ok) throw new ApiError((await response.json()).detail);
   const link = document.createElement("a");
   link.href = URL.createObjectURL(await response.blob());
   link.download = name;

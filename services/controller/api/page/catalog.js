@@ -1,8 +1,8 @@
-// Which numbers are drawn together. What steps record and no chart names gets a chart of its own.
+// Metrics that share a chart. Other metrics of steps get one chart each.
 
 /**
- * Charts by heading: title, unit, lines as [label, number], or what the names of all its numbers begin with; those of
- * `scores` are evaluations.
+ * Charts by heading: title, unit, lines as [label, metric] or a prefix of metric names; `scores` are metrics of
+ * evaluations.
  */
 export const CATALOG = [
   ["At a glance", [
@@ -21,13 +21,13 @@ export const CATALOG = [
   ]],
   ["Off-policy", [
     ["Staleness", "versions", [["mean", "staleness_mean"], ["max", "staleness_max"]]],
-    ["Trainer against rollout", "nats", [["divergence", "kl_rollout"]]],
+    ["Trainer vs. rollout policy", "nats", [["divergence", "kl_rollout"]]],
     ["Clipped tokens", "share", [["ratio", "clip_fraction"], ["weight", "is_clipped_fraction"]]],
   ]],
   ["Speed", [
     ["The trainer waits", "s", [
-      ["for data", "idle_seconds_no_data"], ["for stale groups", "idle_seconds_barrier"],
-      ["weight sync", "idle_seconds_weight_sync"], ["handover of GPUs", "idle_seconds_handover"], ["checkpoint", "idle_seconds_checkpoint"],
+      ["for groups", "idle_seconds_no_data"], ["for stale groups", "idle_seconds_barrier"],
+      ["weight sync", "idle_seconds_weight_sync"], ["GPU switch", "idle_seconds_gpu_switch"], ["checkpoint", "idle_seconds_checkpoint"],
       ["control", "idle_seconds_control"],
     ]],
     ["Weight sync", "ms", [
@@ -38,31 +38,31 @@ export const CATALOG = [
   ]],
 ];
 
-/** Histograms over steps: title, what steps call it, unit. */
-export const SPREADS = [
+/** Histograms over steps: title, name in the steps' events, unit. */
+export const HISTOGRAMS = [
   ["Staleness of samples", "staleness", "versions"],
   ["Length of responses", "response_tokens", "tokens"],
 ];
 
 const LINES = CATALOG.flatMap(([, charts]) => charts.map(([, , lines]) => lines));
-const BEGINNINGS = LINES.filter((lines) => typeof lines === "string");
+const PREFIXES = LINES.filter((lines) => typeof lines === "string");
 const KNOWN = new Set(LINES.filter(Array.isArray).flatMap((lines) => lines.map(([, key]) => key)));
 const NO_CHART = new Set(["step"]);
 
-/** What the charts above need; a name that ends with "*" means all that begin so. */
-export const CHARTED = [...KNOWN, ...BEGINNINGS.map((beginning) => `${beginning}*`), ...SPREADS.map(([, name]) => name)];
+/** Metrics of the charts above; a name that ends with "*" means all with that prefix. */
+export const CHARTED = [...KNOWN, ...PREFIXES.map((beginning) => `${beginning}*`), ...HISTOGRAMS.map(([, name]) => name)];
 
-/** Whether a chart above needs a number. */
+/** Returns true if a chart above shows a metric. */
 export function isCharted(name) {
-  return KNOWN.has(name) || BEGINNINGS.some((beginning) => name.startsWith(beginning));
+  return KNOWN.has(name) || PREFIXES.some((beginning) => name.startsWith(beginning));
 }
 
-/** Lines of the numbers whose names begin alike. */
+/** Returns a line for each metric with a prefix. */
 export function linesOf(beginning, names) {
   return [...names].filter((name) => name.startsWith(beginning)).sort().map((name) => [name.slice(beginning.length), name]);
 }
 
-/** Charts of the numbers that no other chart has: those with a common beginning before "/" share one. */
+/** Returns charts of the metrics that no other chart shows: those with the same prefix before "/" share one. */
 export function furtherCharts(names) {
   const byTitle = new Map();
   for (const name of [...names].sort()) {

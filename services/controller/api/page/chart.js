@@ -1,19 +1,19 @@
-// One chart over steps: values under the cursor, lines that can be hidden, a part that is chosen by dragging.
+// A chart over steps: values at the cursor, lines that can be hidden, zoom by dragging.
 import { h } from "./dom.js";
 import { duration, short } from "./format.js";
 import { address, current } from "./route.js";
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 
 const HEIGHT = 190;
-const WAITED = "idle_seconds_";
+const WAIT_PREFIX = "idle_seconds_";
 const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3], [1, 3]];
 
 export class Chart {
   /**
-   * @param title, unit What it shows.
-   * @param lines [[label, number], ...], or what the names of its numbers begin with
+   * @param title, unit Title and unit.
+   * @param lines [[label, metric], ...], or a prefix of metric names
    * @param source "steps", or "scores" for evaluations
-   * @param view What all charts have in common: series, smoothing, axis, zoom(from, to)
+   * @param view State that all charts share: series, smoothing, axis, zoom(from, to)
    */
   constructor([title, unit, lines, source = "steps"], view) {
     const beginning = typeof lines === "string" ? lines : "";
@@ -25,7 +25,7 @@ export class Chart {
     }, "log");
     this.samples = h("a", { hidden: true });
     this.plot = h("div", {
-      class: "plot", tabIndex: 0, role: "img", "aria-label": title, onkeydown: (key) => this.#keyed(key), onclick: () => this.#chosen(),
+      class: "plot", tabIndex: 0, role: "img", "aria-label": title, onkeydown: (key) => this.#onKey(key), onclick: () => this.#onClick(),
     });
     this.legend = h("div", { class: "legend" });
     this.element = h("figure", { "data-chart": title },
@@ -33,12 +33,12 @@ export class Chart {
       this.plot, this.legend);
   }
 
-  /** Whether a run has a number that it draws. */
+  /** True if a run has a value to draw. */
   get hasValues() {
     return this.view.runs.some((run) => this.lines.some(([, key]) => this.#values(run, key)));
   }
 
-  /** Draw what the view's series hold now. */
+  /** Draws the current values of the view's series. */
   draw() {
     this.isStale = false;
     const { data, series } = this.#table();
@@ -51,10 +51,10 @@ export class Chart {
       this.#entries(series);
       this.uplot = new uPlot(this.#options(series), data, this.plot);
     }
-    this.#tell();
+    this.#updateLegend();
   }
 
-  /** Fit the width of the page. */
+  /** Adapts to the width of the page. */
   fit() {
     if (this.uplot && this.plot.clientWidth) this.uplot.setSize({ width: this.plot.clientWidth, height: HEIGHT });
   }
@@ -64,7 +64,7 @@ export class Chart {
     this.uplot = null;
   }
 
-  /** Columns for uPlot, and what it is to know of each. */
+  /** Returns the columns for uPlot, and the properties of each. */
   #table() {
     const { runs, smoothing, axis } = this.view;
     const tables = [];
@@ -105,7 +105,7 @@ export class Chart {
   #values(run, key) {
     const values = this.source === "scores" ? run.scores.map((score) => score[key] ?? null) : run.columns.get(key);
     if (!values?.some((value) => value !== null)) return null;
-    if (key.startsWith(WAITED)) return values.map((value) => value ?? 0); // a step that waited for nothing says nothing
+    if (key.startsWith(WAIT_PREFIX)) return values.map((value) => value ?? 0); // steps without a wait have no such metric
     return this.isLog ? values.map((value) => (value > 0 ? value : null)) : values;
   }
 
@@ -126,12 +126,12 @@ export class Chart {
         show: !this.hidden.has(line.key), points: { show: line.values.length < 2 || this.source === "scores", size: 4 },
       } : {})),
       cursor: {
-        // Cursors move together; what is chosen by dragging is told once.
+        // Cursors move together; a selection is not shared.
         sync: { key: "slipstream", setSeries: false, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
         drag: { x: true, y: false, setScale: false },
         bind: { dblclick: () => () => this.view.zoom(null) },
       },
-      hooks: { setCursor: [() => this.#tell()], setSelect: [(plot) => this.#selected(plot)] },
+      hooks: { setCursor: [() => this.#updateLegend()], setSelect: [(plot) => this.#onSelect(plot)] },
     };
   }
 
@@ -150,13 +150,13 @@ export class Chart {
     if (!this.shown.length) this.legend.replaceChildren(h("span", { class: "quiet" }, "no values yet"));
   }
 
-  /** Say the values under the cursor, or the last ones. */
-  #tell() {
+  /** Shows the values at the cursor, or the last ones. */
+  #updateLegend() {
     if (!this.uplot) return; // uPlot calls while it is made
     const { data, cursor } = this.uplot;
     const [x] = data;
     const at = cursor.idx;
-    const said = this.shown.map((line, index) => {
+    const texts = this.shown.map((line, index) => {
       const column = data[line.index];
       const value = at === null || at === undefined ? column.findLast((one) => one !== null && one !== undefined) : near(column, at);
       this.texts[index].textContent = `${line.label} ${short(value)}`;
@@ -164,10 +164,10 @@ export class Chart {
     });
     const position = x[at] === undefined ? "" : this.view.axis === "time" ? duration(x[at]) : `step ${x[at]}`;
     this.where.textContent = position;
-    this.plot.setAttribute("aria-label", `${this.title}, ${position || "newest"}: ${said.join(", ") || "no values yet"}`);
+    this.plot.setAttribute("aria-label", `${this.title}, ${position || "newest"}: ${texts.join(", ") || "no values yet"}`);
   }
 
-  #selected(plot) {
+  #onSelect(plot) {
     if (plot.select.width < 4) return;
     const [from, to] = [plot.select.left, plot.select.left + plot.select.width].map((left) => plot.posToVal(left, "x"));
     plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
@@ -180,8 +180,8 @@ export class Chart {
     this.draw();
   }
 
-  /** Offer the samples of the step under the cursor. */
-  #chosen() {
+  /** Links to the samples of the step at the cursor. */
+  #onClick() {
     const x = this.uplot.data[0][this.uplot.cursor.idx];
     if (x === undefined) return;
     const [run] = this.view.runs;
@@ -192,8 +192,8 @@ export class Chart {
     this.samples.hidden = false;
   }
 
-  /** Arrow keys move the cursor of all charts, Enter offers samples, + and - zoom, Escape leaves. */
-  #keyed(key) {
+  /** Arrow keys move the cursor of all charts, Enter links to samples, + and - zoom, Escape resets. */
+  #onKey(key) {
     const { uplot } = this;
     const [x] = uplot.data;
     const at = uplot.cursor.idx ?? x.length;
@@ -201,7 +201,7 @@ export class Chart {
     if (key.key in moves && x.length) {
       const index = Math.min(Math.max(moves[key.key], 0), x.length - 1);
       uplot.setCursor({ left: uplot.valToPos(x[index], "x"), top: HEIGHT / 2 });
-    } else if (key.key === "Enter") this.#chosen();
+    } else if (key.key === "Enter") this.#onClick();
     else if (key.key === "+") this.view.zoomBy(0.5, uplot.cursor.idx === null ? undefined : x[at]);
     else if (key.key === "-") this.view.zoomBy(2);
     else if (key.key === "Escape") {
@@ -212,7 +212,7 @@ export class Chart {
   }
 }
 
-/** Exponential moving average without the pull of its beginning. */
+/** Exponential moving average with bias correction. */
 function smooth(values, weight) {
   let mean = 0;
   let total = 0;
@@ -224,7 +224,7 @@ function smooth(values, weight) {
   });
 }
 
-/** The value at an index, or the last one before it: another run may have other steps. */
+/** Returns the value at an index, or the last one before it: runs may have different steps. */
 function near(column, index) {
   while (index > 0 && (column[index] === null || column[index] === undefined)) index -= 1;
   return column[index];

@@ -1,4 +1,4 @@
-// Checkpoints of a run: where they are, what may be done with them.
+// Lists the checkpoints of a run, with a button to delete each.
 import { act, getJson } from "./api.js";
 import { perform } from "./actions.js";
 import { h, table } from "./dom.js";
@@ -14,7 +14,7 @@ export class Checkpoints {
 
   close() {}
 
-  take(event) {
+  onEvent(event) {
     if (event.type.startsWith("Checkpoint")) this.refresh();
   }
 
@@ -24,17 +24,17 @@ export class Checkpoints {
     this.list.replaceChildren(table("Checkpoints", ["step", "state", "size", "saved", "id", "folder", ""], there.map((one) => [
       one.step, one.message ? `${one.state}: ${one.message}` : one.state, bytes(one.size_bytes), date(one.create_time),
       h("code", {}, one.id), h("code", {}, one.path), this.#delete(one),
-    ]), "None is saved yet. The last step is always saved, others by trainer.checkpoint.every (steps) or every_s (seconds)."));
+    ]), "No checkpoints yet. The last step is always saved, others according to trainer.checkpoint.every (steps) or every_s (seconds)."));
   }
 
   #delete(one) {
     if (this.role === "viewer") return "";
     const action = {
-      text: "Delete checkpoint", isGrave: true, asks: () => [], about: `Step ${one.step} (${one.id}) cannot be gone on from any more.`,
+      text: "Delete checkpoint", isDangerous: true, inputs: () => [], about: `No run can continue from step ${one.step} (${one.id}) afterwards.`,
       send: () => act("DELETE", `/v1/runs/${this.run.id}/checkpoints/${one.id}`),
     };
     return h("button", {
-      type: "button", class: "part", onclick: () => perform(action, this.run, (...said) => { this.say(...said); this.refresh(); }),
+      type: "button", class: "part", onclick: () => perform(action, this.run, (...values) => { this.say(...values); this.refresh(); }),
     }, "delete");
   }
 }

@@ -1,16 +1,16 @@
-// The specification of a run: what differs from the defaults first, with what each key means.
+// The specification of a run: keys that differ from the defaults, with their meanings.
 import { getJson } from "./api.js";
 import { choice, h, table } from "./dom.js";
 
 const NOTHING = new Set(["{}", "[]", "null"]);
 
-let described = null; // the API's own description, read once
+let described = null; // the OpenAPI document, read once
 
 export class Configuration {
   constructor(panel, run, others) {
-    Object.assign(this, { run, others, onlyChanged: "changed", words: "" });
-    const search = h("input", { type: "search", placeholder: "key or value", "aria-label": "Search the configuration", oninput: () => { this.words = search.value.toLowerCase(); this.#show(); } });
-    const which = choice("Keys shown", [["changed", "differs from the default"], ["all", "all"]], "changed", (chosen) => { this.onlyChanged = chosen; this.#show(); });
+    Object.assign(this, { run, others, onlyChanged: "changed", filter: "" });
+    const search = h("input", { type: "search", placeholder: "key or value", "aria-label": "Search the configuration", oninput: () => { this.filter = search.value.toLowerCase(); this.#show(); } });
+    const which = choice("Keys shown", [["changed", "changed"], ["all", "all"]], "changed", (chosen) => { this.onlyChanged = chosen; this.#show(); });
     this.place = h("div", {});
     panel.replaceChildren(h("div", { class: "tools" }, which, search), this.place);
     this.#read();
@@ -18,12 +18,12 @@ export class Configuration {
 
   close() {}
 
-  take() {}
+  onEvent() {}
 
   async #read() {
     described ??= getJson("/openapi.json");
     const { schemas } = (await described).components;
-    this.known = new Map(flat(schemas, schemas.RunSpec, ""));
+    this.schema = new Map(flat(schemas, schemas.RunSpec, ""));
     this.#show();
   }
 
@@ -32,39 +32,39 @@ export class Configuration {
     const values = runs.map(({ spec }) => new Map(leaves(spec, "")));
     const names = [...new Set(values.flatMap((each) => [...each.keys()]))].sort();
     const rows = names.map((name) => {
-      const said = values.map((each) => text(each.get(name)));
-      const known = this.known.get(name) ?? this.known.get(name.replace(/^(data\.[^.]+\.)[^.]+/, "$1*"));
-      const standard = known && "value" in known ? text(known.value) : "";
-      const isChanged = said.some((value) => value !== standard && !(standard === "" && NOTHING.has(value)));
-      return { name, said, standard, isChanged, about: known?.about ?? "" };
+      const texts = values.map((each) => text(each.get(name)));
+      const schema = this.schema.get(name) ?? this.schema.get(name.replace(/^(data\.[^.]+\.)[^.]+/, "$1*"));
+      const fallback = schema && "value" in schema ? text(schema.value) : "";
+      const isChanged = texts.some((value) => value !== fallback && !(fallback === "" && NOTHING.has(value)));
+      return { name, texts, fallback, isChanged, about: schema?.about ?? "" };
     }).filter((row) => (this.onlyChanged === "all" || row.isChanged)
-      && `${row.name} ${row.said.join(" ")}`.toLowerCase().includes(this.words));
+      && `${row.name} ${row.texts.join(" ")}`.toLowerCase().includes(this.filter));
     this.place.replaceChildren(table("Configuration", ["key", ...runs.map((run) => (runs.length > 1 ? `${run.name} ${run.id.slice(-6)}` : "value")), "default", "meaning"],
       rows.map((row) => [h("code", { class: row.isChanged ? "changed" : "" }, row.name),
-        ...row.said.map((value) => h(row.isChanged && value !== row.standard ? "b" : "span", {}, value)), row.standard,
-        h("span", { class: "quiet" }, firstSentence(row.about))]), "Nothing differs from the defaults."));
+        ...row.texts.map((value) => h(row.isChanged && value !== row.fallback ? "b" : "span", {}, value)), row.fallback,
+        h("span", { class: "quiet" }, firstSentence(row.about))]), "All keys have their defaults."));
   }
 }
 
-/** Keys with their defaults and what they mean, through all parts of a schema. */
-function* flat(schemas, schema, prefix, standard) {
+/** Yields keys with their defaults and meanings, of a schema and its parts. */
+function* flat(schemas, schema, prefix, fallback) {
   for (const [key, property] of Object.entries(schema.properties ?? {})) {
     const name = prefix + key;
-    const value = standard && key in standard ? standard[key] : property.default;
+    const value = fallback && key in fallback ? fallback[key] : property.default;
     for (const [below, part] of parts(property, `${name}.`)) yield* flat(schemas, schemas[part.split("/").at(-1)], below, value ?? undefined);
-    const isKnown = (standard && key in standard) || "default" in property;
+    const isKnown = (fallback && key in fallback) || "default" in property;
     yield [name, { about: property.description ?? "", ...(isKnown ? { value } : {}) }];
   }
 }
 
-/** The parts that a property holds in each of its forms, and what stands before their keys: a name that users choose is `*`. */
+/** Yields the parts of a property in each of its forms, with the prefix of their keys; `*` stands for a name that users choose. */
 function* parts(property, prefix) {
   if (property.$ref) yield [prefix, property.$ref];
   for (const form of [...(property.anyOf ?? []), ...(property.oneOf ?? []), ...(property.allOf ?? [])]) yield* parts(form, prefix);
   for (const form of Object.values(property.patternProperties ?? {})) yield* parts(form, `${prefix}*.`);
 }
 
-/** Keys of a document with their values; lists are values. */
+/** Yields keys of a document with their values; lists are values. */
 function* leaves(document, prefix) {
   for (const [key, value] of Object.entries(document)) {
     if (value !== null && typeof value === "object" && !Array.isArray(value) && Object.keys(value).length) yield* leaves(value, `${prefix}${key}.`);

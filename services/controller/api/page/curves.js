@@ -1,20 +1,20 @@
-// The curves of a run, and of others beside it: smoothing, axes, and a part of the steps seen closely.
-import { CATALOG, SPREADS, furtherCharts, linesOf } from "./catalog.js";
+// The curves of a run and of runs to compare with it: smoothing, axes, zoom.
+import { CATALOG, HISTOGRAMS, furtherCharts, linesOf } from "./catalog.js";
 import { Chart } from "./chart.js";
 import { choice, h, oncePerFrame } from "./dom.js";
 import { Series } from "./series.js";
-import { Spread } from "./spread.js";
+import { Histogram } from "./histogram.js";
 
 const SETTINGS = "slipstream-curves";
 
 export class Curves {
   /**
-   * @param panel Where it is shown.
+   * @param panel Element to fill.
    * @param all Series of whole runs: the shown one first.
    */
   constructor(panel, all) {
-    const kept = JSON.parse(localStorage.getItem(SETTINGS) ?? "{}");
-    Object.assign(this, { all, runs: all, axis: "step", smoothing: 0, ...kept, range: null, charts: [] });
+    const saved = JSON.parse(localStorage.getItem(SETTINGS) ?? "{}");
+    Object.assign(this, { all, runs: all, axis: "step", smoothing: 0, ...saved, range: null, charts: [] });
     this.draw = oncePerFrame(() => this.#draw());
     this.body = h("div", {});
     panel.replaceChildren(this.#tools(), this.body);
@@ -28,7 +28,7 @@ export class Curves {
     this.sizes.observe(panel);
     this.scheme = matchMedia("(prefers-color-scheme: dark)");
     this.scheme.onchange = () => this.draw();
-    this.#lay();
+    this.#build();
   }
 
   close() {
@@ -38,12 +38,12 @@ export class Curves {
     this.charts.forEach((chart) => chart.remove());
   }
 
-  /** A run has new numbers. */
-  take() {
+  /** Updates the charts after an event with new values. */
+  onEvent() {
     if (!this.range) this.draw();
   }
 
-  /** See steps (or seconds, by the axis) `from` to `to` closely; all of them without. */
+  /** Zooms to steps (or seconds, by the axis) `from` to `to`; shows all of them if `from` is null. */
   async zoom(from, to) {
     const wanted = (this.wanted = from === null ? null : [from, to]);
     let runs = this.all;
@@ -60,18 +60,18 @@ export class Curves {
     if (wanted !== this.wanted) return; // another part was chosen meanwhile
     this.range = wanted;
     this.runs = runs;
-    this.#say();
+    this.#showRange();
     this.draw();
   }
 
-  /** Widen or narrow what is seen, around `middle`. */
+  /** Scales the shown range around `middle`. */
   zoomBy(factor, middle) {
     const xs = this.all.map(({ steps, times, begin }) => (this.axis === "time" ? times.map((time) => time - begin) : steps));
-    const [least, most] = [Math.min(...xs.map((x) => x[0] ?? 0)), Math.max(...xs.map((x) => x.at(-1) ?? 1))];
-    const [from, to] = this.range ?? [least, most];
+    const [first, last] = [Math.min(...xs.map((x) => x[0] ?? 0)), Math.max(...xs.map((x) => x.at(-1) ?? 1))];
+    const [from, to] = this.range ?? [first, last];
     const width = (to - from) * factor;
-    if (width >= most - least) return this.zoom(null);
-    const begin = Math.min(Math.max((middle ?? (from + to) / 2) - width / 2, least), most - width);
+    if (width >= last - first) return this.zoom(null);
+    const begin = Math.min(Math.max((middle ?? (from + to) / 2) - width / 2, first), last - width);
     return this.zoom(begin, begin + width);
   }
 
@@ -81,14 +81,14 @@ export class Curves {
     this.reset = h("button", { type: "button", class: "part", disabled: true, onclick: () => this.zoom(null) }, "all");
     const smoothing = h("input", {
       type: "range", min: 0, max: 0.99, step: 0.01, value: String(this.smoothing), "aria-label": "Smoothing",
-      oninput: () => { this.smoothing = Number(smoothing.value); this.#keep(); },
+      oninput: () => { this.smoothing = Number(smoothing.value); this.#saveSettings(); },
     });
     const axis = choice("Horizontal axis", [["step", "steps"], ["time", "time"]], this.axis, (value) => {
       this.axis = value;
-      this.#keep();
+      this.#saveSettings();
       this.zoom(null);
     });
-    return h("form", { class: "tools", onsubmit: (submitted) => this.#chosen(submitted) },
+    return h("form", { class: "tools", onsubmit: (submitted) => this.#onRange(submitted) },
       h("label", {}, "smoothing ", smoothing), axis,
       h("span", { class: "choice", role: "group", "aria-label": "Zoom" },
         h("button", { type: "button", class: "part", "aria-label": "Zoom in", onclick: () => this.zoomBy(0.5) }, "+"),
@@ -98,7 +98,7 @@ export class Curves {
       h("span", { class: "quiet hint" }, "drag over a chart to zoom, double-click for all"));
   }
 
-  #chosen(submitted) {
+  #onRange(submitted) {
     submitted.preventDefault();
     const steps = this.all.flatMap((run) => [run.steps[0] ?? 1, run.steps.at(-1) ?? 1]);
     const from = Number(this.from.value) || Math.min(...steps);
@@ -108,40 +108,40 @@ export class Curves {
     else this.zoom(Math.min(from, to), Math.max(from, to));
   }
 
-  #keep() {
+  #saveSettings() {
     localStorage.setItem(SETTINGS, JSON.stringify({ axis: this.axis, smoothing: this.smoothing }));
     this.draw();
   }
 
-  #say() {
+  #showRange() {
     this.reset.disabled = !this.range;
     const [first, last] = this.range ? [this.runs[0].steps[0], this.runs[0].steps.at(-1)] : ["", ""];
     this.from.value = first ?? "";
     this.to.value = last ?? "";
   }
 
-  /** Make the charts; those of numbers that no chart names are laid out once steps have them. */
-  #lay() {
+  /** Creates the charts; those of other metrics are added when steps have them. */
+  #build() {
     const sections = CATALOG.map(([heading, charts]) => [heading, charts.map((chart) => new Chart(chart, this))]);
     this.key = new Set(sections[0][1]);
-    sections.find(([heading]) => heading === "Off-policy")[1].push(...SPREADS.map((spread) => new Spread(spread, this)));
+    sections.find(([heading]) => heading === "Off-policy")[1].push(...HISTOGRAMS.map((spread) => new Histogram(spread, this)));
     this.further = h("details", { class: "further", ontoggle: () => this.#readAll() }, h("summary", {}), h("div", { class: "charts" }));
     this.furtherNames = new Set();
     this.sections = sections.map(([heading, charts]) => h("section", { "aria-label": heading }, h("h3", {}, heading),
-      h("div", { class: "charts" }, charts.map((chart) => this.#hang(chart)))));
+      h("div", { class: "charts" }, charts.map((chart) => this.#attach(chart)))));
     this.empty = h("p", { class: "quiet" });
     this.body.replaceChildren(...this.sections, this.further, this.empty);
     this.draw();
   }
 
-  #hang(chart) {
+  #attach(chart) {
     chart.element.chart = chart;
     this.charts.push(chart);
     this.visible.observe(chart.element);
     return chart.element;
   }
 
-  /** Read what no chart names, once it is to be seen. */
+  /** Reads the other metrics when their section is opened. */
   async #readAll() {
     if (!this.further.open || this.all.every(({ isWhole }) => isWhole)) return;
     for (const series of this.all) series.isWhole = true;
@@ -149,10 +149,10 @@ export class Curves {
     await this.zoom(...(this.range ?? [null]));
   }
 
-  #layFurther() {
+  #updateFurther() {
     const names = new Set(this.runs.flatMap((run) => [...run.columns.keys(), ...run.scores.flatMap(Object.keys)]));
     const isWhole = this.all.every((series) => series.isWhole);
-    this.further.children[0].textContent = `Everything else that steps record${isWhole ? ` (${furtherCharts(names).length})` : ""}`;
+    this.further.children[0].textContent = `All other metrics of steps${isWhole ? ` (${furtherCharts(names).length})` : ""}`;
     if (names.size === this.furtherNames.size) return;
     const [, place] = this.further.children;
     this.charts = this.charts.filter((chart) => !place.contains(chart.element) || chart.remove());
@@ -161,12 +161,12 @@ export class Curves {
       chart.lines = linesOf(chart.beginning, names);
     }
     const charts = furtherCharts(names);
-    place.replaceChildren(...charts.map((chart) => this.#hang(new Chart(chart, this))));
+    place.replaceChildren(...charts.map((chart) => this.#attach(new Chart(chart, this))));
     this.further.hidden = isWhole && !charts.length;
   }
 
-  /** Leave out charts that have no values, except the key ones, and say which they are. */
-  #fold() {
+  /** Hides charts without values, except the key ones, and lists their titles. */
+  #hideEmpty() {
     const empty = this.charts.filter((chart) => !this.key.has(chart) && !chart.hasValues);
     for (const chart of this.charts) chart.element.hidden = empty.includes(chart);
     for (const section of this.sections) section.hidden = [...section.querySelectorAll("figure")].every(({ hidden }) => hidden);
@@ -174,8 +174,8 @@ export class Curves {
   }
 
   #draw() {
-    this.#layFurther();
-    this.#fold();
+    this.#updateFurther();
+    this.#hideEmpty();
     for (const chart of this.charts) {
       chart.isStale = true;
       if (chart.isVisible) chart.draw();
@@ -183,7 +183,7 @@ export class Curves {
   }
 }
 
-/** The steps that a run trained between two moments, in seconds from its beginning. */
+/** Returns the first and last step that a run trained between two times, in seconds from its start. */
 function stepsBetween({ steps, times, begin }, from, to) {
   const first = times.findIndex((time) => time - begin >= from);
   const last = times.findLastIndex((time) => time - begin <= to);

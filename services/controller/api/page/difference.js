@@ -1,6 +1,6 @@
-// How two sequences of tokens differ: the longest common one, and what either has beside it.
+// Difference of two token sequences, from their longest common subsequence.
 
-const MOST_CELLS = 16e6;
+const MAX_CELLS = 16e6;
 
 /** Pieces [kind, text] in order; kind is "same", "removed" (only in `before`) or "added" (only in `after`). */
 export function difference(before, after) {
@@ -13,9 +13,9 @@ export function difference(before, after) {
 }
 
 function between(before, after) {
-  if (before.length * after.length > MOST_CELLS) return [["removed", before.join("")], ["added", after.join("")]];
+  if (before.length * after.length > MAX_CELLS) return [["removed", before.join("")], ["added", after.join("")]];
   const width = after.length + 1;
-  const common = new Uint16Array((before.length + 1) * width); // of what is left of both
+  const common = new Uint16Array((before.length + 1) * width); // length of the common subsequence of both tails
   for (let row = before.length - 1; row >= 0; row -= 1) {
     for (let column = after.length - 1; column >= 0; column -= 1) {
       common[row * width + column] = before[row] === after[column]

@@ -1,2 +1,2 @@
-// Shows the API's description; both come from the controller.
+// Shows the API's documentation; both are served by the controller.
 SwaggerUIBundle({ url: "openapi.json", dom_id: "#docs", deepLinking: true, validatorUrl: null });

@@ -1,10 +1,10 @@
-// Conditions of a run and what happened to it, the newest first.
+// Conditions and events of a run, newest first.
 import { getJson } from "./api.js";
 import { h, table } from "./dom.js";
 import { clock, date } from "./format.js";
 
 const PAGE = 100;
-/** There is one of each for every step; curves and the time line show them. */
+/** Events of every step; curves and the time line show them. */
 const QUIET = ["StepCommitted", "WeightsPublished"];
 
 export class Events {
@@ -22,12 +22,12 @@ export class Events {
   close() {}
 
   refresh(run) {
-    this.conditions.replaceChildren(table("Conditions", ["condition", "is", "since", "why"], run.conditions.map((condition) => [
+    this.conditions.replaceChildren(table("Conditions", ["condition", "status", "since", "reason"], run.conditions.map((condition) => [
       condition.type, condition.status.toLowerCase(), date(condition.last_transition_time), why(condition),
-    ]), "None is known yet."));
+    ]), "No conditions yet."));
   }
 
-  take(event) {
+  onEvent(event) {
     if (this.type ? event.type !== this.type : QUIET.includes(event.type)) return;
     if (event.seq <= this.newest) return;
     this.newest = event.seq;
@@ -63,7 +63,7 @@ function describe(data) {
   return Object.entries(data).filter(([, value]) => typeof value !== "object").map(([key, value]) => `${key} ${value}`).join(", ");
 }
 
-/** Why a condition is as it is; some messages begin with the reason. */
+/** Returns reason and message of a condition; some messages begin with the reason. */
 function why({ reason, message }) {
   return message.startsWith(reason) ? message : [reason, message].filter(Boolean).join(": ");
 }

@@ -1,21 +1,21 @@
 // The run page: a list of runs, and one run with its tabs, live.
 import { isActive, offerActions } from "./actions.js";
-import { Refused, TokenNeeded, getJson, readEvents, signIn, useToken } from "./api.js";
+import { ApiError, TokenNeeded, getJson, readEvents, signIn, useToken } from "./api.js";
 import { Checkpoints } from "./checkpoints.js";
 import { Configuration } from "./configuration.js";
 import { Curves } from "./curves.js";
 import { $, h, oncePerFrame } from "./dom.js";
 import { Events } from "./events.js";
 import { TABS, address, current, go, onMove } from "./route.js";
-import { listRuns, mostWanted } from "./runs.js";
+import { listRuns, defaultRun } from "./runs.js";
 import { Samples } from "./samples.js";
 import { Series } from "./series.js";
 import { Timeline } from "./timeline.js";
-import { fall, progress, prompts, verdict } from "./verdict.js";
+import { progress, prompts, verdict } from "./verdict.js";
 import { Workers } from "./workers.js";
 
 const REFRESH_MS = 2000;
-// Events that are heard again, because what was read beside them may be some milliseconds older.
+// Events that are read again, because the series may be some milliseconds older.
 const OVERLAP = 20;
 
 let who = null;
@@ -30,22 +30,22 @@ async function refresh() {
     $("trouble").hidden = true;
     $("sign-in").hidden = true;
   } catch (error) {
-    complain(error);
+    showError(error);
   }
 }
 
-function complain(error) {
-  const isStranger = error instanceof TokenNeeded;
-  $("sign-in").hidden = !isStranger;
-  $("trouble").hidden = isStranger;
-  $("trouble").textContent = error instanceof Refused ? error.message : `The controller does not answer: ${error.message}`;
-  if (!isStranger && !(error instanceof Refused)) console.warn(error);
+function showError(error) {
+  const needsToken = error instanceof TokenNeeded;
+  $("sign-in").hidden = !needsToken;
+  $("trouble").hidden = needsToken;
+  $("trouble").textContent = error instanceof ApiError ? error.message : `The controller does not answer: ${error.message}`;
+  if (!needsToken && !(error instanceof ApiError)) console.warn(error);
 }
 
-/** Bring what is shown in line with the address and with how the run is now. */
+/** Updates the page to the address and to the current state of the run. */
 async function show() {
   $("empty").hidden = runs.length > 0;
-  if (!current().run && runs.length) go({ ...current(), run: mostWanted(runs).id }, { replaces: true });
+  if (!current().run && runs.length) go({ ...current(), run: defaultRun(runs).id }, { replaces: true });
   const where = current();
   listRuns(runs);
   $("run").hidden = !where.run;
@@ -53,7 +53,7 @@ async function show() {
   const key = [where.run, ...where.others].join(" ");
   const isNew = shown?.key !== key;
   if (isNew) await open(key, where);
-  if (shown?.key !== key || !shown.all) return; // another one was asked for meanwhile, or it is still being read
+  if (shown?.key !== key || !shown.all) return; // the address changed meanwhile, or the run is still being read
   if (shown.tab !== where.tab) openTab(where.tab);
   else shown.view.find?.(where.search);
   if (!isNew) {
@@ -71,7 +71,7 @@ async function open(key, { run: id, others }) {
   shown = opened;
   const all = [id, ...others].map((each) => new Series({ id: each }));
   const newest = await Promise.all(all.map(readWhole)).catch((error) => {
-    if (shown === opened) shown = null; // it is tried again
+    if (shown === opened) shown = null; // retried at the next refresh
     throw error;
   });
   if (shown !== opened) return;
@@ -81,7 +81,7 @@ async function open(key, { run: id, others }) {
   all.forEach((series, index) => { if (isActive(series.run)) follow(opened, series, newest[index]); });
 }
 
-/** Read a run with its series; returns the number of an event that both are sure to have taken in. */
+/** Reads a run with its series; returns the number of an event that both certainly include. */
 async function readWhole(series) {
   const path = `/v1/runs/${series.run.id}`;
   const [run, { items }] = await Promise.all([getJson(path), getJson(`${path}/events?order_by=-seq&limit=1`), series.read()]);
@@ -95,7 +95,7 @@ function close() {
   shown?.view?.close();
 }
 
-/** What a run is called beside others: its name, and its id where that is not enough. */
+/** Returns a run's label among others: its name, with its id if the name is not unique. */
 function labelOf(run, all) {
   return all.filter(({ name }) => name === run.name).length > 1 ? `${run.name} ${run.id.slice(-6)}` : run.name;
 }
@@ -120,7 +120,7 @@ function openTab(tab) {
   shown.view = makers[tab]($("panel"));
 }
 
-/** Take in a run's events until it has ended or another one is shown. */
+/** Processes a run's events until it has ended or another run is shown. */
 async function follow(opened, series, seq) {
   const { signal } = opened.stop;
   while (!signal.aborted) {
@@ -128,13 +128,13 @@ async function follow(opened, series, seq) {
       for await (const event of readEvents(series.run.id, seq, signal)) {
         if (event.state) return; // the run has ended
         seq = event.seq;
-        const isNews = series.take(event);
+        const isNews = series.onEvent(event);
         if (shown !== opened) return;
         if (series === opened.all[0]) {
-          if (!(opened.view instanceof Curves)) opened.view?.take(event);
+          if (!(opened.view instanceof Curves)) opened.view?.onEvent(event);
           if (isNews) head();
         }
-        if (isNews && opened.view instanceof Curves) opened.view.take();
+        if (isNews && opened.view instanceof Curves) opened.view.onEvent();
       }
     } catch (error) {
       if (signal.aborted) return;
@@ -159,7 +159,7 @@ const head = oncePerFrame(() => {
   $("message").textContent = run.message;
   $("message").hidden = !run.message;
   $("verdict").textContent = verdict(series, run.spec?.topology?.placement, run.summary?.advice);
-  $("fall").textContent = run.summary?.nothing_learned?.message || fall(series);
+  $("learning").textContent = run.summary?.nothing_learned?.message || run.summary?.reward_drop?.message || "";
   const legend = shown.all.length < 2 ? [] : shown.all.map(({ label }, index) => h("span", {}, h("i", { class: `swatch colour-${index}` }), label));
   $("compared").replaceChildren(...legend);
   offerActions(run, who.role, say);
@@ -193,11 +193,11 @@ narrow.onchange = () => { $("choose").open = !narrow.matches; };
 narrow.onchange();
 onMove(() => {
   if (narrow.matches) $("choose").open = false; // a run was chosen
-  show().catch(complain);
+  show().catch(showError);
 });
 const code = new URLSearchParams(location.hash.slice(1)).get("code");
 if (code) {
-  history.replaceState(null, "", location.pathname + location.search); // it works once, so it must not stay
+  history.replaceState(null, "", location.pathname + location.search); // the code works once, so remove it from the address
   await signIn(code);
 }
 await refresh();

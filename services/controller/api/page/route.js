@@ -1,4 +1,4 @@
-// The page's address: /runs/RUN/TAB?with=OTHER,OTHER, and on the tab of samples what is searched for.
+// The page's address: /runs/RUN/TAB?with=OTHER,OTHER, and on the tab of samples the search fields.
 
 export const TABS = [
   ["curves", "Curves"], ["timeline", "Time line"], ["samples", "Samples"], ["events", "Events"],
@@ -6,8 +6,8 @@ export const TABS = [
 ];
 
 /**
- * What the address names: a run (empty on a page that opens on what is running), a tab, runs to compare with, and
- * what is searched for, by field.
+ * Parses the address: the run (empty if the page chooses one), the tab, runs to compare with, and the search by
+ * field.
  */
 export function current() {
   const [, run = "", tab = ""] = location.pathname.match(/^\/runs\/([^/]+)(?:\/([^/]+))?/) ?? [];
@@ -21,13 +21,13 @@ export function address({ run, tab, others, search = {} }) {
   return query.length ? `${path}?${query.join("&")}` : path;
 }
 
-/** Move to another address of the page; `show` of `onMove` follows. */
+/** Goes to another address of the page, which calls `show` of `onMove`. */
 export function go(where, { replaces = false } = {}) {
   history[replaces ? "replaceState" : "pushState"](null, "", address(where));
   dispatchEvent(new PopStateEvent("popstate"));
 }
 
-/** Call `show` whenever the address changes; links inside the page load nothing anew. */
+/** Calls `show` when the address changes; links inside the page do not reload it. */
 export function onMove(show) {
   addEventListener("popstate", show);
   addEventListener("click", (click) => {

@@ -1,15 +1,15 @@
-// The list of runs: found by name, state or label, and chosen to be compared.
+// The list of runs: search by name, state or label, and choice of runs to compare.
 import { $, h } from "./dom.js";
 import { address, current, go } from "./route.js";
 
-const MOST_COMPARED = 4;
+const MAX_COMPARED = 4;
 
-/** The run that the page opens on: the newest that is running, else the newest. */
-export function mostWanted(runs) {
+/** Returns the run that the page opens: the newest running one, otherwise the newest. */
+export function defaultRun(runs) {
   return runs.find(({ state }) => state === "RUNNING") ?? runs.find(({ state }) => state === "STARTING") ?? runs[0];
 }
 
-/** Show runs; those of another state, name or label than what is searched for are left out. */
+/** Shows the runs whose state, name or label match the search. */
 export function listRuns(runs) {
   const where = current();
   const wanted = $("search").value.toLowerCase();
@@ -31,7 +31,7 @@ function entry(run, where) {
   if (isShown) link.setAttribute("aria-current", "page");
   const others = where.others.filter((id) => id !== run.id);
   const box = h("input", {
-    type: "checkbox", "data-key": `box ${run.id}`, checked: where.others.includes(run.id), disabled: isShown || (others.length >= MOST_COMPARED && !where.others.includes(run.id)),
+    type: "checkbox", "data-key": `box ${run.id}`, checked: where.others.includes(run.id), disabled: isShown || (others.length >= MAX_COMPARED && !where.others.includes(run.id)),
     title: "Compare", "aria-label": `Compare with ${run.name} ${run.id.slice(-6)}`,
     onchange: (changed) => go({ ...where, others: changed.target.checked ? [...others, run.id] : others }),
   });

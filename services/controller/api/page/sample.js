@@ -1,13 +1,13 @@
-// One sample: what it was worth and why, its turns, its tokens by what is known of them, and how others differ.
+// One sample: rewards, turns, tokens coloured by a value, and the difference from other samples.
 import { choice, h, table } from "./dom.js";
 import { short } from "./format.js";
 import { difference } from "./difference.js";
 
-const COLOURS = [["none", "plain"], ["ratio", "logprob ratio"], ["version", "weight version"], ["logprob", "logprob"], ["advantage", "advantage"]];
+const COLOURS = [["none", "none"], ["ratio", "logprob ratio"], ["version", "weight version"], ["logprob", "logprob"], ["advantage", "advantage"]];
 
 export class Sample {
   /**
-   * @param sample What the API says of it.
+   * @param sample Sample as the API returns it.
    * @param read Reads another sample by its id.
    */
   constructor(sample, read) {
@@ -24,7 +24,7 @@ export class Sample {
     this.#paint();
   }
 
-  /** Show how another sample's response differs from this one. */
+  /** Shows the difference of another sample's response from this one. */
   async differ(id) {
     const other = await this.read(id);
     for (const button of this.colours.children) button.setAttribute("aria-pressed", "false");
@@ -41,12 +41,12 @@ export class Sample {
       ["reward", short(sample.reward)], ["advantage", short(sample.advantage)], ["step", sample.step ?? "not trained"],
       ["decoding", sample.is_greedy ? "greedy" : "sampled"],
       ["weight version", sample.oldest_version === sample.newest_version ? sample.oldest_version : `${sample.oldest_version} to ${sample.newest_version}`],
-      ["staleness", sample.staleness ?? "–"], ["length", `${sample.response_tokens} tokens`], ["ended by", sample.finish_reason],
-      ["data", `${sample.data_source}, row ${sample.row}`], ["try", sample.attempt],
+      ["staleness", sample.staleness ?? "–"], ["length", `${sample.response_tokens} tokens`], ["finish reason", sample.finish_reason],
+      ["data", `${sample.data_source}, row ${sample.row}`], ["attempt", sample.attempt],
     ];
     const terms = Object.entries(sample.terms ?? {});
     return [h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
-      terms.length ? table("Reward by term", ["term", "value before weights"], terms.map(([name, value]) => [name, short(value)]), "") : null];
+      terms.length ? table("Reward by term", ["term", "unweighted value"], terms.map(([name, value]) => [name, short(value)]), "") : null];
   }
 
   #paint() {
@@ -57,9 +57,9 @@ export class Sample {
     }
     const versions = [...new Set(tokens.weight_versions)].sort((a, b) => a - b);
     this.text.replaceChildren(...tokens.texts.map((text, index) => h("span", {
-      class: `token ${this.#classOf(tokens, index, versions)}`, title: saysOf(tokens, index),
+      class: `token ${this.#classOf(tokens, index, versions)}`, title: tooltipOf(tokens, index),
     }, text)));
-    this.legend.replaceChildren(...this.#says(versions).map(([name, says]) => h("span", {}, h("i", { class: `swatch ${name}` }), says)));
+    this.legend.replaceChildren(...this.#legendEntries(versions).map(([name, text]) => h("span", {}, h("i", { class: `swatch ${name}` }), text)));
   }
 
   #classOf(tokens, index, versions) {
@@ -71,26 +71,26 @@ export class Sample {
     return "";
   }
 
-  #says(versions) {
+  #legendEntries(versions) {
     if (this.colour === "version") return versions.map((version, index) => (version < 0 ? ["tool", "tool"] : [`version-${index % 8}`, `version ${version}`]));
     if (this.colour === "none") return [];
-    const says = {
-      ratio: ["less likely for the trainer", "more likely"], logprob: ["unlikely", ""], advantage: ["discouraged", "encouraged"],
+    const text = {
+      ratio: ["less likely under the trainer", "more likely"], logprob: ["unlikely", ""], advantage: ["discouraged", "encouraged"],
     }[this.colour];
-    return [["level--3", says[0]], ["level-3", says[1]]].filter(([, text]) => text);
+    return [["level--3", text[0]], ["level-3", text[1]]].filter(([, text]) => text);
   }
 }
 
-/** A class for how far a number is from 0, in three levels each way. */
+/** Returns the class for a number's distance from 0, in three levels per sign. */
 function level(value, bounds) {
   const size = bounds.filter((bound) => Math.abs(value) > bound).length;
   return size ? `level-${Math.sign(value) * size}` : "";
 }
 
-function saysOf(tokens, index) {
+function tooltipOf(tokens, index) {
   const number = (name, values) => (values?.length ? `${name} ${short(values[index])}` : "");
-  return [`token ${index + 1}, id ${tokens.ids?.[index]}`, tokens.weight_versions[index] < 0 ? "from a tool" : `version ${tokens.weight_versions[index]}`,
-    number("logprob", tokens.logprobs), number("trainer's", tokens.trained_logprobs), number("ratio", tokens.ratios), number("advantage", tokens.advantages)].filter(Boolean).join(" · ");
+  return [`token ${index + 1}, id ${tokens.ids?.[index]}`, tokens.weight_versions[index] < 0 ? "tool" : `version ${tokens.weight_versions[index]}`,
+    number("logprob", tokens.logprobs), number("trainer logprob", tokens.trained_logprobs), number("ratio", tokens.ratios), number("advantage", tokens.advantages)].filter(Boolean).join(" · ");
 }
 
 function turn(one) {

@@ -1,4 +1,4 @@
-// What the model wrote: samples found by step, reward and text, and one of them with its tokens and its group.
+// Recorded samples: search by step, reward and text, and one sample with its tokens and its group.
 import { download, getJson } from "./api.js";
 import { h, table } from "./dom.js";
 import { date, short } from "./format.js";
@@ -9,14 +9,14 @@ const FILTERS = [
   ["split", "samples of", "select", [["train", "training"], ["heldout", "evaluations"]]],
   ["order_by", "order", "select", [["newest", "newest first"], ["best", "best first"], ["worst", "worst first"]]],
   ["step", "step", "number"], ["text", "text", "search"], ["min_reward", "reward from", "number"], ["max_reward", "reward to", "number"],
-  ["finish_reason", "ended by", "select", [["", "anything"], ["stop", "stop"], ["length", "length"], ["failed", "failed"]]],
+  ["finish_reason", "finish reason", "select", [["", "anything"], ["stop", "stop"], ["length", "length"], ["failed", "failed"]]],
 ];
 
 export class Samples {
   /**
-   * @param panel Where it is shown.
+   * @param panel Element to fill.
    * @param run The run.
-   * @param search What is searched for, by field.
+   * @param search Search by field.
    */
   constructor(panel, run, search) {
     Object.assign(this, { run, page: "", id: "" });
@@ -27,31 +27,31 @@ export class Samples {
         : h("input", { name, type: kind, onchange: change, ...(kind === "number" ? { step: "any" } : {}) });
       return h("label", {}, `${label} `, input);
     });
-    this.form = h("form", { class: "tools", onsubmit: (submitted) => { submitted.preventDefault(); this.wanted = ""; this.#changed(); } }, this.fields,
+    this.form = h("form", { class: "tools", onsubmit: (submitted) => { submitted.preventDefault(); this.shown = ""; this.#changed(); } }, this.fields,
       h("button", { type: "button", class: "part", onclick: () => this.#download() }, "download as JSONL"));
     this.list = h("ol", { class: "samples", "aria-label": "Samples" });
-    this.says = h("p", { class: "quiet", role: "status" });
+    this.status = h("p", { class: "quiet", role: "status" });
     this.more = h("button", { type: "button", class: "part", hidden: true, onclick: () => this.#read() }, "more");
     this.one = h("article", { class: "sample", "aria-label": "One sample", tabIndex: -1 });
-    panel.replaceChildren(this.form, this.says, h("div", { class: "beside" }, h("div", {}, this.list, this.more), this.one));
+    panel.replaceChildren(this.form, this.status, h("div", { class: "beside" }, h("div", {}, this.list, this.more), this.one));
     this.find(search);
   }
 
   close() {}
 
-  take() {}
+  onEvent() {}
 
-  /** Show what an address searches for. */
-  find(wanted) {
-    if (this.wanted === JSON.stringify(wanted)) return;
-    this.wanted = JSON.stringify(wanted);
+  /** Shows the samples of an address's search. */
+  find(shown) {
+    if (this.shown === JSON.stringify(shown)) return;
+    this.shown = JSON.stringify(shown);
     for (const [name, , kind, options] of FILTERS) {
-      this.form.elements[name].value = wanted[name] ?? (kind === "select" ? options[0][0] : "");
+      this.form.elements[name].value = shown[name] ?? (kind === "select" ? options[0][0] : "");
     }
     this.#again();
   }
 
-  /** Search for what the fields say now; the address has it, so that it can be kept and sent. */
+  /** Searches by the current fields; the address includes them, so that it can be shared. */
   #changed() {
     const first = Object.fromEntries(FILTERS.map(([name, , , options]) => [name, options?.[0][0]]));
     const search = Object.fromEntries([...this.#query()].filter(([name, value]) => value !== first[name]));
@@ -59,10 +59,10 @@ export class Samples {
     this.find(search);
   }
 
-  /** What is searched for, as a query. */
+  /** Returns the search as a query. */
   #query() {
-    const said = new FormData(this.form);
-    return new URLSearchParams([...said].filter(([, value]) => value !== ""));
+    const values = new FormData(this.form);
+    return new URLSearchParams([...values].filter(([, value]) => value !== ""));
   }
 
   async #again() {
@@ -75,25 +75,25 @@ export class Samples {
     const query = this.#query();
     if (this.page) query.set("page_token", this.page);
     const asked = (this.asked = {});
-    this.says.textContent = "";
+    this.status.textContent = "";
     try {
       const found = await getJson(`/v1/runs/${this.run.id}/samples?page_size=50&excerpt=200&${query}`);
-      if (this.asked !== asked) return; // something else was asked for meanwhile
+      if (this.asked !== asked) return; // the search changed meanwhile
       this.list.append(...found.items.map((sample) => this.#entry(sample)));
       this.page = found.next_page_token;
       this.more.hidden = !this.page;
       if (!this.id && found.items.length) await this.#open(found.items[0].id);
       if (this.list.children.length) return;
-      this.says.textContent = "There are none yet, or none that are like this.";
+      this.status.textContent = "No samples match.";
       this.one.replaceChildren();
     } catch (error) {
-      this.says.textContent = error.message;
+      this.status.textContent = error.message;
     }
   }
 
   #entry(sample) {
     const facts = [sample.step === null ? "not trained" : `step ${sample.step}`, `${sample.response_tokens} tokens`,
-      sample.staleness ? `${sample.staleness} behind` : "", sample.is_greedy ? "greedy" : "", sample.finish_reason === "stop" ? "" : sample.finish_reason].filter(Boolean);
+      sample.staleness ? `staleness ${sample.staleness}` : "", sample.is_greedy ? "greedy" : "", sample.finish_reason === "stop" ? "" : sample.finish_reason].filter(Boolean);
     return h("li", {}, h("button", { type: "button", "data-sample": sample.id, onclick: () => this.#open(sample.id), "aria-current": String(sample.id === this.id), title: date(sample.time) },
       h("b", { class: "reward" }, short(sample.reward)), h("span", { class: "quiet" }, facts.join(" · ")),
       h("span", { class: "excerpt" }, h("span", { class: "quiet" }, sample.prompt, " "), sample.response)));
@@ -108,18 +108,18 @@ export class Samples {
     if (this.id !== id) return;
     const members = items.sort((a, b) => a.member - b.member);
     const view = new Sample(sample, (other) => getJson(`${path}/${other}`));
-    this.one.replaceChildren(view.element, h("h3", {}, `Group ${sample.group_id}`), table("The group", ["member", "reward", "advantage", "tokens", "ended by", "response", ""], members.map((one) => [
+    this.one.replaceChildren(view.element, h("h3", {}, `Group ${sample.group_id}`), table("The group", ["member", "reward", "advantage", "tokens", "finish reason", "response", ""], members.map((one) => [
       one.member, short(one.reward), short(one.advantage), one.response_tokens, one.finish_reason, h("span", { class: "excerpt" }, one.response),
       one.id === id ? "shown" : h("span", { class: "choice" },
         h("button", { type: "button", class: "part", onclick: () => this.#open(one.id) }, "show"),
         h("button", { type: "button", class: "part", onclick: () => view.differ(one.id) }, "diff")),
-    ]), "It has no other members."));
+    ]), "The group has no other members."));
   }
 
   async #download() {
     const query = this.#query();
-    this.says.textContent = "is being read";
+    this.status.textContent = "downloading";
     await download(`/v1/runs/${this.run.id}/samples.jsonl?${query}`, `${this.run.name}-samples.jsonl`);
-    this.says.textContent = "";
+    this.status.textContent = "";
   }
 }

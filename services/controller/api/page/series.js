@@ -1,15 +1,15 @@
-// Numbers of a run's steps, as columns; the newest come with the run's events.
+// Metrics of a run's steps, as columns; new values arrive with the run's events.
 import { getJson } from "./api.js";
 import { CHARTED, isCharted } from "./catalog.js";
 
 const POINTS = 300;
-const MOST_POINTS = 1500;
+const MAX_POINTS = 1500;
 
 /** Columns of some steps of a run, with its evaluations. */
 export class Series {
   /**
    * @param run The run.
-   * @param isWhole Whether it has every number that steps record, or those of the charts alone, which come sooner.
+   * @param isWhole True to read all metrics; otherwise those of the charts, which is faster.
    */
   constructor(run, { isWhole = false } = {}) {
     this.run = run;
@@ -21,7 +21,7 @@ export class Series {
     this.scores = []; // {step, greedy, sampled, "heldout/SET NAME"}, in order
   }
 
-  /** Read steps `from` to `to`, thinned out; 0 is the newest. */
+  /** Reads steps `from` to `to`, thinned out; 0 is the newest. */
   async read(from = 0, to = 0) {
     const path = `/v1/runs/${this.run.id}`;
     const names = this.isWhole ? "" : CHARTED.map((name) => `&name=${encodeURIComponent(name)}`).join("");
@@ -39,15 +39,15 @@ export class Series {
     return this;
   }
 
-  /** Take in an event; returns whether it changed anything. */
-  take(event) {
+  /** Adds the values of an event; returns true if it changed anything. */
+  onEvent(event) {
     if (event.type === "Validated") this.#score(event.data);
     else if (event.type === "StepCommitted") this.#append(event);
     else return false;
     return true;
   }
 
-  /** The last `count` values of a column. */
+  /** Returns the last `count` values of a column. */
   last(name, count) {
     return (this.columns.get(name) ?? []).slice(-count);
   }
@@ -62,7 +62,7 @@ export class Series {
   }
 
   #append({ time, data: { step, histograms = {}, ...numbers } }) {
-    this.#keep(this.steps.findLastIndex((known) => known < step) + 1); // a run that was rewound trains steps again
+    this.#truncate(this.steps.findLastIndex((known) => known < step) + 1); // a rewound run trains steps again
     this.steps.push(step);
     this.times.push(Date.parse(time) / 1000);
     for (const [name, value] of Object.entries(numbers)) {
@@ -71,11 +71,11 @@ export class Series {
     }
     for (const [name, column] of this.columns) column.push(numbers[name] ?? (name === "step" ? step : null));
     const names = new Set([...this.histograms.keys(), ...Object.keys(histograms)]);
-    for (const name of names) this.#spread(name, histograms[name] ?? {});
-    if (this.steps.length > MOST_POINTS) this.#thin();
+    for (const name of names) this.#addHistogram(name, histograms[name] ?? {});
+    if (this.steps.length > MAX_POINTS) this.#thin();
   }
 
-  #spread(name, counts) {
+  #addHistogram(name, counts) {
     const known = this.histograms.get(name) ?? { name, bounds: [], counts: this.steps.slice(1).map(() => []) };
     const bounds = [...new Set([...known.bounds, ...Object.keys(counts).map(Number)])].sort((a, b) => a - b);
     const rows = known.counts.map((row) => bounds.map((bound) => row[known.bounds.indexOf(bound)] ?? 0));
@@ -83,7 +83,7 @@ export class Series {
     this.histograms.set(name, { name, bounds, counts: rows });
   }
 
-  #keep(count) {
+  #truncate(count) {
     if (count < this.steps.length) this.#pick((_, index) => index < count);
   }
 
@@ -92,10 +92,10 @@ export class Series {
     this.#pick((_, index) => (last - index) % 2 === 0);
   }
 
-  #pick(keeps) {
-    this.steps = this.steps.filter(keeps);
-    this.times = this.times.filter(keeps);
-    for (const [name, column] of this.columns) this.columns.set(name, column.filter(keeps));
-    for (const histogram of this.histograms.values()) histogram.counts = histogram.counts.filter(keeps);
+  #pick(isKept) {
+    this.steps = this.steps.filter(isKept);
+    this.times = this.times.filter(isKept);
+    for (const [name, column] of this.columns) this.columns.set(name, column.filter(isKept));
+    for (const histogram of this.histograms.values()) histogram.counts = histogram.counts.filter(isKept);
   }
 }

@@ -5,19 +5,19 @@ import { clock, duration } from "./format.js";
 import { KINDS, TYPES, lanesOf, shares } from "./lanes.js";
 
 const PAGE = 400;
-const MOST = 4000;
+const MAX_EVENTS = 4000;
 const LEFT = 92;
 const ROW = 26;
 const AXIS = 22;
 
 export class Timeline {
   constructor(panel, run) {
-    Object.assign(this, { run, events: [], count: 30, behind: 0, isWhole: false, pieces: [], at: null });
+    Object.assign(this, { run, events: [], count: 30, offset: 0, isWhole: false, pieces: [], at: null });
     this.canvas = h("canvas", {
-      tabIndex: 0, role: "img", "aria-label": "Time line", onpointermove: (move) => this.#pointed(move),
-      onpointerleave: () => this.#say(null), onkeydown: (key) => this.#keyed(key),
+      tabIndex: 0, role: "img", "aria-label": "Time line", onpointermove: (move) => this.#onPointer(move),
+      onpointerleave: () => this.#describe(null), onkeydown: (key) => this.#onKey(key),
     });
-    this.says = h("p", { class: "says", role: "status" }, "");
+    this.label = h("p", { class: "label", role: "status" }, "");
     this.sums = h("div", {});
     this.older = h("button", { type: "button", class: "part", onclick: () => this.#move(1) }, "← older");
     this.newer = h("button", { type: "button", class: "part", onclick: () => this.#move(-1) }, "newer →");
@@ -27,7 +27,7 @@ export class Timeline {
     });
     panel.replaceChildren(
       h("div", { class: "tools" }, h("span", {}, "steps ", many), h("span", { class: "choice" }, this.older, this.newer)),
-      h("figure", { class: "wide" }, this.canvas, this.says, h("div", { class: "legend" }, KINDS.map((kind, index) => h("span", {},
+      h("figure", { class: "wide" }, this.canvas, this.label, h("div", { class: "legend" }, KINDS.map((kind, index) => h("span", {},
         h("i", { class: `swatch kind-${index}` }), kind)))),
       h("h3", {}, "In this window"), this.sums);
     this.draw = oncePerFrame(() => this.#draw());
@@ -43,52 +43,52 @@ export class Timeline {
     this.scheme.onchange = null;
   }
 
-  take(event) {
+  onEvent(event) {
     if (!TYPES.includes(event.type) || event.seq <= (this.events.at(-1)?.seq ?? 0)) return;
     this.events.push(event);
-    if (this.behind && event.type === "StepCommitted") this.behind += 1; // who looks at the past stays there
-    else if (this.events.length > MOST) this.events.splice(0, PAGE);
+    if (this.offset && event.type === "StepCommitted") this.offset += 1; // keep showing the past steps
+    else if (this.events.length > MAX_EVENTS) this.events.splice(0, PAGE);
     this.draw();
   }
 
   async #move(direction) {
-    this.behind = Math.max(this.behind + direction * Math.ceil(this.count / 2), 0);
+    this.offset = Math.max(this.offset + direction * Math.ceil(this.count / 2), 0);
     await this.#fill();
   }
 
-  /** Read until the window is full, or the run's beginning is reached. */
+  /** Reads events until the window is full, or the run's start is reached. */
   async #fill() {
     const steps = () => this.events.filter(({ type }) => type === "StepCommitted").length;
-    while (!this.isWhole && steps() < this.behind + this.count) {
+    while (!this.isWhole && steps() < this.offset + this.count) {
       const oldest = this.events[0]?.seq ?? 0;
       const types = TYPES.map((type) => `type=${type}`).join("&");
       // A step has about two events, and they are large.
-      const limit = Math.min(PAGE, 3 * (this.behind + this.count - steps()));
+      const limit = Math.min(PAGE, 3 * (this.offset + this.count - steps()));
       const { items } = await getJson(`/v1/runs/${this.run.id}/events?order_by=-seq&limit=${limit}&before_seq=${oldest}&${types}`);
       this.isWhole = items.length < limit;
       const known = this.events[0]?.seq ?? Infinity;
       this.events.unshift(...items.reverse().filter(({ seq }) => seq < known));
     }
-    this.behind = Math.max(Math.min(this.behind, steps() - this.count), 0);
+    this.offset = Math.max(Math.min(this.offset, steps() - this.count), 0);
     this.draw();
   }
 
-  /** The events of the steps that are shown, and the moments between which they lie. */
+  /** Returns the events, and the time range of the shown steps. */
   #window() {
     const steps = this.events.filter(({ type }) => type === "StepCommitted");
-    const last = steps.length - this.behind;
+    const last = steps.length - this.offset;
     const shown = steps.slice(Math.max(last - this.count, 0), last);
     if (!shown.length) return { events: this.events, from: 0, to: 0 };
     const [first, newest] = [shown[0], shown.at(-1)];
     const from = Date.parse(first.time) / 1000 - first.data.seconds;
-    const to = this.behind ? Date.parse(newest.time) / 1000 : Math.max(Date.parse(newest.time), Date.parse(this.events.at(-1).time)) / 1000;
+    const to = this.offset ? Date.parse(newest.time) / 1000 : Math.max(Date.parse(newest.time), Date.parse(this.events.at(-1).time)) / 1000;
     return { events: this.events, from, to };
   }
 
   #draw() {
     const { events, from, to } = this.#window();
     this.older.disabled = this.isWhole && from <= Date.parse(events.find(({ type }) => type === "StepCommitted")?.time ?? 0) / 1000;
-    this.newer.disabled = this.behind === 0;
+    this.newer.disabled = this.offset === 0;
     const lanes = lanesOf(events).map(([name, pieces]) => [name, pieces.filter((piece) => piece.end >= from && piece.begin <= to)]);
     const width = this.canvas.parentElement.clientWidth - 24;
     const height = lanes.length * ROW + AXIS;
@@ -99,8 +99,8 @@ export class Timeline {
     pen.scale(scale, scale);
     this.pieces = [];
     if (to > from) this.#paint(pen, { lanes, from, to, width, height });
-    this.#sum(lanes, from, to);
-    this.#say(null);
+    this.#showShares(lanes, from, to);
+    this.#describe(null);
   }
 
   #paint(pen, { lanes, from, to, width, height }) {
@@ -134,32 +134,32 @@ export class Timeline {
     pen.fillText(`${clock(to * 1000)} (${duration(to - from)})`, width, height - 6);
   }
 
-  #sum(lanes, from, to) {
+  #showShares(lanes, from, to) {
     const total = to - from;
     const rows = total <= 0 ? [] : shares(lanes, from, to).map(([name, spent]) => [
       name, [...spent].sort(([, a], [, b]) => b - a).map(([kind, seconds]) => `${kind} ${Math.round((100 * seconds) / total)} %`).join(", "),
     ]);
-    this.sums.replaceChildren(table("Shares of the window", ["who", "share of the time"], rows, "No step is done yet."));
+    this.sums.replaceChildren(table("Shares of the window", ["lane", "share of the time"], rows, "No steps yet."));
   }
 
-  #pointed(move) {
+  #onPointer(move) {
     const row = Math.floor(move.offsetY / ROW);
     const near = this.pieces.filter((piece) => piece.row === row && move.offsetX >= piece.left - 2 && move.offsetX <= piece.right + 2);
-    this.#say(near.at(-1) ?? null);
+    this.#describe(near.at(-1) ?? null);
   }
 
-  #keyed(key) {
+  #onKey(key) {
     const way = { ArrowLeft: -1, ArrowRight: 1 }[key.key];
     if (!way || !this.pieces.length) return;
     key.preventDefault();
     const last = this.pieces.length - 1;
     const index = this.at === null ? (way < 0 ? last : 0) : Math.min(Math.max(this.pieces.indexOf(this.at) + way, 0), last);
-    this.#say(this.pieces[index]);
+    this.#describe(this.pieces[index]);
   }
 
-  #say(piece) {
+  #describe(piece) {
     this.at = piece;
-    this.says.textContent = piece ? `${piece.says}, ${clock(piece.begin * 1000)}${piece.end > piece.begin ? `, ${duration(piece.end - piece.begin)}` : ""}`
-      : "Point at a piece, or move through them with the arrow keys.";
+    this.label.textContent = piece ? `${piece.label}, ${clock(piece.begin * 1000)}${piece.end > piece.begin ? `, ${duration(piece.end - piece.begin)}` : ""}`
+      : "Point at a piece, or select one with the arrow keys.";
   }
 }

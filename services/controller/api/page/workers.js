@@ -1,16 +1,16 @@
-// The workers of a run, and what they write.
+// The workers of a run and their logs.
 import { getJson, readLogs } from "./api.js";
 import { h, table } from "./dom.js";
 import { short } from "./format.js";
 
-const KEPT_LINES = 1000;
-const AGAIN_MS = 2000;
+const MAX_LINES = 1000;
+const RETRY_MS = 2000;
 
 export class Workers {
   constructor(panel, run) {
     Object.assign(this, { run, reading: new AbortController() });
     this.list = h("div", { id: "workers" });
-    this.component = h("select", { id: "component", "aria-label": "Whose log", onchange: () => this.#open() }, h("option", { value: "" }, "all workers"));
+    this.component = h("select", { id: "component", "aria-label": "Worker", onchange: () => this.#open() }, h("option", { value: "" }, "all workers"));
     this.logs = h("pre", { id: "logs", tabIndex: 0, "aria-label": "Logs of the workers" });
     panel.replaceChildren(h("h3", {}, "Workers"), this.list, h("h3", {}, "Logs ", this.component), this.logs);
     this.refresh();
@@ -19,16 +19,16 @@ export class Workers {
 
   close() { this.reading.abort(); }
 
-  take() {}
+  onEvent() {}
 
   async refresh() {
     const { items } = await getJson(`/v1/runs/${this.run.id}/topology`);
-    this.list.replaceChildren(table("Workers", ["worker", "state", "doing", "version", "samples", "waiting"], items.map((worker) => [
+    this.list.replaceChildren(table("Workers", ["worker", "state", "activity", "version", "running samples", "waiting samples"], items.map((worker) => [
       worker.worker_id, worker.state, worker.activity, worker.weight_version, gauge(worker, "running_samples"), gauge(worker, "waiting_samples"),
-    ]), "None is registered."));
+    ]), "No workers are registered."));
   }
 
-  /** Read the log that is chosen, from its end on. */
+  /** Streams the chosen log, starting with its last lines. */
   #open() {
     this.reading.abort();
     this.reading = new AbortController();
@@ -42,7 +42,7 @@ export class Workers {
         let isFirst = true;
         for await (const { component, line } of readLogs(this.run.id, chosen, 100, signal)) {
           if (component === undefined) return; // the run has ended
-          if (isFirst) this.logs.replaceChildren(); // a stream that is opened again begins with the past
+          if (isFirst) this.logs.replaceChildren(); // a reopened stream begins with past lines
           isFirst = false;
           this.#offer(component);
           this.#add(chosen ? `${line}\n` : `${component}  ${line}\n`);
@@ -50,7 +50,7 @@ export class Workers {
       } catch (error) {
         if (signal.aborted) return;
       }
-      await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
     }
   }
 
@@ -64,7 +64,7 @@ export class Workers {
   #add(text) {
     const isAtEnd = this.logs.scrollTop + this.logs.clientHeight >= this.logs.scrollHeight - 4;
     this.logs.append(text);
-    if (this.logs.childNodes.length > KEPT_LINES) this.logs.firstChild.remove();
+    if (this.logs.childNodes.length > MAX_LINES) this.logs.firstChild.remove();
     if (isAtEnd) this.logs.scrollTop = this.logs.scrollHeight;
   }
 }

@@ -30,7 +30,7 @@ from services.wire.rollout import GroupAssignment, TriedPrompt
 logger = logging.getLogger(__name__)
 # Max consecutive prompts that the curriculum's function may postpone; the next one is dispatched
 # without a call.
-_MOST_PASSED_OVER = 1000
+_MAX_DEFERRED = 1000
 
 
 class GenerationError(RuntimeError):
@@ -84,11 +84,11 @@ class Dispatcher:
         num_greedy = spec.now.samples_per_group - spec.now.rollout.group_size
         sampled = (spec.now.rollout.sampling.temperature,) * spec.now.rollout.group_size
         self._temperatures = sampled + (0.0,) * num_greedy
-        self.shares = GroupShards()
+        self.shards = GroupShards()
         """Members of each group by rollout."""
         self.first_failure = ""
         """Prompt and cause of the first failure, for error messages."""
-        self.num_passed_over = 0
+        self.num_deferred = 0
         """Consecutive prompts that the curriculum's function postponed."""
         self.published_step = -1
         """Newest step whose weights every rollout serves; -1 before the first."""
@@ -97,7 +97,7 @@ class Dispatcher:
             groups_per_step=spec.now.trainer.prompts_per_step,
         )
 
-    def expect(self) -> None:
+    def note_pending(self) -> None:
         """Records that groups may start; the dispatch latency is measured from the first call."""
         if self._due is None:
             self._due = self._clock.monotonic()
@@ -122,11 +122,11 @@ class Dispatcher:
         await self._stored.discard(g for g in groups if g.state is GroupState.PENDING)
         by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
         for group in groups:
-            shares, version = self._share_out(group)
-            first = next(iter(shares))
+            shards, version = self._assign_shards(group)
+            first = next(iter(shards))
             self._ledger.lease(group, first, version=version, now=self._clock.monotonic())
-            self.begin(group, shares)
-            for worker_id, members in shares.items():
+            self.begin(group, shards)
+            for worker_id, members in shards.items():
                 by_worker[worker_id].append(self.assignment(group, members))
         await self._journal.save(self._ledger)
         starts.create_task(self._start(groups, by_worker, begin=begin, begin_ns=begin_ns))
@@ -161,15 +161,15 @@ class Dispatcher:
         """Returns the traces of groups whose spans are collected."""
         return tracing.of_groups(self._run_id, (group.group_id for group in groups))
 
-    def begin(self, group: Group, shares: Mapping[str, Sequence[int]]) -> None:
+    def begin(self, group: Group, shards: Mapping[str, Sequence[int]]) -> None:
         """Records which rollouts generate which members of a group."""
-        self.shares.begin(group.group_id, shares)
-        for worker_id in shares:
+        self.shards.begin(group.group_id, shards)
+        for worker_id in shards:
             self._rollout_pool.assigned(worker_id)
 
     def end(self, group: Group) -> list[str]:
         """Records that no rollout works on a group any more; returns the rollouts that did."""
-        workers = self.shares.end(group.group_id)
+        workers = self.shards.end(group.group_id)
         for worker_id in workers:
             self._rollout_pool.finished(worker_id)
         return workers
@@ -182,7 +182,7 @@ class Dispatcher:
         now, patience_s = self._clock.monotonic(), self._patience_s()
         stalled: dict[str, Group] = {}
         for group in self._ledger.running():
-            workers = self.shares.workers(group.group_id)
+            workers = self.shards.workers(group.group_id)
             moved = [self._rollout_pool.moved_at(name, now=now) for name in workers]
             if now - max([group.started, *moved]) >= patience_s:
                 stalled[group.group_id] = group
@@ -197,10 +197,10 @@ class Dispatcher:
             if not self._ledger.stall(group):
                 self._order.quarantine(group.row)
         names = ", ".join(stalled)
-        message = f"taken from rollouts that made no token for {patience_s:.0f} s: {names}"
+        message = f"reclaimed from rollouts that generated no token for {patience_s:.0f} s: {names}"
         data = {"groups": [*stalled], "reason": "stalled"}
-        await self._journal.note(Note("GroupsTakenBack", message, data), self._ledger)
-        await self._stored.wipe(left)
+        await self._journal.note(Note("GroupsReclaimed", message, data), self._ledger)
+        await self._stored.delete_incomplete(left)
 
     async def reclaim_from(self, names: Collection[str]) -> None:
         """Parks groups of leaving rollouts, so that other rollouts continue them from stored tokens.
@@ -214,7 +214,7 @@ class Dispatcher:
             return {
                 group_id: group
                 for group_id, group in running.items()
-                if not {*names}.isdisjoint(self.shares.workers(group_id))
+                if not {*names}.isdisjoint(self.shards.workers(group_id))
             }
 
         if self._spec.now.rollout.partial_rollout and (groups := theirs()):
@@ -228,8 +228,8 @@ class Dispatcher:
         for group in left:
             self.end(group)
             self._ledger.interrupt(group)
-        await self._stored.wipe(left)
-        logger.info("rollouts leave", extra={"rollouts": str([*names]), "taken_back": len(left)})
+        await self._stored.delete_incomplete(left)
+        logger.info("removing rollouts", extra={"rollouts": str([*names]), "reclaimed": len(left)})
 
     def seconds_to_next_stall(self) -> float | None:
         """Returns the seconds until the next check for stalled groups; None if no group is running."""
@@ -266,15 +266,15 @@ class Dispatcher:
         curriculum, difficulty = self._spec.now.data.curriculum, self._order.difficulty
         if curriculum is None or curriculum.function is None or difficulty is None:
             return None
-        most = min(self._order.mixture.num_rows, _MOST_PASSED_OVER)
+        most = min(self._order.mixture.num_rows, _MAX_DEFERRED)
         # A group that was interrupted or lost was accepted before and may have tokens.
-        if group.attempt > 1 + group.failures or self.num_passed_over >= most:
+        if group.attempt > 1 + group.failures or self.num_deferred >= most:
             return None
         known = difficulty.rate_of(group.row)
         step = max(self.published_step, 0)
         return TriedPrompt(step=step, tries=known.tries, mean_reward=known.rate)
 
-    def _share_out(self, group: Group) -> tuple[Mapping[str, Sequence[int]], int]:
+    def _assign_shards(self, group: Group) -> tuple[Mapping[str, Sequence[int]], int]:
         """Returns members by rollout, and the oldest weight version that these rollouts serve.
 
         All members go to one rollout, where they share their prompt's prefix, if its slots suffice.
@@ -295,8 +295,8 @@ class Dispatcher:
         # Groups finished beyond the next batch wait and grow stale, so others start only when they
         # are needed.
         ahead = max(0, ledger.count(GroupState.READY) - self.gate.groups_per_step)
-        places = self.slot_usage.num_groups(self._rollout_pool.num_replicas)
-        free = places - ledger.count(*RUNNING) - ahead
+        slots = self.slot_usage.num_groups(self._rollout_pool.num_replicas)
+        free = slots - ledger.count(*RUNNING) - ahead
         if free <= 0:
             return []
         groups = resume_order(
@@ -321,8 +321,8 @@ class Dispatcher:
         row = self._order.next_row(step=max(self.published_step, 0))
         if row is None:
             raise GenerationError(
-                "every prompt of data.train is quarantined; the first failure was of "
-                f"{self.first_failure or 'an earlier attempt; see the GroupFailed events'}"
+                "every prompt of data.train is quarantined; first failure: "
+                f"{self.first_failure or 'in an earlier attempt, see the GroupFailed events'}"
             )
         self._ledger.returned = self._order.returned
         return self._ledger.issue(row, position=self._order.position)

@@ -24,20 +24,20 @@ class RolloutPool:
         self._clients: dict[str, RolloutClient] = {}
         self._workers: dict[str, Worker] = {}
         self._placement = Placement()
-        self._in_turns: frozenset[str] = frozenset()
-        self._lent: set[str] = set()
-        self._behind: set[str] = set()
+        self._colocated: frozenset[str] = frozenset()
+        self._reserved: set[str] = set()
+        self._outdated: set[str] = set()
         self._leaving: set[str] = set()
         self._progress: dict[str, tuple[float, float]] = {}
 
-    async def open(self, workers: Iterable[Worker], *, in_turns: Iterable[str] = ()) -> None:
+    async def open(self, workers: Iterable[Worker], *, colocated: Iterable[str] = ()) -> None:
         """Connects to the rollouts.
 
         Args:
             workers: The rollouts.
-            in_turns: Names of those that share GPUs with the trainer.
+            colocated: Names of those that share GPUs with the trainer.
         """
-        self._in_turns = frozenset(in_turns)
+        self._colocated = frozenset(colocated)
         for worker in workers:
             await self._connect(worker)
 
@@ -45,14 +45,14 @@ class RolloutPool:
         """Connects to further rollouts, which receive groups once they serve the current weights."""
         for worker in workers:
             await self._connect(worker)
-            self._behind.add(worker.worker_id)
-            self._placement.send_away(worker.worker_id)
+            self._outdated.add(worker.worker_id)
+            self._placement.exclude(worker.worker_id)
 
     def detach(self, names: Iterable[str]) -> None:
         """Stops assigning work to rollouts that are about to leave."""
         for name in names:
             self._leaving.add(name)
-            self._placement.send_away(name)
+            self._placement.exclude(name)
 
     def detach_ending(self) -> None:
         """Stops assigning work to draining rollouts, which would refuse it."""
@@ -64,7 +64,7 @@ class RolloutPool:
         for name in names:
             for known in (self._clients, self._workers, self._progress):
                 known.pop(name, None)
-            self._behind.discard(name)
+            self._outdated.discard(name)
             self._leaving.discard(name)
             self._placement.remove(name)
 
@@ -88,14 +88,14 @@ class RolloutPool:
 
     def present(self) -> list[str]:
         """Returns the rollouts that serve the newest weights and may receive any work."""
-        others = self._lent | self._behind | self._leaving
+        others = self._reserved | self._outdated | self._leaving
         return [name for name in self._clients if name not in others]
 
-    def has_loans(self, names: Iterable[str]) -> bool:
+    def has_reserved(self, names: Iterable[str]) -> bool:
         """Returns True if an evaluation holds any of the rollouts."""
-        return not self._lent.isdisjoint(names)
+        return not self._reserved.isdisjoint(names)
 
-    def lend(self, count: int) -> list[str]:
+    def reserve(self, count: int) -> list[str]:
         """Reserves up to ``count`` rollouts for an evaluation; training keeps at least one.
 
         Rollouts that do not share GPUs with the trainer are chosen first.
@@ -103,26 +103,26 @@ class RolloutPool:
         Returns:
             Names of the reserved rollouts.
         """
-        present = sorted(self.present(), key=self._in_turns.__contains__)
-        lent = present[: max(0, min(count, len(present) - 1))]
-        for name in lent:
-            self._placement.send_away(name)
-        self._lent.update(lent)
-        return lent
+        present = sorted(self.present(), key=self._colocated.__contains__)
+        reserved = present[: max(0, min(count, len(present) - 1))]
+        for name in reserved:
+            self._placement.exclude(name)
+        self._reserved.update(reserved)
+        return reserved
 
-    def take_back(self, names: Sequence[str]) -> None:
-        """Returns lent rollouts to training once they serve the current weights."""
-        self._lent.difference_update(names)
-        self._behind.update(names)
-        self.bring_back()
+    def unreserve(self, names: Sequence[str]) -> None:
+        """Returns reserved rollouts to training once they serve the current weights."""
+        self._reserved.difference_update(names)
+        self._outdated.update(names)
+        self.readmit_current()
 
-    def bring_back(self) -> None:
+    def readmit_current(self) -> None:
         """Resumes training work on rollouts that now serve the newest weights."""
         newest = self.newest_version()
-        for name in [n for n in self._behind if self._workers[n].weight_version == newest]:
-            self._behind.discard(name)
+        for name in [n for n in self._outdated if self._workers[n].weight_version == newest]:
+            self._outdated.discard(name)
             if name not in self._leaving:
-                self._placement.bring_back(name)
+                self._placement.include(name)
 
     def idle_seconds(self) -> dict[str, float]:
         """Returns the total seconds that each rollout has been idle."""
@@ -161,7 +161,7 @@ class RolloutPool:
         """
         worker_id = self._placement.choose(holder, room=room)
         if worker_id is None:
-            raise UnavailableError("no rollout is connected, so no group can start")
+            raise UnavailableError("no rollout is available, so no group can start")
         return worker_id, self._workers[worker_id].weight_version
 
     def choose_several(self, count: int) -> tuple[list[str], int]:
@@ -172,7 +172,7 @@ class RolloutPool:
         """
         names = self._placement.least_loaded(count)
         if not names:
-            raise UnavailableError("no rollout is connected, so no group can start")
+            raise UnavailableError("no rollout is available, so no group can start")
         return names, min(self._workers[name].weight_version for name in names)
 
     def assigned(self, worker_id: str) -> None:
@@ -207,10 +207,10 @@ class RolloutPool:
 
         If all rollouts sleep, the groups stay where they are.
         """
-        if not self._in_turns.issuperset(self.present()):
-            for name in self._in_turns:
-                self._placement.send_away(name)
-            await self.interrupt([*self._in_turns])
+        if not self._colocated.issuperset(self.present()):
+            for name in self._colocated:
+                self._placement.exclude(name)
+            await self.interrupt([*self._colocated])
 
     async def sleep(self, *, timeout_s: float) -> None:
         """Releases the GPU memory of colocated engines; their groups wait in place.
@@ -218,7 +218,7 @@ class RolloutPool:
         Raises:
             ServiceError: If a rollout does not answer.
         """
-        clients = [self._clients[name] for name in self._in_turns]
+        clients = [self._clients[name] for name in self._colocated]
         await self._all(client.sleep(timeout_s=timeout_s) for client in clients)
 
     async def wake(self, *, timeout_s: float) -> None:
@@ -227,10 +227,10 @@ class RolloutPool:
         Raises:
             ServiceError: If a rollout does not answer.
         """
-        clients = [self._clients[name] for name in self._in_turns]
+        clients = [self._clients[name] for name in self._colocated]
         await self._all(client.wake(timeout_s=timeout_s) for client in clients)
-        for name in self._in_turns - self._leaving:
-            self._placement.bring_back(name)
+        for name in self._colocated - self._leaving:
+            self._placement.include(name)
 
     async def park_groups(self, group_ids: Sequence[str]) -> None:
         """Parks groups on all rollouts, which cache the tokens and report each group.
@@ -264,6 +264,6 @@ class RolloutPool:
         try:
             await self._all(calls)
         except ServiceError as error:
-            logger.warning("a rollout did not answer", extra={"why": str(error)})
+            logger.warning("rollout does not answer", extra={"why": str(error)})
             return False
         return True

@@ -38,7 +38,7 @@ class GroupSamples:
         """Returns the samples whose keys are not in ``keys``."""
         return GroupSamples(self.batch, [i for i in self.indexes if self.batch.keys[i] not in keys])
 
-    def and_(self, later: "GroupSamples") -> "GroupSamples":
+    def joined_with(self, later: "GroupSamples") -> "GroupSamples":
         """Returns these samples followed by later ones of the same group."""
         metas = [self.batch.select(self.indexes), later.batch.select(later.indexes)]
         both = KVBatchMeta.concat(metas)
@@ -68,7 +68,7 @@ class SampleIndex:
         self._group_size = group_size
         self._required_fields = frozenset(required_fields)
         self._samples: dict[str, GroupSamples] = {}
-        self._begun: dict[str, GroupSamples] = {}
+        self._incomplete: dict[str, GroupSamples] = {}
 
     def __contains__(self, group: Group) -> bool:
         return group.group_id in self._samples
@@ -138,31 +138,31 @@ class SampleIndex:
 
     def add(self, group: Group, samples: GroupSamples) -> GroupSamples | None:
         """Adds samples of a group; returns all samples once the group is complete."""
-        earlier = self._begun.pop(group.group_id, None)
+        earlier = self._incomplete.pop(group.group_id, None)
         if earlier is not None:
-            samples = earlier.and_(samples.without(earlier.keys))
+            samples = earlier.joined_with(samples.without(earlier.keys))
         if self.is_whole(samples):
             return samples
-        self._begun[group.group_id] = samples
+        self._incomplete[group.group_id] = samples
         return None
 
     def members(self, group: Group) -> set[int]:
         """Returns the stored members of an incomplete group."""
-        begun = self._begun.get(group.group_id)
+        begun = self._incomplete.get(group.group_id)
         return set() if begun is None else set(begun.numbers("member"))
 
     async def discard(self, groups: Iterable[Group]) -> None:
         """Deletes the collected samples of incomplete groups."""
-        found = [self._begun.pop(g.group_id) for g in groups if g.group_id in self._begun]
+        found = [self._incomplete.pop(g.group_id) for g in groups if g.group_id in self._incomplete]
         await self.delete([key for samples in found for key in samples.keys])
 
-    async def wipe(self, groups: Sequence[Group]) -> None:
+    async def delete_incomplete(self, groups: Sequence[Group]) -> None:
         """Deletes all samples of incomplete groups, also stored ones that still lack a field.
 
         Otherwise the keys of the next attempt would exist already.
         """
         for group in groups:
-            self._begun.pop(group.group_id, None)
+            self._incomplete.pop(group.group_id, None)
         members = range(self._group_size)
         await self.delete(
             [sample_key(group.group_id, member) for group in groups for member in members]

@@ -26,9 +26,18 @@ from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.store.records import Note
 from services.wire.controller import GroupFailure
-from services.wire.rollout import PASSED_OVER, GroupAssignment
+from services.wire.rollout import DEFERRED, GroupAssignment
 
 logger = logging.getLogger(__name__)
+
+# Reasons for missing samples that are not the prompt's fault.
+_NOT_PROMPT_FAILURES = frozenset({"publish_failed"})
+# Reasons for which a group is parked with its tokens stored.
+_PARKED = frozenset({"interrupted", "stalled"})
+# Reason for which dynamic sampling replaces a group.
+_REFILLED = "equal_rewards"
+# Collects groups that end within this time into one dispatch: each dispatch waits for the disk.
+_DISPATCH_PAUSE_S = 0.01
 
 
 class GroupFailures:
@@ -48,16 +57,16 @@ class GroupFailures:
         self._ledger = ledger
         self._order = order
         self._dispatcher = dispatcher
-        self._in_a_row: list[str] = []
+        self._consecutive: list[str] = []
 
-    def blame(self, group: Group, failure: GroupFailure) -> None:
+    def count_failure(self, group: Group, failure: GroupFailure) -> None:
         """Counts a failure against the group's prompt, which is retried or quarantined."""
         logger.warning(
             "group failed",
             extra={"group": failure.group_id, "reason": failure.reason, "why": failure.message},
         )
         why = f"{self._order.mixture.name(group.row)}: {failure.reason}: {failure.message}"
-        self._in_a_row.append(why)
+        self._consecutive.append(why)
         self._dispatcher.first_failure = self._dispatcher.first_failure or why
         if not failure.retryable:
             self._ledger.quarantine(group, failure.reason)
@@ -67,7 +76,7 @@ class GroupFailures:
 
     def reset_failures(self) -> None:
         """Resets the count of consecutive failures after a group succeeded."""
-        self._in_a_row.clear()
+        self._consecutive.clear()
 
     def raise_if_all_fail(self) -> None:
         """Raises a GenerationError if many more groups than a batch failed in a row.
@@ -77,9 +86,9 @@ class GroupFailures:
         """
         spec = self._spec.now
         limit = (4 + spec.algorithm.max_staleness) * spec.trainer.prompts_per_step
-        if len(self._in_a_row) >= limit:
+        if len(self._consecutive) >= limit:
             raise GenerationError(
-                f"{limit} groups failed in a row, the first one of {self._in_a_row[0]}"
+                f"{limit} consecutive groups failed; the first failure: {self._consecutive[0]}"
             )
 
 
@@ -90,16 +99,6 @@ def failed(failure: GroupFailure) -> Note:
         f"{failure.group_id}: {failure.reason}: {failure.message}",
         {"group_id": failure.group_id, "reason": failure.reason},
     )
-
-
-# Reasons for missing samples that are not the prompt's fault.
-_BLAMELESS = frozenset({"publish_failed"})
-# Reasons for which a group is parked with its tokens stored.
-_PUT_ASIDE = frozenset({"interrupted", "stalled"})
-# Reason for which dynamic sampling replaces a group.
-_REFILLED = "equal_rewards"
-# Collects groups that end within this time into one dispatch: each dispatch waits for the disk.
-_HANDOUT_PAUSE_S = 0.01
 
 
 class GenerationScheduler:
@@ -133,7 +132,7 @@ class GenerationScheduler:
         self._rollout_pool = replicas
         self._dispatcher = dispatcher
         self._refilled = ledger.num_ended(_REFILLED)
-        self._is_told = False
+        self._is_reported = False
         self._failures = GroupFailures(spec, ledger=ledger, order=order, dispatcher=dispatcher)
         self._work = asyncio.Event()
         self._finished = asyncio.Condition()
@@ -148,7 +147,7 @@ class GenerationScheduler:
     def batch_taken(self) -> None:
         """Resets the number of groups that dynamic sampling may replace, for the next batch."""
         self._refilled = self._ledger.num_ended(_REFILLED)
-        self._is_told = False
+        self._is_reported = False
 
     async def restore(self, lost_workers: Collection[str], *, is_queue_empty: bool) -> None:
         """Reconciles groups in flight with stored samples and live rollouts; restarts the missing ones.
@@ -198,7 +197,7 @@ class GenerationScheduler:
                 self._work.clear()
                 await self._dispatcher.reclaim_stalled()
                 if await self._dispatcher.dispatch(starts):
-                    await asyncio.sleep(_HANDOUT_PAUSE_S)
+                    await asyncio.sleep(_DISPATCH_PAUSE_S)
                 try:
                     async with asyncio.timeout(self._dispatcher.seconds_to_next_stall()):
                         await self._work.wait()
@@ -208,7 +207,7 @@ class GenerationScheduler:
     async def collect(self) -> None:
         """Collects finished groups until it is cancelled."""
         async for groups in self.stored.arrived():
-            await self._take_in(groups)
+            await self._process_arrived(groups)
 
     async def replace_lost(self) -> None:
         """Restarts groups whose samples were lost with a transferqueue shard, until it is cancelled.
@@ -222,7 +221,7 @@ class GenerationScheduler:
             groups = [group for group in known if group is not None]
             running = [group for group in groups if group.state in RUNNING]
             await self._rollout_pool.cancel([group.group_id for group in running])
-            await self.stored.wipe(running)
+            await self.stored.delete_incomplete(running)
             for group in running:
                 # The group may have failed meanwhile.
                 if group.state in RUNNING:
@@ -242,24 +241,24 @@ class GenerationScheduler:
             group = self._ledger.get(failure.group_id, failure.attempt)
             if group is None or group.state not in RUNNING:
                 continue
-            if failure.reason in _PUT_ASIDE:
-                self._put_aside(group, failure)
+            if failure.reason in _PARKED:
+                self._park(group, failure)
                 if failure.reason == "stalled":
                     await self._note_stall(group, failure)
                 continue
             workers = self._dispatcher.end(group)
-            if failure.reason == PASSED_OVER:
-                self._ledger.drop(group, PASSED_OVER)
-                self._dispatcher.num_passed_over += 1
-            elif failure.reason in _BLAMELESS:
+            if failure.reason == DEFERRED:
+                self._ledger.drop(group, DEFERRED)
+                self._dispatcher.num_deferred += 1
+            elif failure.reason in _NOT_PROMPT_FAILURES:
                 self._ledger.requeue(group)
                 # If the transferqueue has no room for a batch, all groups fail like this and none
                 # would ever be ready.
-                is_told, self._is_told = self._is_told, True
-                if not is_told:
+                is_reported, self._is_reported = self._is_reported, True
+                if not is_reported:
                     await self._journal.note(failed(failure), self._ledger)
             else:
-                self._failures.blame(group, failure)
+                self._failures.count_failure(group, failure)
                 await self._journal.note(failed(failure), self._ledger)
                 self._failures.raise_if_all_fail()
             if len(workers) > 1:
@@ -325,20 +324,20 @@ class GenerationScheduler:
         await self.stored.delete(unwanted)
         return unscored
 
-    def _put_aside(self, group: Group, failure: GroupFailure) -> None:
+    def _park(self, group: Group, failure: GroupFailure) -> None:
         """Records that a rollout parked its shard of a group with its tokens stored."""
-        shares, group_id = self._dispatcher.shares, group.group_id
-        if failure.worker_id not in shares.workers(group_id):
+        shards, group_id = self._dispatcher.shards, group.group_id
+        if failure.worker_id not in shards.workers(group_id):
             return
         self._rollout_pool.finished(failure.worker_id)
         group.worker_id = failure.worker_id
-        shares.put_aside(
+        shards.park(
             group_id,
             failure.worker_id,
             num_unfinished=failure.num_unfinished,
             num_tokens=failure.num_tokens,
         )
-        self._go_on(group)
+        self._requeue_incomplete(group)
 
     async def _note_stall(self, group: Group, failure: GroupFailure) -> None:
         """Counts and records that a group stalled."""
@@ -346,15 +345,15 @@ class GenerationScheduler:
             self._order.quarantine(group.row)
         await self._journal.note(failed(failure), self._ledger)
 
-    def _go_on(self, group: Group) -> None:
+    def _requeue_incomplete(self, group: Group) -> None:
         """Queues an incomplete group for its next attempt once all its shards have ended."""
-        shares = self._dispatcher.shares
-        if not shares.workers(group.group_id):
-            num_unfinished, num_tokens = shares.progress(group.group_id)
+        shards = self._dispatcher.shards
+        if not shards.workers(group.group_id):
+            num_unfinished, num_tokens = shards.progress(group.group_id)
             self._ledger.interrupt(group, num_unfinished=num_unfinished, num_tokens=num_tokens)
             self._dispatcher.end(group)
 
-    async def _take_in(self, groups: Sequence[tuple[str, GroupSamples]]) -> None:
+    async def _process_arrived(self, groups: Sequence[tuple[str, GroupSamples]]) -> None:
         late: list[str] = []
         unfit: dict[str, list[Group]] = defaultdict(list)
         for group_id, samples in groups:
@@ -362,16 +361,18 @@ class GenerationScheduler:
             if group is not None and group in self.stored:
                 continue
             if group is None or group.state not in RUNNING:
-                logger.info("late result of a group is not used", extra={"group": group_id})
+                logger.info("late result of a group discarded", extra={"group": group_id})
                 metrics.LATE_GROUPS.inc()
                 late += samples.keys
                 continue
             self._failures.reset_failures()
-            for worker_id in self._dispatcher.shares.brought(group_id, samples.numbers("member")):
+            for worker_id in self._dispatcher.shards.record_arrived(
+                group_id, samples.numbers("member")
+            ):
                 self._rollout_pool.finished(worker_id)
             whole = self.stored.add(group, samples)
             if whole is None:
-                self._go_on(group)
+                self._requeue_incomplete(group)
                 continue
             self._dispatcher.end(group)
             self._dispatcher.slot_usage.finished(whole.numbers("response_tokens"))
@@ -387,7 +388,7 @@ class GenerationScheduler:
 
     def _complete(self, group: Group, samples: GroupSamples) -> None:
         self._ledger.complete(group, oldest_version=oldest_version(samples))
-        self._dispatcher.num_passed_over = 0
+        self._dispatcher.num_deferred = 0
         if (difficulty := self._order.difficulty) is not None:
             difficulty.observe(group.row, rewards_of(samples), step=self._dispatcher.published_step)
 
@@ -404,5 +405,5 @@ class GenerationScheduler:
 
     def _wake(self) -> None:
         """Wakes the dispatch loop."""
-        self._dispatcher.expect()
+        self._dispatcher.note_pending()
         self._work.set()

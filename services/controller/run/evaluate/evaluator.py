@@ -3,7 +3,7 @@
 ::
 
     shared replicas   all rollouts answer; weights stay as they are until the last response is stored
-    lent replicas     a few rollouts answer and keep their weights; the others continue to train
+    reserved replicas a few rollouts answer and keep their weights; the others continue to train
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from contextlib import asynccontextmanager
 from services.common.fields import group_of, partition_id
 from services.common.runspec.data import HeldoutSetSpec, set_name
 from services.controller.rules.evaluation import (
-    BegunEvaluation,
     Evaluation,
     EvaluationQueue,
     Reason,
     Scored,
+    StartedEvaluation,
     Status,
     evaluate,
     is_periodic,
@@ -50,7 +50,7 @@ class Evaluator:
         connections: Rollouts that answer, and the weight session that pins the version.
         queue: Client of the transferqueue.
         request_queue: Holds a user's request for an evaluation.
-        tell: Called at the start and at the end of every evaluation, however it ends, with the
+        on_change: Called at the start and at the end of every evaluation, however it ends, with the
             request that it completes.
     """
 
@@ -62,7 +62,7 @@ class Evaluator:
         *,
         queue: TransferQueueClient,
         request_queue: RequestQueue,
-        tell: Callable[[BegunEvaluation | Evaluation, Request | None], Awaitable[None]],
+        on_change: Callable[[StartedEvaluation | Evaluation, Request | None], Awaitable[None]],
     ) -> None:
         self._spec = spec
         self._partition = partition_id(run_id, "validation")
@@ -72,22 +72,22 @@ class Evaluator:
         self._queue = queue
         self._weights = connections.weights
         self._request_queue = request_queue
-        self._tell = tell
+        self._on_change = on_change
         self._evaluated: Collection[int] = ()
-        self._begun: BegunEvaluation | None = None
+        self._begun: StartedEvaluation | None = None
         self._version = -1
         self._step: int | None = None
-        self._turns = EvaluationQueue()
+        self._evaluations = EvaluationQueue()
         self._is_leased = False
         """True once the current evaluation has its rollouts, or was refused any."""
         self._num_begun = 0
         self._changed = asyncio.Condition()
-        self._asked: dict[str, str] = {}
+        self._split_of_group: dict[str, str] = {}
         """Split of each group."""
         self._samples: dict[str, KVBatchMeta] = {}
         self._failed: set[str] = set()
 
-    async def restore(self, evaluated: Collection[int], begun: BegunEvaluation | None) -> None:
+    async def restore(self, evaluated: Collection[int], begun: StartedEvaluation | None) -> None:
         """Restores the state of an earlier attempt and deletes its leftover samples.
 
         Args:
@@ -118,9 +118,9 @@ class Evaluator:
             reason = _repeated(begun, version=version, due=reason)
         if reason is None and self._request_queue.get("evaluate") is not None:
             reason = "manual"
-        current = self._turns.current
+        current = self._evaluations.current
         if reason is not None and (current is None or current.version != version):
-            self._ask(version, reason)
+            self._enqueue(version, reason)
         await self._notify()
         if self.is_busy and self._spec.now.validation.mode == "barrier":
             await self.idle()
@@ -133,7 +133,7 @@ class Evaluator:
     @property
     def is_busy(self) -> bool:
         """True while an evaluation is running."""
-        return self._turns.current is not None
+        return self._evaluations.current is not None
 
     @property
     def version(self) -> int:
@@ -141,9 +141,9 @@ class Evaluator:
         return self._version
 
     @property
-    def in_turn(self) -> list[int]:
+    def pending_versions(self) -> list[int]:
         """Versions of the running and of the next evaluation."""
-        turns = self._turns.current, self._turns.next
+        turns = self._evaluations.current, self._evaluations.next
         return [turn.version for turn in turns if turn is not None]
 
     async def trigger(self) -> None:
@@ -152,32 +152,34 @@ class Evaluator:
         The request itself stays pending, so the first served version then answers it.
         """
         if self._version >= 0:
-            self._ask(self._version, "manual")
+            self._enqueue(self._version, "manual")
             await self._notify()
 
     async def idle(self) -> None:
         """Waits until no evaluation is running or waiting."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._turns.current is None)
+            await self._changed.wait_for(lambda: self._evaluations.current is None)
 
     async def leased(self) -> None:
         """Waits until the current evaluation has its rollouts; a new version would replace its version."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._turns.current is None or self._is_leased)
+            await self._changed.wait_for(
+                lambda: self._evaluations.current is None or self._is_leased
+            )
 
     async def without(self, names: Collection[str]) -> None:
         """Waits until no evaluation holds any of the rollouts, which later evaluations do not use."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._rollout_pool.has_loans(names))
+            await self._changed.wait_for(lambda: not self._rollout_pool.has_reserved(names))
 
     async def run(self) -> None:
         """Runs due evaluations until it is cancelled."""
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._turns.current is not None)
-            assert self._turns.current is not None
-            await self._evaluate(self._turns.current)
-            self._turns.end()
+                await self._changed.wait_for(lambda: self._evaluations.current is not None)
+            assert self._evaluations.current is not None
+            await self._evaluate(self._evaluations.current)
+            self._evaluations.end()
             self._is_leased = False
             await self._notify()
 
@@ -186,7 +188,7 @@ class Evaluator:
         async for batch in self._queue.watch(self._partition, 0):
             late: list[str] = []
             for index, key in enumerate(batch.keys):
-                if str(batch.tag("group_id")[index]) in self._asked:
+                if str(batch.tag("group_id")[index]) in self._split_of_group:
                     self._samples[key] = batch.select([index])
                 else:
                     late.append(key)
@@ -194,16 +196,16 @@ class Evaluator:
                 await self._queue.release(self._partition, late)
             await self._notify()
 
-    async def leave_out_lost(self) -> None:
+    async def exclude_lost(self) -> None:
         """Excludes groups whose samples were lost with a shard from the scores, until it is cancelled."""
         async for loss in self._queue.watch_losses(self._partition):
             unseen = (key for key in loss.keys if key not in self._samples)
-            self._failed |= self._asked.keys() & {group_of(key) for key in unseen}
+            self._failed |= self._split_of_group.keys() & {group_of(key) for key in unseen}
             await self._notify()
 
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
         """Excludes held-out groups that produced no samples from the scores."""
-        self._failed.update(f.group_id for f in failures if f.group_id in self._asked)
+        self._failed.update(f.group_id for f in failures if f.group_id in self._split_of_group)
         await self._notify()
 
     def _reason(self, step: int, *, is_last: bool) -> Reason | None:
@@ -217,18 +219,18 @@ class Evaluator:
         is_due = any(is_periodic(passed, validation.every) for passed in since)
         return "periodic" if is_due else None
 
-    def _ask(self, version: int, reason: Reason) -> None:
+    def _enqueue(self, version: int, reason: Reason) -> None:
         if self._rows:
-            self._turns.ask(BegunEvaluation(version, reason))
+            self._evaluations.enqueue(StartedEvaluation(version, reason))
 
-    async def _evaluate(self, begun: BegunEvaluation) -> None:
+    async def _evaluate(self, begun: StartedEvaluation) -> None:
         clock = asyncio.get_running_loop().time
         start, request = clock(), self._request_queue.get("evaluate")
         status: Status = "missed"
         if begun.version == self._version:
-            await self._tell(begun, None)
-            status = await self._answer(begun)
-        await self._leave_weights()
+            await self._on_change(begun, None)
+            status = await self._generate(begun)
+        await self._mark_leased()
         scored = evaluate(
             (self._scored(meta) for meta in self._samples.values() if _has_reward(meta)),
             version=begun.version,
@@ -237,17 +239,17 @@ class Evaluator:
             seconds=clock() - start,
             solved_from=self._spec.now.validation.solved_from,
         )
-        await self._tell(
+        await self._on_change(
             scored,
             # A missed evaluation completes no request.
             None if status == "missed" else request,
         )
         await self._queue.release(self._partition, list(self._samples))
-        self._asked.clear()
+        self._split_of_group.clear()
         self._samples.clear()
         self._failed.clear()
 
-    async def _answer(self, begun: BegunEvaluation) -> Status:
+    async def _generate(self, begun: StartedEvaluation) -> Status:
         """Generates responses to the held-out prompts under the version; returns how that ended."""
         try:
             async with asyncio.timeout(self._spec.now.validation.timeout_s):
@@ -262,12 +264,12 @@ class Evaluator:
             return await self._await_samples(groups)
 
     @asynccontextmanager
-    async def _lease(self, begun: BegunEvaluation) -> AsyncIterator[Sequence[str]]:
+    async def _lease(self, begun: StartedEvaluation) -> AsyncIterator[Sequence[str]]:
         """Yields rollouts that serve the version and keep it; empty if they serve another one already.
 
         The caller holds the pin, which this releases.
         """
-        lent: Sequence[str] = ()
+        reserved: Sequence[str] = ()
         try:
             # A version may be in service before ``published`` is called: its publication held the
             # pin.
@@ -275,29 +277,29 @@ class Evaluator:
                 yield ()
                 return
             if begun.reason != "final":  # training is over, so all rollouts evaluate
-                lent = self._rollout_pool.lend(self._spec.now.validation.replicas)
-            if lent:
-                self._weights.lend(lent)
+                reserved = self._rollout_pool.reserve(self._spec.now.validation.replicas)
+            if reserved:
+                self._weights.reserve(reserved)
                 self._weights.pin.release()
                 if self._spec.now.rollout.partial_rollout:
-                    await self._rollout_pool.interrupt(lent)
-            await self._leave_weights()
-            yield lent or self._rollout_pool.present()
+                    await self._rollout_pool.interrupt(reserved)
+            await self._mark_leased()
+            yield reserved or self._rollout_pool.present()
         finally:
-            if lent:
-                await self._weights.take_back(lent)
-                self._rollout_pool.take_back(lent)
+            if reserved:
+                await self._weights.unreserve(reserved)
+                self._rollout_pool.unreserve(reserved)
             else:
                 self._weights.pin.release()
 
-    async def _leave_weights(self) -> None:
+    async def _mark_leased(self) -> None:
         self._is_leased = True
         await self._notify()
 
     def _groups(self, version: int) -> list[GroupAssignment]:
         # Rollouts ignore a repeated group, so each evaluation has its own group ids.
         self._num_begun += 1
-        places = [(split, row) for split, count in self._rows.items() for row in range(count)]
+        rows = [(split, row) for split, count in self._rows.items() for row in range(count)]
         return [
             GroupAssignment(
                 group_id=f"{GROUP_PREFIX}{version:06d}-{self._num_begun}-{number:06d}",
@@ -313,7 +315,7 @@ class Evaluator:
                 temperatures=temperatures,
                 first_attempt=self._attempt,  # groups are unique to an evaluation: nothing is resumed
             )
-            for number, (split, row) in enumerate(places)
+            for number, (split, row) in enumerate(rows)
         ]
 
     def _temperatures(self, split: str) -> tuple[float, ...]:
@@ -327,7 +329,7 @@ class Evaluator:
         return (0.0,) + (validation.temperature,) * count
 
     async def _start(self, groups: Sequence[GroupAssignment], workers: Sequence[str]) -> None:
-        self._asked.update((group.group_id, group.split) for group in groups)
+        self._split_of_group.update((group.group_id, group.split) for group in groups)
         by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
         for group, worker_id in zip(groups, itertools.cycle(workers), strict=False):
             by_worker[worker_id].append(group)
@@ -357,7 +359,7 @@ class Evaluator:
         group_id = str(meta.tag("group_id")[0])
         return Scored(
             prompt=group_id,
-            set_name=set_name(self._asked[group_id]),
+            set_name=set_name(self._split_of_group[group_id]),
             source=str(meta.tag("data_source")[0]),
             reward=float(meta.tag("reward")[0]),
             answer=str(meta.tag("answer")[0]),
@@ -366,7 +368,7 @@ class Evaluator:
         )
 
 
-def _repeated(begun: BegunEvaluation, *, version: int, due: Reason | None) -> Reason:
+def _repeated(begun: StartedEvaluation, *, version: int, due: Reason | None) -> Reason:
     """Returns the reason for evaluating the first served version after an evaluation was interrupted.
 
     The interrupted version may be gone, if training continued and no worker holds its weights. The

@@ -27,10 +27,10 @@ from services.controller.run.pipeline import TrainingPipeline
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec, RequestQueue
 from services.controller.run.state.worker_failures import (
-    UnansweringError,
+    UnresponsiveError,
     WorkerLostError,
-    ends_the_process,
     explain,
+    find_fatal,
     is_worker_failure,
 )
 from services.controller.store.records import Note
@@ -81,13 +81,13 @@ class RunDriver:
         self._is_cancelled = False
         self._is_suspended = False
         self._exits: dict[str, str] = {}
-        self._vacant: set[str] = set()
+        self._ended: set[str] = set()
         self._lost = asyncio.Event()
         self._is_hopeless = False
         self._is_over = False
         self._deadline: asyncio.TimerHandle | None = None
         self._losses, self._step_at_loss = 0, -1
-        self._resizing = ElasticSizing(
+        self._sizing = ElasticSizing(
             run_id,
             self._spec,
             launcher=services.launcher,
@@ -118,20 +118,20 @@ class RunDriver:
             event, reason = RunEvent.DRAINED, "ControllerStopped"
         except Exception as error:
             errors = leaves(error)
-            if (fatal := ends_the_process(errors)) is not None:
+            if (fatal := find_fatal(errors)) is not None:
                 raise fatal from error
             reason, message = explain(errors)
             logger.exception("run failed", extra={"run": self._run_id, "reason": reason})
         if self._is_cancelled:
             event, reason = RunEvent.STOPPED, "CancelledByUser"
         self._is_over = True
-        await self._end(keep_samples=event is RunEvent.DRAINED)
+        await self._clean_up(keep_samples=event is RunEvent.DRAINED)
         if reason == "ControllerStopped":
             if self._state is RunState.STARTING:
                 return  # the next controller starts it again
             if self._state is RunState.RUNNING:
-                await self._go(RunEvent.PAUSE, reason)
-        await self._go(event, reason, message)
+                await self._transition(RunEvent.PAUSE, reason)
+        await self._transition(event, reason, message)
 
     @property
     def spec(self) -> RunSpec:
@@ -184,8 +184,8 @@ class RunDriver:
         self._spec.now = spec
         await self._services.membership.recheck()
         if is_resized:
-            await self._request_queue.put("resize", has=self._resizing.size)
-            self._resizing.ask()
+            await self._request_queue.put("resize", has=self._sizing.size)
+            self._sizing.ask()
 
     def activities(self) -> list[str]:
         """Returns the run's current activities."""
@@ -217,17 +217,17 @@ class RunDriver:
 
     def worker_exited(self, exit_: WorkerExit) -> None:
         """Processes the exit of a worker process."""
-        if self._resizing.takes_exit(exit_):
+        if self._sizing.handles_exit(exit_):
             return
         known = self._services.membership.find(self._run_id, exit_.worker_id)
         had_loaded = known is not None and known.state in ("loaded", "ready", "draining")
         is_killed = exit_.code is None or exit_.code < 0
-        is_absent = exit_.worker_id in self._resizing.absent()
+        is_absent = exit_.worker_id in self._sizing.absent()
         others_go_on = is_absent and self._state is RunState.RUNNING
         # A worker that fails before it has loaded would fail again; other workers need not end for
         # that.
         self._is_hopeless |= not (had_loaded or is_killed or others_go_on)
-        message = f"{exit_.worker_id} ended {exit_.how}; its last lines:\n{exit_.last_lines}"
+        message = f"{exit_.worker_id} exited {exit_.how}; last log lines:\n{exit_.last_lines}"
         self.worker_lost(exit_.worker_id, message)
 
     def worker_lost(self, worker_id: str, message: str, *, is_replaced: bool = False) -> None:
@@ -240,14 +240,14 @@ class RunDriver:
         """
         self._exits[worker_id] = message
         if not is_replaced:
-            self._vacant.add(worker_id)
+            self._ended.add(worker_id)
         self._lost.set()
 
     async def _work(self) -> tuple[RunEvent, str]:
         """Enters the loops, again after each failure; returns how the run ended."""
         lost: dict[str, str] = {}
         await self._request_queue.open()
-        self._resizing.begin()
+        self._sizing.begin()
         if self._state is RunState.PAUSING and not self._request_queue.pausing.is_set():
             await self._request_queue.put("pause", checkpoint=True)
         while True:
@@ -255,24 +255,24 @@ class RunDriver:
             if (
                 not self.spec.topology.is_colocated
             ):  # colocated workers start one by one, while the others sleep
-                await self._services.launcher.start(self._run_id, self._resizing.sure())
+                await self._services.launcher.start(self._run_id, self._sizing.startable_spec())
             self._pipeline = None
             try:
-                is_finished = await self._enter(lost)
+                is_finished = await self._run_loops(lost)
             except (ServiceError, WorkerLostError, SizeChangedError, ExceptionGroup) as error:
-                lost = await self._take_loss(error)
+                lost = await self._handle_loss(error)
                 continue
             if is_finished:
                 return RunEvent.FINISH, "Completed"
             return RunEvent.DRAINED, "PausedByUser"
 
-    async def _enter(self, lost: Collection[str]) -> bool:
+    async def _run_loops(self, lost: Collection[str]) -> bool:
         pipeline: asyncio.Future[TrainingPipeline] = asyncio.get_running_loop().create_future()
-        present, absent = self._resizing.present(), self._resizing.absent()
+        present, absent = self._sizing.present(), self._sizing.absent()
         async with TaskGroup() as tasks:
             watches = [
                 tasks.create_task(self._watch_workers()),
-                tasks.create_task(self._resizing.watch(present, pipeline=pipeline)),
+                tasks.create_task(self._sizing.watch(present, pipeline=pipeline)),
             ]
             async with connected(
                 self._spec,
@@ -291,16 +291,18 @@ class RunDriver:
 
     async def _ready(self, absent: Collection[str]) -> None:
         missing = sorted(absent)
-        message = f"goes on without {', '.join(missing)}" if missing else "all workers have loaded"
+        message = (
+            f"continues without {', '.join(missing)}" if missing else "all workers have loaded"
+        )
         await self._journal.note(Note("WorkersReady", message, {"absent": missing}))
         if not missing:
-            await self._resizing.confirm()
+            await self._sizing.confirm()
         if self._state is RunState.STARTING:
-            await self._go(RunEvent.READY, "WorkersReady")
+            await self._transition(RunEvent.READY, "WorkersReady")
         elif self._state is RunState.RECOVERING:
-            await self._go(RunEvent.RECOVER, "WorkersReady")
+            await self._transition(RunEvent.RECOVER, "WorkersReady")
 
-    async def _take_loss(self, error: Exception) -> dict[str, str]:
+    async def _handle_loss(self, error: Exception) -> dict[str, str]:
         """Records lost workers and cleans up after them; raises ``error`` if the run cannot recover."""
         broken = leaves(error)
         errors = [each for each in broken if not isinstance(each, SizeChangedError)]
@@ -308,11 +310,11 @@ class RunDriver:
             raise error
         if len(errors) < len(broken) and not self._exits:
             # All other errors are consequences of leaving the loops.
-            return await self._resizing.settle()
+            return await self._sizing.settle()
         for each in errors:
             # Restarting the trainer loses more than time, so only missing heartbeats count as its
             # death.
-            if isinstance(each, UnansweringError) and each.worker_id in self._rollouts():
+            if isinstance(each, UnresponsiveError) and each.worker_id in self._rollouts():
                 self.worker_lost(each.worker_id, str(each))
         await self._await_exit_report()
         self._count_loss()
@@ -320,12 +322,14 @@ class RunDriver:
         message = "\n".join(lost.values()) or "; ".join(dict.fromkeys(str(e) for e in errors))
         if self._is_hopeless or self._losses > self.spec.limits.max_restarts:
             raise WorkerLostError(message) from error
-        logger.warning("run goes on after a loss", extra={"run": self._run_id, "why": message})
+        logger.warning(
+            "run recovers from a lost worker", extra={"run": self._run_id, "why": message}
+        )
         await self._journal.note(Note("WorkerLost", message, {"workers": sorted(lost)}))
-        await self._clear_vacant()
+        await self._remove_ended()
         is_halted = "trainer-0" in lost or not self._rollouts()
         if is_halted and self._state in (RunState.STARTING, RunState.RUNNING):
-            await self._go(RunEvent.LOSE, "WorkerLost", message.splitlines()[0])
+            await self._transition(RunEvent.LOSE, "WorkerLost", message.splitlines()[0])
         return lost
 
     def _count_loss(self) -> None:
@@ -334,12 +338,12 @@ class RunDriver:
         self._losses = 1 if step > self._step_at_loss else self._losses + 1
         self._step_at_loss = step
 
-    async def _clear_vacant(self) -> None:
+    async def _remove_ended(self) -> None:
         """Removes processes and registrations of lost workers."""
-        for worker_id in self._vacant:
+        for worker_id in self._ended:
             await self._services.launcher.end(self._run_id, worker_id)
             await self._services.membership.forget(self._run_id, worker_id)
-        self._vacant.clear()
+        self._ended.clear()
 
     def _rollouts(self) -> list[str]:
         workers = self._services.membership.workers(self._run_id, "rollout")
@@ -356,24 +360,24 @@ class RunDriver:
     async def _watch_workers(self) -> None:
         """Raises if a worker exits or sends no heartbeats."""
         timeout_s = self._services.heartbeat_timeout_s
-        self._services.membership.begin_watch(self._run_id)
+        self._services.membership.start_supervision(self._run_id)
         while True:
             try:
                 async with asyncio.timeout(timeout_s / 2):
                     await self._lost.wait()
                 raise WorkerLostError("\n".join(self._exits.values()))
             except TimeoutError:
-                for worker in self._services.membership.silent(self._run_id):
+                for worker in self._services.membership.find_silent(self._run_id):
                     self.worker_lost(
                         worker.worker_id,
                         f"{worker.worker_id} sent no heartbeat for {timeout_s:.0f} s",
                     )
 
-    async def _end(self, *, keep_samples: bool) -> None:
+    async def _clean_up(self, *, keep_samples: bool) -> None:
         await self._services.membership.close_run(self._run_id)
         await self._services.launcher.stop(self._run_id)
         if not keep_samples:
             await forget_samples(self._services.queue, self._run_id)
 
-    async def _go(self, event: RunEvent, reason: str, message: str = "") -> None:
+    async def _transition(self, event: RunEvent, reason: str, message: str = "") -> None:
         self._state = await self._move(event, reason, message)

@@ -69,7 +69,7 @@ class ElasticSizing:
         self._membership = membership
         self._journal = journal
         self._request_queue = request_queue
-        self._asked = asyncio.Event()
+        self._changed = asyncio.Event()
         self._failed = asyncio.Event()
         self._failure = ""
         self._size = _rollouts(spec.now)
@@ -86,18 +86,18 @@ class ElasticSizing:
         """Number of rollouts without those that are requested but not running yet; lost ones count."""
         return len(self._size)
 
-    def sure(self) -> RunSpec:
+    def startable_spec(self) -> RunSpec:
         """Returns the specification without rollouts that are requested and may not start."""
         return with_replicas(self._spec.now, len(self._wanted() & self._size))
 
     def ask(self) -> None:
         """Wakes the watcher after the specification changed."""
-        self._asked.set()
+        self._changed.set()
 
-    def takes_exit(self, exit_: WorkerExit) -> bool:
+    def handles_exit(self, exit_: WorkerExit) -> bool:
         """Returns True if a worker that exited is one that the run does not need yet or any more."""
         if exit_.worker_id in self._new():
-            self._failure = f"{exit_.worker_id} ended: {exit_.last_lines}"
+            self._failure = f"{exit_.worker_id} exited; last log lines:\n{exit_.last_lines}"
             self._failed.set()
             return True
         return exit_.worker_id.startswith("rollout-") and exit_.worker_id not in self._wanted()
@@ -119,7 +119,7 @@ class ElasticSizing:
         """
         here, has_left = set(present), False
         while True:
-            self._asked.clear()
+            self._changed.clear()
             wanted, request = self._wanted(), self._request_queue.get("resize")
             if leaving := here - wanted:
                 if not pipeline.done():
@@ -134,18 +134,18 @@ class ElasticSizing:
                 self._size -= gone
                 await self._start(pipeline)  # platforms display the number of workers
             if missing := wanted - here:
-                if await self._bring_up(missing, pipeline, request):
+                if await self._add_rollouts(missing, pipeline, request):
                     here |= missing
                 continue
             if pipeline.done() and (has_left or request is not None):
-                await self._tell("Resized", len(wanted), request)
+                await self._report("Resized", len(wanted), request)
             has_left = False
-            await self._asked.wait()
+            await self._changed.wait()
 
     async def confirm(self) -> None:
         """Reports a pending resize request as done once the loops are entered with that size."""
         if (request := self._request_queue.get("resize")) is not None:
-            await self._tell("Resized", len(self._wanted()), request)
+            await self._report("Resized", len(self._wanted()), request)
 
     async def settle(self) -> dict[str, str]:
         """Ends surplus rollouts before the loops are entered again; returns them with the cause."""
@@ -155,8 +155,8 @@ class ElasticSizing:
         await self._end(gone)
         kind = "Replaced" if self._size == self._wanted() else "Resized"
         self._size = self._wanted()
-        await self._tell(kind, self.size, self._request_queue.get("resize"))
-        return dict.fromkeys(gone, "was one too many")
+        await self._report(kind, self.size, self._request_queue.get("resize"))
+        return dict.fromkeys(gone, "was removed")
 
     def absent(self) -> set[str]:
         """Returns rollouts that have not loaded yet and without which the others can start."""
@@ -170,11 +170,11 @@ class ElasticSizing:
         """Returns the rollouts with which the loops are entered, once they have loaded."""
         return self._wanted() - self.absent()
 
-    async def _tell(self, kind: str, count: int, request: Request | None) -> None:
+    async def _report(self, kind: str, count: int, request: Request | None) -> None:
         note = Note(kind, f"{count} rollouts", {"replicas": count})
         await self._journal.note(note, also=self._request_queue.done(request))
 
-    async def _bring_up(
+    async def _add_rollouts(
         self, missing: set[str], pipeline: asyncio.Future[TrainingPipeline], request: Request | None
     ) -> bool:
         """Starts rollouts and adds them to the run; returns False if they are not wanted any more.
@@ -201,8 +201,8 @@ class ElasticSizing:
         self._started -= missing
         kind = "Replaced" if missing <= self._size else "Resized"
         self._size |= missing
-        await pipeline.result().publisher.all_serve()
-        await self._tell(kind, asked, request)
+        await pipeline.result().publisher.wait_all_serve()
+        await self._report(kind, asked, request)
         return True
 
     async def _keep_size(self, why: str, *, asked: int, request: Request | None) -> None:
@@ -240,7 +240,7 @@ class ElasticSizing:
                 waiting_for=lambda: f"{', '.join(unloaded())} to load",
             ),
             self._fail_on_exit(),
-            self._asked.wait(),
+            self._changed.wait(),
         )
 
     async def _fail_on_exit(self) -> None:

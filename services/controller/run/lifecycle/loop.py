@@ -100,14 +100,14 @@ async def train(pipeline: TrainingPipeline) -> bool:
         background = [tasks.create_task(work) for work in pipeline.background()]
         await pipeline.catch_up()
         if not pipeline.spec.now.validation.only:
-            supply = tasks.create_task(pipeline.scheduler.dispatch_loop())
+            dispatching = tasks.create_task(pipeline.scheduler.dispatch_loop())
             await _train_steps(pipeline)
-            supply.cancel()
+            dispatching.cancel()
         await pipeline.finish()
         for task in background:
             task.cancel()
     if pipeline.is_done:
-        await pipeline.note("Finished", "all steps are trained and evaluated", {})
+        await pipeline.note("Finished", "trained and evaluated all steps", {})
     return pipeline.is_done
 
 

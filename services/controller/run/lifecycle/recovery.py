@@ -21,7 +21,7 @@ from services.common.fields import partition_id
 from services.common.runspec.data import WeightedSetSpec
 from services.common.runspec.run import RunSpec
 from services.controller.rules.difficulty import Difficulty
-from services.controller.rules.evaluation import BegunEvaluation, Evaluation
+from services.controller.rules.evaluation import Evaluation, StartedEvaluation
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.prompts import Mixture, PromptOrder
 from services.controller.run.connections import (
@@ -90,18 +90,23 @@ async def restore(
         recovered.ledger, max_attempts=spec.now.rollout.max_attempts, now=clock.monotonic()
     )
     progress = Progress(spec.now.algorithm.max_staleness, first_step=ledger.first_step)
-    progress.restore(recovered.run.summary, steps=recovered.step, syncs_ms=recovered.syncs_ms)
+    progress.restore(
+        recovered.run.summary,
+        steps=recovered.step,
+        syncs_ms=recovered.syncs_ms,
+        step_metrics=recovered.step_metrics,
+    )
     order = _order(spec, connections, recovered)
     ledger.difficulty = order.difficulty
     scheduler = _scheduler(
         spec, connections, journal=journal, queue=queue, clock=clock, ledger=ledger, order=order
     )
 
-    async def tell(what: BegunEvaluation | Evaluation, request: Request | None) -> None:
+    async def on_evaluation(what: StartedEvaluation | Evaluation, request: Request | None) -> None:
         await pipeline.evaluated(what, request)
 
     evaluator = Evaluator(
-        spec, run_id, connections, queue=queue, request_queue=request_queue, tell=tell
+        spec, run_id, connections, queue=queue, request_queue=request_queue, on_change=on_evaluation
     )
     waits = Waits()
     gpu_time_sharing = GpuTimeSharing(spec=spec, connections=connections, evaluator=evaluator)
@@ -241,9 +246,9 @@ async def _start_from(step: int, spec: CurrentSpec, *, journal: Journal) -> Reco
     folder = spec.now.trainer.checkpoint.start_from
     if spec.num_steps <= step:
         raise FailedPreconditionError(
-            f"trainer.checkpoint.start_from: {folder} is of step {step}, but the run has {spec.num_steps} "
-            "steps, so nothing would be trained; raise trainer.steps or data.epochs, which count the steps "
-            "of the checkpoint"
+            f"trainer.checkpoint.start_from: {folder} is of step {step}, but the run ends at step "
+            f"{spec.num_steps}, so nothing would be trained; raise trainer.steps or data.epochs, which "
+            "include the steps of the checkpoint"
         )
     await journal.start_at(step, message=f"training starts after step {step}, from {folder}")
     logger.info("run starts from a checkpoint", extra={"run": journal.run_id, "step": step})
@@ -264,7 +269,7 @@ async def _rewind(
     await connections.replicas.cancel([group.group_id for group in recovered.ledger.groups])
     await drop_partitions(queue, run_id)
     await create_partitions(queue, run_id, spec)
-    message = f"the trainer lost what it trained after step {step}; training goes on from there"
+    message = f"the trainer lost its state after step {step}; training continues from that step"
     await journal.rewind(step, version=recovered.run.weight_version + 1, message=message)
     logger.warning("run rewound", extra={"run": run_id, "step": step})
     return await journal.load()
@@ -274,7 +279,7 @@ def _check_same_run(connections: RunConnections, recovered: Recovered) -> None:
     known = recovered.step if recovered.begun is None else recovered.begun.step
     if connections.trained > known:
         raise FailedPreconditionError(
-            f"the trainer has trained step {connections.trained}, but the database knows of {known} only: "
-            "trainer.checkpoint.directory holds checkpoints of another run (name one of them in "
-            "trainer.checkpoint.start_from to start from it), or the database is an older copy"
+            f"the trainer loaded step {connections.trained}, but the database records only {known}: "
+            "trainer.checkpoint.directory has checkpoints of another run (set "
+            "trainer.checkpoint.start_from to start from one of them), or the database is an older copy"
         )

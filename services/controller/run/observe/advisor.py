@@ -9,7 +9,7 @@ from typing import Any
 
 from services.common.clock import Clock
 from services.controller.planning.advice import Advice, advise
-from services.controller.planning.gpu_splits import otherwise
+from services.controller.planning.gpu_splits import other_placements
 from services.controller.planning.inputs import Step, rates_of, setting_of, waited
 from services.controller.rules.ledger import Ledger
 from services.controller.run.observe.progress import Progress
@@ -19,10 +19,10 @@ from services.controller.store.records import Note
 
 logger = logging.getLogger(__name__)
 _REMEMBERED = 40
-_LEAST_STEPS = 10
+_MIN_STEPS = 10
 # A prediction takes up to one second of CPU: it is repeated soon if the run has changed, and rarely
 # otherwise.
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 600.0, 3600.0
+_MIN_PAUSE_S, _MAX_PAUSE_S = 600.0, 3600.0
 _MOVED = 0.1
 
 
@@ -44,9 +44,9 @@ class Advisor:
     _stepped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _advised_at: float | None = field(default=None, init=False)
     _waited: float = field(default=0.0, init=False)
-    _told: tuple[object, ...] = field(default=(), init=False)
+    _reported: tuple[object, ...] = field(default=(), init=False)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Discards steps and advice after the run's workers changed."""
         self.progress.advised({})
         self._steps.clear()
@@ -71,13 +71,13 @@ class Advisor:
             await self._advise()
 
     def _is_due(self) -> bool:
-        if self._num_steps < _LEAST_STEPS:
+        if self._num_steps < _MIN_STEPS:
             return False
         if self._advised_at is None:
             return True
         passed_s = self.clock.monotonic() - self._advised_at
         has_moved = abs(waited(self._numbers()) - self._waited) >= _MOVED
-        return passed_s >= (_LEAST_PAUSE_S if has_moved else _MOST_PAUSE_S)
+        return passed_s >= (_MIN_PAUSE_S if has_moved else _MAX_PAUSE_S)
 
     async def _advise(self) -> None:
         steps, spec, setting = self._numbers(), self.spec.now, setting_of(self.spec.now)
@@ -86,27 +86,27 @@ class Advisor:
         def work() -> Advice | None:
             try:
                 rates = rates_of(steps, lengths, setting=setting)
-                return advise(steps, rates, setting, others=otherwise(spec), gpus=gpus)
+                return advise(steps, rates, setting, others=other_placements(spec), gpus=gpus)
             except ValueError:
                 return None  # a metric is missing so far
 
         try:
             advice = await asyncio.to_thread(work)
         except Exception:  # a failed prediction must not end the run
-            logger.exception("no advice")
+            logger.exception("cannot predict the bottleneck")
             advice = None
         self._advised_at, self._waited = self.clock.monotonic(), waited(steps)
         if advice is None:
             return
         texts = {"message": advice.message(), "remedy": advice.remedy()}
-        self.progress.advised({"short": advice.short, **texts})
-        if advice.first != self._told:
-            self._told = advice.first
-            await self._tell(advice)
+        self.progress.advised({"bottleneck": advice.bottleneck, **texts})
+        if advice.first != self._reported:
+            self._reported = advice.first
+            await self._report(advice)
 
-    async def _tell(self, advice: Advice) -> None:
+    async def _report(self, advice: Advice) -> None:
         data = {
-            "short": advice.short,
+            "bottleneck": advice.bottleneck,
             "waited": advice.waited,
             "idled": advice.idled,
             "step_s": advice.measured_step_s,

@@ -3,13 +3,15 @@
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from services.controller.rules.evaluation import Evaluation
+from services.controller.rules.learning import RewardHistory
 from services.controller.rules.ledger import Ledger
 from services.controller.run.dispatch.rollout_pool import RolloutPool
 from services.controller.run.weights.session import SyncReport
+from services.controller.store.ledgers import StepMetrics
 
 # Newest weight syncs in the summary's percentiles: they are sorted for each event.
 _KEPT = 1000
@@ -35,19 +37,32 @@ class Progress:
         self._version = -1
         self._heldout: dict[str, Any] = {"greedy": None, "sampled": None, "weight_version": None}
         self._advice: Mapping[str, str] = {}
+        self._rewards = RewardHistory()
+        self._reward_drop: dict[str, Any] = {}
         self.nothing_learned: Mapping[str, str] = {}
         """``reason`` and ``message`` if the newest steps trained nothing."""
         self.best: Mapping[str, Any] | None = None
         """``step``, ``weight_version`` and ``score`` of the saved version with the highest held-out score."""
 
-    def restore(self, summary: Mapping[str, Any], *, steps: int, syncs_ms: Iterable[float]) -> None:
+    def restore(
+        self,
+        summary: Mapping[str, Any],
+        *,
+        steps: int,
+        syncs_ms: Iterable[float],
+        step_metrics: Iterable[StepMetrics] = (),
+    ) -> None:
         """Restores the numbers from an earlier summary.
 
         Args:
             summary: Result of :meth:`summary`; may be empty.
             steps: Trained steps: fewer than in the summary if the run was rewound.
             syncs_ms: Latencies of the weight syncs so far, in milliseconds.
+            step_metrics: Metrics of the steps in :meth:`RewardHistory.sampled_steps`.
         """
+        for found in step_metrics:
+            self._rewards.add(found.step, found.metrics)
+        self._update_drop()
         self._syncs_ms.extend(syncs_ms)
         if not summary:
             return
@@ -65,6 +80,8 @@ class Progress:
     def stepped(self, metrics: Mapping[str, float]) -> None:
         """Records a committed step."""
         self._steps += 1
+        self._rewards.add(self._steps, metrics)
+        self._update_drop()
         self._max_staleness = max(self._max_staleness, int(metrics.get("staleness_max", 0)))
         self._staleness_sum += metrics.get("staleness_mean", 0.0)
 
@@ -120,9 +137,14 @@ class Progress:
             "weight_version": self._version,
             "advice": self._advice,
             "nothing_learned": self.nothing_learned,
+            "reward_drop": self._reward_drop,
             "best": self.best,
             "sync_ms": {"p50": self._percentile(50), "p95": self._percentile(95)},
         }
+
+    def _update_drop(self) -> None:
+        drop = self._rewards.drop()
+        self._reward_drop = {} if drop is None else asdict(drop)
 
     def _percentile(self, percent: int) -> float | None:
         if not self._syncs_ms:

@@ -14,10 +14,24 @@ from services.controller.rules.ledger import Ledger
 from services.controller.run.state.journal import Journal
 from services.controller.store.records import Note
 
-Wait = Literal["no_data", "barrier", "scoring", "weight_sync", "handover", "checkpoint"]
+Wait = Literal["no_data", "barrier", "scoring", "weight_sync", "gpu_switch", "checkpoint"]
 """``no_data``: groups are not finished. ``barrier``: a batch is ready, but training waits for
-groups that would grow too stale. ``scoring``: other workers score the batch.
-``handover``: rollouts leave GPUs that they share with the trainer."""
+groups that would become too stale. ``scoring``: other workers score the batch.
+``gpu_switch``: rollouts leave GPUs that they share with the trainer."""
+
+_MIN_PATIENCE_S = 60.0
+_PATIENCE_STEPS = 3
+_REMEMBERED = 8
+_REASONS: dict[Wait, tuple[str, str]] = {
+    "barrier": (
+        "WaitsForOldest",
+        "the batch waits for running groups that would otherwise become too stale",
+    ),
+    "scoring": ("WaitsForScores", "other workers are scoring the batch"),
+    "weight_sync": ("WaitsForWeights", "weights are being transferred to the rollouts"),
+    "gpu_switch": ("WaitsForGpus", "shared GPUs are being switched to the trainer"),
+    "checkpoint": ("WaitsForCheckpoint", "a checkpoint is being written"),
+}
 
 
 class Waits:
@@ -56,19 +70,6 @@ class Waits:
         return spent
 
 
-_LEAST_PATIENCE_S = 60.0
-_STEPS_OF_PATIENCE = 3
-_REMEMBERED = 8
-
-_REASONS: dict[Wait, tuple[str, str]] = {
-    "barrier": ("WaitsForOldest", "groups that would grow too stale are awaited first"),
-    "scoring": ("WaitsForScores", "other workers score the batch"),
-    "weight_sync": ("WaitsForWeights", "weights are on their way to the rollouts"),
-    "handover": ("WaitsForGpus", "evaluations end and rollouts leave the GPUs to the trainer"),
-    "checkpoint": ("WaitsForCheckpoint", "a checkpoint is being written"),
-}
-
-
 @dataclass(slots=True, kw_only=True)
 class StallReporter:
     """Reports a run that trains no step, at doubling intervals and with the current reason."""
@@ -94,7 +95,7 @@ class StallReporter:
     @property
     def patience_s(self) -> float:
         """Seconds without a step that are not reported."""
-        return max(_LEAST_PATIENCE_S, _STEPS_OF_PATIENCE * max(self._seconds, default=0.0))
+        return max(_MIN_PATIENCE_S, _PATIENCE_STEPS * max(self._seconds, default=0.0))
 
     async def watch(self) -> None:
         """Reports stalls until it is cancelled."""
@@ -106,13 +107,13 @@ class StallReporter:
                 self._stepped.clear()
                 patience_s = self.patience_s
             except TimeoutError:
-                await self._tell()
+                await self._report()
                 patience_s *= 2
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         reason, why = self.why()
         still_s = self.clock.monotonic() - self._since
-        message = f"no step for {still_s:.0f} s: {why}"
+        message = f"no step finished for {still_s:.0f} s: {why}"
         data = {"reason": reason, "seconds": still_s}
         await self.journal.note(Note("NoProgress", message, data), self.ledger)
 
@@ -122,18 +123,21 @@ class StallReporter:
         if waited is not None and waited != "no_data":
             return _REASONS[waited]
         if self.activity() == "TRAINING":
-            return "StepIsLong", "the trainer has the batch and works on it"
+            return "StepIsLong", "the trainer is training the batch"
         ledger = self.ledger
         ready, running = ledger.count(GroupState.READY), ledger.count(*RUNNING)
         found = f"{ready} of {self.groups_per_step} groups are finished"
         ended = ", ".join(f"{count} {name}" for name, count in sorted(ledger.reasons().items()))
-        lost = f"; given up so far: {ended}" if ended else ""
+        lost = f"; dropped so far: {ended}" if ended else ""
         if running:
             return "WaitsForGroups", f"{found}, {running} are being generated{lost}"
         waiting = ledger.count(*WAITING)
         if waiting:
             return (
                 "NoGroupRuns",
-                f"{found}, {waiting} wait for a rollout, and none runs; look at the rollouts{lost}",
+                f"{found}, {waiting} wait for a rollout, none is running; check the rollouts{lost}",
             )
-        return "NoGroupRuns", f"{found}, and no other may start before weights are served{lost}"
+        return (
+            "NoGroupRuns",
+            f"{found}; no other group may start before new weights are served{lost}",
+        )

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from services.controller.rules.difficulty import PromptRate
-from services.controller.rules.evaluation import BegunEvaluation
+from services.controller.rules.evaluation import StartedEvaluation
 from services.controller.rules.groups import Group, LedgerState
+from services.controller.rules.learning import RewardHistory
 from services.controller.rules.ledger import Ledger
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.database import Database
-from services.controller.store.ledgers import StepRecord
+from services.controller.store.ledgers import StepMetrics, StepRecord
 from services.controller.store.records import Event, Note, Run
 from services.controller.store.rows import (
     event_data,
@@ -48,9 +49,11 @@ class Recovered:
     """Step that was sent to the trainer and is not committed; None without one."""
     syncs_ms: tuple[float, ...]
     """Latencies of the weight syncs so far, in milliseconds."""
+    step_metrics: Sequence[StepMetrics]
+    """Metrics of the steps in :meth:`RewardHistory.sampled_steps`."""
     evaluated: frozenset[int]
     """Weight versions that were evaluated."""
-    begun_evaluation: BegunEvaluation | None
+    begun_evaluation: StartedEvaluation | None
     """Evaluation that was running; None without one."""
 
     @property
@@ -116,7 +119,7 @@ class Journal:
         before = await self._database.run(known)
         if before is None or before.data != data:
             listed = ", ".join(f"data.{split}: {count:,}" for split, count in rows.items())
-            message = f"rows of {listed}; {steps:,} steps"
+            message = f"rows: {listed}; {steps:,} steps"
             await self._record(
                 Note("DataOpened", message, data),
                 lambda connection: set_target_steps(connection, self.run_id, steps),
@@ -207,6 +210,9 @@ class Journal:
                     float(data["sync_ms"])
                     for data in event_data(connection, self.run_id, "WeightsPublished")
                 ),
+                step_metrics=ledger_store.read_metrics(
+                    connection, self.run_id, RewardHistory.sampled_steps(step)
+                ),
                 evaluated=frozenset(
                     int(data["version"])
                     for data in event_data(connection, self.run_id, "Validated")
@@ -215,8 +221,8 @@ class Journal:
             )
 
 
-def _begun_evaluation(connection: sa.Connection, run_id: str) -> BegunEvaluation | None:
+def _begun_evaluation(connection: sa.Connection, run_id: str) -> StartedEvaluation | None:
     newest = newest_event(connection, run_id, ("ValidationStarted", "Validated"))
     if newest is None or newest.type == "Validated":
         return None
-    return BegunEvaluation(int(newest.data["version"]), newest.data["reason"])
+    return StartedEvaluation(int(newest.data["version"]), newest.data["reason"])

@@ -13,14 +13,14 @@ from services.common.errors import (
 from services.controller.store.database import DatabaseError, LeaseLostError
 
 _TRANSIENT = (UnavailableError, DeadlineExceededError, NotFoundError, DataLossError, AbortedError)
-_OURS = (LeaseLostError, DatabaseError)
+_CONTROLLER_ERRORS = (LeaseLostError, DatabaseError)
 
 
 class WorkerLostError(RuntimeError):
     """Raised if a worker of a run is gone."""
 
 
-class UnansweringError(UnavailableError):
+class UnresponsiveError(UnavailableError):
     """Raised if a worker's process does not answer.
 
     Args:
@@ -33,21 +33,22 @@ class UnansweringError(UnavailableError):
         self.worker_id = worker_id
 
 
-class LateError(UnansweringError):
+class LateError(UnresponsiveError):
     """Raised if a worker's process is alive but misses a deadline; the worker is replaced."""
 
 
 def is_worker_failure(errors: Sequence[BaseException]) -> bool:
     """Returns True if all errors come from lost or unavailable peers, so that the run can recover."""
     return all(
-        isinstance(error, (*_TRANSIENT, WorkerLostError)) and not isinstance(error, _OURS)
+        isinstance(error, (*_TRANSIENT, WorkerLostError))
+        and not isinstance(error, _CONTROLLER_ERRORS)
         for error in errors
     )
 
 
-def ends_the_process(errors: Sequence[BaseException]) -> BaseException | None:
+def find_fatal(errors: Sequence[BaseException]) -> BaseException | None:
     """Returns the error after which this controller must not write any more; None without one."""
-    return next((error for error in errors if isinstance(error, _OURS)), None)
+    return next((error for error in errors if isinstance(error, _CONTROLLER_ERRORS)), None)
 
 
 def explain(errors: Sequence[BaseException]) -> tuple[str, str]:

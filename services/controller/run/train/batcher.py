@@ -102,10 +102,10 @@ async def _take_batch(
             await scheduler.drop({"stale": choice.stale})
         elif choice.awaited:
             with waits("barrier"):
-                await _until_some_end(choice.awaited, scheduler, deadline - clock.monotonic())
+                await _wait_for_any(choice.awaited, scheduler, deadline - clock.monotonic())
 
 
-async def _until_some_end(
+async def _wait_for_any(
     groups: Sequence[Group], scheduler: GenerationScheduler, timeout_s: float
 ) -> None:
     """Waits until one of the groups is finished or ended, for at most ``timeout_s``."""

@@ -101,7 +101,7 @@ class CheckpointStore:
             if checkpoint.checkpoint_id == checkpoint_id:
                 return checkpoint
         raise NotFoundError(
-            f"run {run_id} has no checkpoint {checkpoint_id!r}; list its checkpoints",
+            f"run {run_id} has no checkpoint {checkpoint_id!r}; list the run's checkpoints",
             checkpoint_id=checkpoint_id,
         )
 
@@ -188,7 +188,8 @@ class Checkpoints:
         kept = sorted(keep_steps)
         begin = self._clock.monotonic()
         await self._journal.note(
-            Note("CheckpointStarted", f"step {step} is being saved", {"step": step}), ledger
+            Note("CheckpointStarted", f"saving the checkpoint of step {step}", {"step": step}),
+            ledger,
         )
         checkpoint = await self._save(trainer, critic, step=step, version=version, keep_steps=kept)
         self._saved_at = checkpoint.create_time
@@ -259,7 +260,7 @@ class Checkpoints:
             DataLossError,
             ResourceExhaustedError,
         ) as error:
-            return "", f"without the samples in flight: {error.message}"
+            return "", f"saved without samples in flight: {error.message}"
         return name, ""
 
     def _write(
@@ -292,9 +293,9 @@ class Checkpoints:
 def _ended(checkpoint: Checkpoint, *, seconds: float) -> Note:
     """Returns the event that reports a saved or failed checkpoint."""
     size_gb = checkpoint.size_bytes / 1e9
-    kind, text = "CheckpointSaved", f"is saved: {size_gb:.1f} GB in {seconds:.1f} s"
+    kind, text = "CheckpointSaved", f"saved {size_gb:.1f} GB in {seconds:.1f} s"
     if checkpoint.state == "FAILED":
-        kind, text = "CheckpointFailed", f"was not saved: {checkpoint.message}"
+        kind, text = "CheckpointFailed", f"checkpoint failed: {checkpoint.message}"
     data = {
         "checkpoint_id": checkpoint.checkpoint_id,
         "step": checkpoint.step,
@@ -302,4 +303,4 @@ def _ended(checkpoint: Checkpoint, *, seconds: float) -> Note:
         "size_bytes": checkpoint.size_bytes,
         "seconds": seconds,
     }
-    return Note(kind, f"step {checkpoint.step} {text}", data)
+    return Note(kind, f"step {checkpoint.step}: {text}", data)

@@ -41,12 +41,12 @@ class GpuTimeSharing:
     spec: CurrentSpec
     connections: RunConnections
     evaluator: Evaluator
-    _is_trainers: bool = field(default=False, init=False)
+    _trainer_has_gpus: bool = field(default=False, init=False)
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
-    _handover: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _switch_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @property
-    def are_needed(self) -> bool:
+    def is_needed(self) -> bool:
         """True if trainer and rollouts share GPUs."""
         return self.spec.now.topology.is_colocated
 
@@ -56,15 +56,15 @@ class GpuTimeSharing:
         Raises:
             ServiceError: If a worker does not answer within ``limits.step_timeout_s``.
         """
-        if not self.are_needed:
+        if not self.is_needed:
             return
-        async with self._handover:
-            if self._is_trainers:
+        async with self._switch_lock:
+            if self._trainer_has_gpus:
                 return
             await self.evaluator.leased()
             # An evaluation that holds the pin first finishes under its weight version.
             await self.connections.weights.pin.acquire()
-            self._is_trainers = True
+            self._trainer_has_gpus = True
             timeout_s = self.spec.now.limits.step_timeout_s
             with self._timed("rollouts_sleep_s"):
                 if self.spec.now.rollout.partial_rollout:
@@ -80,7 +80,7 @@ class GpuTimeSharing:
             ServiceError: As :meth:`WeightSession.publish` does, or if a worker does not answer.
         """
         weights = self.connections.weights
-        if not self.are_needed:
+        if not self.is_needed:
             # A version that is due for evaluation stays until the evaluation has reserved its
             # rollouts.
             await self.evaluator.leased()
@@ -92,19 +92,19 @@ class GpuTimeSharing:
             weights.pin.release()
 
     async def _end_training(self) -> None:
-        if not self._is_trainers:
+        if not self._trainer_has_gpus:
             return
         timeout_s = self.spec.now.limits.step_timeout_s
         with self._timed("trainer_sleep_s"):
             await self.connections.trainer.sleep(timeout_s=timeout_s)
         with self._timed("rollouts_wake_s"):
             await self.connections.replicas.wake(timeout_s=timeout_s)
-        self._is_trainers = False
+        self._trainer_has_gpus = False
 
     def take_seconds(self) -> dict[str, float]:
         """Returns and resets the seconds spent on switches, by phase and in total."""
         spent, self._seconds = self._seconds, {}
-        return {**spent, "handover_s": sum(spent.values())} if spent else {}
+        return {**spent, "gpu_switch_s": sum(spent.values())} if spent else {}
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

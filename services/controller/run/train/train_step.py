@@ -40,7 +40,7 @@ from services.controller.store.records import Note
 from services.wire.batch import KVBatchMeta
 from services.wire.trainer import TrainedStep
 
-_MOST_TOLD = 8
+_MAX_NAMED = 8
 """Max samples that a message names."""
 
 
@@ -134,21 +134,21 @@ class TrainSteps:
             max_staleness=self.spec.now.algorithm.max_staleness,
         )
         await self._commit(step, batch, trained, spread=spread, begin=begin, wait_s=wait_s)
-        await self._look_for_learning(step, samples, trained)
+        await self._report_nothing_learned(step, samples, trained)
         await self.scheduler.release(stored)
 
     @asynccontextmanager
     async def _weights_may_change(self) -> AsyncIterator[None]:
         """Waits until the trainer has its GPUs and its weights are not being copied."""
-        turn = self.connections.weights.turn
-        with self.waits("handover"):
+        lock = self.connections.weights.trainer_lock
+        with self.waits("gpu_switch"):
             await self.gpu_time_sharing.begin_training()
         with self.waits("weight_sync"):
-            await turn.acquire()
+            await lock.acquire()
         try:
             yield
         finally:
-            turn.release()
+            lock.release()
 
     async def settle(self, step: int) -> bool:
         """Finishes a step that was begun, or returns its groups if samples are lost.
@@ -195,15 +195,15 @@ class TrainSteps:
             **self.gpu_time_sharing.take_seconds(),
             "ready_groups": self.ledger.count(GroupState.READY),
             "running_groups": len(self.ledger.running()),
-            **self._set_aside(step),
+            **self._count_skipped(step),
             "histograms": spread,
         }
-        text = f"step {step} is trained"
+        text = f"trained step {step}"
         if trained.skipped:
             data["is_skipped"] = 1.0
-            text = f"step {step} left the weights as they were: {_why_skipped(trained.metrics)}"
-        told = {**data, "rollouts": {"idle_s": use.idle_s}}
-        note = Note("StepCommitted", text, told, step, None, self.progress.summary(self.ledger))
+            text = f"step {step} did not change the weights: {_why_skipped(trained.metrics)}"
+        reported = {**data, "rollouts": {"idle_s": use.idle_s}}
+        note = Note("StepCommitted", text, reported, step, None, self.progress.summary(self.ledger))
         await self.journal.commit_step(step, self.ledger, note=note, metrics=data)
         if trained.left_out:
             await self.journal.note(_left_out(step, trained.left_out))
@@ -218,12 +218,11 @@ class TrainSteps:
         if oldest > bound:
             metrics.STALENESS_VIOLATIONS.labels(self.run_id).inc()
             raise StalenessError(
-                f"step {step} trained tokens that were {oldest:.0f} weight versions old, but "
-                f"algorithm.max_staleness is {bound}; this is a defect of Slipstream: report it, with the "
-                "run's database and logs"
+                f"step {step} trained tokens with staleness {oldest:.0f}, but algorithm.max_staleness is "
+                f"{bound}; this is a bug in Slipstream: report it with the run's database and logs"
             )
 
-    async def _look_for_learning(
+    async def _report_nothing_learned(
         self, step: int, samples: KVBatchMeta, trained: TrainedStep
     ) -> None:
         """Reports why the newest steps trained nothing, once for as long as the reason is the same."""
@@ -255,13 +254,13 @@ class TrainSteps:
         sets = {group.group_id: set_name(self.mixture.place(group.row)[0]) for group in batch}
         return set_scores(samples, sets)
 
-    def _set_aside(self, step: int) -> dict[str, int]:
+    def _count_skipped(self, step: int) -> dict[str, int]:
         """Returns the number of prompts that the curriculum leaves out, by reason."""
         difficulty = self.ledger.difficulty
-        counts = {} if difficulty is None else difficulty.set_aside(step=step)
+        counts = {} if difficulty is None else difficulty.count_skipped(step=step)
         for why, count in counts.items():
-            metrics.SET_ASIDE.labels(self.run_id, why).set(count)
-        return {f"set_aside/{why}": count for why, count in counts.items()}
+            metrics.SKIPPED_PROMPTS.labels(self.run_id, why).set(count)
+        return {f"skipped/{why}": count for why, count in counts.items()}
 
     def _traces(self, batch: Sequence[Group]) -> list[tracing.Trace]:
         return tracing.of_groups(self.run_id, (group.group_id for group in batch))
@@ -274,13 +273,13 @@ def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
 
 def _left_out(step: int, tokens: Mapping[str, int]) -> Note:
     """Returns the event that reports sequences that exceeded the trainer's memory."""
-    told = ", ".join(
-        f"{key} ({count:,} tokens)" for key, count in list(tokens.items())[:_MOST_TOLD]
+    reported = ", ".join(
+        f"{key} ({count:,} tokens)" for key, count in list(tokens.items())[:_MAX_NAMED]
     )
-    more = f" and {len(tokens) - _MOST_TOLD} more" if len(tokens) > _MOST_TOLD else ""
+    more = f" and {len(tokens) - _MAX_NAMED} more" if len(tokens) > _MAX_NAMED else ""
     return Note(
         "SamplesLeftOut",
-        f"step {step} was trained without what did not fit into the trainer's memory: {told}{more}; lower "
+        f"step {step} left out samples that do not fit into the trainer's memory: {reported}{more}; lower "
         "rollout.max_response_tokens, or set trainer.activation_checkpointing, "
         "trainer.activation_offloading or trainer.context_parallel",
         {"step": step, "samples": dict(tokens)},
@@ -290,4 +289,4 @@ def _left_out(step: int, tokens: Mapping[str, int]) -> Note:
 
 def _why_skipped(numbers: Mapping[str, float]) -> str:
     names = sorted(name for name, value in numbers.items() if not math.isfinite(value))
-    return f"{', '.join(names)} not finite" if names else "no sample of it could be trained"
+    return f"{', '.join(names)} not finite" if names else "no sample could be trained"

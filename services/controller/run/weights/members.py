@@ -24,7 +24,7 @@ from services.common.runspec.weight_modes import (
 )
 from services.common.task_group import TaskGroup, unwrapped
 from services.controller.membership.registry import Worker
-from services.controller.run.state.worker_failures import UnansweringError
+from services.controller.run.state.worker_failures import UnresponsiveError
 from services.weightsync.plan import TensorSpec, WeightPlan, fsdp_shards, make_plan
 from services.wire.weightsync import WeightSyncClient
 
@@ -38,7 +38,7 @@ _PROBE_EVERY_S = 0.5
 # interval and the time-out grow.
 _PROBES_PER_S = 250
 # Number of time-outs that are retried because this process itself was late.
-_TIMES_LATE = 2
+_MAX_LATE = 2
 
 
 class WeightMembers:
@@ -55,13 +55,13 @@ class WeightMembers:
         self._mode: str = spec.mode
         self._backend: str = spec.backend
         # Fallbacks if members cannot reach each other, as (mode, backend).
-        self._other_ways: list[tuple[str, str]] = []
+        self._fallbacks: list[tuple[str, str]] = []
         self._stack = AsyncExitStack()
         self._tensors: tuple[TensorSpec, ...] = ()
         self._bucket_bytes = 0
         self._devices: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
-        self._lent: dict[str, WeightSyncClient] = {}
+        self._reserved: dict[str, WeightSyncClient] = {}
         self.sources: dict[str, WeightSyncClient] = {}
         """Trainer ranks that send, in the order of their rows."""
         self.rollouts: dict[str, WeightSyncClient] = {}
@@ -94,9 +94,9 @@ class WeightMembers:
         self.rollouts = {w.worker_id: await self._connect(w.address) for w in rollouts}
         await self._agree(self.all())
         if not MODES[self._mode].through_host and self._share_gpus():
-            self._other_ways = self._ways_of_shared_gpus()
-            if self._other_ways:
-                await self._take(*self._other_ways.pop(0))
+            self._fallbacks = self._shared_gpu_fallbacks()
+            if self._fallbacks:
+                await self._use_path(*self._fallbacks.pop(0))
 
     async def switch_transfer_path(self, error: ServiceError) -> None:
         """Agrees on the next fallback transport.
@@ -104,14 +104,14 @@ class WeightMembers:
         Raises:
             ServiceError: ``error``, if no fallback is left.
         """
-        if not self._other_ways:
+        if not self._fallbacks:
             raise error
-        mode, backend = self._other_ways.pop(0)
+        mode, backend = self._fallbacks.pop(0)
         logger.warning(
-            "weights take a slower way",
+            "falling back to a slower weight transfer",
             extra={"run": self._run_id, "why": str(error), "mode": mode, "backend": backend},
         )
-        await self._take(mode, backend)
+        await self._use_path(mode, backend)
 
     async def admit(self, rollouts: Sequence[Worker]) -> bool:
         """Adds further rollouts; returns False if the current transport does not reach them.
@@ -161,15 +161,15 @@ class WeightMembers:
             self.rollouts.pop(name, None)
             self._devices.pop(name, None)
 
-    def lend(self, names: Sequence[str]) -> None:
+    def reserve(self, names: Sequence[str]) -> None:
         """Excludes rollouts that keep their weights for now."""
         for name in names:
-            self._lent[name] = self.rollouts.pop(name)
+            self._reserved[name] = self.rollouts.pop(name)
 
-    def take_back(self, names: Sequence[str]) -> None:
-        """Includes lent rollouts again."""
+    def unreserve(self, names: Sequence[str]) -> None:
+        """Includes reserved rollouts again."""
         for name in names:
-            self.rollouts[name] = self._lent.pop(name)
+            self.rollouts[name] = self._reserved.pop(name)
 
     def all(self) -> dict[str, WeightSyncClient]:
         """Returns all members by name."""
@@ -185,8 +185,8 @@ class WeightMembers:
         found = {mode.wire_device(device) for device in self._devices.values()}
         if len(found) > 1:
             raise FailedPreconditionError(
-                f"trainer and rollouts keep their weights on different devices: {self._devices}; give all of "
-                f"them a GPU or none, or set weight_sync.mode to {HOST_MODE}"
+                f"trainer and rollouts must have their weights on the same kind of device, got "
+                f"{self._devices}; give all of them a GPU or none, or set weight_sync.mode to {HOST_MODE}"
             )
         (device,) = found
         if wanted == HANDLE and (device == "cpu" or len(set(self._devices.values())) == 1):
@@ -194,13 +194,13 @@ class WeightMembers:
         fitting = transport_of(device)
         if wanted not in ("auto", fitting):
             raise FailedPreconditionError(
-                f"weight_sync.backend is {wanted}, but in mode {self._mode} weights travel from {device} to "
-                f"{device}, which {fitting} carries; set weight_sync.backend to auto, or for weights that go "
-                f"through host memory weight_sync.mode to {HOST_MODE}"
+                f"weight_sync.backend must be {fitting} or auto for transfers from {device} to {device} "
+                f"(mode {self._mode}), got {wanted}; set weight_sync.backend to auto, or weight_sync.mode "
+                f"to {HOST_MODE} to transfer through host memory"
             )
         return fitting
 
-    async def ask(self, calls: Mapping[str, Awaitable[_T]]) -> dict[str, _T]:
+    async def call_all(self, calls: Mapping[str, Awaitable[_T]]) -> dict[str, _T]:
         """Awaits a call to each member and returns the results by member.
 
         Raises:
@@ -253,7 +253,7 @@ class WeightMembers:
         shards = fsdp_shards(self._tensors, len(self.sources))
         self.plan = make_plan(self._tensors, self._bucket_bytes, shards)
 
-    def _ways_of_shared_gpus(self) -> list[tuple[str, str]]:
+    def _shared_gpu_fallbacks(self) -> list[tuple[str, str]]:
         """Returns (mode, backend) candidates for members that share GPUs, best first."""
         if self._spec.backend == HANDLE:
             return []  # an explicit handle backend has no fallback
@@ -262,7 +262,7 @@ class WeightMembers:
             return [(self._mode, HANDLE), through_host]
         return [through_host]
 
-    async def _take(self, mode: str, backend: str) -> None:
+    async def _use_path(self, mode: str, backend: str) -> None:
         """Agrees on a plan under another mode and backend."""
         logger.info(
             "trainer and rollouts share GPUs",
@@ -283,7 +283,7 @@ class WeightMembers:
 
     async def _agree(self, members: Mapping[str, WeightSyncClient]) -> None:
         numbers = {name: number for number, name in enumerate(self.sources)}
-        answers = await self.ask(
+        answers = await self.call_all(
             {
                 name: member.agree_plan(
                     self._tensors,
@@ -304,8 +304,8 @@ class WeightMembers:
         }
         if others:
             raise DataLossError(
-                f"the controller made plan {expected[:12]}, but members made {others} of the same tensors; "
-                "install the same release in all of them"
+                f"all members must make the weight plan {expected[:12]} of the controller, but got {others}; "
+                "install the same release everywhere"
             )
 
     async def _connect(self, address: str) -> WeightSyncClient:
@@ -321,12 +321,12 @@ async def _probe(name: str, member: WeightSyncClient, timeout_s: float) -> None:
     try:
         await _in_time(lambda: member.alive(timeout_s=timeout_s), timeout_s)
     except ServiceError as error:
-        raise UnansweringError(name, f"does not answer: {error}") from error
+        raise UnresponsiveError(name, f"does not answer: {error}") from error
 
 
 async def _in_time(asked: Callable[[], Awaitable[_T]], timeout_s: float) -> _T:
     """Awaits a call; repeats it if it timed out while this process itself was late."""
-    for _ in range(_TIMES_LATE):
+    for _ in range(_MAX_LATE):
         begin = time.monotonic()
         try:
             return await asked()

@@ -26,6 +26,13 @@ from services.wire.weightsync import WeightSyncClient
 
 logger = logging.getLogger(__name__)
 
+_MIN_TIMEOUT_S = 1.5
+# A rollout that drains for this long counts as dead, in case its own stall detection failed.
+_DRAINING_S = 7 * 86_400.0
+# Max attempts to publish one version while no member is lost: a busy machine misses a deadline, a
+# bit flips.
+_MAX_TRIES = 5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSource:
@@ -47,12 +54,12 @@ class TransferPath:
     adopt_s: float
 
 
-async def bring(
+async def send_from_peers(
     members: WeightMembers,
     peers: Mapping[str, Sequence[str]],
     *,
     served: PeerSource,
-    way: TransferPath,
+    path: TransferPath,
     epoch: int,
 ) -> list[str]:
     """Sends the served version from peers to joining rollouts; returns those that serve it then.
@@ -61,75 +68,77 @@ async def bring(
         members: Members of the weight group.
         peers: Receivers by sender.
         served: Version to send.
-        way: Transport and deadlines.
+        path: Transport and deadlines.
         epoch: Epoch of the first group; each sender's group has its own.
     """
-    brought: list[str] = []
+    updated: list[str] = []
     for number, (peer, near) in enumerate(peers.items(), epoch):
         try:
-            await _send_on(members, peer, near, served=served, way=way, epoch=number)
+            await _send_from_peer(members, peer, near, served=served, path=path, epoch=number)
         except ServiceError as error:
             logger.warning(
-                "weights come from the trainer, as a peer did not send them",
+                "peer transfer failed; the trainer will send the weights",
                 extra={"peer": peer, "to": str(near), "why": str(error)},
             )
             await members.abort(number, str(error))
         else:
-            logger.info("weights came from a peer", extra={"peer": peer, "to": str(near)})
-            brought += near
-    return brought
+            logger.info("peer transfer completed", extra={"peer": peer, "to": str(near)})
+            updated += near
+    return updated
 
 
-async def _send_on(
+async def _send_from_peer(
     members: WeightMembers,
     peer: str,
     near: Sequence[str],
     *,
     served: PeerSource,
-    way: TransferPath,
+    path: TransferPath,
     epoch: int,
 ) -> None:
     numbers = {name: number for number, name in enumerate(near)}
     receivers = {name: members.rollouts[name] for name in near}
     all_ = {peer: members.rollouts[peer], **receivers}
-    await members.ask(
+    await members.call_all(
         {
             name: member.form(
                 epoch,
                 receiver=numbers.get(name),
                 num_receivers=len(near),
-                backend=way.backend,
-                scope=f"{way.run_id}/{epoch}",
-                timeout_s=way.form_s,
+                backend=path.backend,
+                scope=f"{path.run_id}/{epoch}",
+                timeout_s=path.form_s,
             )
             for name, member in all_.items()
         }
     )
     version, plan = served.version, members.plan
-    held = await members.ask(
+    held = await members.call_all(
         {
-            name: member.prepare(epoch, version, plan.plan_hash, timeout_s=way.adopt_s)
+            name: member.prepare(epoch, version, plan.plan_hash, timeout_s=path.adopt_s)
             for name, member in all_.items()
         }
     )
     if held[peer] != version:
-        raise FailedPreconditionError(f"{peer} holds version {held[peer]}, but {version} is served")
-    await members.ask(
+        raise FailedPreconditionError(
+            f"{peer} must hold the served version {version}, but holds {held[peer]}"
+        )
+    await members.call_all(
         {
-            name: member.transfer(epoch, version, base_version=-1, timeout_s=way.transfer_s)
+            name: member.transfer(epoch, version, base_version=-1, timeout_s=path.transfer_s)
             for name, member in all_.items()
         }
     )
-    await members.ask(
+    await members.call_all(
         {
-            name: member.adopt(epoch, version, served.digest, timeout_s=way.adopt_s)
+            name: member.adopt(epoch, version, served.digest, timeout_s=path.adopt_s)
             for name, member in receivers.items()
         }
     )
     tolerance = canary_tolerance([spec.dtype for spec in plan.tensors])
-    await members.ask(
+    await members.call_all(
         {
-            name: member.check(version, served.canary, tolerance, timeout_s=way.adopt_s)
+            name: member.check(version, served.canary, tolerance, timeout_s=path.adopt_s)
             for name, member in receivers.items()
         }
     )
@@ -182,14 +191,6 @@ def observe(run: str, report: SyncReport) -> None:
     metrics.WEIGHT_SYNCS.labels(run, "ok").inc()
 
 
-_LEAST_TIMEOUT_S = 1.5
-# A rollout that drains for this long counts as dead, in case its own stall detection failed.
-_DRAINING_S = 7 * 86_400.0
-# Max attempts to publish one version while no member is lost: a busy machine misses a deadline, a
-# bit flips.
-_MAX_TRIES = 5
-
-
 class WeightSession:
     """Publishes weight versions from the trainer to the rollouts of one run.
 
@@ -219,14 +220,14 @@ class WeightSession:
         self._is_formed = False
         self._members = WeightMembers(run_id, spec)
         self._backend = ""
-        self._timeout_s = _LEAST_TIMEOUT_S
+        self._timeout_s = _MIN_TIMEOUT_S
         self._canary: tuple[int, Canary] | None = None
         self._served: PeerSource | None = None
         self.version = -1
         """Newest version that this session published; -1 before the first."""
         # Held while a version is being replaced, and by an evaluation while it needs its version.
         self.pin = asyncio.Lock()
-        self.turn = asyncio.Lock()
+        self.trainer_lock = asyncio.Lock()
         """Held while the trainer's weights change, and while they are copied."""
 
     async def open(self, trainer: Worker, rollouts: list[Worker]) -> None:
@@ -243,7 +244,7 @@ class WeightSession:
         while not self._is_formed:
             self._backend = members.backend()
             self._timeout_s = self._spec.transfer_timeout_s or (
-                _LEAST_TIMEOUT_S + members.plan.num_bytes / TRANSPORTS[self._backend].least_rate
+                _MIN_TIMEOUT_S + members.plan.num_bytes / TRANSPORTS[self._backend].least_rate
             )
             try:
                 await self._form()
@@ -276,7 +277,7 @@ class WeightSession:
             self._members.dismiss(names)
             self._is_formed = False
 
-    async def bring(self, names: Sequence[str]) -> list[str]:
+    async def send_from_peers(self, names: Sequence[str]) -> list[str]:
         """Sends the served version to admitted rollouts from peers on their hosts.
 
         Returns:
@@ -287,18 +288,20 @@ class WeightSession:
                 return []
             peers = self._members.peers(names)
             first, self._epoch = self._epoch + 1, self._epoch + len(peers)
-            way = TransferPath(
+            path = TransferPath(
                 backend=self._backend,
                 run_id=self._run_id,
                 form_s=self._spec.form_timeout_s,
                 transfer_s=self._timeout_s,
                 adopt_s=self._adopt_s,
             )
-            return await bring(self._members, peers, served=self._served, way=way, epoch=first)
+            return await send_from_peers(
+                self._members, peers, served=self._served, path=path, epoch=first
+            )
 
-    async def keep(self, version: int) -> None:
+    async def retain_copy(self, version: int) -> None:
         """Copies a served version on the trainer before its weights change, for rollouts that join later."""
-        async with self.pin, self.turn:
+        async with self.pin, self.trainer_lock:
             await self._prepare(version, self._members.sources)
             await self._score(version)
 
@@ -306,15 +309,15 @@ class WeightSession:
         """Returns True if the trainer holds a copy of a version, so that it can be sent during training."""
         return self._canary is not None and self._canary[0] == version
 
-    def lend(self, names: Sequence[str]) -> None:
+    def reserve(self, names: Sequence[str]) -> None:
         """Excludes rollouts from publications for now; the caller holds the pin."""
-        self._members.lend(names)
+        self._members.reserve(names)
         self._is_formed = False
 
-    async def take_back(self, names: Sequence[str]) -> None:
-        """Includes lent rollouts again, which receive the next version whichever they missed."""
+    async def unreserve(self, names: Sequence[str]) -> None:
+        """Includes reserved rollouts again, which receive the next version whichever they missed."""
         async with self.pin:
-            self._members.take_back(names)
+            self._members.unreserve(names)
             self._is_formed = False
 
     async def publish(self, newest: Callable[[], int]) -> SyncReport:
@@ -344,7 +347,7 @@ class WeightSession:
                 anything.
         """
         if not self._members.sources:
-            return await self._keep(newest)
+            return await self._record_unsent(newest)
         lost: list[str] = []
         tries, version = 0, -1
 
@@ -359,7 +362,7 @@ class WeightSession:
                     if not self._is_formed:
                         await self._form()
                     if version < 0 and not self.has_copy(version := newest()):
-                        await copying.enter_async_context(self.turn)
+                        await copying.enter_async_context(self.trainer_lock)
                         version = newest()
                     report = await self._publish(version, tuple(lost), copied)
                 except ServiceError as error:
@@ -373,7 +376,7 @@ class WeightSession:
                         raise  # the rollout lives, and would delay the others again
                     lost += gone
                     tries = 0 if gone else tries + 1
-                    self._go_on_without(gone, error, tries)
+                    self._drop_lost(gone, error, tries)
                 else:
                     observe(self._run_id, report)
                     self.version = version
@@ -382,9 +385,9 @@ class WeightSession:
                     )
                     return report
 
-    async def _keep(self, newest: Callable[[], int]) -> SyncReport:
+    async def _record_unsent(self, newest: Callable[[], int]) -> SyncReport:
         """Records a version that no worker receives."""
-        async with self.turn:
+        async with self.trainer_lock:
             self.version = newest()
         return SyncReport(version=self.version)
 
@@ -412,7 +415,7 @@ class WeightSession:
         held |= await self._prepare(version, members.rollouts)
         base = min(held.values()) if len(set(held.values())) == 1 else -1
         prepared = time.perf_counter()
-        sent = await members.ask(
+        sent = await members.call_all(
             {
                 name: member.transfer(
                     self._epoch,
@@ -447,7 +450,7 @@ class WeightSession:
     async def _prepare(self, version: int, some: Mapping[str, WeightSyncClient]) -> dict[str, int]:
         """Prepares members for a version; returns the version that each of them still holds."""
         plan_hash = self._members.plan.plan_hash
-        return await self._members.ask(
+        return await self._members.call_all(
             {
                 name: member.prepare(self._epoch, version, plan_hash, timeout_s=self._adopt_s)
                 for name, member in some.items()
@@ -461,17 +464,19 @@ class WeightSession:
             try:
                 return await member.adopt(self._epoch, version, digest, timeout_s=self._adopt_s)
             except DeadlineExceededError as error:
-                what = f"put weight version {version} into service"
+                what = f"adopt weight version {version}"
                 raise LateError(name, f"did not {what} within {self._adopt_s:.0f} s") from error
 
         rollouts = self._members.rollouts
-        return await self._members.ask({name: adopt(name, rollouts[name]) for name in rollouts})
+        return await self._members.call_all(
+            {name: adopt(name, rollouts[name]) for name in rollouts}
+        )
 
     async def _score(self, version: int) -> Canary:
         """Returns the trainer's canary scores of a version, asked for once, before the trainer continues."""
         if self._canary is None or self._canary[0] != version:
             name, trainer = next(iter(self._members.sources.items()))
-            answers = await self._members.ask(
+            answers = await self._members.call_all(
                 {name: trainer.score(timeout_s=self._spec.adopt_timeout_s)}
             )
             self._canary = (version, answers[name])
@@ -481,7 +486,7 @@ class WeightSession:
         # Adapters are sent in float32, whatever they are merged into.
         sent = [spec.dtype for spec in self._members.plan.tensors]
         tolerance = canary_tolerance([self._dtype] if self._dtype else sent)
-        await self._members.ask(
+        await self._members.call_all(
             {
                 name: member.check(version, canary, tolerance, timeout_s=self._spec.adopt_timeout_s)
                 for name, member in self._members.rollouts.items()
@@ -492,7 +497,7 @@ class WeightSession:
         self._epoch += 1
         members = self._members
         numbers = {name: number for number, name in enumerate(members.rollouts)}
-        await members.ask(
+        await members.call_all(
             {
                 name: member.form(
                     self._epoch,
@@ -508,7 +513,7 @@ class WeightSession:
         self._is_formed = True
         metrics.observe_group(self._run_id, self._epoch, len(members.all()))
 
-    def _go_on_without(self, gone: list[str], error: ServiceError, tries: int) -> None:
+    def _drop_lost(self, gone: list[str], error: ServiceError, tries: int) -> None:
         """Removes lost rollouts.
 
         Raises:
@@ -518,7 +523,7 @@ class WeightSession:
         self._members.dismiss(gone)
         if any(name in self._members.sources for name in gone) or not self._members.rollouts:
             raise UnavailableError(
-                f"{' and '.join(gone)} did not answer, so no version can be published"
+                f"{' and '.join(gone)} does not answer, so no version can be published"
             ) from error
         if tries == _MAX_TRIES:
             raise error

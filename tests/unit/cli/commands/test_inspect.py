@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.main import app
-from services.cli.report import fall_of_reward
 from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
 from services.controller.rules.run_state import RunEvent
 from services.controller.settings import DATABASE_FILE
@@ -151,21 +150,3 @@ def test_a_folder_without_runs_is_named(folder, tmp_path):
     done = look(tmp_path / "empty", "list")
     assert done.exit_code == 1
     assert "empty" in done.output
-
-
-@pytest.mark.parametrize(
-    ("rewards", "fell"),
-    [
-        ([min(1.0, step / 10) for step in range(15)] + [0.9, 0.6, 0.3, 0.1, 0.0], True),
-        ([1.0] * 12 + [0.0] * 8, True),
-        ([0.1, 0.2, 0.6, 0.9, 1.0, 1.0, 0.9, 0.95], False),
-        ([0.5] * 20, False),
-        ([0.5, 0.52, 0.47, 0.5, 0.51, 0.49, 0.53, 0.5, 0.46, 0.5, 0.51, 0.48], False),
-        ([0.0] * 6 + [0.03] + [0.0] * 20, False),
-        ([1.0, 0.0], False),
-        ([], False),
-    ],
-)
-def test_a_fall_of_the_reward_is_told_from_noise(rewards, fell):
-    said = fall_of_reward(dict(enumerate(rewards, start=1)))
-    assert bool(said) is fell

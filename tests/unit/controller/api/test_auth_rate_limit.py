@@ -50,7 +50,7 @@ def test_time_and_right_tokens_make_up_for_unknown_ones():
     auth_rate_limit = AuthRateLimit(clock=lambda: now)
     for _ in range(1000):
         auth_rate_limit.admit("here")
-        auth_rate_limit.forgive("here")
+        auth_rate_limit.refund("here")
     for _ in range(50):
         auth_rate_limit.admit("here")
     with pytest.raises(RateLimitedError) as refused:

@@ -27,7 +27,7 @@ def users(manager, database, tmp_path, tokens):
 
 
 async def signed_in(users, tokens, token: str) -> str:
-    links = PageLinks(tokens, users.recognize)
+    links = PageLinks(tokens, users.check_valid)
     link = links.make(await users.authenticate(f"Bearer {token}", ""))
     return (await links.redeem(link.path.partition("code=")[2])).token
 
@@ -56,7 +56,7 @@ async def test_it_ends_when_the_token_is_revoked(users, tokens, database, genera
 
 
 async def test_a_link_is_void_when_its_token_has_ended(users, tokens):
-    links = PageLinks(tokens, users.recognize)
+    links = PageLinks(tokens, users.check_valid)
     who = await users.authenticate(f"Bearer {tokens.create(**ADMIN)}", "")
     link = links.make(who)
     tokens.revoke("ann")
@@ -74,7 +74,7 @@ def test_it_ends_with_the_token_of_another_provider(tokens, monkeypatch):
 
 
 async def test_a_stream_ends_with_the_token(users, tokens, manager, monkeypatch):
-    monkeypatch.setattr(run_api, "_STREAMS_KNOWN_FOR_S", 0.0)
+    monkeypatch.setattr(run_api, "_STREAM_CHECK_S", 0.0)
     run, _ = await manager.create(Submission(spec=parse_spec(SPEC)))
     who = await users.authenticate(f"Bearer {tokens.create(**ADMIN)}", "")
     items, _ = await users.answer(who, operations.WatchRun(run_id=run.run_id))

@@ -65,7 +65,7 @@ async def test_a_run_that_this_release_does_not_accept_is_set_aside_and_others_g
         else:
             assert (run.state, run.state_reason) == (RunState.PAUSED, SPEC_NOT_ACCEPTED)
             assert "9.9" in run.message and "key_of_another_release" in run.message
-        assert other in manager.drivers.driven()
+        assert other in manager.drivers.driven_runs()
         await manager.cancel(stuck)
 
 

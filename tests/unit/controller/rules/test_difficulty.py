@@ -21,18 +21,18 @@ def seen(*observed, rows=6, spec=SPEC):
 )
 def test_what_teaches_nothing_is_set_aside_for_a_while(rewards, why):
     difficulty = seen((3, rewards))
-    assert difficulty.is_aside(3, step=14) == (why is not None)
-    assert not difficulty.is_aside(3, step=15)
-    assert not difficulty.is_aside(2, step=5)
+    assert difficulty.is_skipped(3, step=14) == (why is not None)
+    assert not difficulty.is_skipped(3, step=15)
+    assert not difficulty.is_skipped(2, step=5)
     expected = {"solved": 0, "hopeless": 0} | ({why: 1} if why else {})
-    assert difficulty.set_aside(step=14) == expected
-    assert difficulty.set_aside(step=15) == {"solved": 0, "hopeless": 0}
+    assert difficulty.count_skipped(step=14) == expected
+    assert difficulty.count_skipped(step=15) == {"solved": 0, "hopeless": 0}
 
 
 def test_a_prompt_is_not_given_up_before_its_tries():
     spec = SPEC.model_copy(update={"min_tries": 2})
-    assert not seen((1, [1.0]), spec=spec).is_aside(1, step=5)
-    assert seen((1, [1.0]), (1, [1.0]), spec=spec).is_aside(1, step=5)
+    assert not seen((1, [1.0]), spec=spec).is_skipped(1, step=5)
+    assert seen((1, [1.0]), (1, [1.0]), spec=spec).is_skipped(1, step=5)
 
 
 def test_success_is_a_running_mean():
@@ -48,15 +48,17 @@ def test_a_group_without_a_reward_says_nothing():
 
 def test_one_try_after_another_is_counted_once():
     difficulty = seen((0, [0.0]), (0, [0.0]), (1, [1.0]), (0, [1.0]))
-    assert difficulty.set_aside(step=6) == {"solved": 1, "hopeless": 0}
+    assert difficulty.count_skipped(step=6) == {"solved": 1, "hopeless": 0}
 
 
 def test_another_controller_goes_on_with_what_was_kept():
     difficulty = seen((0, [0.0]), (2, [1.0]), (3, [0.5]))
     later = Difficulty(6, SPEC, known=difficulty.take_changes())
-    assert [later.is_aside(row, step=8) for row in range(4)] == [True, False, True, False]
-    assert later.set_aside(step=8) == difficulty.set_aside(step=8)
-    assert Difficulty(2, SPEC, known=[PromptRate(5, 1.0, 1, 9)]).set_aside(step=0)["solved"] == 0
+    assert [later.is_skipped(row, step=8) for row in range(4)] == [True, False, True, False]
+    assert later.count_skipped(step=8) == difficulty.count_skipped(step=8)
+    assert (
+        Difficulty(2, SPEC, known=[PromptRate(5, 1.0, 1, 9)]).count_skipped(step=0)["solved"] == 0
+    )
 
 
 def test_rows_that_are_set_aside_are_passed_over_until_their_time():

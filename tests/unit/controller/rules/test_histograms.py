@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.controller.rules.statistics import bound_of, histogram, least_of
+from services.controller.rules.statistics import bound_of, histogram, lower_bound_of
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ def test_a_bucket_begins_behind_the_one_before():
     buckets = {}
     for value in range(1000):
         buckets.setdefault(bound_of(value), value)
-    assert {bound: least_of(bound) for bound in buckets} == buckets
+    assert {bound: lower_bound_of(bound) for bound in buckets} == buckets
 
 
 def test_every_number_is_counted_once_and_is_within_a_third_of_its_bound():

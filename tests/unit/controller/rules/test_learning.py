@@ -2,7 +2,12 @@
 
 import pytest
 
-from services.controller.rules.learning import PATIENCE, nothing_learned, step_samples
+from services.controller.rules.learning import (
+    PATIENCE,
+    RewardHistory,
+    nothing_learned,
+    step_samples,
+)
 from tests.helpers.specs import spec_with
 
 SPEC = spec_with(rollout={"max_response_tokens": 32})
@@ -48,3 +53,47 @@ def test_fewer_steps_or_one_that_learned_are_no_cause():
 )
 def test_training_that_does_not_depend_on_rewards_is_not_judged_by_them(parts):
     assert nothing_learned([EQUAL] * PATIENCE, spec_with(**parts)) is None
+
+
+@pytest.mark.parametrize(
+    ("rewards", "fell"),
+    [
+        ([min(1.0, step / 10) for step in range(15)] + [0.9, 0.6, 0.3, 0.1, 0.0], True),
+        ([1.0] * 12 + [0.0] * 8, True),
+        ([0.1, 0.2, 0.6, 0.9, 1.0, 1.0, 0.9, 0.95], False),
+        ([0.5] * 20, False),
+        ([0.5, 0.52, 0.47, 0.5, 0.51, 0.49, 0.53, 0.5, 0.46, 0.5, 0.51, 0.48], False),
+        ([0.0] * 6 + [0.03] + [0.0] * 20, False),
+        ([1.0, 0.0], False),
+        ([], False),
+    ],
+)
+def test_a_drop_of_the_reward_is_distinguished_from_noise(rewards, fell):
+    history = RewardHistory()
+    for step, reward in enumerate(rewards, start=1):
+        history.add(step, {"reward_mean": reward})
+    assert (history.drop() is not None) is fell
+
+
+def test_a_drop_names_its_steps_and_the_metrics_that_changed_with_it():
+    history = RewardHistory()
+    for step in range(1, 41):
+        rises = step <= 30
+        history.add(
+            step,
+            {"reward_mean": float(rises), "entropy": 1.0 if rises else 0.1, "reward/style": 0.5},
+        )
+    found = history.drop()
+    assert (found.before, found.after) == (1.0, 0.0)
+    assert found.last_step <= 30
+    assert found.changes == {"entropy": (1.0, pytest.approx(0.1))}
+
+
+def test_a_long_history_is_thinned_to_the_steps_that_a_restart_reads():
+    history, again = RewardHistory(), RewardHistory()
+    for step in range(1, 10_001):
+        history.add(step, {"reward_mean": float(step < 9_000)})
+    for step in RewardHistory.sampled_steps(10_000):
+        again.add(step, {"reward_mean": float(step < 9_000)})
+    assert history.drop() == again.drop()
+    assert history.drop().before == 1.0

@@ -37,7 +37,7 @@ def test_a_group_of_a_rollout_that_is_gone_goes_anywhere():
     placement = placed({"a": 1, "b": 0})
     assert placement.choose("gone", room=4) == "b"
     placement.finished("gone")
-    placement.send_away("a")
+    placement.exclude("a")
     assert placement.choose("a", room=4) == "b"
 
 
@@ -46,7 +46,7 @@ def test_a_rollout_that_is_removed_gets_nothing_and_what_it_had_may_end():
     for name in ("a", "b"):
         placement.add(name)
     placement.assigned("b")
-    placement.send_away("b")
+    placement.exclude("b")
     placement.remove("b")
     placement.finished("b")
     assert (placement.num_present, placement.least_loaded(2)) == (1, ["a"])

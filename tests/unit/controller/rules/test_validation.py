@@ -1,6 +1,6 @@
 """Which weight version is evaluated next."""
 
-from services.controller.rules.evaluation import BegunEvaluation, EvaluationQueue, is_periodic
+from services.controller.rules.evaluation import EvaluationQueue, StartedEvaluation, is_periodic
 
 
 def test_periodic_versions_are_multiples():
@@ -11,9 +11,9 @@ def test_periodic_versions_are_multiples():
 
 def test_one_evaluation_is_made_at_a_time():
     turns = EvaluationQueue()
-    first, second = BegunEvaluation(1, "periodic"), BegunEvaluation(2, "manual")
-    turns.ask(first)
-    turns.ask(second)
+    first, second = StartedEvaluation(1, "periodic"), StartedEvaluation(2, "manual")
+    turns.enqueue(first)
+    turns.enqueue(second)
     assert (turns.current, turns.next) == (first, second)
     turns.end()
     assert (turns.current, turns.next) == (second, None)
@@ -24,6 +24,6 @@ def test_one_evaluation_is_made_at_a_time():
 def test_the_newest_waits_behind_the_current_one_but_never_in_place_of_a_final_one():
     turns = EvaluationQueue()
     for version, reason in ((1, "periodic"), (2, "periodic"), (3, "final"), (4, "periodic")):
-        turns.ask(BegunEvaluation(version, reason))
-    assert turns.current == BegunEvaluation(1, "periodic")
-    assert turns.next == BegunEvaluation(3, "final")
+        turns.enqueue(StartedEvaluation(version, reason))
+    assert turns.current == StartedEvaluation(1, "periodic")
+    assert turns.next == StartedEvaluation(3, "final")

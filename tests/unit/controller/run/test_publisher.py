@@ -13,7 +13,7 @@ from services.controller.run.weights.session import SyncReport
 class Parts:
     """A weight plane that publishes when the test lets it."""
 
-    are_needed = False
+    is_needed = False
 
     def __init__(self):
         self.may_publish = asyncio.Event()
@@ -21,7 +21,7 @@ class Parts:
         self.published, self.opened, self.lost = [], [], ()
         self.weights = self
         self.serving = [rollout("rollout-0")]
-        self.replicas = SimpleNamespace(bring_back=lambda: None)
+        self.replicas = SimpleNamespace(readmit_current=lambda: None)
         self.is_reached, self.copied, self.near, self.version = True, -1, [], -1
 
     def has_copy(self, version):
@@ -31,7 +31,7 @@ class Parts:
         self.serving.extend(rollouts)
         return self.is_reached
 
-    async def bring(self, names):
+    async def send_from_peers(self, names):
         return self.near
 
     async def publish(self, newest):
@@ -91,7 +91,7 @@ async def test_what_was_served_before_opens_the_gate_and_is_not_sent_again():
     connections = Parts()
     one = publisher(connections)
     task = asyncio.create_task(one.run())
-    await one.already(4)
+    await one.record_served(4)
     await one.served(4)
     assert (connections.published, connections.opened) == ([], [4])
     task.cancel()
@@ -111,7 +111,7 @@ async def test_a_rollout_that_joins_gets_what_is_served_and_nothing_is_evaluated
     late = rollout("rollout-1")
     assert await one.admit([late])
     assert one.is_busy
-    await one.all_serve()
+    await one.wait_all_serve()
     assert (connections.published, evaluated, late.weight_version) == ([101, 101], [101], 101)
     assert connections.opened == [1, 1]
     assert not one.is_busy
@@ -122,12 +122,12 @@ async def test_a_rollout_that_joins_waits_for_the_next_version_where_no_copy_is_
     connections = Parts()
     one = publisher(connections)
     task = asyncio.create_task(one.run())
-    await one.already(4)
+    await one.record_served(4)
     late = rollout("rollout-1")
     assert await one.admit([late])
     assert not one.is_busy
     await one.offer(5)
-    await one.all_serve()
+    await one.wait_all_serve()
     assert (connections.published, late.weight_version) == ([105], 105)
     task.cancel()
 
@@ -138,12 +138,12 @@ async def test_in_turns_nothing_is_published_for_a_rollout_that_joins_alone():
     task = asyncio.create_task(one.run())
     await one.offer(1)
     await one.served(1)
-    connections.are_needed = True
+    connections.is_needed = True
     late = rollout("rollout-1")
     assert await one.admit([late])
     assert not one.is_busy
     await one.offer(2)
-    await one.all_serve()
+    await one.wait_all_serve()
     assert (connections.published, late.weight_version) == ([101, 102], 102)
     task.cancel()
 
@@ -156,7 +156,7 @@ async def test_what_a_peer_has_sent_is_not_sent_again():
     await one.served(1)
     late, connections.near = rollout("rollout-1"), ["rollout-1"]
     assert await one.admit([late])
-    await one.all_serve()
+    await one.wait_all_serve()
     assert (connections.published, connections.opened, late.weight_version) == ([101], [1, 1], 101)
     task.cancel()
 
@@ -166,7 +166,7 @@ async def test_a_rollout_that_weights_do_not_reach_is_not_waited_for():
     connections.is_reached = False
     one = publisher(connections)
     assert not await one.admit([rollout("rollout-1")])
-    await one.all_serve()
+    await one.wait_all_serve()
 
 
 async def test_a_rollout_that_took_no_part_is_a_loss():
@@ -174,6 +174,6 @@ async def test_a_rollout_that_took_no_part_is_a_loss():
     connections.lost = ("rollout-0",)
     one = publisher(connections)
     await one.offer(1)
-    with pytest.raises(UnavailableError, match="rollout-0 did not take part"):
+    with pytest.raises(UnavailableError, match="rollout-0"):
         await one.run()
     assert not connections.opened

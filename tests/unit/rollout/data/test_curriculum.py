@@ -36,7 +36,7 @@ async def answers(folder: Path, row: dict[str, int], tried: TriedPrompt, given: 
     ("answer", "told"),
     [
         (True, ""),
-        (False, "set_aside: "),
+        (False, "deferred: "),
         (
             1,
             "curriculum_invalid_value: data.curriculum.function: .*mine.py:wants.* True .*returned 1",

@@ -170,7 +170,7 @@ async def test_the_function_of_a_curriculum_is_asked_before_a_prompt_is_tried():
     assert dispatcher.assignment(failed, [0]).tried is not None
     assert dispatcher.assignment(interrupted, [0]).tried is None
     # A function that has every prompt wait holds nothing up.
-    dispatcher.num_passed_over = 20
+    dispatcher.num_deferred = 20
     assert dispatcher.assignment(failed, [0]).tried is None
 
 
@@ -213,7 +213,7 @@ async def test_a_prompt_that_waits_is_passed_over_and_nothing_is_held_against_it
             GroupFailure(
                 group_id=a.group_id,
                 attempt=a.attempt,
-                reason="set_aside",
+                reason="deferred",
                 message="",
                 retryable=True,
                 worker_id="rollout-0",
@@ -221,9 +221,9 @@ async def test_a_prompt_that_waits_is_passed_over_and_nothing_is_held_against_it
             for a in waits
         ]
     )
-    assert ledger.reasons() == {"set_aside": 3}
+    assert ledger.reasons() == {"deferred": 3}
     assert ledger.counts()["quarantined"] == 0
-    assert dispatcher.num_passed_over == 3
+    assert dispatcher.num_deferred == 3
     await dispatch(dispatcher)
     rows = [assignment.row for assignment in rollouts.assignments]
     assert rows == list(range(11))

@@ -32,7 +32,7 @@ def worker(name, version=3):
         role="rollout",
         address="127.0.0.1:1",
         host_id="here",
-        last_heard=0.0,
+        last_heartbeat=0.0,
         weight_version=version,
     )
 
@@ -42,11 +42,11 @@ async def opened(monkeypatch):
     """Opens two or three rollouts, of which some take turns; returns them, with what they are told."""
     found = RolloutPool()
 
-    async def open_(count, in_turns):
+    async def open_(count, colocated):
         log, names = [], [f"rollout-{index}" for index in range(count)]
         clients = iter([Rollout(name, log) for name in names])
         monkeypatch.setattr(module, "RolloutClient", lambda channel: next(clients))
-        await found.open([worker(name) for name in names], in_turns=names[:in_turns])
+        await found.open([worker(name) for name in names], colocated=names[:colocated])
         return found, log
 
     yield open_
@@ -54,7 +54,7 @@ async def opened(monkeypatch):
 
 
 async def test_rollouts_that_share_gpus_hand_over_to_those_that_do_not(opened):
-    replicas, log = await opened(3, in_turns=2)
+    replicas, log = await opened(3, colocated=2)
     await replicas.park_for_others()
     assert sorted(log) == ["rollout-0 interrupted", "rollout-1 interrupted"]
     assert (replicas.num_replicas, replicas.choose("", room=4)) == (1, ("rollout-2", 3))
@@ -67,7 +67,7 @@ async def test_rollouts_that_share_gpus_hand_over_to_those_that_do_not(opened):
 
 
 async def test_where_all_sleep_groups_wait_where_they_are(opened):
-    replicas, log = await opened(2, in_turns=2)
+    replicas, log = await opened(2, colocated=2)
     await replicas.park_for_others()
     assert not log
     assert replicas.num_replicas == 2
@@ -76,35 +76,35 @@ async def test_where_all_sleep_groups_wait_where_they_are(opened):
 async def test_a_rollout_that_joins_gets_groups_once_it_serves_what_the_others_serve(
     opened, monkeypatch
 ):
-    replicas, log = await opened(1, in_turns=0)
+    replicas, log = await opened(1, colocated=0)
     monkeypatch.setattr(module, "RolloutClient", lambda channel: Rollout("rollout-1", log))
     late = worker("rollout-1", version=-1)
     await replicas.join([late])
     replicas.assigned("rollout-0")
-    replicas.bring_back()
+    replicas.readmit_current()
     assert (replicas.num_replicas, replicas.choose("", room=4)) == (1, ("rollout-0", 3))
     assert replicas.present() == ["rollout-0"]
     late.weight_version = 3
-    replicas.bring_back()
+    replicas.readmit_current()
     assert (replicas.num_replicas, replicas.choose("", room=4)) == (2, ("rollout-1", 3))
 
 
 async def test_where_all_others_are_lent_groups_wait_where_they_are(opened):
-    replicas, log = await opened(3, in_turns=2)
-    assert replicas.lend(1) == ["rollout-2"]
+    replicas, log = await opened(3, colocated=2)
+    assert replicas.reserve(1) == ["rollout-2"]
     await replicas.park_for_others()
     assert not log
 
 
 async def test_where_all_others_are_about_to_leave_groups_wait_where_they_are(opened):
-    replicas, log = await opened(3, in_turns=2)
+    replicas, log = await opened(3, colocated=2)
     replicas.detach(["rollout-2"])
     await replicas.park_for_others()
     assert not log
 
 
 async def test_a_rollout_that_ends_is_woken_and_gets_nothing(opened):
-    replicas, _ = await opened(3, in_turns=2)
+    replicas, _ = await opened(3, colocated=2)
     replicas._workers["rollout-0"].state = "draining"
     replicas.detach_ending()
     await replicas.park_for_others()
@@ -114,7 +114,7 @@ async def test_a_rollout_that_ends_is_woken_and_gets_nothing(opened):
 
 
 async def test_a_rollout_that_refuses_groups_is_no_loss_if_it_is_about_to_leave(opened):
-    replicas, _ = await opened(2, in_turns=0)
+    replicas, _ = await opened(2, colocated=0)
 
     async def refuse(groups):
         raise UnavailableError("this replica is ending")

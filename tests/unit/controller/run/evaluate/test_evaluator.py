@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.runspec.loader import parse_spec
-from services.controller.rules.evaluation import BegunEvaluation, Evaluation
+from services.controller.rules.evaluation import Evaluation, StartedEvaluation
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.state.requests import CurrentSpec
 from services.wire.batch import KVBatchMeta
@@ -44,19 +44,21 @@ class Rollouts:
 
     def __init__(self):
         self.started, self.cancelled, self.interrupted = {}, [], []
-        self.lent = set()
+        self.reserved = set()
         self.has_started = asyncio.Event()
 
     def present(self):
-        return [name for name in ("rollout-0", "rollout-1", "rollout-2") if name not in self.lent]
+        return [
+            name for name in ("rollout-0", "rollout-1", "rollout-2") if name not in self.reserved
+        ]
 
-    def lend(self, count):
-        lent = self.present()[:count]
-        self.lent |= set(lent)
-        return lent
+    def reserve(self, count):
+        reserved = self.present()[:count]
+        self.reserved |= set(reserved)
+        return reserved
 
-    def take_back(self, names):
-        self.lent -= set(names)
+    def unreserve(self, names):
+        self.reserved -= set(names)
 
     async def interrupt(self, names):
         self.interrupted += names
@@ -70,20 +72,20 @@ class Rollouts:
 
 
 class Weights:
-    """The weight plane: what is lent, and the pin."""
+    """The weight plane: what is reserved, and the pin."""
 
     def __init__(self):
         self.pin = asyncio.Lock()
         self.version = -1
-        self.lent = set()
+        self.reserved = set()
 
-    def lend(self, names):
+    def reserve(self, names):
         assert self.pin.locked()
-        self.lent |= set(names)
+        self.reserved |= set(names)
 
-    async def take_back(self, names):
+    async def unreserve(self, names):
         async with self.pin:
-            self.lent -= set(names)
+            self.reserved -= set(names)
 
 
 class Stage:
@@ -104,7 +106,7 @@ class Stage:
             heldout_rows={"heldout": ROWS}, attempt=1, replicas=self.rollouts, weights=self.weights
         )
 
-        async def tell(what, request):
+        async def on_change(what, request):
             self.told.append(what)
 
         self.evaluator = Evaluator(
@@ -113,12 +115,12 @@ class Stage:
             connections,
             queue=self.queue,
             request_queue=SimpleNamespace(get=lambda kind: None),
-            tell=tell,
+            on_change=on_change,
         )
         self.tasks = [
             tasks.create_task(self.evaluator.run()),
             tasks.create_task(self.evaluator.collect()),
-            tasks.create_task(self.evaluator.leave_out_lost()),
+            tasks.create_task(self.evaluator.exclude_lost()),
         ]
 
     @property
@@ -164,7 +166,7 @@ async def test_shared_rollouts_all_answer_while_the_weights_wait():
         stage.answer()
         await stage.evaluator.idle()
         assert not stage.weights.pin.locked()
-        assert stage.told[0] == BegunEvaluation(4, "periodic")
+        assert stage.told[0] == StartedEvaluation(4, "periodic")
         assert stage.results == [(4, "ok", 6)]
         assert len(stage.queue.released) == 6
         stage.end()
@@ -176,12 +178,12 @@ async def test_lent_rollouts_answer_while_new_weights_go_to_the_others():
         await stage.evaluator.published(4, step=4)
         await stage.rollouts.has_started.wait()
         assert not stage.weights.pin.locked()
-        assert stage.weights.lent == stage.rollouts.lent == {"rollout-0"}
+        assert stage.weights.reserved == stage.rollouts.reserved == {"rollout-0"}
         assert list(stage.rollouts.started) == stage.rollouts.interrupted == ["rollout-0"]
         await stage.evaluator.published(5, step=5)
         stage.answer()
         await stage.evaluator.idle()
-        assert stage.weights.lent == stage.rollouts.lent == set()
+        assert stage.weights.reserved == stage.rollouts.reserved == set()
         assert stage.results == [(4, "ok", 6)]
         stage.end()
 
@@ -242,10 +244,10 @@ async def test_a_version_that_is_evaluated_again_is_answered_again():
 @pytest.mark.parametrize(
     ("begun", "served", "reason"),
     [
-        (BegunEvaluation(4, "manual"), 4, "manual"),
-        (BegunEvaluation(4, "manual"), 5, "manual"),
-        (BegunEvaluation(2, "periodic"), 4, "periodic"),
-        (BegunEvaluation(0, "initial"), 5, "periodic"),
+        (StartedEvaluation(4, "manual"), 4, "manual"),
+        (StartedEvaluation(4, "manual"), 5, "manual"),
+        (StartedEvaluation(2, "periodic"), 4, "periodic"),
+        (StartedEvaluation(0, "initial"), 5, "periodic"),
     ],
 )
 async def test_an_interrupted_evaluation_is_repeated_under_what_is_served(begun, served, reason):
@@ -258,7 +260,7 @@ async def test_an_interrupted_evaluation_is_repeated_under_what_is_served(begun,
         stage.answer()
         await stage.evaluator.idle()
         assert stage.evaluator.interrupted is None
-        assert stage.told[0] == BegunEvaluation(served, reason)
+        assert stage.told[0] == StartedEvaluation(served, reason)
         assert stage.results == [(served, "ok", 6)]
         stage.end()
 

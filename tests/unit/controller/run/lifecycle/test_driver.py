@@ -72,4 +72,4 @@ async def test_the_end_of_a_rollout_that_stores_its_work_is_waited_for(
         (lost,) = await manager.feed.page(
             run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
         )
-        assert ("rollout-0 ended with exit code 1" in lost.message) is is_heard
+        assert ("rollout-0 exited with exit code 1" in lost.message) is is_heard

@@ -31,7 +31,7 @@ def worker(index: int) -> Worker:
         role="rollout",
         address="a:1",
         host_id="h",
-        last_heard=0.0,
+        last_heartbeat=0.0,
         state="loaded",
         gauges={rows_gauge("train"): 8.0},
     )
@@ -80,7 +80,7 @@ class FakeRun:
         self.joined += [rollout.worker_id for rollout in rollouts]
         return self.reaches
 
-    async def all_serve(self):
+    async def wait_all_serve(self):
         await self.may_serve.wait()
 
     async def detach(self, names):
@@ -178,7 +178,7 @@ async def test_the_end_of_a_rollout_that_has_joined_is_that_of_any_other():
         while not case.run.joined:  # noqa: ASYNC110
             await asyncio.sleep(0)
         ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
-        assert not case.resizing.takes_exit(ended)
+        assert not case.resizing.handles_exit(ended)
         watching.cancel()
 
 
@@ -300,7 +300,7 @@ async def test_rollouts_that_were_about_to_leave_when_the_loop_was_left_are_ende
 async def test_a_rollout_that_ends_while_it_leaves_is_no_loss():
     case = Case()
     ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=-9, last_lines="")
-    assert case.resizing.takes_exit(ended)
+    assert case.resizing.handles_exit(ended)
 
 
 async def test_new_rollouts_that_an_earlier_controller_was_asked_for_are_not_waited_for():
@@ -314,7 +314,7 @@ async def test_new_rollouts_that_an_earlier_controller_was_asked_for_are_not_wai
         while not case.launcher.started:  # noqa: ASYNC110
             await asyncio.sleep(0)
         ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
-        assert case.resizing.takes_exit(ended)
+        assert case.resizing.handles_exit(ended)
         await case.told("ResizeFailed")
         watching.cancel()
     assert case.spec.now.rollout.replicas == 1
@@ -369,7 +369,7 @@ async def test_a_run_keeps_its_size_when_new_rollouts_do_not_come_up(refuses):
         while not refuses and not case.launcher.started:  # noqa: ASYNC110
             await asyncio.sleep(0)
         ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
-        assert refuses or case.resizing.takes_exit(ended)
+        assert refuses or case.resizing.handles_exit(ended)
         while not case.launcher.ended:  # noqa: ASYNC110
             await asyncio.sleep(0)
         watching.cancel()
@@ -380,4 +380,4 @@ async def test_a_run_keeps_its_size_when_new_rollouts_do_not_come_up(refuses):
 
 async def test_the_end_of_a_rollout_that_the_run_needs_is_not_taken():
     ended = WorkerExit(run_id=RUN, worker_id="rollout-0", code=1, last_lines="")
-    assert not Case().resizing.takes_exit(ended)
+    assert not Case().resizing.handles_exit(ended)

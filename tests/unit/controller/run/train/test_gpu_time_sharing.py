@@ -117,13 +117,13 @@ async def test_a_side_that_is_lost_ends_the_shift():
     assert run.log == []
 
 
-async def test_seconds_of_handovers_are_taken_once():
+async def test_seconds_of_gpu_switches_are_taken_once():
     run = Run()
     await run.gpu_time_sharing.publish(lambda: 1)
     seconds = run.gpu_time_sharing.take_seconds()
     connections = {"rollouts_sleep_s", "trainer_wake_s", "trainer_sleep_s", "rollouts_wake_s"}
-    assert seconds.keys() == connections | {"handover_s"}
-    assert seconds["handover_s"] == pytest.approx(sum(seconds[part] for part in connections))
+    assert seconds.keys() == connections | {"gpu_switch_s"}
+    assert seconds["gpu_switch_s"] == pytest.approx(sum(seconds[part] for part in connections))
     assert run.gpu_time_sharing.take_seconds() == {}
 
 

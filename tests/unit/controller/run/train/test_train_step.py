@@ -57,7 +57,7 @@ def steps_of(ledger, *, staleness_max):
         trainer=SimpleNamespace(train_step=answer),
         scoring=SimpleNamespace(add_fields=pass_on),
         critic=SimpleNamespace(train=nothing),
-        weights=SimpleNamespace(turn=asyncio.Lock()),
+        weights=SimpleNamespace(trainer_lock=asyncio.Lock()),
         replicas=SimpleNamespace(idle_seconds=dict, tokens_total=lambda: 0.0, decode_times=dict),
     )
     return TrainSteps(

@@ -49,7 +49,7 @@ def worker(name, device, host="host"):
         role="rollout",
         address=device,
         host_id=host,
-        last_heard=0.0,
+        last_heartbeat=0.0,
     )
 
 
@@ -94,7 +94,7 @@ async def test_a_rollout_joins_where_weights_reach_it_as_they_travel():
     assert [*members.rollouts] == ["rollout-0", "rollout-1"]
     assert not await members.admit([worker("rollout-2", "cuda:c")])
     assert [*members.rollouts] == ["rollout-0", "rollout-1"]
-    with pytest.raises(FailedPreconditionError, match=r"different devices.*cpu_async"):
+    with pytest.raises(FailedPreconditionError, match="cpu_async"):
         await members.admit([worker("rollout-2", "cpu")])
     assert members.backend() == "nccl"
     by_handle = await open_on("cuda:a", "cuda:a")
@@ -114,7 +114,7 @@ async def test_a_peer_is_nearer_than_a_trainer_on_another_host():
 
 async def test_a_handle_between_gpus_is_refused_with_the_fix():
     members = await open_on("cuda:a", "cuda:b", backend="handle")
-    with pytest.raises(FailedPreconditionError, match=r"is handle.*backend to auto.*cpu_async"):
+    with pytest.raises(FailedPreconditionError, match=r"got handle.*cpu_async"):
         members.backend()
 
 
@@ -125,13 +125,13 @@ async def test_gloo_on_a_shared_gpu_goes_through_host_memory():
 
 async def test_nccl_on_a_shared_gpu_is_refused_with_the_fix():
     members = await open_on("cuda:a", "cuda:a", backend="nccl")
-    with pytest.raises(FailedPreconditionError, match=r"set weight_sync\.backend to auto"):
+    with pytest.raises(FailedPreconditionError, match=r"^weight_sync\.backend"):
         members.backend()
 
 
 async def test_a_gpu_on_one_side_only_is_refused_with_the_fix():
     members = await open_on("cuda:a", "cpu")
-    with pytest.raises(FailedPreconditionError, match=r"different devices.*cpu_async"):
+    with pytest.raises(FailedPreconditionError, match="cpu_async"):
         members.backend()
 
 

@@ -13,13 +13,13 @@ def test_before_the_first_group_each_member_counts_as_a_place():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "places"), [((100,) * 8, 8.0), ((800, *(100,) * 7), 1.875), ((1,), 1.0), ((), 8.0)]
+    ("lengths", "slots"), [((100,) * 8, 8.0), ((800, *(100,) * 7), 1.875), ((1,), 1.0), ((), 8.0)]
 )
-def test_a_group_takes_its_tokens_over_its_longest_member(lengths, places):
+def test_a_group_takes_its_tokens_over_its_longest_member(lengths, slots):
     use = SlotUsage(256, 8)
     if lengths:
         use.finished(lengths)
-    assert use.slots_per_group == places
+    assert use.slots_per_group == slots
 
 
 def test_an_empty_response_takes_no_place_and_each_engine_has_a_group():

@@ -243,7 +243,7 @@ async def test_a_group_of_rollouts_that_make_no_token_is_taken_from_all_of_them(
     assert run.rollouts.put_aside_by_name == [name]
     # Those too that the controller has not seen, because a worker that adds to them is gone.
     assert run.queue.released == [f"{name}.{member}" for member in range(5)]
-    assert not run.dispatcher.shares.workers(name)
+    assert not run.dispatcher.shards.workers(name)
 
 
 async def test_shared_groups_begin_again_when_the_controller_does():

@@ -1,17 +1,17 @@
-// A histogram over steps: one column a step, one row a bucket, darker where more of the step's samples are.
+// A histogram over steps: one column per step, one row per bucket, darker for more of the step's samples.
 import { h } from "./dom.js";
 
 const LEFT = 56;
 const BOTTOM = 20;
 const HEIGHT = 190;
 
-export class Spread {
+export class Histogram {
   constructor([title, name, unit], view) {
     Object.assign(this, { title, name, view, isStale: true, at: null });
     this.where = h("span", { class: "where" });
     this.canvas = h("canvas", {
-      tabIndex: 0, role: "img", "aria-label": title, onpointermove: (move) => this.#pointed(move),
-      onpointerleave: () => this.#point(null), onkeydown: (key) => this.#keyed(key),
+      tabIndex: 0, role: "img", "aria-label": title, onpointermove: (move) => this.#onPointer(move),
+      onpointerleave: () => this.#showStep(null), onkeydown: (key) => this.#onKey(key),
     });
     this.legend = h("div", { class: "legend" });
     this.element = h("figure", { "data-chart": title },
@@ -35,7 +35,7 @@ export class Spread {
     const pen = this.canvas.getContext("2d");
     pen.scale(scale, scale);
     if (this.histogram?.bounds.length) this.#paint(pen, width);
-    this.#point(null);
+    this.#showStep(null);
   }
 
   fit() { this.draw(); }
@@ -71,22 +71,22 @@ export class Spread {
     pen.fillText(this.steps.at(-1), width, HEIGHT - 5);
   }
 
-  #pointed(move) {
+  #onPointer(move) {
     if (!this.histogram) return;
     const index = Math.floor((move.offsetX - LEFT) / this.cell);
-    this.#point(index >= 0 && index < this.steps.length ? index : null);
+    this.#showStep(index >= 0 && index < this.steps.length ? index : null);
   }
 
-  #keyed(key) {
+  #onKey(key) {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[key.key];
     if (!step || !this.histogram) return;
     key.preventDefault();
     const last = this.steps.length - 1;
-    this.#point(Math.min(Math.max((this.at ?? last + (step < 0 ? 1 : 0)) + step, 0), last));
+    this.#showStep(Math.min(Math.max((this.at ?? last + (step < 0 ? 1 : 0)) + step, 0), last));
   }
 
-  /** Say how the samples of a step spread; of the newest one without a step. */
-  #point(at) {
+  /** Shows the counts of a step; of the newest one if `at` is null. */
+  #showStep(at) {
     this.at = at;
     const counts = this.histogram?.counts.at(at ?? -1) ?? [];
     const parts = counts.map((count, y) => (count ? `${bucket(this.histogram.bounds, y)}: ${count}` : "")).filter(Boolean);
@@ -96,7 +96,7 @@ export class Spread {
   }
 }
 
-/** The whole numbers in a bucket; its bounds grow by a half or a third. */
+/** Returns the range of numbers in a bucket; bounds grow by a half or a third. */
 function bucket(bounds, index) {
   const bound = bounds[index];
   if (bound < 5) return String(bound);
