@@ -227,7 +227,7 @@ class SimulatedRun:
             self._generation.published(self._published)
             self._background = [
                 self._tasks.create_task(self._generation.collect()),
-                self._tasks.create_task(self._generation.supply()),
+                self._tasks.create_task(self._generation.dispatch_loop()),
             ]
 
     def _built(self) -> GenerationScheduler:

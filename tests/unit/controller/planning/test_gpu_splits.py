@@ -27,7 +27,7 @@ def planned(rates=RATES, *, gpus=4, bounds=(0, 1, 4), **changes):
         gpus=gpus,
         **{k: changes.pop(k) for k in ("engine_gpus",) if k in changes} or {"engine_gpus": 1},
     )
-    given = {"places": lambda max_staleness, rollouts: 32, "most_places": 32, **changes}
+    given = {"slots": lambda max_staleness, rollouts: 32, "max_slots": 32, **changes}
     return plan_splits(rates, BASE, room=room, bounds=bounds, **given)
 
 
