@@ -307,7 +307,7 @@ async def test_a_run_waits_for_its_queue_and_leaves_it(
         assert not starting.done()
         assert events.exits.empty(), "a queue may take longer than a start"
         told = {events.pending.get_nowait() for _ in range(events.pending.qsize())}
-        why = "pod run-a5-rollout-0: waits until the queue gpus admits the run"
+        why = "pod run-a5-rollout-0: waiting for admission by the queue gpus"
         assert ("run_a5", "SchedulingGated", why) in told
 
         def admit(pod: str) -> None:
@@ -342,7 +342,7 @@ async def test_a_trainer_of_several_nodes_is_a_job_set_where_asked(
     whole = {f"run-a8-{n}" for n in ("trainer-0-node-0-0", "trainer-0-node-0-1", "rollout-0")}
     async with AsyncExitStack() as stack:
         launcher, events = await open_launcher(stack, cluster, tmp_path)
-        with pytest.raises(FailedPreconditionError, match="knows no JobSets"):
+        with pytest.raises(FailedPreconditionError, match=r"workers\.jobSet\.enabled"):
             await launcher.start("run_a7", spec)
         await launcher.stop("run_a7")
         stack.enter_context(job_sets(cluster.core, WORKERS))

@@ -78,9 +78,9 @@ class _Follower:
         found = ApiClient().sanitize_for_serialization(listed)
         bodies = {body["metadata"]["name"]: body for body in found["items"]}
         for name in self._known - set(bodies):
-            self._tell(Seen(name=name, body=None))
+            self._report(Seen(name=name, body=None))
         for name, body in bodies.items():
-            self._tell(Seen(name=name, body=body))
+            self._report(Seen(name=name, body=body))
         self._known = set(bodies)
         return str(found["metadata"]["resourceVersion"])
 
@@ -98,11 +98,11 @@ class _Follower:
             name = body["metadata"]["name"]
             if event["type"] == "DELETED":
                 self._known.discard(name)
-                self._tell(Seen(name=name, body=None, last=body))
+                self._report(Seen(name=name, body=None, last=body))
             else:
                 self._known.add(name)
-                self._tell(Seen(name=name, body=body))
+                self._report(Seen(name=name, body=body))
 
-    def _tell(self, seen: Seen) -> None:
+    def _report(self, seen: Seen) -> None:
         if not self._stopped.is_set():
             self._loop.call_soon_threadsafe(self._seen.put_nowait, seen)

@@ -104,12 +104,12 @@ class ForkServer:
         self._start_timeout_s = start_timeout_s
         self._server: _Server | None = None
         self._starting = asyncio.Lock()
-        self._is_given_up = False
+        self._is_disabled = False
 
     async def begin(self) -> None:
         """Starts a server unless one is running; returns before it has imported anything."""
         async with self._starting:
-            if self._is_given_up or (self._server is not None and not self._server.is_gone):
+            if self._is_disabled or (self._server is not None and not self._server.is_gone):
                 return
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -120,7 +120,7 @@ class ForkServer:
                     start_new_session=True,
                 )
             except OSError as error:
-                self._give_up(str(error))
+                self._disable(str(error))
                 return
             self._server = _Server(process)
             self._tasks.create_task(self._server.listen())
@@ -141,16 +141,19 @@ class ForkServer:
         order = {"module": module, "environment": environment, "log": str(log)}
         for _ in range(_TRIES):
             await self.begin()
-            if self._is_given_up or (server := self._server) is None:
+            if self._is_disabled or (server := self._server) is None:
                 return None
             answer = await self._ask(server, order)
             with suppress(ProcessLookupError):
                 if "pid" in answer:
                     return ForkedProcess(answer["pid"], server)
             if not server.has_answered:
-                self._give_up(answer.get("error", "the fork server ended"))
+                self._disable(answer.get("error", "the fork server ended"))
             elif "error" in answer:
-                logger.warning("a worker's start takes longer", extra={"why": answer["error"]})
+                logger.warning(
+                    "cannot fork a worker; starting a process",
+                    extra={"why": answer["error"]},
+                )
                 return None
         return None
 
@@ -164,15 +167,17 @@ class ForkServer:
 
     def close(self) -> None:
         """Ends the server; the processes that it started live on."""
-        self._is_given_up = True
+        self._is_disabled = True
         if self._server is not None:
             self._server.kill()
 
-    def _give_up(self, reason: str) -> None:
+    def _disable(self, reason: str) -> None:
         """Disables forking if it has never worked, so that it is not tried again for each worker."""
-        if not self._is_given_up:
-            logger.warning("no worker is forked, so starts take longer", extra={"why": reason})
-        self._is_given_up = True
+        if not self._is_disabled:
+            logger.warning(
+                "fork server unavailable; workers start as new processes", extra={"why": reason}
+            )
+        self._is_disabled = True
 
 
 @asynccontextmanager

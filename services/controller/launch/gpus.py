@@ -80,10 +80,10 @@ class HostGpus:
             if worker_id in hosts:
                 free = [*assigned[hosts[worker_id]]]
             if self._gpus and count > len(free):
-                beside = f" beside the {len(taken)} that are had in turns" if taken else ""
+                beside = f" in addition to {len(taken)} colocated ones" if taken else ""
                 raise FailedPreconditionError(
-                    f"{worker_id} needs {count} GPUs but this host has {len(free)}{beside}; lower its "
-                    "number of processes, or run on a larger host"
+                    f"{worker_id} needs {count} GPUs, but this host has {len(free)}{beside}; reduce its "
+                    "number of processes, or use a larger host"
                 )
             assigned[worker_id] = tuple(sorted(free, key=users.__getitem__)[:count])
             users.update(assigned[worker_id])

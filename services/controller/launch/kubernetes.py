@@ -100,7 +100,7 @@ class KubernetesLauncher:
             controller_address=self._controller_address,
             owner=self._owner,
         )
-        known = await self._without_leftovers(run_id, bodies)
+        known = await self._remove_leftovers(run_id, bodies)
         admitted = max((pod.group_size for pod in known.values()), default=0)
         check_growth(bodies, known, admitted=admitted)
         await self._api.put_policy(run_policy(run_id, owner=self._owner))
@@ -147,7 +147,7 @@ class KubernetesLauncher:
             await self._until(lambda: all(pod.is_over for pod in pods.values()), grace_s)
         except TimeoutError:
             for name in [name for name, pod in pods.items() if not pod.is_over]:
-                logger.warning("pod did not end and is killed", extra={"pod": name})
+                logger.warning("pod did not stop in time; killing it", extra={"pod": name})
                 await self._remove(run_id, name)
         finally:
             self._runs.pop(run_id, None)
@@ -159,7 +159,7 @@ class KubernetesLauncher:
     async def watch(self, seen: "asyncio.Queue[Seen]") -> None:
         """Processes observed changes of pods until cancelled."""
         while True:
-            await self._take_in(await seen.get())
+            await self._process_change(await seen.get())
 
     async def watch_warnings(self, seen: "asyncio.Queue[Seen]") -> None:
         """Processes the warning events of pods until cancelled."""
@@ -170,13 +170,13 @@ class KubernetesLauncher:
                 continue
             for run_id, name, pod in self._pods():
                 if pod.uid == event["involvedObject"]["uid"] and not pod.is_running:
-                    self._hinder(run_id, name, found)
+                    self._record_obstacle(run_id, name, found)
 
     def _pods(self) -> list[tuple[str, str, PodRecord]]:
         """Returns all pods, each with its run and its place."""
         return [(run, name, pod) for run, pods in self._runs.items() for name, pod in pods.items()]
 
-    async def _without_leftovers(self, run_id: str, bodies: Sequence[Pod]) -> dict[str, PodRecord]:
+    async def _remove_leftovers(self, run_id: str, bodies: Sequence[Pod]) -> dict[str, PodRecord]:
         """Removes pods of a run that cannot serve its workers, and returns the others."""
         watched = frozenset(self._runs.get(run_id, ()))
         known = await self._find(run_id)
@@ -202,7 +202,7 @@ class KubernetesLauncher:
         for body in await self._api.list(f"{RUN_LABEL}={run_id}"):
             name = job_set.place_of(body)
             if name not in known:
-                self._take(run_id, body)
+                self._record_pod(run_id, body)
             known[name].is_ending |= "deletionTimestamp" in body["metadata"]
             known[name].is_over |= pod_state.is_over(body)
         return known
@@ -213,14 +213,14 @@ class KubernetesLauncher:
         """Creates a pod, or the JobSet that creates it together with others."""
         name = job_set.name_of(body)
         if not name or templates.job_set is None:
-            self._take(run_id, await self._api.create(body))
+            self._record_pod(run_id, await self._api.create(body))
             return
         fellows = [other for other in bodies if job_set.name_of(other) == name]
         await self._api.create_job_set(job_set.around(templates.job_set, fellows))
         for fellow in fellows:
             self._expect(run_id, fellow)
 
-    def _take(self, run_id: str, body: Mapping[str, Any]) -> None:
+    def _record_pod(self, run_id: str, body: Mapping[str, Any]) -> None:
         """Registers an existing pod."""
         self._expect(run_id, body)
         self._note_start(run_id, job_set.place_of(body), body)
@@ -231,17 +231,17 @@ class KubernetesLauncher:
         self._runs[run_id][name] = PodRecord.of(body)
         self._start_timer(run_id, name)
 
-    async def _take_in(self, seen: Seen) -> None:
+    async def _process_change(self, seen: Seen) -> None:
         run_id, name = self._place_of(seen)
         pod = self._runs.get(run_id, {}).get(name)
         if pod is None:
-            await self._sweep(seen)
+            await self._remove_stray(seen)
             return
         state = seen.body or seen.last
         for end in pod_state.ended(state) if state else ():
             self._report(run_id, end.worker_id, end.code, end.message)
         if seen.body is None:
-            self._forget(run_id, name, code=-9, message="its pod was deleted")
+            self._forget(run_id, name, code=-9, message="the pod was deleted")
         else:
             self._note_start(run_id, name, seen.body)
             if pod.group_size and pod_state.is_deleted_unplaced(seen.body):
@@ -256,7 +256,7 @@ class KubernetesLauncher:
         found = ((run_id, place) for run_id, place, pod in self._pods() if pod.name == seen.name)
         return next(found, ("", ""))
 
-    async def _sweep(self, seen: Seen) -> None:
+    async def _remove_stray(self, seen: Seen) -> None:
         """Removes an ended pod of a run that is no longer driven."""
         if seen.body is None or not pod_state.is_over(seen.body):
             return
@@ -272,7 +272,7 @@ class KubernetesLauncher:
                 await self._api.delete_job_set(its_set)
             await self._api.delete(name, is_queued=kueue.group_size(body) > 0)
         except ServiceError as error:  # it is seen again with the next list
-            logger.warning("pod stays", extra={"pod": name, "error": str(error)})
+            logger.warning("cannot delete pod", extra={"pod": name, "error": str(error)})
 
     def _note_start(self, run_id: str, name: str, body: Mapping[str, Any]) -> None:
         pod = self._runs[run_id][name]
@@ -286,14 +286,14 @@ class KubernetesLauncher:
             pod.obstacle = None
             pod.stop_timer()
         elif found := pod_state.obstacle(body):
-            self._hinder(run_id, name, found)
+            self._record_obstacle(run_id, name, found)
 
     def _start_timer(self, run_id: str, name: str) -> None:
         loop = asyncio.get_running_loop()
         pod = self._runs[run_id][name]
         pod.timer = loop.call_later(self._pending_timeout_s, self._give_up, run_id, name)
 
-    def _hinder(self, run_id: str, name: str, found: pod_state.StartFailure) -> None:
+    def _record_obstacle(self, run_id: str, name: str, found: pod_state.StartFailure) -> None:
         """Records the obstacle of a pod; reports each reason once."""
         pod = self._runs[run_id][name]
         before, pod.obstacle = pod.obstacle, found
@@ -337,7 +337,7 @@ class KubernetesLauncher:
             try:
                 await self._until(lambda: pod.is_over or self._is_gone(run_id, name), _KILL_S)
             except TimeoutError:
-                logger.warning("a pod's node does not answer", extra={"pod": name})
+                logger.warning("node of a pod does not answer", extra={"pod": name})
         await self._delete(run_id, name, grace_s=0)
         await self._until(lambda: self._is_gone(run_id, name), _STOP_MARGIN_S)
 
@@ -355,7 +355,7 @@ class KubernetesLauncher:
         )
         # The watch may have seen its deletion meanwhile.
         if not is_there and not self._is_gone(run_id, name):
-            self._forget(run_id, name, code=-9, message="its pod was deleted")
+            self._forget(run_id, name, code=-9, message="the pod was deleted")
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s), self._changed:

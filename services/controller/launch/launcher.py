@@ -23,7 +23,7 @@ class WorkerExit:
     def how(self) -> str:
         """Description of the exit for people."""
         if self.code is None:
-            return "for an unknown reason"
+            return "with an unknown status"
         return f"with signal {-self.code}" if self.code < 0 else f"with exit code {self.code}"
 
 

@@ -60,7 +60,7 @@ class PodApi:
     async def list(self, selector: str) -> list[dict[str, Any]]:
         """Returns the pods that match a label selector."""
         listed = await ask(
-            "to list pods",
+            "list of pods",
             self._core.list_namespaced_pod,
             self._namespace,
             label_selector=selector,
@@ -90,7 +90,7 @@ class PodApi:
         if is_there and is_queued:
             with suppress(NotFoundError):
                 await ask(
-                    f"pod {name} to leave its queue",
+                    f"removal of pod {name} from its queue",
                     self._core.patch_namespaced_pod,
                     name,
                     self._namespace,
@@ -111,7 +111,7 @@ class PodApi:
                 while await self.delete_job_set(name):  # noqa: ASYNC110  only Kubernetes could tell
                     await asyncio.sleep(_PERIOD_S)
         except TimeoutError as error:
-            message = f"JobSet {name} is still there {_GONE_S} s after it was deleted"
+            message = f"JobSet {name} still exists {_GONE_S} s after its deletion"
             raise UnavailableError(message) from error
         try:
             await ask(
@@ -123,8 +123,8 @@ class PodApi:
             )
         except NotFoundError as error:
             raise FailedPreconditionError(
-                "the cluster knows no JobSets; install their controller (https://jobset.sigs.k8s.io), or set "
-                "workers.jobSet.enabled=false to have plain pods"
+                "the cluster does not support JobSets; install their controller "
+                "(https://jobset.sigs.k8s.io), or set workers.jobSet.enabled=false to use plain pods"
             ) from error
 
     async def delete_job_set(self, name: str) -> bool:
@@ -193,7 +193,7 @@ async def ask(what: str, method: Callable[..., Any], *arguments: Any, **options:
         return await asyncio.to_thread(method, *arguments, _request_timeout=_TIMEOUT_S, **options)
     except ApiException as error:
         if error.status == 404:
-            raise NotFoundError(f"there is no {what}") from error
+            raise NotFoundError(f"{what} does not exist") from error
         message = f"Kubernetes refused {what}: {_explanation(error)}"
         if error.status == 429 or (error.status or 0) >= 500:
             raise UnavailableError(message) from error
@@ -205,7 +205,7 @@ async def ask(what: str, method: Callable[..., Any], *arguments: Any, **options:
 async def delete(what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
     """Deletes an object; returns True if it existed. Raises the other errors of :func:`ask`."""
     try:
-        await ask(f"the end of {what}", method, *arguments, **options)
+        await ask(f"deletion of {what}", method, *arguments, **options)
     except NotFoundError:
         return False
     return True

@@ -74,7 +74,9 @@ class PodLogs:
             file.parent.mkdir(parents=True, exist_ok=True)
             self._append(*key, file)
         except (ApiException, HTTPError, OSError) as error:
-            logger.info("a pod's log is asked for again", extra={"pod": key[0], "why": str(error)})
+            logger.info(
+                "log stream of a pod ended; reopening it", extra={"pod": key[0], "why": str(error)}
+            )
             self._known.discard(key)
 
     def _append(self, name: str, container: str, file: Path) -> None:

@@ -16,7 +16,7 @@ _BLOCKED = HOPELESS | {
     "ImagePullBackOff", "ErrImagePull", "CreateContainerConfigError", "CreateContainerError"
 }  # fmt: skip
 # Reasons that only events report, and the number of events after which they are more than a delay.
-_TOLD_BY_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
+_REPORTED_BY_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
 _REPEATED = 3
 
 _SIGNAL = 128
@@ -94,7 +94,7 @@ def obstacle(pod: Json) -> StartFailure | None:
 
 def warning(event: Json) -> StartFailure | None:
     """Returns the start failure that an event reports but the pod's status does not, or None."""
-    if event["reason"] in _TOLD_BY_EVENTS and event.get("count", 1) >= _REPEATED:
+    if event["reason"] in _REPORTED_BY_EVENTS and event.get("count", 1) >= _REPEATED:
         return StartFailure(reason=event["reason"], message=event["message"])
     return None
 
@@ -102,10 +102,10 @@ def warning(event: Json) -> StartFailure | None:
 def ended(pod: Json) -> Iterator[Ended]:
     """Yields containers that ended; all of them if the pod failed as a whole, for example by eviction."""
     status = pod["status"]
-    told = set()
+    reported = set()
     for container in status.get("containerStatuses", []):
         if terminated := container["state"].get("terminated"):
-            told.add(container["name"])
+            reported.add(container["name"])
             parts = (terminated.get("reason", ""), terminated.get("message", "").strip())
             yield Ended(
                 worker_id=container["name"],
@@ -113,17 +113,17 @@ def ended(pod: Json) -> Iterator[Ended]:
                 message="\n".join(part for part in parts if part),
             )
     # A pod that is being deleted may be Failed a moment before its containers' status is known.
-    is_told_later = "deletionTimestamp" in pod["metadata"] and "reason" not in status
-    if status.get("phase") == "Failed" and not is_told_later:
+    is_reported_later = "deletionTimestamp" in pod["metadata"] and "reason" not in status
+    if status.get("phase") == "Failed" and not is_reported_later:
         why = f"{status.get('reason', 'Failed')}: {status.get('message', 'the pod failed')}"
         for worker_id in workers(pod):
-            if worker_id not in told:
+            if worker_id not in reported:
                 yield Ended(worker_id=worker_id, code=None, message=why)
 
 
 def _wait_in_queue(pod: Json) -> str:
     queue = pod["metadata"]["labels"].get(QUEUE_LABEL)
-    return f"waits until the queue {queue} admits the run" if queue is not None else ""
+    return f"waiting for admission by the queue {queue}" if queue is not None else ""
 
 
 def _status(code: int) -> int:
@@ -182,10 +182,8 @@ class PodRecord:
         if self.obstacle is not None:
             return f"{self.obstacle.reason}: {self.obstacle.message}"
         if not self.uid:
-            return (
-                f"JobSet {self.job_set} has not made it; `kubectl describe jobsets,jobs` tells why"
-            )
-        return "Kubernetes gave no reason"
+            return f"JobSet {self.job_set} has not created it; see `kubectl describe jobsets,jobs`"
+        return "Kubernetes reports no reason"
 
     def stop_timer(self) -> None:
         """Stops the timer, so that the pod may take any time."""
@@ -208,13 +206,13 @@ def check_growth(
     """
     if admitted and kueue.group_size(bodies[0]) > admitted:
         raise FailedPreconditionError(
-            f"the queue has admitted the run's {admitted} pods as one, which cannot get more; "
-            "install without workers.kueue.queueName to add rollouts while a run goes on"
+            f"the queue admitted the run's {admitted} pods as one group, which cannot grow; install "
+            "without workers.kueue.queueName to add rollouts to running runs"
         )
     for body in bodies:
         name = body["metadata"]["name"]
         if name in known and set(workers(body)) - set(known[name].workers):
             raise FailedPreconditionError(
-                f"all workers of the run are in pod {name}, which cannot get more of them; install with "
-                "workers.topology=separate to change their number while a run goes on"
+                f"all workers of the run are in pod {name}, which cannot get more; install with "
+                "workers.topology=separate to change the number of workers of running runs"
             )

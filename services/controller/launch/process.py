@@ -133,10 +133,10 @@ class ProcessLauncher:
                 self._gpus.forget(run_id, new)
                 arguments = " and ".join(f"rollout.engine_arguments.{name}" for name in unsized)
                 raise FailedPreconditionError(
-                    f"{worker_id} would share GPU {', '.join(gpus[other])} with {other}, which has taken its "
-                    f"memory: this host has {self._gpus.count} GPUs, and the run's workers want "
-                    f"{sum(needs.values())}. Submit or fork the run with {arguments}, so that each rollout "
-                    "takes its part, or with this number of rollouts from the start; or use a larger host"
+                    f"{worker_id} cannot share GPU {', '.join(gpus[other])} with {other}, whose engine uses "
+                    f"its free memory: this host has {self._gpus.count} GPUs, and the run's workers need "
+                    f"{sum(needs.values())}; submit or fork the run with {arguments} set, or with this "
+                    "number of rollouts from the start, or use a larger host"
                 )
         return gpus
 
@@ -168,7 +168,7 @@ class ProcessLauncher:
             async with asyncio.timeout(STOP_GRACE_S):
                 await asyncio.gather(*waits)
         except TimeoutError:
-            logger.warning("workers did not stop and are killed", extra={"run": run_id})
+            logger.warning("workers did not stop in time; killing them", extra={"run": run_id})
             for process in processes.values():
                 process.send_signal(signal.SIGKILL)
             await asyncio.gather(*(process.wait() for process in processes.values()))
@@ -229,7 +229,9 @@ class ProcessLauncher:
         try:
             write_record(self._record(run_id, worker_id), [process.pid for process in processes])
         except psutil.NoSuchProcess:
-            logger.warning("worker ended at once", extra={"run": run_id, "worker": worker_id})
+            logger.warning(
+                "worker exited during its start", extra={"run": run_id, "worker": worker_id}
+            )
         return ProcessGroup(processes)
 
     async def _start_process(

@@ -82,7 +82,7 @@ class RunSecrets:
                         await self._put(run_id)
             except ServiceError as error:
                 why = {"run": run_id, "error": str(error)}
-                logger.warning("certificate is not renewed", extra=why)
+                logger.warning("cannot renew the certificate", extra=why)
 
     async def _put(self, run_id: str) -> None:
         identity = current_identity()

@@ -63,7 +63,9 @@ class RolloutScales:
                 "status", self._api.patch_namespaced_custom_object_status, name, status
             )
         except ServiceError as error:
-            logger.warning("scale is not shown", extra={"run": run_id, "error": str(error)})
+            logger.warning(
+                "cannot update the RolloutScale", extra={"run": run_id, "error": str(error)}
+            )
 
     async def remove(self, run_id: str) -> None:
         """Deletes the object of a run that has ended."""
@@ -72,16 +74,18 @@ class RolloutScales:
             method, name = self._api.delete_namespaced_custom_object, _name(run_id)
             await delete(f"RolloutScale {name}", method, *self._place, name)
         except ServiceError as error:
-            logger.warning("scale stays", extra={"run": run_id, "error": str(error)})
+            logger.warning(
+                "cannot delete the RolloutScale", extra={"run": run_id, "error": str(error)}
+            )
 
     async def watch(self, seen: "asyncio.Queue[Seen]") -> None:
         """Processes requested numbers until cancelled."""
         while True:
             body = (await seen.get()).body
             if body is not None:
-                await self._take_in(body)
+                await self._process_change(body)
 
-    async def _take_in(self, body: Mapping[str, Any]) -> None:
+    async def _process_change(self, body: Mapping[str, Any]) -> None:
         run_id, asked = body["metadata"]["labels"][RUN_LABEL], body["spec"]["replicas"]
         if asked == body.get("status", {}).get("replicas", asked):
             self._asked.pop(run_id, None)
@@ -92,7 +96,7 @@ class RolloutScales:
             except (ServiceError, ValueError) as error:  # seen again with the next list
                 del self._asked[run_id]
                 why = {"run": run_id, "replicas": asked, "error": str(error)}
-                logger.warning("run is not scaled", extra=why)
+                logger.warning("cannot scale the run", extra=why)
 
     async def _write_spec(self, run_id: str, replicas: int) -> None:
         spec = {"spec": {"replicas": replicas}}

@@ -119,7 +119,7 @@ def load_templates(folder: Path) -> WorkerTemplates:
         sets = yaml.safe_load(found.read_text(encoding="utf-8")) if found.exists() else None
     except OSError as error:
         raise FailedPreconditionError(
-            f"no worker templates in {folder}: {error.strerror}; mount the chart's ConfigMap there"
+            f"cannot read worker templates in {folder}: {error.strerror}; mount the chart's ConfigMap there"
         ) from error
     return WorkerTemplates(
         topology=cast("Literal['separate', 'bundled']", topology), pods=pods, job_set=sets
@@ -197,9 +197,8 @@ def _num_nodes(ranks: int, spec: RunSpec) -> int:
     room = spec.topology.gpus_per_node
     if ranks > room and ranks % room:
         raise FailedPreconditionError(
-            f"{ranks} ranks of one worker cannot be spread evenly over nodes of {room} GPUs; make "
-            "trainer.world_size, the GPUs of critic or topology.scoring_ranks a multiple of "
-            "topology.gpus_per_node"
+            f"the ranks of a worker must be a multiple of topology.gpus_per_node ({room}), got {ranks}; "
+            "change trainer.world_size, the GPUs of critic or topology.scoring_ranks"
         )
     return max(1, ranks // room)
 
@@ -303,8 +302,8 @@ def join_trainer_pod(
     ranks, room = spec.trainer.world_size, spec.topology.gpus_per_node
     if ranks > room:
         raise FailedPreconditionError(
-            f"topology.placement is {spec.topology.placement!r} and a pod holds both sides, but "
-            f"trainer.world_size ({ranks}) is more than one node has, topology.gpus_per_node ({room}); lower "
+            f"with topology.placement {spec.topology.placement!r} one pod runs trainer and rollouts, so "
+            f"trainer.world_size must be at most topology.gpus_per_node ({room}), got {ranks}; lower "
             "trainer.world_size, or set topology.placement to 'disaggregated'"
         )
     host = HostGpus([str(number) for number in range(total_gpus(spec))])

@@ -53,7 +53,7 @@ def test_a_host_without_gpus_gives_none():
 
 
 def test_a_worker_that_needs_more_than_the_host_has_is_named():
-    with pytest.raises(FailedPreconditionError, match="trainer-0 needs 4 GPUs but this host has 2"):
+    with pytest.raises(FailedPreconditionError, match=r"trainer-0 needs 4 GPUs, .* 2"):
         HostGpus(["0", "1"]).assign("run", {"trainer-0": 4})
 
 
@@ -89,7 +89,7 @@ def test_gpus_that_are_had_in_turns_are_nobody_elses():
         "rollout-0": ("0",),
         "rollout-1": ("1",),
     }
-    with pytest.raises(FailedPreconditionError, match="rollout-1 needs 1 GPUs but this host has 0"):
+    with pytest.raises(FailedPreconditionError, match=r"rollout-1 needs 1 GPUs, .* 0"):
         HostGpus(["0"]).assign("run", needs, hosts=hosts)
 
 

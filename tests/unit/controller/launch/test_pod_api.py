@@ -61,5 +61,5 @@ async def test_what_is_gone_needs_no_deletion() -> None:
 
 
 async def test_a_cluster_without_job_sets_says_what_to_do() -> None:
-    with pytest.raises(FailedPreconditionError, match="knows no JobSets; install their controller"):
+    with pytest.raises(FailedPreconditionError, match=r"workers\.jobSet\.enabled"):
         await failing(refusal(404)).create_job_set(POD)

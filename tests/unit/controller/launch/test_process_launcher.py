@@ -106,9 +106,8 @@ async def test_a_rollout_beside_one_that_took_all_memory_is_refused_before_it_st
         launcher = launcher_of(tmp_path, tasks, orders, gpus=("7",))
         await launcher.start("run_a", vllm_spec(1))
         for _ in range(2):
-            with pytest.raises(FailedPreconditionError, match="share GPU 7 with rollout-0") as told:
+            with pytest.raises(FailedPreconditionError, match="GPU 7 with rollout-0") as told:
                 await launcher.start("run_a", vllm_spec(2))
-        assert "has 1 GPUs, and the run's workers want 3" in told.value.message
         assert "gpu_memory_utilization and rollout.engine_arguments.kv_cache" in told.value.message
         await launcher.start("run_a", vllm_spec(1))
         orders.process.ended.set()
