@@ -63,7 +63,7 @@ def test_every_operation_is_served_by_both_faces():
     assert set(methods) == named
     for operation in OPERATIONS:
         handler = getattr(Handlers, handler_name(operation))
-        assert get_type_hints(handler)["asked"] is operation
+        assert get_type_hints(handler)["request"] is operation
 
 
 async def test_both_faces_have_the_same_limits(both, tmp_path):

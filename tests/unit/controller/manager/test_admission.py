@@ -56,7 +56,7 @@ def test_gpus_bound_what_starts_and_nothing_overtakes_what_waits_for_them(store)
     assert (waits.status, waits.reason) == ("False", "GpuQuota")
 
     assert admitted(store, small).reason == "Queued"
-    assert admit(store, limits).told == []
+    assert admit(store, limits).events == []
     store.apply(first, RunEvent.FAIL, reason="Test")
     assert [run.run_id for run in admit(store, limits).started] == [large]
 
