@@ -26,7 +26,7 @@ from services.common.phases import Phases
 from services.common.runspec.weight_modes import weight_mode
 from services.weightsync import metrics
 from services.weightsync.canary import Canary, difference
-from services.weightsync.endpoints import WeightSink, WeightSource, on_device
+from services.weightsync.endpoints import OwnThread, WeightSink, WeightSource, on_device
 from services.weightsync.group import KeyValueStore, RankAssignment, WeightGroup
 from services.weightsync.group_epochs import Epochs
 from services.weightsync.metrics import TransferReport, explained
@@ -72,6 +72,7 @@ class WeightMember:
         self._device = device
         self._peers = tuple(peers)
         self._on_ready = on_ready
+        self._scorer = OwnThread()
         self._epochs = Epochs(device, host, rendezvous, folder or Path(tempfile.gettempdir()))
         self._agreed: tuple[str, int | None, str] | None = None
         self._sender: Sender | None = None
@@ -297,7 +298,8 @@ class WeightMember:
         """
         if self._source is None:
             raise FailedPreconditionError("only the trainer scores the canary; ask the trainer")
-        return await self._epochs.thread.run(self._source.score_canary)
+        # A thread of its own, because a transfer of the same weights may occupy the group's.
+        return await self._scorer.run(self._source.score_canary)
 
     async def check(self, version: int, canary: Canary, tolerance: float) -> float:
         """Compares the live weights with the trainer's by the canary; reports readiness if they agree.

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from services.common.errors import (
     DeadlineExceededError,
@@ -15,6 +16,7 @@ from services.common.errors import (
 )
 from services.common.runspec.run import WeightSyncSpec
 from services.common.runspec.weight_modes import TRANSPORTS
+from services.common.task_group import together
 from services.common.telemetry import tracing
 from services.controller import metrics
 from services.controller.membership.registry import Worker
@@ -364,7 +366,9 @@ class WeightSession:
                     if version < 0 and not self.has_copy(version := newest()):
                         await copying.enter_async_context(self.trainer_lock)
                         version = newest()
-                    report = await self._publish(version, tuple(lost), copied)
+                    report = await self._publish(
+                        version, tuple(lost), copied, in_turns=on_copied is not None
+                    )
                 except ServiceError as error:
                     metrics.WEIGHT_SYNCS.labels(self._run_id, error.reason).inc()
                     logger.warning(
@@ -392,7 +396,12 @@ class WeightSession:
         return SyncReport(version=self.version)
 
     async def _publish(
-        self, version: int, lost: tuple[str, ...], copied: Callable[[], Awaitable[None]]
+        self,
+        version: int,
+        lost: tuple[str, ...],
+        copied: Callable[[], Awaitable[None]],
+        *,
+        in_turns: bool,
     ) -> SyncReport:
         with tracing.span(
             "weight.sync",
@@ -401,31 +410,46 @@ class WeightSession:
             run=self._run_id,
             version=version,
         ):
-            return await self._send(version, lost, copied)
+            return await self._send(version, lost, copied, in_turns=in_turns)
 
     async def _send(
-        self, version: int, lost: tuple[str, ...], copied: Callable[[], Awaitable[None]]
+        self,
+        version: int,
+        lost: tuple[str, ...],
+        copied: Callable[[], Awaitable[None]],
+        *,
+        in_turns: bool,
     ) -> SyncReport:
         members = self._members
         start = time.perf_counter()
         held = await self._prepare(version, members.sources)
-        canary = await self._score(version)
-        copied_at = time.perf_counter()
-        await copied()
-        held |= await self._prepare(version, members.rollouts)
-        base = min(held.values()) if len(set(held.values())) == 1 else -1
-        prepared = time.perf_counter()
-        sent = await members.call_all(
-            {
-                name: member.transfer(
-                    self._epoch,
-                    version,
-                    base_version=base if base < version else -1,
-                    timeout_s=self._timeout_s,
-                )
-                for name, member in members.all().items()
-            }
-        )
+        async def score() -> tuple[Canary, float]:
+            canary, scored_at = await self._score(version), time.perf_counter()
+            await copied()
+            return canary, scored_at
+
+        async def transfer() -> tuple[Mapping[str, Any], float]:
+            versions = [*held.values(), *(await self._prepare(version, members.rollouts)).values()]
+            base = versions[0] if len(set(versions)) == 1 else -1
+            prepared = time.perf_counter()
+            sent = await members.call_all(
+                {
+                    name: member.transfer(
+                        self._epoch,
+                        version,
+                        base_version=base if base < version else -1,
+                        timeout_s=self._timeout_s,
+                    )
+                    for name, member in members.all().items()
+                }
+            )
+            return sent, prepared
+
+        if in_turns:  # rollouts have no GPU until the trainer has its copy
+            (canary, copied_at), (sent, prepared) = await score(), await transfer()
+        else:
+            works: Sequence[Coroutine[Any, Any, Any]] = (score(), transfer())
+            (canary, copied_at), (sent, prepared) = await together(works)
         digest = version_digest(
             [digest for name in members.sources for digest in sent[name].digests]
         )
