@@ -11,6 +11,9 @@ s.
 
 With ``--lora 32`` the model has Qwen2.5-7B's shape with adapters of that rank on all linear
 modules, in ``bench/results/one-gpu-lora.json``.
+
+With ``--duel`` the lengths are geometric with a mean of 600, as ``bench.one_gpu_peer`` trains them with TRL;
+each setting's entry goes to ``bench/results/one-gpu-duel.json``.
 """
 
 import argparse
@@ -29,7 +32,7 @@ import psutil
 import torch
 from transformers import AutoConfig
 
-from bench.e2e.shapes import LINEAR, QWEN_7B, SHAPES, smoke
+from bench.e2e.shapes import DUEL, LINEAR, QWEN_7B, SHAPES, smoke
 from bench.e2e.timeline import facts, time_line
 from bench.switches import switches
 from bench.whole_run import REPOSITORY, run_for
@@ -56,9 +59,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--set", action="append", default=[], help="further settings of the run")
     parser.add_argument("--lora", type=int, help="rank of adapters, of a model of 7B")
+    parser.add_argument("--duel", action="store_true", help="the lengths of bench.one_gpu_peer")
     parser.add_argument("--folder", type=Path, help="where run and logs stay; default: nowhere")
     arguments = parser.parse_args()
-    shape = _SHAPE if arguments.lora is None else QWEN_7B
+    shape = QWEN_7B if arguments.lora is not None else DUEL if arguments.duel else _SHAPE
     shape = smoke(shape) if arguments.smoke else shape
     if arguments.lora is not None:
         lora = {"rank": arguments.lora, "target_modules": LINEAR}
@@ -92,8 +96,18 @@ def main() -> None:
             "planned_gb": _planned(RunSpec.model_validate(document), model) if peaks else {},
         }
     print(json.dumps(found, indent=1))
-    if not arguments.smoke:
+    if arguments.duel and not arguments.smoke:
+        keep_in_duel(" ".join(arguments.set) or "algorithm.max_staleness=1", found)
+    elif not arguments.smoke:
         (RESULTS / name).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def keep_in_duel(name: str, entry: dict[str, Any]) -> None:
+    """Adds one side's entry to the duel's results."""
+    results = RESULTS / "one-gpu-duel.json"
+    found = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+    found[name] = entry
+    results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def _planned(spec: RunSpec, model: Path) -> dict[str, float]:

@@ -130,6 +130,16 @@ QWEN_7B = Shape(
 )
 """Qwen2.5-7B's shape with adapters and without any memory setting."""
 
+# A random model ends a response after about as many tokens as its vocabulary has.
+DUEL = replace(
+    _GEOMETRIC,
+    vocabulary=600,
+    max_response_tokens=2048,
+    mean_response_tokens=600,
+    prompts_per_step=16,
+)
+"""1.3 B parameters, 16 groups of 8, geometric lengths with a mean of 600."""
+
 SHAPES = {
     # 1.31 B parameters; lengths are geometric.
     "geometric": _GEOMETRIC,

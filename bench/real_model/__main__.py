@@ -1,10 +1,12 @@
-"""Trains a real model on three-digit addition: ``python -m bench.real_model [VARIANT...] [--smoke]``.
+"""Trains a real model: ``python -m bench.real_model [VARIANT...] [--example SPEC] [--smoke]``.
 
-SmolLM2-135M-Instruct trains through ``slipstream run`` on one GPU that trainer and vLLM share:
-synchronously, one step off-policy and four steps off-policy. Each run's held-out curve (256
-questions, greedy) is recorded over the trained samples and over the seconds since the command, in
-``bench/results/real-model.json``. ``python -m bench.real_model.peer`` adds TRL's colocated trainer
-on the same task, batch and learning rate.
+SmolLM2-135M-Instruct trains on three-digit addition through ``slipstream run`` on one GPU that
+trainer and vLLM share: synchronously, one step off-policy and four steps off-policy. Each run's
+held-out curve (256 questions, greedy) is recorded over the trained samples and over the seconds
+since the command, in ``bench/results/real-model.json``. ``python -m bench.real_model.peer`` adds
+TRL's colocated trainer on the same task, batch and learning rate. ``--example
+examples/calculator/calculator.yaml`` trains that specification instead, and writes
+``bench/results/real-model-calculator.json``.
 """
 
 import argparse
@@ -28,6 +30,7 @@ RESULTS = REPOSITORY / "bench" / "results" / "real-model.json"
 VARIANTS = {
     "lag 0": ("algorithm.max_staleness=0",),
     "lag 1": ("algorithm.max_staleness=1",),
+    "lag 1, two engines": ("algorithm.max_staleness=1", "rollout.replicas=2"),
     "lag 4": ("algorithm.max_staleness=4",),
     "in turns, lag 0": ("algorithm.max_staleness=0", "topology.placement=colocated"),
     "in turns, lag 1": ("algorithm.max_staleness=1", "topology.placement=colocated"),
@@ -35,11 +38,17 @@ VARIANTS = {
 _STEADY = 5
 _POLL_S = 0.2
 _SCORES = re.compile(r"held-out, version (\d+): greedy ([.\d]+)")
+_ON_CPU = (
+    *("rollout.engine=torch", "trainer.dtype=float32", "trainer.compile=false"),
+    *("trainer.steps=2", "trainer.prompts_per_step=2", "rollout.group_size=2"),
+    *("validation.every=0", "rollout.max_response_tokens=48"),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("variants", nargs="*", help=f"some of: {'; '.join(VARIANTS)}")
+    parser.add_argument("--example", type=Path, help="a specification to train instead")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--together", action="store_true", help="all at once: curves, no times")
     parser.add_argument("--smoke", action="store_true", help="two steps on a CPU")
@@ -48,8 +57,11 @@ def main() -> None:
     parser.add_argument("--wheel", type=Path, help="the package with the model, or its parts")
     parser.add_argument("--set", action="append", default=[], help="further settings")
     parser.add_argument("--folder", type=Path, help="where runs and logs stay")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    example: Path | None = arguments.example and arguments.example.resolve()
+    name = f"{RESULTS.stem}-{example.stem}.json" if example else RESULTS.name
+    out = arguments.out or RESULTS.with_name(name)
     setting = smoke(Setting()) if arguments.smoke else Setting()
     extra = [*arguments.set, *([f"trainer.steps={arguments.steps}"] if arguments.steps else [])]
     with tempfile.TemporaryDirectory() as temporary:
@@ -57,8 +69,11 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         model = (arguments.model or folder / "model").resolve()
         make_folder(model, arguments.wheel)
-        spec = folder / "spec.json"
-        spec.write_text(json.dumps(setting.spec(model)))
+        spec = example or folder / "spec.json"
+        if example is None:
+            spec.write_text(json.dumps(setting.spec(model)))
+        else:
+            extra = [f"model.path={model}", *extra, *(_ON_CPU if arguments.smoke else ())]
         jobs = [
             (name, seed, [*VARIANTS[name], f"seed={seed}", *extra])
             for name in arguments.variants or VARIANTS
@@ -68,7 +83,7 @@ def main() -> None:
         def measured(job: tuple[str, int, list[str]]) -> dict[str, Any]:
             name, seed, settings = job
             own = folder / f"{name}-{seed}".replace(" ", "").replace(",", "-")
-            entry = train(own, settings, spec, setting)
+            entry = train(own, settings, spec)
             print(json.dumps({"variant": name, "seed": seed, **entry}), flush=True)
             return {"variant": name, "seed": seed, "settings": settings, **entry}
 
@@ -78,10 +93,10 @@ def main() -> None:
         if arguments.together and len(jobs) > 1:
             entry["times"] = "not of use: runs shared the GPU"
     if not arguments.smoke:
-        keep(entries, arguments.out)
+        keep(entries, out)
 
 
-def train(folder: Path, settings: list[str], spec: Path, setting: Setting) -> dict[str, Any]:
+def train(folder: Path, settings: list[str], spec: Path) -> dict[str, Any]:
     """Trains once; returns the held-out curve and the rates of the steady steps.
 
     Raises:

@@ -74,7 +74,10 @@ def run_memory(
     found = _planned(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
     if not found.why_not:
         return found
-    change = _smallest_change(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
+    fits = smallest_change(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
+    change = "No change of one or two settings makes it fit: take more GPUs, larger ones, or a smaller model"
+    if fits:
+        change = f"It fits with {' and '.join(f'{key}: {shown(fits[key])}' for key in fits)}"
     first, newline, rest = found.why_not.partition("\n")
     told = f"{first.rstrip('.')}. {change}{newline}{rest}"
     return RunMemory(found.trainer, found.trainer_gpus, found.rollout, found.chosen, told)
@@ -115,10 +118,10 @@ def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
     return found[0], found[1]
 
 
-def _smallest_change(
+def smallest_change(
     spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int, gpus: int | None
-) -> str:
-    """Returns a text with the one or two settings whose change makes the run fit."""
+) -> _Changes:
+    """Returns the one or two settings whose change makes a run fit; empty if there are none."""
     changes = list(_changes(spec))
     for count in (1, 2):
         for some in combinations(changes, count):
@@ -133,9 +136,8 @@ def _smallest_change(
             except ValueError:
                 continue
             if not found.why_not and SPARE * found.trainer.used <= gpu_bytes:
-                told = " and ".join(f"{key}: {_shown(value)}" for key, value in merged.items())
-                return f"It fits with {told}"
-    return "No change of one or two settings makes it fit: take more GPUs, larger ones, or a smaller model"
+                return merged
+    return {}
 
 
 def _changes(spec: RunSpec) -> Iterator[_Changes]:
@@ -179,7 +181,8 @@ def _with(spec: RunSpec, changes: _Changes) -> RunSpec:
     return spec.model_copy(update=parts)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Returns the value of a setting as YAML."""
     if isinstance(value, LoraSpec):
         return f"{{rank: {value.rank}, sync: {value.sync}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -31,7 +31,7 @@ from services.rollout.data.curriculum import Curriculum
 from services.rollout.data.prompts import PromptStore
 from services.rollout.data.sources import open_sources
 from services.rollout.engines.base import Engine
-from services.rollout.engines.build import build_engine
+from services.rollout.engines.build import begin_imports, build_engine
 from services.rollout.engines.memory import plan_of
 from services.rollout.environments.workflow import Environments
 from services.rollout.frozen_weights import FrozenWeights
@@ -126,6 +126,9 @@ async def _load(
 ) -> tuple[Engine, GroupSampler, GroupPublisher]:
     """Loads the model, data and rewards that the run's specification names."""
     spec: RunSpec = with_secrets(session.spec, settings.secrets_directory)
+    kind = engine_kind(spec.rollout.engine)
+    imports = partial(begin_imports, kind, is_cpu=device.type == "cpu")
+    importing = asyncio.ensure_future(asyncio.to_thread(imports))
     tokenizer = await asyncio.to_thread(load_chat_tokenizer, spec)
     if spec.data.chat_template:
         # Imports of the template engine happen now, in a thread. Errors are reported with each prompt.
@@ -136,6 +139,7 @@ async def _load(
     pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     reach = AddressPolicy(settings.reward_hosts)
+    await importing
     # Reward processes start and import their code while the engine reads its model.
     with unwrapped():
         async with TaskGroup() as loading:

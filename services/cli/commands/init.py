@@ -2,17 +2,21 @@
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import yaml
 
-from services.cli.machine import has_gpus
+from services.cli.machine import gpu_bytes_here, has_gpus
 from services.cli.output import console, fail
+from services.cli.settings import MachineSettings
 from services.common.runspec.data import DataSpec, PromptSourceSpec
-from services.common.runspec.run import TINY_PREFIX
+from services.common.runspec.run import TINY_PREFIX, RunSpec
+from services.controller.launch.gpus import host_gpus
 from services.rollout.data.sources import Row, open_source
 
 _PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
@@ -43,7 +47,7 @@ data:
   max_prompt_tokens: 1024       # a longer prompt is set aside and counted
 
 rollout:
-  engine: torch                 # vllm or sglang for real models on GPUs, once installed
+  engine: {engine:<21} # vllm or sglang for real models on GPUs, once installed
   replicas: {replicas}          # rollout processes
   group_size: 8                 # responses per prompt
   max_response_tokens: {response}
@@ -61,7 +65,7 @@ trainer:
   prompts_per_step: {prompts:<11} # groups that form one batch
   dtype: {dtype:<22} # bfloat16 for GPUs; CPUs are faster in float32
   compile: {compiled:<20} # torch.compile: less time and memory on GPUs, a longer start
-  optimizer:
+{fitted}  optimizer:
     learning_rate: {rate}
   checkpoint: {{every: 20, keep: 2}}
 
@@ -97,26 +101,61 @@ def init(
     row, is_tiny, uses_gpus = rows.first[0], model.startswith(TINY_PREFIX), has_gpus()
     prompt, answer = _column(row, _PROMPTS), _column(row, _ANSWERS)
     form = _answer_form([str(each.get(answer) or "") for each in rows.first])
-    text = _TEMPLATE.format(
-        file=file,
-        name=_name(file),
-        model=model,
-        source=source.source,
-        path=_path(data, source.source, file),
-        prompt=prompt or f"prompt   # TODO: one of {', '.join(row)}",
-        answer=answer or "null",
-        template=form.template,
-        prompts=min(_PROMPTS_PER_STEP, rows.count),
-        reward=form.reward if answer else "task.py:reward",
-        chat="false" if is_tiny else "true",
-        replicas=2 if is_tiny else 1,
-        response=64 if is_tiny else 1024,
-        dtype="bfloat16" if uses_gpus and not is_tiny else "float32",
-        compiled="true" if uses_gpus and not is_tiny else "false",
-        rate="3.0e-4" if is_tiny else "1.0e-6",
-    )
+    values = {
+        "file": file,
+        "name": _name(file),
+        "model": model,
+        "source": source.source,
+        "path": _path(data, source.source, file),
+        "prompt": prompt or f"prompt   # TODO: one of {', '.join(row)}",
+        "answer": answer or "null",
+        "template": form.template,
+        "prompts": min(_PROMPTS_PER_STEP, rows.count),
+        "reward": form.reward if answer else "task.py:reward",
+        "chat": "false" if is_tiny else "true",
+        "replicas": 2 if is_tiny else 1,
+        "response": 64 if is_tiny else 1024,
+        "dtype": "bfloat16" if uses_gpus and not is_tiny else "float32",
+        "compiled": "true" if uses_gpus and not is_tiny else "false",
+        "rate": "3.0e-4" if is_tiny else "1.0e-6",
+        "engine": "vllm" if uses_gpus and not is_tiny and find_spec("vllm") else "torch",
+    }
+    text = _TEMPLATE.format(**values, fitted="")
+    if uses_gpus and Path(model).is_dir():
+        text = _fitted(text, values)
     file.write_text(text, encoding="utf-8")
     console.print(f"{file}: 'slipstream validate {file}' checks it", highlight=False)
+
+
+def _fitted(text: str, values: Mapping[str, Any]) -> str:
+    """Returns the text with the settings with which the run fits on this machine's GPUs."""
+    # These import torch.
+    from services.cli.preflight import model_config
+    from services.cli.run_memory import run_memory, shown, smallest_change
+
+    gpu_bytes = gpu_bytes_here()
+    if gpu_bytes is None:
+        return text
+    gpus = len(host_gpus(MachineSettings().visible_gpus))
+    try:
+        spec = RunSpec.model_validate(yaml.safe_load(text))
+        config = model_config(spec)
+        if not run_memory(spec, config, gpu_bytes=gpu_bytes, gpus=gpus).why_not:
+            return text
+        changes = smallest_change(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
+    except ValueError as error:
+        console.print(f"the memory is not planned: {error}", highlight=False)
+        return text
+    lines = [
+        f"  {key.removeprefix('trainer.')}: {shown(value)}   # else it does not fit on this GPU\n"
+        for key, value in changes.items()
+        if key.startswith("trainer.")
+    ]
+    rate = {"rate": "1.0e-5"} if "trainer.lora" in changes else {}
+    text = _TEMPLATE.format(**{**values, **rate, "fitted": "".join(lines)})
+    if "topology.placement" in changes:
+        text += "\ntopology:\n  placement: colocated         # rollouts and trainer take turns on the GPU\n"
+    return text
 
 
 def _write_example(folder: Path, *, force: bool) -> None:

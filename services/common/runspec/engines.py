@@ -63,6 +63,8 @@ class EngineKind:
     colocated``)."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that the engine reads on import; those that are already set are kept."""
+    process_modules: Sequence[str] = ()
+    """Modules that the engine's own process imports on a GPU; importing them uses no GPU."""
     environment_without: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Environment variables to set if a package is not installed, by package."""
     cpu_environment: Mapping[str, str] = field(default_factory=dict)
@@ -201,6 +203,15 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
             # its GPUs.
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         },
+        process_modules=(
+            # The started process imports this program's main module again.
+            "services.rollout.__main__",
+            "vllm.v1.engine.core",
+            "vllm.v1.worker.gpu_worker",
+            "vllm.model_executor.models.qwen2",
+            "services.rollout.engines.vllm.scheduler",
+            "services.rollout.engines.vllm.worker",
+        ),
         environment_without={"flashinfer": {"VLLM_USE_FLASHINFER_SAMPLER": "0"}},
         cpu_environment=_FEW_THREADS
         | {

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 from dataclasses import replace
+from multiprocessing import forkserver, set_forkserver_preload
 from typing import Protocol
 
 import torch
@@ -103,6 +104,21 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
         order = replace(order, arguments={**kind.cpu_arguments, **order.arguments})
     engine: Engine = load_callable(kind.adapter)(order)
     return engine
+
+
+def begin_imports(kind: EngineKind, *, is_cpu: bool) -> None:
+    """Imports the engine, here and concurrently in the process that its own process is forked from.
+
+    Imports of an engine take tens of seconds. An engine that is not installed is reported by
+    :func:`make_engine`.
+    """
+    if kind.package is not None and not _is_installed(kind.package):
+        return
+    prepare_environment(kind, is_cpu=is_cpu)
+    if kind.process_modules and not is_cpu:
+        set_forkserver_preload([*kind.process_modules])
+        forkserver.ensure_running()
+    importlib.import_module(kind.adapter.partition(":")[0])
 
 
 def prepare_environment(kind: EngineKind, *, is_cpu: bool) -> None:

@@ -7,9 +7,14 @@ import sys
 
 import pytest
 import yaml
+from transformers import Qwen2Config
 from typer.testing import CliRunner
 
+from services.cli.commands import init
 from services.cli.main import _COMMANDS, app, load
+from services.cli.run_memory import run_memory
+from services.common.models.tokenizer import load_tokenizer
+from services.common.runspec.run import ModelSpec, RunSpec
 
 SUMMARIES = {name: summary for panel in _COMMANDS.values() for name, (_, summary) in panel.items()}
 
@@ -57,6 +62,32 @@ def test_a_first_specification_suits_the_answers_and_the_machine(
     trainer = document["trainer"]
     assert (trainer["dtype"], trainer["compile"]) == (dtype, dtype == "bfloat16")
     assert trainer["prompts_per_step"] == 3
+
+
+def test_a_first_specification_fits_the_gpu_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(init, "gpu_bytes_here", lambda: 79 * 10**9)
+    config = Qwen2Config(  # Qwen2.5-7B's shape
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    )
+    config.save_pretrained(tmp_path / "model")
+    load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")).save(tmp_path / "model")
+    rows, file = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    rows.write_text(3 * '{"question": "1+1", "answer": "2"}\n')
+    arguments = [str(tmp_path / "model"), str(rows), "--file", str(file)]
+    made = CliRunner().invoke(app, ["init", *arguments])
+    assert made.exit_code == 0, made.output
+    document = yaml.safe_load(file.read_text())
+    spec = RunSpec.model_validate(document)
+    assert not run_memory(spec, config, gpu_bytes=79 * 10**9, gpus=1).why_not
+    monkeypatch.setattr(init, "gpu_bytes_here", lambda: 500 * 10**9)
+    CliRunner().invoke(app, ["init", *arguments, "--force"])
+    assert document["trainer"].keys() > yaml.safe_load(file.read_text())["trainer"].keys()
 
 
 def test_who_reads_no_more_ends_the_command_quietly():

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from services.common.models.tokenizer import load_tokenizer
+from services.common.runspec.engines import ENGINES, EngineKind
 from services.common.runspec.rollout import RewardSpec, RolloutSpec
 from services.common.runspec.run import ModelSpec
+from services.rollout.engines import build as building
 from services.rollout.engines.base import Engine
-from services.rollout.engines.build import build_engine
+from services.rollout.engines.build import begin_imports, build_engine
 
 MODEL = ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789=")
 
@@ -38,3 +40,24 @@ def test_an_engine_that_is_not_installed_is_asked_for(engine: str) -> None:
         pytest.skip(f"{engine} is installed here")
     with pytest.raises(ValueError, match=f"'{engine}' is not installed"):
         build(engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("package", "is_cpu", "begun"),
+    [(None, False, ["json.tool"]), (None, True, []), ("a_package_that_is_missing", False, [])],
+)
+def test_imports_begin_in_the_process_that_the_engine_is_forked_from(
+    monkeypatch: pytest.MonkeyPatch, package: str | None, is_cpu: bool, begun: list[str]
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(building, "set_forkserver_preload", found.extend)
+    monkeypatch.setattr(building.forkserver, "ensure_running", lambda: None)
+    kind = EngineKind(adapter="json:loads", package=package, process_modules=("json.tool",))
+    begin_imports(kind, is_cpu=is_cpu)
+    assert found == begun
+
+
+def test_own_modules_that_an_engines_process_imports_exist() -> None:
+    for kind in ENGINES.values():
+        own = [name for name in kind.process_modules if name.startswith("services.")]
+        assert all(importlib.util.find_spec(name) for name in own)

@@ -423,15 +423,16 @@ class WeightSession:
         members = self._members
         start = time.perf_counter()
         held = await self._prepare(version, members.sources)
+
         async def score() -> tuple[Canary, float]:
             canary, scored_at = await self._score(version), time.perf_counter()
             await copied()
             return canary, scored_at
 
-        async def transfer() -> tuple[Mapping[str, Any], float]:
+        async def send() -> tuple[Mapping[str, Any], str, Mapping[str, float], list[float]]:
             versions = [*held.values(), *(await self._prepare(version, members.rollouts)).values()]
             base = versions[0] if len(set(versions)) == 1 else -1
-            prepared = time.perf_counter()
+            times = [time.perf_counter()]
             sent = await members.call_all(
                 {
                     name: member.transfer(
@@ -443,19 +444,19 @@ class WeightSession:
                     for name, member in members.all().items()
                 }
             )
-            return sent, prepared
+            digests = [digest for name in members.sources for digest in sent[name].digests]
+            digest = version_digest(digests)
+            times.append(time.perf_counter())
+            stalls = await self._adopt(version, digest)
+            return sent, digest, stalls, [*times, time.perf_counter()]
 
         if in_turns:  # rollouts have no GPU until the trainer has its copy
-            (canary, copied_at), (sent, prepared) = await score(), await transfer()
+            (canary, copied_at), brought = await score(), await send()
         else:
-            works: Sequence[Coroutine[Any, Any, Any]] = (score(), transfer())
-            (canary, copied_at), (sent, prepared) = await together(works)
-        digest = version_digest(
-            [digest for name in members.sources for digest in sent[name].digests]
-        )
-        transferred = time.perf_counter()
-        stalls = await self._adopt(version, digest)
-        adopted = time.perf_counter()
+            works: Sequence[Coroutine[Any, Any, Any]] = (score(), send())
+            (canary, copied_at), brought = await together(works)
+        sent, digest, stalls, (prepared, transferred, adopted) = brought
+        checked_from = time.perf_counter()
         await self._check(version, canary)
         return SyncReport(
             version=version,
@@ -465,7 +466,7 @@ class WeightSession:
             prepare_s=prepared - start,
             transfer_s=transferred - prepared,
             adopt_s=adopted - transferred,
-            check_s=time.perf_counter() - adopted,
+            check_s=time.perf_counter() - checked_from,
             stall_s=max(stalls.values()),
             receivers=tuple(members.rollouts),
             lost=lost,

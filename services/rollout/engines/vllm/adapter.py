@@ -38,6 +38,12 @@ _DIED = "the vLLM engine died; its own log lines above say why"
 # Steps whose tokens are sent together: few enough that a streaming client receives several chunks a
 # second.
 _STREAM_INTERVAL = 16
+# Numbers of tokens for which vLLM captures CUDA graphs: few, because each takes time at the start,
+# and up to twice the slots, because a step without a graph launches each layer's kernels one by one.
+_CAPTURED = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512),
+    *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+)
 
 
 def build(order: EngineConfig) -> ExternalEngine:
@@ -211,6 +217,9 @@ class VllmBackend:
             "stream_interval": _STREAM_INTERVAL,
             # With a common seed, replicas would give the same prompt the same responses.
             "seed": secrets.randbits(31),
+        }
+        arguments["compilation_config"] = {
+            "cudagraph_capture_sizes": [n for n in _CAPTURED if n <= 2 * self._order.max_running]
         }
         if current_platform.is_cpu():
             # vLLM's engine dies on a CPU if it prefills a seeded request in chunks: it rewinds the

@@ -1,9 +1,11 @@
 """Starts vLLM's engine with the batching scheduler."""
 
+import multiprocessing
 from dataclasses import replace
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
 
@@ -39,6 +41,10 @@ def start(arguments: AsyncEngineArgs, *, tells_experts: bool) -> AsyncLLM:
     else:
         scheduler = f"{_SCHEDULERS}.BatchingScheduler"
     config.scheduler_config.scheduler_cls = scheduler
+    if not current_platform.is_cpu():
+        # vLLM would spawn its engine's process, which imports for tens of seconds. The fork server
+        # of `begin_imports` has done that and has not initialized the GPU driver.
+        utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
     return AsyncLLM(
         vllm_config=config,
         executor_class=Executor.get_class(config),

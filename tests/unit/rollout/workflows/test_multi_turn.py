@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from services.common.callables import load_callable
 from services.common.models.tokenizer import load_tokenizer
+from services.common.runspec.loader import load_spec
 from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.run import ModelSpec
 from services.rollout.calls.pool import CallPool
@@ -143,6 +145,30 @@ async def test_results_go_through_the_chat_template_and_sampled_tokens_stay(tool
     assert sampled == [(*TOKENIZER.encode(line), TOKENIZER.eos_id) for line in lines]
     whole = engine.requests[0].context_ids + done.response_ids
     assert engine.requests[2].context_ids == whole[: len(whole) - len(sampled[2])]
+
+
+async def test_the_calculator_example_rewards_the_result_of_a_call() -> None:
+    code = Path(__file__).parents[4] / "examples" / "calculator" / "calculator.py"
+    spec = load_spec(code.with_suffix(".yaml"), {})
+    (row, *_), train = (load_callable(f"{code}:{name}")() for name in ("heldout", "train"))
+    assert row["answer"] not in {each["answer"] for each in train}
+    question = row["prompt"][-1]["content"].removeprefix("What is ").removesuffix("?")
+    engine = Scripted([call("calculator", expression=question), f"It is {row['answer']}."])
+    arguments = {**spec.rollout.workflow_arguments, "tools": [f"{code}:calculator"]}
+    async with CallPool(1) as calls:
+        done = episode(engine, calls)
+        await MultiTurn(**arguments).run(done)
+    assert done.text(done.turns[1]) == f"\ntool: {row['answer']}\nassistant: "
+    reward = load_callable(f"{code}:reward")
+    assert reward("", done.response_text, row["answer"], row) == 1.0
+    assert reward("", done.text(done.turns[0]), row["answer"], row) == 0.0
+
+
+@pytest.mark.parametrize("expression", ["2 ** 9", "f()", "1.5 * 2", "'a' * 9", "(", "1+" * 40])
+def test_the_calculator_of_the_example_computes_nothing_else(expression: str) -> None:
+    code = Path(__file__).parents[4] / "examples" / "calculator" / "calculator.py"
+    with pytest.raises(ValueError, match="expression"):
+        load_callable(f"{code}:calculator")(expression)
 
 
 async def test_results_that_no_template_renders_are_refused(tools: str) -> None:
