@@ -154,7 +154,9 @@ async def test_the_calculator_example_rewards_the_result_of_a_call() -> None:
     assert row["answer"] not in {each["answer"] for each in train}
     question = row["prompt"][-1]["content"].removeprefix("What is ").removesuffix("?")
     engine = Scripted([call("calculator", expression=question), f"It is {row['answer']}."])
-    arguments = {**spec.rollout.workflow_arguments, "tools": [f"{code}:calculator"]}
+    # The tokens of this tokenizer are bytes.
+    arguments = {**spec.rollout.workflow_arguments, "max_turn_tokens": None}
+    arguments["tools"] = [f"{code}:calculator"]
     async with CallPool(1) as calls:
         done = episode(engine, calls)
         await MultiTurn(**arguments).run(done)
