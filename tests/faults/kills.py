@@ -19,7 +19,7 @@ from tests.faults.training import Training, processes_of
 from tests.helpers.ledger_check import check_run
 from tests.helpers.plumbing import write_plumbing
 
-KILLS_PER_RUN = 12
+KILLS_PER_RUN = 20
 
 VICTIMS = ("controller", "rollout-0", "rollout-1", "trainer", "transferqueue")
 
