@@ -13,7 +13,6 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from services.common.errors import InvalidArgumentError
 from services.common.http.limits import (
     HEADER_DEADLINE_S,
     MAX_REQUEST_BYTES,
@@ -22,10 +21,10 @@ from services.common.http.limits import (
     counted,
     limited,
 )
+from services.common.listener import listen
 from services.common.task_group import TaskGroup
 
 _STOP_GRACE_S = 1
-_BACKLOG = 1024
 # Size of a TLS record; asyncio allocates a buffer of 256 KiB for each connection.
 sslproto.SSLProtocol.max_size = 16 << 10
 _ACCEPTS = OncePerMinute()
@@ -87,39 +86,6 @@ async def serve_http(
             yield 0 if listener.family == socket.AF_UNIX else listener.getsockname()[1]
         finally:
             server.should_exit = True
-
-
-def listen(bind: str) -> socket.socket:
-    """Returns a listening socket whose connections send data without delay (TCP_NODELAY).
-
-    Args:
-        bind: ``host:port``, where port 0 chooses a free one, or ``unix:PATH``.
-
-    Raises:
-        InvalidArgumentError: If the address cannot be bound.
-    """
-    host, _, port = bind.rpartition(":")
-    try:
-        if host == "unix":
-            return _listen_here(port)
-        listener = socket.create_server((host, int(port)), reuse_port=False)
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"cannot listen on {bind}: {error.strerror}; choose another port, or 0 for any free one",
-            bind=bind,
-        ) from error
-    # Connections inherit it. Without it a body waits for the client to acknowledge the headers, 40
-    # ms.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
-
-
-def _listen_here(path: str) -> socket.socket:
-    """Returns a listening Unix socket for local processes that may open its file."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen(_BACKLOG)
-    return listener
 
 
 def _renew(config: uvicorn.Config, certificate: Path, key: Path | None) -> None:

@@ -10,22 +10,32 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from services.common.errors import InternalError, InvalidArgumentError, ServiceError, to_status
+from services.common.admission import AdmissionProxy, private_socket
+from services.common.errors import (
+    InternalError,
+    InvalidArgumentError,
+    ServiceError,
+    UnauthenticatedError,
+    to_status,
+)
 from services.common.rpc import headers
 from services.common.security.access import HEALTH, authenticate, authorize, check_peer_certificate
 from services.common.security.credentials import Identity, current_identity
 from services.common.security.tls import server_credentials
 from services.common.telemetry import tracing
-from services.common.unknown_peers import UnknownPeers
 
 logger = logging.getLogger(__name__)
 
 # The KVBatchMeta of 100,000 samples has about 10 MiB; no other message is larger.
 MAX_MESSAGE_BYTES = 64 << 20
 STOP_GRACE_S = 1.0
+_MAX_UNKNOWN_BYTES = 128 << 10
+"""Limit on what a connection sends before a call of it is authenticated. A TLS handshake, the headers
+of many calls, and the 64 KiB of a message that a client sends before the server reads it are less."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-_Check = Callable[[str, Any, _Context], None]
+_Receive = Callable[[AsyncIterator[Any], _Context], Awaitable[Any]]
+"""Admits a caller's connection; reads and checks its request."""
 Know = Callable[[str], Awaitable[None]]
 """Authenticates the caller by the ``authorization`` header, or raises a ServiceError."""
 SERVER_OPTIONS = (
@@ -67,33 +77,33 @@ async def serve(
         InvalidArgumentError: If the address cannot be bound.
     """
     identity = current_identity()
-    peers = UnknownPeers()
+    proxy = AdmissionProxy(_MAX_UNKNOWN_BYTES)
     server = grpc.aio.server(
-        interceptors=[_Edge(identity, users or {}, peers)],
+        interceptors=[_Edge(identity, users or {}, proxy)],
         options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)),
     )
     register(server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    try:
+
+    def listen_at(path: str) -> None:
         if identity.tls is None:
-            port = server.add_insecure_port(bind)
+            server.add_insecure_port(f"unix:{path}")
         else:
-            port = server.add_secure_port(bind, server_credentials(identity.tls))
-    except RuntimeError as error:
-        raise InvalidArgumentError(
-            f"cannot listen on {bind}: the port is in use or the address is not of this host; "
-            "choose another port, or 0 for any free one",
-            bind=bind,
-        ) from error
-    await server.start()
-    await health.set("", health_pb2.HealthCheckResponse.SERVING)
-    try:
-        with peers.watching(port):
-            yield port
-    finally:
-        await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-        await server.stop(grace=STOP_GRACE_S)
+            server.add_secure_port(f"unix:{path}", server_credentials(identity.tls))
+
+    with private_socket(listen_at) as target:
+        await server.start()
+        await health.set("", health_pb2.HealthCheckResponse.SERVING)
+        try:
+            async with proxy.serve(bind, target) as port:
+                try:
+                    yield port
+                finally:
+                    await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+                    await server.stop(grace=STOP_GRACE_S)
+        finally:
+            await server.stop(grace=None)
 
 
 class _Edge(grpc.aio.ServerInterceptor):
@@ -102,11 +112,13 @@ class _Edge(grpc.aio.ServerInterceptor):
     Args:
         identity: Authenticates callers.
         users: Services with their own authentication.
-        peers: Receives the connections of authenticated peers.
+        proxy: Lifts the limits of an authenticated caller's connection.
     """
 
-    def __init__(self, identity: Identity, users: Mapping[str, Know], peers: UnknownPeers) -> None:
-        self._peers = peers
+    def __init__(
+        self, identity: Identity, users: Mapping[str, Know], proxy: AdmissionProxy
+    ) -> None:
+        self._proxy = proxy
         self._identity = identity
         self._users = users
         self._guarded: dict[str, Any] = {}
@@ -133,33 +145,42 @@ class _Edge(grpc.aio.ServerInterceptor):
             else:
                 authenticate(self._identity, method, authorization)
         except Exception as error:  # noqa: BLE001  the edge: an unforeseen fault must reach the caller
-            return _refusal(method, error)
+            return self._refusal(method, error)
         return guarded
 
-    def _check(self, method: str, request: Any, context: _Context) -> None:
-        """Checks the request and that the caller may make it."""
-        _read(method, request, context)
-        if self._identity.tls is not None:
-            check_peer_certificate(
-                method, context.auth_context().get("x509_subject_alternative_name", ())
-            )
-        authorize(method, request)
+    def _refusal(self, method: str, error: Exception) -> Any:
+        """Returns a handler that rejects a call without reading its request."""
+
+        async def refuse(requests: Any, context: _Context) -> None:
+            if isinstance(error, UnauthenticatedError):
+                self._proxy.refuse(context.peer())
+            await _refuse(context, method, error)
+
+        return grpc.stream_unary_rpc_method_handler(refuse)
 
     def _guard(self, handler: Any, method: str, *, is_users: bool) -> Any:
-        sees = _read if is_users else self._check
-        is_open = method.startswith(HEALTH)
+        async def receive(requests: AsyncIterator[Any], context: _Context) -> Any:
+            if self._identity.tls is not None and not is_users:
+                names = context.auth_context().get("x509_subject_alternative_name", ())
+                check_peer_certificate(method, names)
+            if not method.startswith(HEALTH):
+                self._proxy.admit(context.peer())
+            request = await anext(requests, None)
+            if request is None:
+                raise InvalidArgumentError(f"what came is no request of {method}", method=method)
+            headers.received(method, request)
+            if not is_users:
+                authorize(method, request)
+            return request
 
-        def check(method: str, request: Any, context: _Context) -> None:
-            sees(method, request, context)
-            if not is_open:
-                self._peers.know(context.peer())
-
+        # As a stream, because gRPC would read a single request before it calls the handler: that of
+        # a large one needs a connection without limits.
         if handler.response_streaming:
-            wrapped = _guard_stream(handler.unary_stream, method, check)
-            factory: Any = grpc.unary_stream_rpc_method_handler
+            wrapped = _guard_stream(handler.unary_stream, method, receive)
+            factory: Any = grpc.stream_stream_rpc_method_handler
         else:
-            wrapped = _guard_unary(handler.unary_unary, method, check)
-            factory = grpc.unary_unary_rpc_method_handler
+            wrapped = _guard_unary(handler.unary_unary, method, receive)
+            factory = grpc.stream_unary_rpc_method_handler
         return factory(
             wrapped,
             request_deserializer=_or_none(handler.request_deserializer),
@@ -179,22 +200,6 @@ def _or_none(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return deserialized
 
 
-def _read(method: str, request: Any, context: _Context) -> None:
-    """Checks that the request was parsed, and records its size."""
-    if request is None:
-        raise InvalidArgumentError(f"what came is no request of {method}", method=method)
-    headers.received(method, request)
-
-
-def _refusal(method: str, error: Exception) -> Any:
-    """Returns a handler that rejects a call without reading its request."""
-
-    async def refuse(requests: Any, context: _Context) -> None:
-        await _refuse(context, method, error)
-
-    return grpc.stream_unary_rpc_method_handler(refuse)
-
-
 def _header(metadata: Any, name: str) -> str:
     for key, value in metadata or ():
         if key == name:
@@ -202,11 +207,11 @@ def _header(metadata: Any, name: str) -> str:
     return ""
 
 
-def _guard_unary(behavior: Any, method: str, check: _Check) -> Any:
-    async def guarded(request: Any, context: _Context) -> Any:
+def _guard_unary(behavior: Any, method: str, receive: _Receive) -> Any:
+    async def guarded(requests: Any, context: _Context) -> Any:
         with tracing.within(tracing.parse(_header(context.invocation_metadata(), "traceparent"))):
             try:
-                check(method, request, context)
+                request = await receive(requests, context)
                 response = await behavior(request, context)
                 headers.sent(method, response)
                 return response
@@ -216,10 +221,10 @@ def _guard_unary(behavior: Any, method: str, check: _Check) -> Any:
     return guarded
 
 
-def _guard_stream(behavior: Any, method: str, check: _Check) -> Any:
-    async def guarded(request: Any, context: _Context) -> Any:
+def _guard_stream(behavior: Any, method: str, receive: _Receive) -> Any:
+    async def guarded(requests: Any, context: _Context) -> Any:
         try:
-            check(method, request, context)
+            request = await receive(requests, context)
             async for response in behavior(request, context):
                 headers.sent(method, response)
                 yield response

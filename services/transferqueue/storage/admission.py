@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 ENDPOINT = "inproc://zeromq.zap.01"
 ALL_RUNS = "*"
 """Identity of a client without a run: a service, or any client if authentication is off."""
+READY = b"\x05READY"
+"""Command with which ZeroMQ ends the handshake of an admitted client (CurveZMQ, RFC 26)."""
 _KEY_BYTES = 32
 
 

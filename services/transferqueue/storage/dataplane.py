@@ -17,6 +17,7 @@ from typing import Protocol
 
 import zmq
 
+from services.common.admission import AdmissionProxy, private_socket
 from services.common.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -31,7 +32,6 @@ from services.common.errors import (
 )
 from services.common.fields import run_of
 from services.common.task_group import TaskGroup, unwrapped
-from services.common.unknown_peers import UnknownPeers
 from services.transferqueue import metrics
 from services.transferqueue.concurrency import Waiters
 from services.transferqueue.storage import admission
@@ -44,6 +44,9 @@ from services.wire.data.channels.sockets import MessageSocket, set_limits
 from services.wire.data.encoding import codec
 
 _ROOM = "room"
+_BACKLOG = 1024
+_MAX_UNKNOWN_BYTES = 8 << 10
+"""Limit on what a connection sends before ZAP admits it; a CURVE handshake takes about 700 bytes."""
 
 
 class Metadata(Protocol):
@@ -307,7 +310,6 @@ class DataPlane:
         self._puts = puts
         self._clients = clients
         self._knows_peers = False
-        self._peers = UnknownPeers()
         self._running: set[asyncio.Task[None]] = set()
         self._locals: set[LocalChannel] = set()
 
@@ -331,12 +333,8 @@ class DataPlane:
                     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
                     set_limits(router, receive_queue=_RECEIVE_QUEUE)
                     self._knows_peers = secret_key is not None
-                    if secret_key is not None:
-                        admission.encrypt(router, secret_key)
-                    router.bind(f"tcp://{bind}")
-                    self._socket = MessageSocket(router, self._on_network)
-                    port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-                    with self._peers.watching(port):
+                    async with _bound(router, bind, secret_key) as port:
+                        self._socket = MessageSocket(router, self._on_network)
                         yield port
                     self._socket.close()
                     gate.close()
@@ -383,8 +381,6 @@ class DataPlane:
 
     def _on_network(self, frames: list[zmq.Frame]) -> None:
         peer, *message = frames
-        # Only an admitted peer can have sent a whole message.
-        self._peers.know_fd(int(peer.get(zmq.SRCFD)))
         run_id = admission.run_of_peer(message[0]) if message and self._knows_peers else None
         reply = partial(self._send, peer.bytes)
         self._on_message(reply, [frame.buffer for frame in message], run_id)
@@ -500,6 +496,33 @@ class DataPlane:
             # The peer left or does not read; it notices by its own deadline.
             logger.warning("answer not sent", extra={"error": str(error)})
             metrics.REJECTED.labels("data", "peer_gone").inc()
+
+
+@asynccontextmanager
+async def _bound(
+    router: zmq.Socket[bytes], bind: str, secret_key: bytes | None
+) -> AsyncIterator[int]:
+    """Binds a socket until the block ends; yields the port.
+
+    With a key, connections have limits until ZAP admits their client.
+    """
+    if secret_key is None:
+        router.bind(f"tcp://{bind}")
+        yield int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        return
+    admission.encrypt(router, secret_key)
+
+    def listen_at(path: str) -> None:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+        router.setsockopt(zmq.USE_FD, listener.detach())
+        router.bind("ipc://data")  # the name is not used
+
+    proxy = AdmissionProxy(_MAX_UNKNOWN_BYTES, admitting=admission.READY)
+    with private_socket(listen_at) as target:
+        async with proxy.serve(bind, target) as port:
+            yield port
 
 
 def _refuse(reply: Reply, request_id: int, error: ServiceError) -> None:

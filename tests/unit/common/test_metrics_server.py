@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from services.common import metrics_server
-from services.common.http.server import listen
+from services.common.listener import listen
 from services.common.metrics_server import serve_metrics
 
 

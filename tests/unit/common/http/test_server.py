@@ -12,7 +12,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from services.common.http import limits
-from services.common.http.server import listen, serve_http
+from services.common.http.server import serve_http
+from services.common.listener import listen
 from tests.helpers.pki import make_authority
 
 APP = Starlette(routes=[Route("/", lambda request: PlainTextResponse("here"))])

@@ -1,0 +1,349 @@
+"""Accepts the connections of a gRPC or ZeroMQ server, and limits them until their peer has authenticated.
+
+gRPC's core keeps the header frames of a call without limit, libzmq allocates a frame before it knows
+its peer, and neither can be given a connection that was accepted by others. So the server listens on
+a Unix socket that only this process can reach, and connections are forwarded to it. One whose peer
+has not authenticated has limits on its bytes and its time, and there is a limit on their number. The
+kernel moves the data (splice), so an authenticated peer's is never copied to this process.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+from services.common.host import short_path
+from services.common.listener import listen
+from services.common.telemetry.logging import RareLog
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 128
+"""Max. connections whose peer has not authenticated; one more closes the oldest."""
+DEADLINE_S = 10.0
+"""Max. seconds until the peer of a connection has authenticated."""
+_MOVED_BYTES = 1 << 20
+_FIRST_BYTES = 8 << 10
+"""Bytes of a client that are read at once before it is admitted: the server may refuse it meanwhile."""
+MAX_REFUSALS = 8
+"""Max. refused calls of a connection before it is closed."""
+_ANSWER_S = 0.5
+"""Seconds in which a refused client may read the answer."""
+_SHOWN_BYTES = 1024
+_RETRY_S = 0.1
+
+
+@contextmanager
+def private_socket(listen_at: Callable[[str], object]) -> Iterator[str]:
+    """Lets a server listen on a Unix socket without a name; yields a path for this process alone.
+
+    Args:
+        listen_at: Starts listening at the given path, which is gone soon.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="slipstream-") as folder,
+        short_path(Path(folder) / "socket") as path,
+    ):
+        listen_at(path)
+        # The descriptor leads to the socket without its folder, which a kill would leave behind.
+        descriptor = os.open(path, os.O_PATH)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+class AdmissionProxy:
+    """Forwards the connections to a TCP port to a Unix socket; use it in the event loop's thread.
+
+    Args:
+        max_bytes: Max. bytes that are read of each connection that is not admitted. It may wait for
+            its admission or for the server's refusal afterwards.
+        max_connections: Limit on their number.
+        deadline_s: Limit on the seconds of each of them.
+        admitting: Bytes by which the server itself admits a peer at the beginning of a connection;
+            it sends them to no other one. Empty if :meth:`admit` is called.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        max_connections: int = MAX_CONNECTIONS,
+        deadline_s: float = DEADLINE_S,
+        admitting: bytes = b"",
+    ) -> None:
+        self.max_bytes = max_bytes
+        self.admitting = admitting
+        self.target = ""
+        self._max_connections = max_connections
+        self._deadline_s = deadline_s
+        self._open: dict[str, _Connection] = {}
+        """Connections by the address that the server sees."""
+        self._pending: dict[_Connection, asyncio.TimerHandle] = {}
+        """Connections that are not admitted, the oldest first, with their deadlines."""
+        self._log = RareLog(logger)
+
+    @asynccontextmanager
+    async def serve(self, bind: str, target: str) -> AsyncIterator[int]:
+        """Accepts connections until the block ends, then closes them; yields the port.
+
+        Args:
+            bind: Address as for :func:`listen`.
+            target: Path of the Unix socket.
+
+        Raises:
+            InvalidArgumentError: If the address cannot be bound.
+        """
+        self.target = target
+        self._loop = asyncio.get_running_loop()
+        with listen(bind) as listener:
+            listener.setblocking(False)
+            self._loop.add_reader(listener, self._accept, listener)
+            try:
+                yield listener.getsockname()[1]
+            finally:
+                self._loop.remove_reader(listener)
+                for connection in {*self._open.values(), *self._pending}:
+                    connection.close()
+
+    def admit(self, address: str) -> None:
+        """Lifts the limits of an authenticated peer's connection.
+
+        Args:
+            address: The peer's address as the server sees it.
+        """
+        if (connection := self._open.get(address)) is not None and not connection.is_admitted:
+            self._pending.pop(connection).cancel()
+            connection.admit()
+
+    def refuse(self, address: str) -> None:
+        """Counts a refused call; closes a connection that had too many of them, after the last answer.
+
+        Args:
+            address: The peer's address as the server sees it.
+        """
+        connection = self._open.get(address)
+        if connection is not None and not connection.is_admitted:
+            connection.num_refusals += 1
+            if connection.num_refusals == MAX_REFUSALS:
+                connection.stop_reading()
+                self._pending[connection].cancel()
+                self._pending[connection] = self._loop.call_later(_ANSWER_S, connection.close)
+
+    def add(self, connection: "_Connection") -> None:
+        """Registers a connection to the server."""
+        self._open[connection.address] = connection
+
+    def end(self, connection: "_Connection", reason: str) -> None:
+        """Closes a connection that is not admitted."""
+        self._log.warning("a connection was ended", peer=connection.peer, reason=reason)
+        connection.close()
+
+    def forget(self, connection: "_Connection") -> None:
+        """Drops a closed connection."""
+        self._open.pop(connection.address, None)
+        if (deadline := self._pending.pop(connection, None)) is not None:
+            deadline.cancel()
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(self._max_connections):
+            try:
+                client, address = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # No descriptors are left: connections that are not admitted have to give theirs.
+                self._log.warning("a connection was not accepted", error=str(error))
+                for connection in [*self._pending]:
+                    connection.close()
+                self._loop.remove_reader(listener)
+                self._loop.call_later(_RETRY_S, self._resume, listener)
+                return
+            connection = _Connection(self, client, peer=str(address[0]))
+            self._pending[connection] = self._loop.call_later(
+                self._deadline_s, self.end, connection, "it did not authenticate in time"
+            )
+            if len(self._pending) > self._max_connections:
+                oldest = next(iter(self._pending))
+                self.end(oldest, "too many others did not authenticate either")
+
+    def _resume(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            self._loop.add_reader(listener, self._accept, listener)
+
+
+class _Connection:
+    """A client's connection, and the one to the server, which begins with the client's first bytes.
+
+    Args:
+        proxy: Has the limits.
+        client: The client's socket.
+        peer: The client's address, for the log.
+    """
+
+    def __init__(self, proxy: AdmissionProxy, client: socket.socket, *, peer: str) -> None:
+        self.peer = peer
+        self.address = ""
+        self.is_admitted = False
+        self.num_refusals = 0
+        self._proxy = proxy
+        self._client = client
+        self._flows: tuple[_Flow, ...] = ()
+        self._allowed_bytes = proxy.max_bytes
+        self._server: socket.socket | None = None
+        self._loop = asyncio.get_running_loop()
+        client.setblocking(False)
+        self._loop.add_reader(client, self._connect)
+
+    def _connect(self) -> None:
+        self._loop.remove_reader(self._client)
+        server = self._server = socket.socket(socket.AF_UNIX)
+        server.setblocking(False)
+        try:
+            server.bind("")  # the kernel chooses an abstract address
+            server.connect(self._proxy.target)
+            self._flows = (
+                _Flow(self._client, server, self._allow, self._count, self.close),
+                _Flow(server, self._client, self._look, lambda num_bytes: None, self.close),
+            )
+        except OSError:  # the server ends, its queue is full, or no descriptors are left
+            self.close()
+            return
+        self.address = f"unix-abstract:{server.getsockname()[1:].decode()}"
+        self._proxy.add(self)
+        for flow in self._flows:
+            flow.resume()
+
+    def admit(self) -> None:
+        """Lifts the limits."""
+        self.is_admitted = True
+        for flow in self._flows:
+            flow.widen()
+        if not self._allowed_bytes:
+            self._flows[0].resume()
+
+    def stop_reading(self) -> None:
+        """Reads nothing more of the client."""
+        self._allowed_bytes = 0
+
+    def _allow(self) -> int:
+        return _MOVED_BYTES if self.is_admitted else min(self._allowed_bytes, _FIRST_BYTES)
+
+    def _count(self, num_bytes: int) -> None:
+        if not self.is_admitted:
+            self._allowed_bytes = max(0, self._allowed_bytes - num_bytes)
+
+    def _look(self) -> int:
+        """Looks for the admitting bytes in what the server sends next; returns how much may be read."""
+        if not self.is_admitted and self._proxy.admitting and self._server is not None:
+            try:
+                shown = self._server.recv(_SHOWN_BYTES, socket.MSG_PEEK)
+            except OSError:  # nothing, or the end, which the next move finds
+                return _MOVED_BYTES
+            if self._proxy.admitting in shown:
+                self._proxy.admit(self.address)
+        return _MOVED_BYTES
+
+    def close(self) -> None:
+        """Closes both connections."""
+        self._proxy.forget(self)
+        self._loop.remove_reader(self._client)
+        for flow in self._flows:
+            flow.close()
+        self._client.close()
+        if self._server is not None:
+            self._server.close()
+
+
+class _Flow:
+    """Moves data in one direction. Reads nothing more before it has sent what it has read.
+
+    Args:
+        source: Where data comes from.
+        sink: Where it goes.
+        allow: Returns how many bytes may be read next; 0 stops until :meth:`resume`.
+        count: Receives how many were read.
+        end: Called at the end of the data, or if either connection breaks.
+    """
+
+    def __init__(
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        allow: Callable[[], int],
+        count: Callable[[int], None],
+        end: Callable[[], None],
+    ) -> None:
+        self._source = source
+        self._sink = sink
+        self._allow = allow
+        self._count = count
+        self._end = end
+        self._waiting = 0
+        self._loop = asyncio.get_running_loop()
+        self._reading, self._writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._is_open = True
+
+    def resume(self) -> None:
+        """Reads from the source as soon as it has data, unless data still waits to be sent."""
+        if self._is_open and not self._waiting:
+            self._loop.add_reader(self._source, self._read)
+
+    def widen(self) -> None:
+        """Moves more at a time, if this user's pipes do not take too much memory yet."""
+        with suppress(OSError):
+            fcntl.fcntl(self._writing, fcntl.F_SETPIPE_SZ, _MOVED_BYTES)
+
+    def close(self) -> None:
+        """Stops; drops what was not sent."""
+        if self._is_open:
+            self._is_open = False
+            self._loop.remove_reader(self._source)
+            self._loop.remove_writer(self._sink)
+            os.close(self._reading)
+            os.close(self._writing)
+
+    def _read(self) -> None:
+        allowed = self._allow()
+        if not allowed:
+            self._loop.remove_reader(self._source)
+            return
+        try:
+            num_bytes = os.splice(
+                self._source.fileno(), self._writing, allowed, flags=os.SPLICE_F_NONBLOCK
+            )
+        except BlockingIOError:
+            return
+        except OSError:
+            self._end()
+            return
+        if not num_bytes:
+            self._end()
+            return
+        self._count(num_bytes)
+        self._waiting += num_bytes
+        self._send()
+
+    def _send(self) -> None:
+        if not self._is_open:
+            return
+        try:
+            self._waiting -= os.splice(
+                self._reading, self._sink.fileno(), self._waiting, flags=os.SPLICE_F_NONBLOCK
+            )
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._end()
+            return
+        if self._waiting:
+            self._loop.remove_reader(self._source)
+            self._loop.add_writer(self._sink, self._send)
+        elif self._loop.remove_writer(self._sink):
+            self.resume()
