@@ -23,7 +23,7 @@ from services.common.telemetry.logging import RareLog
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 128
+MAX_CONNECTIONS = 64
 """Max. connections whose peer has not authenticated; one more closes the oldest."""
 DEADLINE_S = 10.0
 """Max. seconds until the peer of a connection has authenticated."""
