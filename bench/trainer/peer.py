@@ -227,7 +227,9 @@ class _OurStep:
         )
         heard: list[tuple[Samples, Tensor]] = []
         # Not a method, so that the runner and its moments are freed with this step.
-        self._runner.hear_of(lambda part, logprobs: heard.append((part, logprobs.detach())))
+        self._runner.set_trained_callback(
+            lambda part, logprobs: heard.append((part, logprobs.detach()))
+        )
         self._spec = spec
         self._ranks = topology.data
         self._cost = cost

@@ -158,7 +158,7 @@ def _step_when_told(
         store.set(f"stepped/{version}/{rank}", "1")
     store.wait(["end"])
     if rank == 0:
-        command_group.tell(Command(CommandKind.GATHER))
+        command_group.broadcast(Command(CommandKind.GATHER))
         store.set("digest/trainer", _digest(weights.weight_tensors()))
 
 

@@ -26,7 +26,7 @@ Fetch = Callable[[KVBatchMeta, Sequence[str]], dict[str, Jagged]]
 Add = Callable[[KVBatchMeta, Mapping[str, Sequence[Tensor]]], None]
 """Adds fields to stored samples; blocks until they are stored."""
 
-Tell = Callable[[str, Sequence[str], Mapping[str, Sequence[Tensor]]], None]
+StoreRecords = Callable[[str, Sequence[str], Mapping[str, Sequence[Tensor]]], None]
 """Stores fields under new keys of a partition without waiting for the result."""
 
 _TIMEOUT_S = 300.0
@@ -47,7 +47,7 @@ class QueueTransfers:
     def __init__(self, data: DataClient, loop: asyncio.AbstractEventLoop) -> None:
         self._data = data
         self._loop = loop
-        self._telling: Future[None] | None = None
+        self._storing: Future[None] | None = None
 
     def fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
         """Fetches fields of samples."""
@@ -61,26 +61,26 @@ class QueueTransfers:
         with suppress(AlreadyExistsError):
             _wait(self._data.add_fields(meta, rows), self._loop, problem)
 
-    def tell(
+    def store_records(
         self, partition_id: str, keys: Sequence[str], fields: Mapping[str, Sequence[Tensor]]
     ) -> None:
         """Stores records for people to read, without waiting.
 
         Drops the new records if earlier ones are still being stored.
         """
-        if self._telling is not None and not self._telling.done():
+        if self._storing is not None and not self._storing.done():
             logger.warning("samples are not kept: earlier ones are under way")
             return
         rows = {name: list(tensors) for name, tensors in fields.items()}
-        telling = self._tell(partition_id, keys, rows)
-        self._telling = asyncio.run_coroutine_threadsafe(telling, self._loop)
+        storing = self._store_records(partition_id, keys, rows)
+        self._storing = asyncio.run_coroutine_threadsafe(storing, self._loop)
 
     async def finish(self) -> None:
         """Waits until the last records are stored."""
-        if self._telling is not None:
-            await asyncio.wrap_future(self._telling)
+        if self._storing is not None:
+            await asyncio.wrap_future(self._storing)
 
-    async def _tell(
+    async def _store_records(
         self, partition_id: str, keys: Sequence[str], fields: Mapping[str, list[Tensor]]
     ) -> None:
         try:

@@ -119,10 +119,10 @@ def build_rank(
     )
     root = checkpoint_root(spec, settings)
     fetch = of_vocabulary(transfers.fetch, policy.model.config.vocab_size)
-    is_told = spec.samples.is_on and topology.is_first_of_pack
-    recorder = TrainingRecorder(transfers.tell, spec) if is_told else None
+    is_recorded = spec.samples.is_on and topology.is_first_of_pack
+    recorder = TrainingRecorder(transfers.store_records, spec) if is_recorded else None
     if recorder is not None:
-        runner.hear_of(recorder.take)
+        runner.set_trained_callback(recorder.take)
     frozen = [] if reference is None else [reference]
     state = _state(runner, frozen, topology, stays=loader.resident_memory())
     rank = Rank(

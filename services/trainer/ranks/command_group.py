@@ -162,7 +162,7 @@ class CommandGroup:
             logger.error("a rank failed, and this one ends with it", extra={"cause": cause})
             abort_processes()
 
-    def tell(self, order: Command) -> None:
+    def broadcast(self, order: Command) -> None:
         """Broadcasts a command from rank 0 to the others, unless a rank has failed."""
         if self._size == 1 or self.has_failed:
             return

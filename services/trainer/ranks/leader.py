@@ -139,7 +139,7 @@ class Leader:
             order = Command(
                 CommandKind.ACCUMULATE, weight_version=weight_version, payload=meta.to_bytes()
             )
-            self._command_group.tell(order)
+            self._command_group.broadcast(order)
             rank.accumulate(meta, weight_version=weight_version)
 
     async def newest_step(self) -> int:
@@ -192,7 +192,7 @@ class Leader:
         with self._turn, self._awake():
             version = step - 1 if weight_version is None else weight_version
             idle = self._idle.step_begins(waits)
-            self._command_group.tell(
+            self._command_group.broadcast(
                 Command(CommandKind.TRAIN, step, version, meta.to_bytes(), num_steps or 0)
             )
             result = rank.train(step, meta, weight_version=version, num_steps=num_steps)
@@ -239,7 +239,7 @@ class Leader:
                     step=step,
                     newest=newest,
                 )
-            self._command_group.tell(Command(CommandKind.SAVE, step))
+            self._command_group.broadcast(Command(CommandKind.SAVE, step))
             return rank.snapshot(step)
 
     async def add_values(self, meta: KVBatchMeta) -> None:
@@ -250,7 +250,7 @@ class Leader:
         self._attached()
         assert self._values is not None, "only a critic is asked for values"
         with self._turn, self._command_group.guard():
-            self._command_group.tell(Command(CommandKind.ADD_FIELD, payload=meta.to_bytes()))
+            self._command_group.broadcast(Command(CommandKind.ADD_FIELD, payload=meta.to_bytes()))
             self._values.add(meta)
 
     async def sleep(self) -> None:
@@ -265,7 +265,7 @@ class Leader:
         self._attached()
         assert self._state is not None, "only the policy's trainer shares GPUs"
         with self._turn, self._command_group.guard():
-            self._command_group.tell(Command(kind))
+            self._command_group.broadcast(Command(kind))
             if kind is CommandKind.SLEEP:
                 self._state.put_away()
             else:
@@ -284,20 +284,20 @@ class Leader:
             if weights.sends_rows:
                 yield from weights.weight_rows()
             else:
-                self._command_group.tell(Command(CommandKind.GATHER))
+                self._command_group.broadcast(Command(CommandKind.GATHER))
                 yield from weights.weight_tensors()
 
     def score_canary(self) -> Canary:
         """Scores a short text under the current weights, with all ranks."""
         weights = self._exported()
         with self._turn, self._awake():
-            self._command_group.tell(Command(CommandKind.SCORE))
+            self._command_group.broadcast(Command(CommandKind.SCORE))
             return weights.score_canary()
 
     def stop(self) -> None:
         """Stops the other ranks."""
         with self._turn:
-            self._command_group.tell(Command(CommandKind.STOP))
+            self._command_group.broadcast(Command(CommandKind.STOP))
 
     @contextmanager
     def _awake(self) -> Iterator[None]:

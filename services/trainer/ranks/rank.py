@@ -262,7 +262,7 @@ class Rank:
                 raise
             self._early = (-1, frozenset())
             if self._recorder is not None:
-                self._recorder.tell(meta.partition_id, step=step, weight_version=weight_version)
+                self._recorder.flush(meta.partition_id, step=step, weight_version=weight_version)
         result.metrics["seconds_fetch"] = timer.seconds["fetch"]
         return result
 

@@ -92,7 +92,7 @@ async def load(
         "transferqueue_address": session.transferqueue_address,
     }
     await asyncio.to_thread(
-        command_group.tell, Command(CommandKind.START, payload=json.dumps(start).encode())
+        command_group.broadcast, Command(CommandKind.START, payload=json.dumps(start).encode())
     )
     transfers = QueueTransfers(data, loop)
     stack.push_async_callback(transfers.finish)

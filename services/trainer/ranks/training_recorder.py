@@ -10,7 +10,7 @@ from torch import Tensor
 from services.common.fields import group_of, partition_id, run_of
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.samples import Samples
-from services.trainer.transfers import Tell
+from services.trainer.transfers import StoreRecords
 from services.wire.batch import KVBatchMeta
 
 _MAX_LOG_RATIO = 80.0
@@ -22,12 +22,12 @@ class TrainingRecorder:
     The names of the groups determine which samples are recorded.
 
     Args:
-        tell: Stores records without waiting for the result.
+        store_records: Stores records without waiting for the result.
         spec: The run.
     """
 
-    def __init__(self, tell: Tell, spec: RunSpec) -> None:
-        self._tell = tell
+    def __init__(self, store_records: StoreRecords, spec: RunSpec) -> None:
+        self._store_records = store_records
         self._spec = spec
         self._keys: dict[int, str] = {}
         self._taken: dict[str, dict[int, dict[str, Tensor]]] = {}
@@ -60,7 +60,7 @@ class TrainingRecorder:
         """Drops everything collected, because it is not trained."""
         self._taken = {}
 
-    def tell(self, partition: str, *, step: int, weight_version: int) -> None:
+    def flush(self, partition: str, *, step: int, weight_version: int) -> None:
         """Sends the records of everything that a step trained.
 
         Args:
@@ -73,7 +73,7 @@ class TrainingRecorder:
             return
         rows = [_joined(sequences) for sequences in taken.values()]
         records = [{"step": step, **_facts(row, weight_version)} for row in rows]
-        self._tell(
+        self._store_records(
             partition_id(run_of(partition), "kept"),
             [f"{key}/trained" for key in taken],
             {

@@ -66,7 +66,7 @@ class ScoringLeader:
                     asked=version,
                     served=self.version,
                 )
-            self._command_group.tell(
+            self._command_group.broadcast(
                 Command(CommandKind.ADD_FIELD, weight_version=self.version, payload=meta.to_bytes())
             )
             self._fields.add(meta, version=self.version)
@@ -75,7 +75,7 @@ class ScoringLeader:
     def score_text(self, token_ids: Sequence[int]) -> list[float]:
         """Returns the logprob of each token except the first, at temperature 1."""
         with self._turn, self._command_group.guard():
-            self._command_group.tell(
+            self._command_group.broadcast(
                 Command(CommandKind.SCORE, payload=json.dumps(list(token_ids)).encode())
             )
             return self._scorer.score_text(token_ids)
@@ -93,7 +93,7 @@ class ScoringLeader:
         try:
             start = time.perf_counter()
             with self._command_group.guard():
-                self._command_group.tell(Command(CommandKind.ADOPT))
+                self._command_group.broadcast(Command(CommandKind.ADOPT))
                 self._scorer.adopt(tensors)
             self.version = version
             return time.perf_counter() - start
@@ -126,7 +126,7 @@ class ScoringLeader:
         """Stops the other ranks."""
         self.close()
         with self._turn:
-            self._command_group.tell(Command(CommandKind.STOP))
+            self._command_group.broadcast(Command(CommandKind.STOP))
 
 
 def follow(command_group: CommandGroup, scorer: Scorer, fields: FieldScoring) -> None:

@@ -112,7 +112,7 @@ class StepRunner:
             device=device,
         )
 
-    def hear_of(self, on_trained: OnTrained) -> None:
+    def set_trained_callback(self, on_trained: OnTrained) -> None:
         """Sets a function that is called with each trained micro-batch."""
         self._gradients.on_trained = on_trained
 

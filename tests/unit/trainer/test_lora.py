@@ -232,7 +232,7 @@ def test_a_rank_holds_frozen_weights_in_the_dtype_that_it_computes_in_and_nothin
         worker_id="trainer-0",
         state_directory=tmp_path,
     )
-    nothing: Any = SimpleNamespace(fetch=None, tell=None)
+    nothing: Any = SimpleNamespace(fetch=None, store_records=None)
     built = build_rank(spec, settings, transfers=nothing, progress=lambda *_: None)
     try:
         modules = [module for module, _ in built.rank.checkpointer._parts.values()]
