@@ -1,8 +1,10 @@
-"""What holds for every test."""
+"""Hooks and fixtures of all tests."""
 
 import gc
+import json
 import sys
 import zlib
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,3 +38,30 @@ def _drawn_as_before(request: pytest.FixtureRequest) -> None:
     """Weights that a test draws are the same in every run of it, and others than the next test's."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --update-golden, which rewrites the messages in tests/golden from the current ones."""
+    parser.addoption("--update-golden", action="store_true", help="Rewrite tests/golden.")
+
+
+@pytest.fixture(scope="session")
+def golden(pytestconfig: pytest.Config) -> Iterator[Callable[[str, str, list[str]], None]]:
+    """Compares the messages of one case with those in ``tests/golden/<name>.json``."""
+    folder = Path(__file__).parent / "golden"
+    stored: dict[str, dict[str, list[str]]] = {}
+    update = pytestconfig.getoption("--update-golden")
+
+    def check(name: str, case: str, messages: list[str]) -> None:
+        file = folder / f"{name}.json"
+        if name not in stored:
+            stored[name] = {} if update else json.loads(file.read_text(encoding="utf-8"))
+        if update:
+            stored[name][case] = messages
+        else:
+            assert messages == stored[name].get(case), "run pytest --update-golden, read the diff"
+
+    yield check
+    for name in stored if update else ():
+        text = json.dumps(stored[name], indent=1, ensure_ascii=False)
+        (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")

@@ -36,7 +36,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "every second layer recomputed": {"activation_checkpointing": 2},
     "weights and optimizer in host memory": {"cpu_offload": True},
 }
-_UNCOUNTED = ("weights on their way", "context")
+_UNCOUNTED = ("weights in transfer", "context")
 """Parts without a counterpart: no weights are sent here, and torch does not count its own memory."""
 
 

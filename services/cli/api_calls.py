@@ -42,24 +42,26 @@ def _given(run_id: str | None) -> str | None:
     if run_id is None:
         return None
     if not run_id:
-        raise typer.BadParameter("is empty: was the run submitted?")
+        raise typer.BadParameter(
+            "expected the name or id of a run, got an empty text; was the run submitted?"
+        )
     if not may_be_run(run_id):
         raise typer.BadParameter(
-            f"{run_id!r} is no name and no id of a run; 'slipstream list' shows those there are"
+            f"expected the name or id of a run, got {run_id!r}; 'slipstream list' shows all runs"
         )
     return run_id
 
 
 RunId = Annotated[
-    str, typer.Argument(help="Name of a run, or the beginning of its id.", callback=_given)
+    str, typer.Argument(help="Name of a run, or the start of its id.", callback=_given)
 ]
 NewestRun = Annotated[
     str | None,
     typer.Argument(
-        help="Name of a run, or the beginning of its id. Default: the newest one.", callback=_given
+        help="Name of a run, or the start of its id. Default: the newest run.", callback=_given
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 StateDirectory = Annotated[Path, typer.Option(help="Folder of runs, logs and the database.")]
 Url = Annotated[str | None, typer.Option(help="REST address of the controller.")]
 
@@ -147,14 +149,14 @@ async def _with_api(
                 raise
     if len(elsewhere) > 1:
         raise ApiError(
-            f"several controllers run here: {', '.join(elsewhere)}; say which with --url"
+            f"several controllers run here: {', '.join(elsewhere)}; choose one with --url"
         )
     if elsewhere:
         return await _at(elsewhere[0], work)
     if not is_default:
-        raise ApiError(f"{state_directory} holds no runs: there is no {DATABASE_FILE}")
+        raise ApiError(f"{state_directory} has no runs: {DATABASE_FILE} does not exist")
     raise ApiError(
-        "no controller is known: start one with 'slipstream up', or give --url or SLIPSTREAM_URL"
+        "no controller found; start one with 'slipstream up', or set --url or SLIPSTREAM_URL"
     )
 
 
@@ -173,7 +175,7 @@ def find_controller(url: str | None) -> tuple[str, str]:
     running = known_tokens.running()
     if not found and len(running) != 1:
         raise ApiError(
-            f"{len(running)} controllers run here; say which with --url, or start one with 'slipstream up'"
+            f"{len(running)} controllers run here; choose one with --url, or start one with 'slipstream up'"
         )
     found = found or running[0]
     return found, CliSettings().token or known_tokens.find(found)

@@ -58,8 +58,8 @@ class _Reading(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if request.method != "GET" or request.url.path.endswith("/stream"):
             raise ApiError(
-                "no controller runs in this folder that could do this: start one with 'slipstream up', or "
-                "give --url or SLIPSTREAM_URL",
+                "this needs a controller, and none runs in this folder; start one with 'slipstream up', or "
+                "set --url or SLIPSTREAM_URL",
                 status=HTTPStatus.SERVICE_UNAVAILABLE,
             )
         return await self._inner.handle_async_request(request)

@@ -224,12 +224,12 @@ async def _start(service: _Service) -> dict[str, str]:
 def _exited(service: _Service) -> ServiceExitedError:
     if shutil.disk_usage(service.log.parent).free < _LEAST_FREE_BYTES:  # its log is cut off as well
         return ServiceExitedError(
-            f"{service.name} ended: the disk of {service.log.parent} is full; free some of it, then the same "
-            "command goes on"
+            f"{service.name} ended: the disk of {service.log.parent} is full; free some space, then repeat "
+            "the command to resume"
         )
     code = None if service.process is None else service.process.returncode
     return ServiceExitedError(
-        f"{service.name} ended with exit code {code}; its last lines ({service.log}):\n"
+        f"{service.name} exited with code {code}; its last log lines ({service.log}):\n"
         f"{last_lines(service.log)}"
     )
 

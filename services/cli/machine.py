@@ -50,7 +50,7 @@ def lacks(spec: RunSpec) -> Iterator[str]:
         if importlib.util.find_spec(package) is None:
             yield (
                 f"trackers.{index}.kind is {tracker.kind!r}, but the package {package} is not installed; "
-                f"install it with pip install 'slipstream[{tracker.kind}]', or leave the tracker out"
+                f"pip install 'slipstream[{tracker.kind}]', or remove the tracker"
             )
     gpus = len(host_gpus(MachineSettings().visible_gpus))
     if gpus == 0 and spec.weight_sync.backend == "nccl":
@@ -86,7 +86,8 @@ def machine_defaults(spec: RunSpec, left_out: Collection[str]) -> Iterator[Machi
         yield MachineDefault(
             "trainer.dtype",
             "bfloat16",
-            "trainer.dtype is not given: bfloat16, as this machine has GPUs; master weights stay float32",
+            "trainer.dtype is not set: using bfloat16, because this machine has GPUs; master weights stay "
+            "float32",
         )
 
 
@@ -148,9 +149,9 @@ def memory_problems(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
     if ranks * state + engines > memory.total:
         yield (
             f"model.path: the run does not fit into this machine's memory of {memory.total / 1e9:.1f} GB: "
-            f"weights, gradients and optimizer of the trainer take {ranks * state / 1e9:.1f} GB, and "
-            f"rollout.replicas ({spec.rollout.replicas}) engines {engines / 1e9:.1f} GB; name a smaller "
-            "model, or say --elsewhere"
+            f"weights, gradients and optimizer of the trainer take {ranks * state / 1e9:.1f} GB, and the "
+            f"engines of rollout.replicas ({spec.rollout.replicas}) take {engines / 1e9:.1f} GB; use a "
+            "smaller model, or pass --elsewhere"
         )
 
 
@@ -168,8 +169,8 @@ def _fewer_rollouts(spec: RunSpec) -> Iterator[MachineDefault]:
     count = max(1, (gpus - others) // spec.engine_gpus)
     if count < wanted:
         why = (
-            f"rollout.replicas is not given: {count} in place of {wanted}, as this machine has {gpus} "
-            "GPU(s); set it to have more of them share one"
+            f"rollout.replicas is not set: using {count} instead of {wanted}, because this machine has "
+            f"{gpus} GPU(s); set it to let several rollouts share one"
         )
         yield MachineDefault("rollout.replicas", count, why)
 
@@ -181,10 +182,10 @@ def shared_gpus(spec: RunSpec) -> str:
         return ""
     text = (
         f"{len(worker_names(spec))} workers share the {gpus} GPU(s) of this machine, in time and memory"
-        " (slipstream validate --gpu-gb says how)"
+        " (slipstream validate --gpu-gb shows the split)"
     )
     if spec.rollout.replicas > 1:
-        text += f"; rollout.replicas is {spec.rollout.replicas}, fewer leave an engine more"
+        text += f"; rollout.replicas is {spec.rollout.replicas}; with fewer, each engine has more memory"
     return text
 
 
@@ -217,22 +218,22 @@ def slow_settings(spec: RunSpec, slowdown: Callable[[], float] = bfloat16_slowdo
         return ""
     faster = []
     if spec.trainer.dtype == "float32":
-        faster.append("trainer.dtype: bfloat16 takes a fraction of the time of float32")
+        faster.append("trainer.dtype: bfloat16 is much faster than float32")
     if not spec.trainer.compile:
-        faster.append("trainer.compile: true takes less time and memory, after a longer start")
+        faster.append("trainer.compile: true takes less time and memory after a longer start")
     return "on GPUs " + "; ".join(faster) if faster else ""
 
 
 def _slow_on_cpus(spec: RunSpec, slowdown: Callable[[], float]) -> Iterator[str]:
     if spec.trainer.dtype == "bfloat16" and (times := slowdown()) >= _NOTABLE_SLOWDOWN:
         yield (
-            f"trainer.dtype is bfloat16, in which a matrix product takes {times:.2g} times as long as in "
-            "float32 on this machine's CPU; set trainer.dtype to float32 here"
+            f"trainer.dtype is bfloat16, but on this machine's CPU a matrix product takes {times:.2g} times "
+            "as long as in float32; set trainer.dtype to float32"
         )
     if spec.trainer.compile:
         yield (
-            "trainer.compile is true: on a CPU the first step may wait for minutes until the layers are "
-            "compiled; set it to false here"
+            "trainer.compile is true: but on a CPU compilation may delay the first step by minutes; "
+            "set it to false"
         )
 
 
@@ -296,22 +297,22 @@ def _too_many(spec: RunSpec, gpus: int) -> Iterator[str]:
         if spec.topology.placement == "mixed" and total_gpus(spec) > gpus:
             yield (
                 f"topology.placement is 'mixed': with {spec.rollout.replicas - spec.colocated_rollouts} "
-                f"rollout(s) beside the trainer's {spec.trainer.world_size} GPU(s) the run needs "
+                f"rollout(s) outside the trainer's {spec.trainer.world_size} GPU(s) the run needs "
                 f"{total_gpus(spec)} GPUs, but this machine has {gpus}; lower trainer.world_size or "
-                "rollout.replicas, set topology.placement to 'colocated', or say --elsewhere"
+                "rollout.replicas, set topology.placement to 'colocated', or pass --elsewhere"
             )
         elif most > gpus or spec.topology.gpus > gpus:
             yield (
                 f"{key}: the run needs {max(most, spec.topology.gpus)} GPUs ({worker_id} alone {most}), but "
                 f"this machine has {gpus}; lower trainer.world_size, topology.gpus or "
-                "rollout.engine_arguments, or say --elsewhere"
+                "rollout.engine_arguments, or pass --elsewhere"
             )
         return
     cores = usable_processors()
     most_processes = max(_LEAST_PROCESSES, _PROCESSES_A_CORE * cores)
     if total > most_processes:
         yield (
-            f"{key}: the run needs {total} GPUs, but this machine has none; as many processes on its "
-            f"{cores} cores would not get on (at most {most_processes}); lower trainer.world_size, "
-            "rollout.replicas or topology.gpus, or say --elsewhere"
+            f"{key}: the run needs {total} GPUs, but this machine has no GPU, and its {cores} cores "
+            f"can run at most {most_processes} worker processes; lower trainer.world_size, "
+            "rollout.replicas or topology.gpus, or pass --elsewhere"
         )

@@ -14,11 +14,11 @@ _COMMANDS = {
     "Train": {
         "run": (
             "local:run",
-            "Start all services on this machine, train, show progress, and end everything.",
+            "Start all services on this machine, train, show progress, and stop the services.",
         ),
         "validate": (
             "spec:validate",
-            "Check a specification and everything it names, without starting anything.",
+            "Check a specification and everything that it refers to, without starting anything.",
         ),
         "plan": (
             "plan:plan",
@@ -30,7 +30,7 @@ _COMMANDS = {
         ),
         "up": (
             "local:up",
-            "Start controller and transferqueue, and keep them running for submitted runs.",
+            "Start the controller and the transferqueue, and keep them running for submitted runs.",
         ),
         "submit": ("spec:submit", "Submit a run and print its id."),
     },
@@ -38,28 +38,28 @@ _COMMANDS = {
         "list": ("inspect:list_", "List runs, newest first."),
         "watch": ("control:watch", "Show a run's progress until it ends."),
         "get": ("inspect:get", "Show one run."),
-        "events": ("inspect:events", "Show what happened to a run."),
-        "logs": ("inspect:logs", "Show what the workers of a run wrote."),
+        "events": ("inspect:events", "Show the events of a run."),
+        "logs": ("inspect:logs", "Show the logs of a run's workers."),
         "metrics": (
             "inspect:metrics",
-            "Show a number of each step, or which numbers there are.",
+            "Show one number for each step, or list the available numbers.",
         ),
         "groups": (
             "inspect:groups",
-            "List the groups that steps trained, then those in flight and those that were given up.",
+            "List the groups that steps trained, then groups in flight and dropped groups.",
         ),
         "samples": (
             "samples:samples",
-            "Show what a run's model wrote: prompts, responses, rewards and what came of them.",
+            "Show samples of a run: prompts, responses, rewards and their use in training.",
         ),
         "checkpoints": (
             "inspect:checkpoints",
             "List the checkpoints of a run, newest first.",
         ),
-        "workers": ("inspect:workers", "List the workers of a run and what they are doing."),
+        "workers": ("inspect:workers", "List the workers of a run and their current activity."),
         "track": (
             "track:track",
-            "Write runs to wandb, tensorboard, mlflow or trackio while they go on, or later.",
+            "Send runs to wandb, tensorboard, mlflow or trackio, during or after the run.",
         ),
         "compare": (
             "compare:compare",
@@ -67,7 +67,7 @@ _COMMANDS = {
         ),
         "page": (
             "project:page",
-            "Print a link to the run page that signs one browser in, once.",
+            "Print a link to the run page that signs in one browser, once.",
         ),
     },
     "Steer": {
@@ -75,43 +75,43 @@ _COMMANDS = {
             "control:pause",
             "Finish the current step, save a checkpoint and stop the run's workers.",
         ),
-        "resume": ("control:resume", "Let a paused run go on from its checkpoint."),
-        "cancel": ("control:cancel", "End a run."),
+        "resume": ("control:resume", "Resume a paused run from its checkpoint."),
+        "cancel": ("control:cancel", "Cancel a run."),
         "checkpoint": (
             "control:checkpoint",
             "Save a checkpoint at the end of the current step.",
         ),
         "eval": (
             "control:evaluate",
-            "Evaluate the weights that are served now, and show the result.",
+            "Evaluate the current weights, and show the result.",
         ),
         "fork": (
             "control:fork",
-            "Start a new run that goes on from a checkpoint, and print its id.",
+            "Start a new run from a checkpoint of another one, and print its id.",
         ),
         "export": (
             "export:export",
             "Write a run's weights as a Hugging Face folder, adapters merged, with its tokenizer.",
         ),
-        "delete": ("control:delete", "Forget a run that has ended."),
+        "delete": ("control:delete", "Delete a run that has ended."),
         "delete-checkpoint": (
             "control:delete_checkpoint",
-            "Delete a checkpoint that no run needs.",
+            "Delete a checkpoint that no run uses.",
         ),
     },
     "Controller": {
         "quota": (
             "project:quota",
-            "Show what the project uses, and what it may use.",
+            "Show the project's usage and limits.",
         ),
         "version": ("project:version", "Show the release of the controller."),
         "backup": (
             "project:backup",
-            "Copy the database, also while a controller works; checkpoints are files and not part of it.",
+            "Copy the database, also while a controller runs; checkpoints are separate files.",
         ),
         "restore": (
             "project:restore",
-            "Put a copy in the place of the database, while no controller uses it.",
+            "Restore the database from a copy, while no controller uses it.",
         ),
     },
 }

@@ -21,7 +21,7 @@ def quantization_problems(config: Mapping[str, Any]) -> Iterator[str]:
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         yield (
-            f"model.path has quantized weights (quantization_config of its config.json is {method!r}); use a "
+            f"model.path has quantized weights (quantization_config in its config.json is {method!r}); use a "
             "copy in bfloat16"
         )
 
@@ -35,12 +35,12 @@ def adapter_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
         name for name in Family().attention_modules if name in named and name not in own
     ]:
         yield (
-            f"trainer.lora.target_modules has {', '.join(missing)}, but attention of "
-            f"{config['model_type']!r} is made of {', '.join(own)}; name these"
+            f"trainer.lora.target_modules has {', '.join(missing)}, but the attention modules of "
+            f"{config['model_type']!r} are {', '.join(own)}; use these"
         )
     if spec.trainer.lora.adapts_experts and FAMILIES[config["model_type"]].routing is None:
         yield (
-            f"trainer.lora.target_modules names experts, and {config['model_type']!r} has none; leave out "
+            f"trainer.lora.target_modules has experts, but {config['model_type']!r} has none; remove "
             f"{', '.join(name for name in named if OF_EXPERTS in name)}"
         )
 
@@ -54,9 +54,9 @@ def engine_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
     shared = text.get("num_key_value_heads") or heads
     if heads % size or (shared % size and size % shared):
         yield (
-            f"rollout.engine_arguments.{name} is {size}, but model.path has {heads} attention heads with "
-            f"{shared} of keys and values, which so many GPUs cannot share equally; set it to a number that "
-            "divides them"
+            f"rollout.engine_arguments.{name} is {size}, but model.path has {heads} attention heads and "
+            f"{shared} key-value heads, which cannot be split evenly over so many GPUs; set it to a divisor "
+            "of both"
         )
 
 
@@ -70,15 +70,15 @@ def mixture_problems(spec: RunSpec, config: Mapping[str, Any]) -> list[str]:
         "trainer.balancing.kind": (balancing.kind, "none"),
     }
     problems += [
-        f"{key} is {value!r}, but model.path is of type {config.get('model_type')!r}, which has no experts; "
+        f"{key} is {value!r}, but model.path has model_type {config.get('model_type')!r} without experts; "
         f"set it to {off!r}"
         for key, (value, off) in wanted.items()
         if value != off and routing is None
     ]
     if balancing.kind == "bias" and routing not in (None, "sigmoid"):
         problems.append(
-            "trainer.balancing.kind is 'bias', but routers of model.path have no e_score_correction_bias; "
-            "set it to 'loss'"
+            "trainer.balancing.kind is 'bias', but the routers of model.path have no "
+            "e_score_correction_bias; set it to 'loss'"
         )
     has_coefficient = balancing.coefficient or config.get("router_aux_loss_coef")
     if balancing.kind == "loss" and routing is not None and not has_coefficient:
@@ -105,7 +105,7 @@ def batch_problems(
             f"trainer.prompts_per_step is {spec.trainer.prompts_per_step}: with rollout.group_size "
             f"({spec.rollout.group_size}) and rollout.max_response_tokens "
             f"({spec.rollout.max_response_tokens}) a batch may take {needed:,} bytes, but the transferqueue "
-            f"of this machine has {capacity_bytes:,}; lower one of them, or set "
+            f"of this machine has {capacity_bytes:,}; lower one of them, or raise "
             "SLIPSTREAM_TRANSFERQUEUE_CAPACITY_BYTES"
         )
 
@@ -126,14 +126,14 @@ def token_problems(
     vocab_size = config.get("vocab_size")
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         yield (
-            f"model.tokenizer has {tokenizer.vocab_size} tokens, but model.path's vocab_size is "
-            f"{vocab_size}; use its own"
+            f"model.tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of model.path is "
+            f"{vocab_size}; use the model's own tokenizer"
         )
     most = max(vocab_size or 0, tokenizer.vocab_size)
     if unknown := [each for each in spec.rollout.sampling.stop_token_ids if each >= most]:
         yield (
             f"rollout.sampling.stop_token_ids has {', '.join(map(str, unknown))}, but model.path has "
-            f"{most} tokens, numbered from 0; name some of them"
+            f"{most} tokens; use ids from 0 to {most - 1}"
         )
     if isinstance(tokenizer, Tokenizer):
         try:
@@ -149,7 +149,7 @@ def token_problems(
         try:
             tokenizer.render_chat([{"role": "user", "content": "Hello"}])
         except (TypeError, ValueError) as error:
-            yield f"data.chat_template is true, but no chat is rendered: {error}"
+            yield f"data.chat_template is true, but rendering a chat failed: {error}"
             return
     if spec.rollout.workflow == "multi_turn":
         yield from _tool_result_problems(spec, tokenizer)
@@ -188,14 +188,14 @@ def length_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
     ):
         if context is not None and tokens >= context:
             yield (
-                f"{key} is {tokens}, but model.path holds {context} tokens (max_position_embeddings) for a "
-                "prompt and its response; lower it"
+                f"{key} is {tokens}, but model.path has a context of {context} tokens "
+                "(max_position_embeddings) for a prompt and its response; lower it"
             )
     exact = exact_tokens(config, spec.rollout.engine)
     if exact is not None and prompt + response > exact:
         yield (
-            f"data.max_prompt_tokens and rollout.max_response_tokens are {prompt + response} tokens, but "
-            f"rollout.engine {spec.rollout.engine!r} computes no sliding windows of "
-            f"{config['model_type']!r}, so its logprobs are the model's up to {exact} tokens only; lower "
-            "them, or take another engine"
+            f"data.max_prompt_tokens and rollout.max_response_tokens add up to {prompt + response} tokens, "
+            f"but rollout.engine {spec.rollout.engine!r} does not compute the sliding windows of "
+            f"{config['model_type']!r}, so its logprobs are correct up to {exact} tokens only; lower them, "
+            "or use another engine"
         )

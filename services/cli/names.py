@@ -39,7 +39,10 @@ async def find_run(api: Api, text: str | None) -> str:
     if text is None:
         newest = (await api.call(ListRuns(page_size=1))).items
         if not newest:
-            raise ApiError("there are no runs yet", status=HTTPStatus.NOT_FOUND)
+            raise ApiError(
+                "no runs yet; 'slipstream run' and 'slipstream submit' start one",
+                status=HTTPStatus.NOT_FOUND,
+            )
         return newest[0].id
     if is_id(text):
         return text
@@ -51,12 +54,12 @@ async def find_run(api: Api, text: str | None) -> str:
         return found[0]
     if found:
         raise ApiError(
-            f"{len(found)} runs have ids that begin with {text!r}, such as {found[0]} and {found[1]}; give "
-            "more of it"
+            f"the ids of {len(found)} runs start with {text!r}, such as {found[0]} and {found[1]}; use a "
+            "longer one"
         )
     meant = did_you_mean(text, sorted({run.name for run in runs}))
     raise ApiError(
-        f"there is no run with the name or id {text!r}; 'slipstream list' shows those there are.{meant}",
+        f"no run has the name or id {text!r}; 'slipstream list' shows all runs.{meant}",
         status=HTTPStatus.NOT_FOUND,
     )
 

@@ -118,7 +118,7 @@ class _Output(io.TextIOBase):
         if not self._is_broken:
             self._waiting.put(text)
         elif self._on_reader_gone is None:
-            raise BrokenPipeError(errno.EPIPE, "nobody reads any more")
+            raise BrokenPipeError(errno.EPIPE, "the reader of the output has closed it")
         return len(text)
 
     def finish(self, timeout_s: float | None) -> None:

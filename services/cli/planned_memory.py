@@ -25,9 +25,7 @@ def gpu_bytes(text: str) -> int:
     unit = _UNITS.get(found[2].upper()) if found else None
     size = float(found[1]) * unit if found and unit else 0.0
     if not 1e9 <= size <= 1e13:
-        raise ValueError(
-            f"--gpu-memory: expected the memory of a GPU, such as 141GB, but got {text!r}"
-        )
+        raise ValueError(f"--gpu-memory: expected the memory of a GPU, such as 141GB, got {text!r}")
     return int(size)
 
 

@@ -49,8 +49,8 @@ from services.rollout.workflows.base import load_workflow
 from services.trainer.checkpoint import manifest
 
 _OFFLINE = (
-    "Hugging Face does not answer within 2 s, and the cache of this machine lacks what the run names: check "
-    "the network, or name local folders and files in model.path, model.tokenizer and data"
+    "Hugging Face does not respond within 2 s, and this machine's cache lacks files that the run needs: "
+    "check the network, or use local folders and files in model.path, model.tokenizer and data"
 )
 
 
@@ -165,12 +165,12 @@ def _weights(key: str, model: ModelSpec) -> Iterator[str]:
     path = model.path
     if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
         raise ValueError(
-            f"{key}.path: there is no folder {path!r}; name a folder with a model, a Hugging Face id such as "
-            "'Qwen/Qwen2.5-0.5B', or a preset such as 'tiny:qwen2-0.4m'"
+            f"{key}.path: folder {path!r} does not exist; use a folder with a model, a Hugging Face id such "
+            "as 'Qwen/Qwen2.5-0.5B', or a preset such as 'tiny:qwen2-0.4m'"
         )
     if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
         yield (
-            f"{key}.path {path!r} has no weights; name a folder with *.safetensors files beside config.json"
+            f"{key}.path {path!r} has no weights; use a folder with config.json and *.safetensors files"
         )
     elif Path(path).is_dir():
         for problem in file_problems(Path(path)):
@@ -246,8 +246,8 @@ def _built(spec: RunSpec) -> Iterator[str]:
             yield from memory_problems(spec, full_config(spec.model))
     except Exception as error:  # noqa: BLE001 -- a family's own code builds the model of a user's numbers
         yield (
-            f"model.path {spec.model.path!r}: no model can be built of its config.json "
-            f"({type(error).__name__}: {error}); correct it, or name another model"
+            f"model.path {spec.model.path!r}: building a model from its config.json failed "
+            f"({type(error).__name__}: {error}); correct it, or use another model"
         )
 
 
@@ -265,8 +265,8 @@ def _adapter_names(spec: RunSpec) -> Iterator[str]:
             continue  # reported with the family
         if not any(f".{name}".endswith(f".{target}") for name in modules):
             yield (
-                f"trainer.lora.target_modules has {target!r}, but linear modules of model.path are "
-                f"{', '.join(known)}; name some of these.{did_you_mean(target, known)}"
+                f"trainer.lora.target_modules has {target!r}, but the linear modules of model.path are "
+                f"{', '.join(known)}; use some of these.{did_you_mean(target, known)}"
             )
 
 
@@ -290,13 +290,13 @@ def _start(spec: RunSpec) -> Iterator[str]:
         else:
             if spec.trainer.steps is not None and step >= spec.trainer.steps:
                 yield (
-                    f"trainer.steps is {spec.trainer.steps}, but trainer.checkpoint.start_from is of step "
-                    f"{step}, so nothing would be trained; raise trainer.steps"
+                    f"trainer.steps is {spec.trainer.steps}, but trainer.checkpoint.start_from was saved at "
+                    f"step {step}, so nothing would be trained; raise trainer.steps"
                 )
     if checkpoint.directory is not None and Path(checkpoint.directory).is_file():
         yield (
-            f"trainer.checkpoint.directory: {checkpoint.directory!r} is a file; name a folder, or leave it "
-            "out"
+            f"trainer.checkpoint.directory: {checkpoint.directory!r} is a file; use a folder, or remove the "
+            "key"
         )
 
 
@@ -322,8 +322,8 @@ def _sources(spec: RunSpec, *, opened: dict[str, PromptSource]) -> Iterator[str]
             not isinstance(metadata, dict) or "source_dataset" not in metadata
         ):
             yield (
-                f"rollout.rewards: reasoning_gym scores rows with metadata.source_dataset, which those of "
-                f"data.{split} lack; set data.{split}.source to reasoning_gym, or take another reward"
+                f"rollout.rewards: reasoning_gym needs rows with metadata.source_dataset, but rows of "
+                f"data.{split} lack it; set data.{split}.source to reasoning_gym, or use another reward"
             )
     yield from _too_few_rows(spec, opened)
 
@@ -337,7 +337,7 @@ def _too_few_rows(spec: RunSpec, opened: Mapping[str, PromptSource]) -> Iterator
     if num_rows < prompts:
         yield (
             f"trainer.prompts_per_step is {prompts}, but data.train has {num_rows} rows, so a step would "
-            "train some of them several times; lower it, or add rows"
+            "train some rows several times; lower it, or add rows"
         )
 
 
@@ -447,7 +447,7 @@ def _called(
         yield (
             f"{key}: {reference!r} cannot be called with {len(given)} arguments"
             + (f" and {', '.join(sorted(arguments))}" if arguments else "")
-            + f" ({error}); change the function, or the arguments beside the key"
+            + f" ({error}); change the function, or its arguments in the specification"
         )
     except ValueError:
         return  # a built-in one, which has no signature

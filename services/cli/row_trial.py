@@ -270,14 +270,14 @@ async def _judge(
     except TimeoutError:
         if not failed and not num_succeeded:
             trial.notes.append(
-                f"{key}: {what!r} was not tried: it did not answer within {TIMEOUT_S:g} s"
+                f"{key}: {what!r} was not tested: it did not respond within {TIMEOUT_S:g} s"
             )
     if failed and not num_succeeded:
         trial.problems.append(
-            f"{key}: {what!r} failed in each of {len(failed)} tries with the first rows: {failed[0]}"
+            f"{key}: {what!r} failed in all {len(failed)} tests with the first rows: {failed[0]}"
         )
     elif failed:
         trial.notes.append(
-            f"{key}: {what!r} failed in {len(failed)} of {len(failed) + num_succeeded} tries with the first "
+            f"{key}: {what!r} failed in {len(failed)} of {len(failed) + num_succeeded} tests with the first "
             f"rows: {failed[0]}"
         )

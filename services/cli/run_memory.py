@@ -75,7 +75,7 @@ def run_memory(
     if not found.why_not:
         return found
     fits = smallest_change(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
-    change = "No change of one or two settings makes it fit: take more GPUs, larger ones, or a smaller model"
+    change = "No change of one or two settings makes it fit; use more GPUs, larger GPUs, or a smaller model"
     if fits:
         change = f"It fits with {' and '.join(f'{key}: {shown(fits[key])}' for key in fits)}"
     first, newline, rest = found.why_not.partition("\n")
@@ -104,7 +104,7 @@ def _planned(
 
 
 def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
-    """Returns the roles beside the trainer, and beside the first rollout, on a machine of this size."""
+    """Returns the roles that share a GPU with the trainer, and with the first rollout, on a machine of this size."""
     roles: dict[str, str] = {worker: role for role, worker in worker_names(spec)}
     host = HostGpus([str(number) for number in range(gpus)])
     host.assign(spec.name, gpu_needs(spec), hosts=gpu_hosts(spec))

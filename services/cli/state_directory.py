@@ -33,9 +33,9 @@ def lock_state_directory(state_directory: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StateInUseError(
-                f"{state_directory} is in use by {_owner(state_directory / _FILE)}; end that first (Ctrl-C "
-                "pauses its runs), take another --state-directory, or where that is 'slipstream up', give it "
-                "the run with 'slipstream submit'"
+                f"{state_directory} is in use by {_owner(state_directory / _FILE)}; stop it (Ctrl-C pauses "
+                "its runs), use another --state-directory, or, if it is 'slipstream up', add the run to it "
+                "with 'slipstream submit'"
             ) from None
         lock.truncate(0)
         lock.write(json.dumps({"pid": os.getpid(), "command": sys.argv[1:]}))

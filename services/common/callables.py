@@ -44,7 +44,7 @@ class Reference:
         try:
             return Path(self.location).resolve()
         except (OSError, RuntimeError) as error:
-            raise ValueError(f"{self.location!r} leads nowhere: {error}") from error
+            raise ValueError(f"path {self.location!r} cannot be resolved: {error}") from error
 
     def __str__(self) -> str:
         return f"{self.location}:{self.name}"
@@ -62,7 +62,9 @@ def parse_reference(text: str) -> Reference:
     is_file = location.endswith(".py") and location.isprintable() and "://" not in location
     if name.isidentifier() and (is_file or all(map(str.isidentifier, location.split(".")))):
         return Reference(location, name)
-    raise ValueError(f"{text!r} is no import path; write 'module:function' or 'file.py:function'")
+    raise ValueError(
+        f"{text!r} is not an import path; expected 'module:function' or 'file.py:function'"
+    )
 
 
 def is_reference(text: str) -> bool:
@@ -97,7 +99,7 @@ def load_callable(reference: str) -> Callable[..., Any]:
         )
     if not callable(target):
         raise ValueError(  # noqa: TRY004 -- the reference is wrong, not an argument's type
-            f"{reference!r}: {name} is a {type(target).__name__}; name a function or a class"
+            f"{reference!r}: expected a function or a class, got {name} of type {type(target).__name__}"
         )
     return target  # type: ignore[no-any-return]
 
@@ -124,8 +126,8 @@ def bind_callable(
         raise ValueError(f"{key}: {error}") from error
     except TypeError as error:
         raise ValueError(
-            f"{key}: {reference!r} does not take one argument and {sorted(arguments)}: {error}; change the "
-            f"function, or {key}_arguments"
+            f"{key}: {reference!r} does not accept one argument and the keyword arguments "
+            f"{sorted(arguments)}: {error}; change the function, or {key}_arguments"
         ) from error
     return partial(function, **arguments)
 
@@ -139,7 +141,9 @@ def source_digest(reference: str) -> str:
     module = sys.modules.get(load_callable(reference).__module__)
     file = getattr(module, "__file__", None)
     if file is None:
-        raise ValueError(f"{reference!r} has no source file; name a function defined in Python")
+        raise ValueError(
+            f"{reference!r} has no source file; use a function that is defined in Python"
+        )
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
@@ -157,14 +161,14 @@ def _load(reference: Reference) -> ModuleType:
         if error.name not in [".".join(parents[: i + 1]) for i in range(len(parents))]:
             raise
         raise ValueError(
-            f"{str(reference)!r}: there is no module {error.name!r}; install it, or write the path of a "
+            f"{str(reference)!r}: module {error.name!r} not found; install it, or give the path of a "
             "Python file as 'file.py:function'"
         ) from error
 
 
 def _load_file(path: Path, reference: str) -> ModuleType:
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"{reference!r}: there is no file {path} with Python code; check the path")
+        raise ValueError(f"{reference!r}: Python file {path} not found; check the path")
     with _LOADING:
         return _loaded_once(path)
 

@@ -29,10 +29,10 @@ class Field:
 FIELDS: Final = tuple(
     Field(name=name, dtype=dtype, shape=shape, producer=producer, meaning=meaning)
     for name, dtype, shape, producer, meaning in (
-        ("prompt_ids", "int32", "[P]", "rollout", "tokens of the prompt; stored once per group"),
+        ("prompt_ids", "int32", "[P]", "rollout", "tokens of the prompt, stored once per group"),
         (
             "response_ids", "int32", "[R]", "rollout",
-            "tokens after the prompt: tool tokens and further conversations with their prompts included",
+            "tokens after the prompt, including tool tokens and further conversations with their prompts",
         ),
         ("response_mask", "bool", "[R]", "rollout", "True where the policy sampled the token"),
         (
@@ -41,13 +41,13 @@ FIELDS: Final = tuple(
         ),
         (
             "version_runs", "int32", "[K, 2]", "rollout",
-            "run-length weight versions: (weight_version, num_tokens); tool tokens have version -1, the "
-            "prompt of each further conversation, which begins another sequence of the sample, -2",
+            "run-length encoded weight versions (weight_version, num_tokens); -1 for tool tokens, -2 for "
+            "the prompt of each further conversation, which starts another sequence of the sample",
         ),
         (
             "routed_experts", "uint8 or int16", "[P + R - 1, L, E]", "rollout",
-            "experts that the engine chose for each token but the last, in each layer that has some; the "
-            "highest value of the type where they are not known; only with rollout.routing_replay",
+            "experts that the engine chose for each token except the last, in each mixture layer; the max "
+            "value of the dtype if they are unknown; only with rollout.routing_replay",
         ),
         (
             "model_inputs", "uint8", "[B]", "rollout",
@@ -57,14 +57,14 @@ FIELDS: Final = tuple(
         ("rewards", "float32", "[]", "rollout", "task reward of the whole response"),
         (
             "token_rewards", "float32", "[R]", "rollout",
-            "what of it single tokens earned; only with rewards per turn or per token",
+            "part of the reward that each token earned; only with rewards per turn or per token",
         ),
         ("ref_logprobs", "float32", "[R]", "ref_logp", "log-probability under the frozen reference"),
         (
             "proximal_logprobs", "float32", "[R]", "logp",
             "log-probability under the trainer's weights at the start of the step",
         ),
-        ("proximal_version", "int64", "[]", "logp", "number of the weights of proximal_logprobs"),
+        ("proximal_version", "int64", "[]", "logp", "weight version of proximal_logprobs"),
         ("values", "float32", "[R]", "critic", "return that the critic expects before each token"),
     )
 )  # fmt: skip
@@ -88,21 +88,23 @@ ROLLOUT_FIELDS: Final = tuple(
 """Fields that every sample has."""
 
 TAGS: Final = {
-    "group_id": "text: the group, one prompt's samples",
+    "group_id": "text: id of the group",
     "member": "int: index in the group",
-    "attempt": "int: try of the group, from 1",
+    "attempt": "int: attempt of the group, counted from 1",
     "v_min": "int: oldest weight version in the response",
     "v_max": "int: newest weight version in the response",
     "v_first": "int: weight version of the first token",
-    "num_segments": "int: pieces that the response was generated in",
+    "num_segments": "int: number of segments in which the response was generated",
     "prompt_tokens": "int: length of the prompt",
     "response_tokens": "int: length of the response",
     "reward": "float: task reward",
-    "terms": "text: its named terms and what was only measured, a JSON object of numbers before weights",
+    "terms": (
+        "text: named terms of the reward and terms of weight 0, before weighting, as a JSON object of numbers"
+    ),
     "finish_reason": "text: stop, length or failed",
     "data_source": "text: origin of the prompt, for scores per source",
     "greedy": "int: 1 if the response was decoded greedily",
-    "answer": "text: digest of what the response answers; held-out samples only",
+    "answer": "text: digest of the response's final answer; held-out samples only",
 }
 
 

@@ -93,7 +93,7 @@ def serve(modules: Sequence[str]) -> str | None:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            print(f"fork server: {module} is not imported: {error}", file=sys.stderr)  # noqa: T201
+            print(f"fork server: cannot import {module}: {error}", file=sys.stderr)  # noqa: T201
     gc.freeze()
     while (order := orders.next()) is not None:
         if "ended" in order:

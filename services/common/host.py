@@ -97,9 +97,11 @@ def missing_compiler() -> str:
     compiler = os.environ.get("CC")
     if shutil.which(compiler) if compiler else shutil.which("gcc") or shutil.which("clang"):
         return ""
-    found = f"CC is {compiler!r}, which is no program here" if compiler else "none was found"
+    found = (
+        f"CC is {compiler!r}, which is not an executable program" if compiler else "none was found"
+    )
     return (
-        f"kernels for GPUs need a C compiler, but {found}; install gcc or clang and the headers of "
+        f"GPU kernels need a C compiler, but {found}; install gcc or clang and the headers of "
         "Python, or set CC"
     )
 
@@ -114,6 +116,6 @@ def missing_cxx_compiler() -> str:
     if shutil.which(compiler):
         return ""
     return (
-        f"on a CPU torch.compile needs a C++ compiler, but {compiler!r} is no program here; install g++, set "
-        "CXX, or set trainer.compile to false"
+        f"torch.compile on a CPU needs a C++ compiler, but {compiler!r} is not an executable program; "
+        "install g++, set CXX, or set trainer.compile to false"
     )

@@ -78,7 +78,8 @@ class ServiceSettings(BaseSettings):
         files = (self.tls_certificate, self.tls_key, self.tls_authority)
         if any(files) and not all(files):
             raise ValueError(
-                "tls_certificate, tls_key and tls_authority belong together; set all three, or none"
+                "expected all of tls_certificate, tls_key and tls_authority or none; set all three, or "
+                "remove them"
             )
         return self
 
@@ -104,7 +105,7 @@ class ServiceSettings(BaseSettings):
             export = import_module("services.common.telemetry.trace_export")
         except ModuleNotFoundError as error:
             raise InvalidArgumentError(
-                f"trace_endpoint needs {error.name}; pip install 'slipstream[tracing]'"
+                f"trace_endpoint needs the package {error.name}; pip install 'slipstream[tracing]'"
             ) from error
         facts = {"service.name": f"slipstream-{service}", **facts}
         with export.exporting(self.trace_endpoint, ratio=self.trace_ratio, facts=facts):
@@ -141,14 +142,14 @@ class KeySettings(ServiceSettings):
     @model_validator(mode="after")
     def _certificate_has_one_source(self) -> Self:
         if self.tls_issuer is not None and self.tls_certificate is not None:
-            raise ValueError("tls_issuer makes certificates; set it or tls_certificate, not both")
+            raise ValueError("tls_issuer and tls_certificate exclude each other; remove one")
         return self
 
     @model_validator(mode="after")
     def _open_only_on_loopback(self) -> Self:
         if self.service_key_file is None and not is_loopback(self.bind):
             raise ValueError(
-                f"bind {self.bind!r} is open to other hosts; set service_key_file, or bind to 127.0.0.1"
+                f"bind {self.bind!r} accepts other hosts; set service_key_file, or bind to 127.0.0.1"
             )
         return self
 
@@ -212,7 +213,7 @@ class WorkerSettings(SpecSettings):
     def _open_only_on_loopback(self) -> Self:
         if not self.run_token.get_secret_value() and not is_loopback(self.bind):
             raise ValueError(
-                f"bind {self.bind!r} is open to other hosts; set run_token, or bind to 127.0.0.1"
+                f"bind {self.bind!r} accepts other hosts; set run_token, or bind to 127.0.0.1"
             )
         return self
 

@@ -277,7 +277,7 @@ async def _store_unfinished(sampler: GroupSampler, timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
             await sampler.interrupt()
     except (TimeoutError, ServiceError) as error:
-        logger.warning("what is unfinished was not stored", extra={"why": repr(error)})
+        logger.warning("storing unfinished groups failed", extra={"why": repr(error)})
 
 
 def _device(settings: RolloutSettings) -> torch.device:

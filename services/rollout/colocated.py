@@ -43,7 +43,7 @@ def wait_for_gpus(
     while not ready_file.exists():
         if clock() > deadline:
             raise TimeoutError(
-                f"the trainer of this pod has not loaded within {timeout_s:.0f} s; see its log, or raise "
+                f"the trainer of this pod did not load within {timeout_s:.0f} s; see its log, or raise "
                 "limits.start_timeout_s"
             )
         pause(_LOOK_EVERY_S)

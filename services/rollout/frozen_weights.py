@@ -102,11 +102,11 @@ class FrozenWeights:
         """
         if unknown := sorted(adapters_by_weight(received).keys() - self._tensors.keys()):
             raise ValueError(
-                f"adapters came of weights that the model does not have: {unknown[:3]}"
+                f"received adapters for weights that the model does not have: {unknown[:3]}"
             )
         if not torch.equal(received[FROZEN_DIGEST].cpu(), self._digest):
             raise ValueError(
-                "the frozen weights of model.path here are not those that the trainer has; give both the "
+                "the frozen weights of model.path differ from the trainer's; give both the "
                 "same files, or set trainer.lora.sync to merged"
             )
 
@@ -190,6 +190,6 @@ def _pin(part: Tensor) -> None:
     runtime: Any = torch.cuda.cudart()
     if error := int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0)):
         logger.warning(
-            "frozen weights are not pinned, so that merging takes longer",
+            "frozen weights cannot be pinned; merging takes longer",
             extra={"bytes": storage.nbytes(), "cuda_error": error},
         )

@@ -6,18 +6,18 @@ from services.common.telemetry.metrics import RPC, SPANS, TOKENS, USER_CODE
 
 GROUPS = Counter(
     "slipstream_rollout_groups_total",
-    "Groups by how they ended: published, or why not",
+    "Groups by outcome: published, or the reason of the failure",
     ["outcome"],
 )
-SAMPLES = Counter(
-    "slipstream_rollout_samples_total", "Samples by how their response ended", ["finish_reason"]
-)
+SAMPLES = Counter("slipstream_rollout_samples_total", "Samples by finish reason", ["finish_reason"])
 REWARD_FAILURES = Counter(
-    "slipstream_rollout_reward_failures_total", "Rewards that could not be computed", ["kind"]
+    "slipstream_rollout_reward_failures_total",
+    "Rewards that could not be computed, by kind of failure",
+    ["kind"],
 )
 WORKFLOW_FAILURES = Counter(
     "slipstream_rollout_workflow_failures_total",
-    "Episodes that the user's agent or tool server could not finish",
+    "Episodes that the user's agent or tool server did not finish",
     ["kind"],
 )
 LATE_GROUPS = Counter(
@@ -26,12 +26,12 @@ LATE_GROUPS = Counter(
 CACHE_FAILURES = Counter(
     "slipstream_rollout_cache_failures_total", "Times that progress could not be cached"
 )
-UNKEPT_GROUPS = Counter(
-    "slipstream_rollout_unkept_groups_total", "Groups that could not be kept to be read"
+SAMPLE_RECORD_FAILURES = Counter(
+    "slipstream_rollout_sample_record_failures_total", "Groups whose sample records could not be stored"
 )
 UNUSED_AGENT_TOKENS = Counter(
     "slipstream_rollout_unused_agent_tokens_total",
-    "Tokens that agents had sampled outside the conversations that train",
+    "Tokens that agents sampled outside of trained conversations",
 )
 RESPONSE_TOKENS = Histogram(
     "slipstream_rollout_response_tokens", "Length of finished responses", buckets=TOKENS
@@ -40,34 +40,34 @@ SEGMENTS = Histogram(
     "slipstream_rollout_segments", "Weight versions in one response", buckets=SPANS
 )
 REWARD_SECONDS = Histogram(
-    "slipstream_rollout_reward_seconds", "Time of one reward, waiting included", buckets=USER_CODE
+    "slipstream_rollout_reward_seconds", "Time of one reward, including waits", buckets=USER_CODE
 )
 ENVIRONMENT_SECONDS = Histogram(
     "slipstream_rollout_environment_seconds",
-    "Time of one answer of an environment, waiting included: begin, step or close",
+    "Time of one request to an environment, including waits: begin, step or close",
     ["call"],
     buckets=USER_CODE,
 )
 PUBLISH_SECONDS = Histogram(
-    "slipstream_rollout_publish_seconds", "Time to store a group, waiting included", buckets=RPC
+    "slipstream_rollout_publish_seconds", "Time to store a group, including waits", buckets=RPC
 )
 ADOPT_STALL_SECONDS = Histogram(
     "slipstream_rollout_adopt_stall_seconds", "Time without tokens per weight update", buckets=RPC
 )
 FIRST_TOKEN_SECONDS = Histogram(
     "slipstream_rollout_first_token_seconds",
-    "Time from a weight update to the next tokens of an engine of another project",
+    "Time from a weight update to the next tokens of an external engine",
     buckets=RPC,
 )
 ADOPT_PHASE_SECONDS = Histogram(
     "slipstream_rollout_adopt_phase_seconds",
-    "Time of each phase of a weight update in an engine of another project: share, gate, freeze, copy, thaw",
+    "Time of each phase of a weight update in an external engine: share, gate, freeze, copy, thaw",
     ["phase"],
     buckets=RPC,
 )
 ADOPT_SECONDS = Histogram(
     "slipstream_rollout_adopt_seconds",
-    "Time to put received weights into service, waiting for running responses included",
+    "Time to put received weights into service, including the wait for running responses",
     buckets=USER_CODE,
 )
 RUNNING = Gauge("slipstream_rollout_running_samples", "Samples that are being decoded")
@@ -75,17 +75,17 @@ WAITING = Gauge("slipstream_rollout_waiting_samples", "Samples that wait for the
 KV_USED = Gauge("slipstream_rollout_kv_used_ratio", "Part of the KV cache in use")
 TOKENS_TOTAL = Gauge("slipstream_rollout_tokens", "Tokens sampled since the start")
 PROMPT_TOKENS_TOTAL = Gauge(
-    "slipstream_rollout_prompt_tokens", "Tokens of contexts given to the engine since the start"
+    "slipstream_rollout_prompt_tokens", "Prompt tokens of requests to the engine since the start"
 )
 CACHED_TOKENS_TOTAL = Gauge(
     "slipstream_rollout_cached_prompt_tokens",
-    "Those of them that a prefix cache held, or another request of the same pass",
+    "Prompt tokens that came from the prefix cache or from another request of the same pass",
 )
 RECOMPUTED_TOKENS_TOTAL = Gauge(
     "slipstream_rollout_recomputed_tokens",
-    "Tokens of responses computed once more since the start: under new weights, or to go on with a response",
+    "Response tokens recomputed since the start, under new weights or to resume a response",
 )
 WEIGHT_VERSION = Gauge("slipstream_rollout_weight_version", "Version of the live weights")
 ADMISSION_LIMIT = Gauge(
-    "slipstream_rollout_admission_limit", "Most groups in work; falls under pressure"
+    "slipstream_rollout_admission_limit", "Max simultaneous groups; falls under pressure"
 )

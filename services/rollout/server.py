@@ -61,7 +61,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def _attached(self) -> GroupSampler:
         if self._sampler is None:
-            raise UnavailableError("this rollout worker still loads its model; try again")
+            raise UnavailableError("this rollout worker is still loading its model; retry")
         return self._sampler
 
 
@@ -73,7 +73,7 @@ def _assignment(group: pb.GroupAssignment) -> GroupAssignment:
         "first_attempt must be from 1 to attempt": not 1 <= group.first_attempt <= group.attempt,
         "partition_id must not be empty": not group.partition_id,
         "members must not be empty": not group.members,
-        "members must be different and not negative": len({m for m in group.members if m >= 0})
+        "members must be distinct and not negative": len({m for m in group.members if m >= 0})
         != len(group.members),
         "seeds must have one entry per member": len(group.seeds) != len(group.members),
         "temperatures must have one entry per member": len(group.temperatures)

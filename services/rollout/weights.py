@@ -74,9 +74,7 @@ class WeightReceiver:
         try:
             place = await self.open_weights(frozen.plan, frozen.slots.buffers)
         except InvalidArgumentError as error:
-            logger.warning(
-                "adapters are merged into a copy of all weights", extra={"why": str(error)}
-            )
+            logger.warning("merging adapters into a copy of all weights", extra={"why": str(error)})
             merged = await asyncio.to_thread(frozen.merged, tensors)
             self._stopped_at = None
             return await self._adopt_whole(self._attached()[0], version, merged)
@@ -84,8 +82,8 @@ class WeightReceiver:
             await asyncio.to_thread(frozen.write, tensors, place)
         except BaseException:
             await self.refuse_weights(
-                "merging adapters into the live weights did not end: nothing is served until a whole version "
-                "is"
+                "merging adapters into the live weights failed; nothing is served until a whole version "
+                "arrives"
             )
             raise
         return await self.adopt_placed(version)
@@ -141,7 +139,7 @@ class WeightReceiver:
         await engine.adopt_placed(version)
         await engine.resume()
         now = time.monotonic()
-        assert self._stopped_at is not None, "what was placed came after a pause"
+        assert self._stopped_at is not None, "weights were written without a pause"
         stall_s, self._stopped_at = now - self._stopped_at, None
         self._adopted(version, stall_s, seconds=now - self._asked_at)
         return stall_s
@@ -164,11 +162,11 @@ class WeightReceiver:
         if not isinstance(engine, OpenEngine):
             raise InvalidArgumentError(
                 f"weight_sync.mode inplace writes into live weights, which engine "
-                f"{engine.capabilities.name!r} keeps to itself; choose mode shadow"
+                f"{engine.capabilities.name!r} does not expose; use mode shadow"
             )
         return engine
 
     def _attached(self) -> tuple[Engine, GroupSampler]:
         if self._engine is None or self._sampler is None:
-            raise UnavailableError("this rollout worker still loads its model; try again")
+            raise UnavailableError("this rollout worker is still loading its model; retry")
         return self._engine, self._sampler

@@ -109,7 +109,7 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         run_id = caller_run()
         if run_id is not None and not self._index.has_run(run_id):
             raise FailedPreconditionError(
-                f"{run_id} has no partitions here: it has not begun yet, or has ended",
+                f"{run_id} has no partitions here: it has not started yet, or has ended",
                 run_id=run_id,
             )
         async for shards in self._shards.connect(request.public_key, run_id or ALL_RUNS):

@@ -60,7 +60,7 @@ class TransferQueueSettings(KeySettings):
     def _plain_only_on_loopback(self) -> "TransferQueueSettings":
         if not self.use_curve and not is_loopback(self.data_bind):
             raise ValueError(
-                f"data_bind {self.data_bind!r} is open to other hosts; set use_curve, or bind to "
+                f"data_bind {self.data_bind!r} accepts other hosts; set use_curve, or bind to "
                 "127.0.0.1"
             )
         return self

@@ -201,7 +201,7 @@ def form_group(
     """
     if backend not in TRANSPORTS:
         raise ValueError(
-            f"weight_sync.backend must be one of {', '.join(TRANSPORTS)}, but is {backend!r}"
+            f"weight_sync.backend must be one of {', '.join(TRANSPORTS)}, got {backend!r}"
         )
     opened = load_callable(TRANSPORTS[backend].opener)
     store = RendezvousStore(values, timeout_s)

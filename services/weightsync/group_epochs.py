@@ -51,8 +51,8 @@ class Epochs:
         """
         if epoch != self._epoch or self._group is None:
             raise FailedPreconditionError(
-                f"this member is not in a weight group of epoch {epoch} (its epoch is "
-                f"{self._epoch}); form it first",
+                f"this member has no weight group of epoch {epoch} (its epoch is "
+                f"{self._epoch}); form the group first",
                 epoch=epoch,
                 current=self._epoch,
             )
@@ -89,7 +89,7 @@ class Epochs:
         """
         if epoch <= self._epoch:
             raise FailedPreconditionError(
-                f"epoch must grow: {epoch} was asked, but this member is at {self._epoch}",
+                f"epoch must be greater than {self._epoch}, got {epoch}",
                 epoch=epoch,
                 current=self._epoch,
             )
@@ -123,7 +123,9 @@ class Epochs:
             ) from error
         if epoch != self._epoch:
             _end(group)
-            raise FailedPreconditionError(f"epoch {epoch} was aborted while it formed", epoch=epoch)
+            raise FailedPreconditionError(
+                f"epoch {epoch} was aborted while the group was formed", epoch=epoch
+            )
         self._group = group
         logger.info(
             "weight group formed",

@@ -76,7 +76,7 @@ def open_handle(
     with opened(store, device, folder) as met:
         if why := _first_reason(store, seat, met.why):
             raise FailedPreconditionError(
-                f"weights cannot go by handle: {why}; set weight_sync.backend to auto"
+                f"weights cannot be transferred by handle: {why}; set weight_sync.backend to auto"
             )
         # A last-resort deadline: a member that waits for others is aborted earlier.
         met.line.settimeout(timeout_s)
@@ -266,7 +266,7 @@ class SharedRoom:
                     (self._send if self._is_source else self._receive)(self._pending.popleft())
                     self._num_done += 1
             except (OSError, IndexError) as error:
-                raise RuntimeError(f"the others of the group are gone: {error}") from error
+                raise RuntimeError(f"the other members of the group are gone: {error}") from error
 
     def _send(self, flat: Tensor) -> None:
         chunks = flat.split(len(self._halves[0]))
@@ -300,8 +300,8 @@ class SharedRoom:
             told = line.recv(_MESSAGE.size)
             if told != _MESSAGE.pack(number, len(chunk)):
                 raise RuntimeError(
-                    f"expected to hear of chunk {number} of {len(chunk)} bytes, but "
-                    + (f"{told.hex()} came" if told else "the line was closed")
+                    f"expected a notice of chunk {number} of {len(chunk)} bytes, "
+                    + (f"got {told.hex()}" if told else "but the connection was closed")
                 )
 
 

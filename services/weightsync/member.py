@@ -66,7 +66,7 @@ class WeightMember:
         folder: Path | None = None,
     ) -> None:
         if (source is None) == (sink is None):
-            raise ValueError("a weight member has either a source or a sink")
+            raise ValueError("a weight member needs either a source or a sink")
         self._source = source
         self._sink = sink
         self._device = device
@@ -103,7 +103,8 @@ class WeightMember:
             FailedPreconditionError: If it is a receiver.
         """
         if self._source is None:
-            raise FailedPreconditionError("only the trainer describes weights; ask the trainer")
+            raise FailedPreconditionError(
+                "only the trainer describes weights; send the request to the trainer")
         return self._source.weight_specs()
 
     def agree_plan(
@@ -140,7 +141,7 @@ class WeightMember:
             devices = (self._device, *self._peers)
             self._receiver = load_callable(kind.receiver)(plan, devices, self._sink)
         else:
-            raise ValueError("a member with a source sends, and only that; sides are mixed up")
+            raise ValueError("a member with a source only sends, and a member with a sink only receives")
         self._agreed = agreed
         return plan.plan_hash
 
@@ -175,7 +176,7 @@ class WeightMember:
         num_sources = len(side.plan.sources)
         lender = self._receiver if source is None and receiver < 0 else None
         if lender is not None and not isinstance(lender, Lender):
-            raise FailedPreconditionError("this rollout keeps no weights that it could send on")
+            raise FailedPreconditionError("this rollout has no weights to send to a peer")
         if lender is not None:
             source = 0
         seat = RankAssignment(
@@ -210,13 +211,14 @@ class WeightMember:
         side = self._side()
         if side.plan.plan_hash != plan_hash:
             raise FailedPreconditionError(
-                f"plan {plan_hash[:12]} was asked, but this member agreed to "
-                f"{side.plan.plan_hash[:12]}; agree again"
+                f"expected plan {side.plan.plan_hash[:12]}, got "
+                f"{plan_hash[:12]}; agree on a plan again"
             )
         # The live version may be sent again, for a member that joined since.
         if self._adopted is not None and version < self._adopted[0]:
             raise FailedPreconditionError(
-                f"weight versions only grow: {version} was announced, but {self._adopted[0]} is in service",
+                f"a weight version must be greater than the version in service ({self._adopted[0]}), got "
+                f"{version}",
                 version=version,
             )
         with metrics.MEMBER_SECONDS.labels("prepare").time():
@@ -227,7 +229,7 @@ class WeightMember:
         return side.held_version
 
     async def transfer(self, order: TransferOrder) -> TransferReport:
-        """Sends or receives a version; a receiver stages it beside the live weights.
+        """Sends or receives a version; a receiver stages it next to the live weights.
 
         Raises:
             DataLossError: If the received bytes differ from the sent ones.
@@ -280,8 +282,8 @@ class WeightMember:
             if self._staged[1] != digest:
                 metrics.REFUSED.labels("digest").inc()
                 raise DataLossError(
-                    f"version {version} arrived with digest {self._staged[1][:12]}, but was sent "
-                    f"with {digest[:12]}; it is refused",
+                    f"version {version} is rejected: its digest is {self._staged[1][:12]}, expected "
+                    f"{digest[:12]}",
                     version=version,
                 )
             with metrics.MEMBER_SECONDS.labels("adopt").time():
@@ -297,7 +299,8 @@ class WeightMember:
             FailedPreconditionError: If this member is a receiver.
         """
         if self._source is None:
-            raise FailedPreconditionError("only the trainer scores the canary; ask the trainer")
+            raise FailedPreconditionError(
+                "only the trainer scores the canary; send the request to the trainer")
         # A thread of its own, because a transfer of the same weights may occupy the group's.
         return await self._scorer.run(self._source.score_canary)
 
@@ -313,7 +316,7 @@ class WeightMember:
                 adoption.
         """
         if self._sink is None or self._adopted is None or self._adopted[0] != version:
-            raise FailedPreconditionError(f"version {version} is not in service here; adopt it")
+            raise FailedPreconditionError(f"version {version} is not in service here; adopt it first")
         scored = await self._sink.score(canary.token_ids)
         found = difference(canary.logprobs, scored) if scored else 0.0
         metrics.CANARY_DIFFERENCE.set(found)
@@ -321,7 +324,7 @@ class WeightMember:
             metrics.REFUSED.labels("canary").inc()
             message = (
                 f"under version {version} the canary's logprobs differ from the trainer's by {found:.3g} "
-                f"on average, more than {tolerance:.3g}: weights went to the wrong places"
+                f"on average, more than {tolerance:.3g}; weights were written to wrong positions"
             )
             self._adopted = None
             await self._sink.refuse_weights(message)

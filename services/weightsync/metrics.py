@@ -10,7 +10,7 @@ from services.weightsync.transfer import TransferError, TransferOrder
 
 MEMBER_SECONDS = Histogram(
     "slipstream_weight_sync_member_duration_seconds",
-    "Time of one member's part in a weight sync, by phase.",
+    "Time of a weight sync in one member, by phase.",
     ["phase"],
     buckets=SYNC,
 )
@@ -19,11 +19,11 @@ MEMBER_BYTES = Counter(
 )
 SUPERSEDED = Counter(
     "slipstream_weight_sync_superseded_total",
-    "Versions that were received and replaced by a newer one before they were served.",
+    "Versions that a newer one replaced between their transfer and their adoption.",
 )
-REFUSED = Counter(
-    "slipstream_weight_sync_refused_total",
-    "Versions that a rollout refused, by what did not agree.",
+REJECTED = Counter(
+    "slipstream_weight_sync_rejected_total",
+    "Versions that a rollout rejected, by the failed check.",
     ["reason"],
 )
 CANARY_DIFFERENCE = Gauge(
@@ -48,15 +48,16 @@ def explained(error: BaseException, order: TransferOrder) -> BaseException:
     """Converts the error of a failed transfer to the error that the controller receives."""
     match error:
         case TransferError():
-            REFUSED.labels("checksum").inc()
+            REJECTED.labels("checksum").inc()
             return DataLossError(str(error), version=order.version)
         case TimeoutError():
             return DeadlineExceededError(
-                f"transfer of version {order.version} took longer than {order.timeout_s} s",
+                f"the transfer of version {order.version} took longer than {order.timeout_s} s",
                 version=order.version,
             )
         case RuntimeError():
             return UnavailableError(
-                f"transfer of version {order.version} lost a member: {error}", version=order.version
+                f"the transfer of version {order.version} lost a member: {error}",
+                version=order.version,
             )
     return error

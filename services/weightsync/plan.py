@@ -182,23 +182,21 @@ def _lay_out(tensors: Sequence[TensorSpec], shards: Sequence[WeightShard], step:
 
 def _check_tensors(tensors: Sequence[TensorSpec], bucket_bytes: int) -> None:
     if not tensors:
-        raise ValueError("a weight plan needs at least one tensor, but the list is empty")
+        raise ValueError("a weight plan needs at least one tensor, got none")
     names = [tensor.name for tensor in tensors]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"tensor names must be unique, but these come twice: {twice[:5]}")
+        raise ValueError(f"tensor names must be unique, got duplicates: {twice[:5]}")
     unknown = sorted({tensor.dtype for tensor in tensors} - set(ELEMENT_BYTES))
     if unknown:
-        raise ValueError(f"element types must be among {sorted(ELEMENT_BYTES)}, but got {unknown}")
+        raise ValueError(f"dtypes must be among {sorted(ELEMENT_BYTES)}, got {unknown}")
     if bucket_bytes < BUCKET_ALIGNMENT:
-        raise ValueError(f"bucket_bytes must be at least {BUCKET_ALIGNMENT}, but is {bucket_bytes}")
+        raise ValueError(f"bucket_bytes must be at least {BUCKET_ALIGNMENT}, got {bucket_bytes}")
 
 
 def _check_shards(tensors: Sequence[TensorSpec], shards: Sequence[Sequence[WeightShard]]) -> None:
     if not all(shards):
-        raise ValueError(
-            "every source must hold at least one shard; leave out ranks that hold none"
-        )
+        raise ValueError("every source needs at least one shard; remove ranks without shards")
     held: dict[int, list[WeightShard]] = {index: [] for index in range(len(tensors))}
     for shard in itertools.chain.from_iterable(shards):
         held[shard.tensor].append(shard)
@@ -213,7 +211,7 @@ def _check_shards(tensors: Sequence[TensorSpec], shards: Sequence[Sequence[Weigh
                 continue
         raise ValueError(
             f"the shards of {tensor.name} must cover its {tensor.num_rows} rows exactly once, but a row "
-            f"near {position} is missing or held twice"
+            f"near {position} is missing or duplicated"
         )
 
 

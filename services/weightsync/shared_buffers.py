@@ -113,7 +113,7 @@ def _call(name: str, *arguments: Any) -> None:
         why = ctypes.c_char_p()
         _driver().cuGetErrorString(code, ctypes.byref(why))
         told = (why.value or b"unknown error").decode()
-        raise CudaMemoryError(f"CUDA's driver says to {name}: {told} ({code})")
+        raise CudaMemoryError(f"CUDA driver call {name} failed: {told} ({code})")
 
 
 @cache
@@ -151,7 +151,7 @@ def lend(num_bytes: int, device: torch.device) -> SharedBuffer:
         else:
             memory, parts = _lend_file(num_bytes)
     except (OSError, AttributeError, CudaMemoryError) as error:
-        raise RoomError(f"memory of {device} cannot be lent: {error}") from error
+        raise RoomError(f"memory of {device} cannot be exported: {error}") from error
     return SharedBuffer(memory, json.dumps({"num_bytes": num_bytes, **parts}))
 
 
@@ -169,7 +169,7 @@ def open_room(handle: str, device: torch.device) -> Tensor:
             opened = _open(handle, device)
         except (OSError, ValueError, KeyError, TypeError, CudaMemoryError) as error:
             raise RoomError(
-                f"memory that another process lends cannot be opened: {error}"
+                f"memory that another process exports cannot be mapped: {error}"
             ) from error
         _OPENED[handle] = opened
     return opened
@@ -188,7 +188,7 @@ def _open(handle: str, device: torch.device) -> Tensor:
     num_bytes = int(parts["num_bytes"])
     here = gpu_of(device) if device.type == "cuda" else "cpu"
     if parts["device"] != here:
-        raise ValueError(f"it lies on {parts['device']}, but this member is on {here}")
+        raise ValueError(f"the memory is on {parts['device']}, but this member is on {here}")
     if device.type == "cuda":
         return open_handle(bytes.fromhex(parts["handle"]), num_bytes, device)
     return _open_file(str(parts["name"]), int(parts["process"]), int(parts["file"]), num_bytes)
@@ -210,7 +210,7 @@ def _open_file(name: str, process: int, file: int, num_bytes: int) -> Tensor:
     path = Path(f"/proc/{process}/fd/{file}")
     # In another container the same process id belongs to another process.
     if not name.startswith(_NAME) or str(path.readlink()) != f"/memfd:{name} (deleted)":
-        raise ValueError(f"process {process} of this host is not the one that lends it")
+        raise ValueError(f"process {process} of this host is not the exporting process")
     opened = os.open(path, os.O_RDWR)
     try:
         return torch.frombuffer(mmap.mmap(opened, num_bytes), dtype=torch.uint8)

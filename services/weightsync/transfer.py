@@ -216,7 +216,7 @@ def check_header(header: Tensor, plan: WeightPlan, order: TransferOrder, source:
     if found != make_header(plan, order, source, num_changed).numpy().tobytes():
         raise TransferError(
             f"expected epoch {order.epoch}, version {order.version}, source {source} and plan "
-            f"{plan.plan_hash[:12]}, but the source announced something else; it is refused"
+            f"{plan.plan_hash[:12]}, but the source announced other values; the version is rejected"
         )
     return num_changed
 
@@ -280,7 +280,7 @@ def check_buckets(
     if not torch.equal(computed, stated):
         damaged = (computed != stated).any(1).nonzero().flatten().tolist()
         raise TransferError(
-            f"version {order.version}: buckets {damaged[:8]} of source {source} differ from what was "
-            "sent; it is refused"
+            f"version {order.version} is rejected: buckets {damaged[:8]} of source {source} arrived "
+            "corrupted"
         )
     return source_digest(plan.plan_hash, order.version, source, computed)

@@ -116,7 +116,7 @@ def check_column(column: FieldColumn, num_keys: int, num_blobs: int) -> None:
     if num_keys == 0:
         return
     if not MISSING <= min(column.blob_indexes) <= max(column.blob_indexes) < num_blobs:
-        raise ValueError(f"field {column.name!r} points outside the {num_blobs} blobs")
+        raise ValueError(f"field {column.name!r} refers to a blob outside the {num_blobs} blobs")
     if min(column.lengths) < 0 or min(column.offsets) < 0 or min(column.tail_shape, default=0) < 0:
         raise ValueError(f"field {column.name!r} has a negative length, offset or dimension")
 
@@ -191,7 +191,7 @@ class KVBatchMeta:
         names = [key for key in wanted if isinstance(key, str)]
         indexes = self._indexes_of(names) or [i for i in wanted if isinstance(i, int)]
         if indexes and not 0 <= min(indexes) <= max(indexes) < self.num_keys:
-            raise ValueError(f"indexes must lie in [0, {self.num_keys}); they are {indexes}")
+            raise ValueError(f"indexes must lie in [0, {self.num_keys}), got {indexes}")
         if indexes == list(range(self.num_keys)):
             return self
         selected = replace(
@@ -212,13 +212,13 @@ class KVBatchMeta:
             ValueError: If partitions, tags or the types of a field differ.
         """
         if not metas:
-            raise ValueError("there is nothing to concatenate")
+            raise ValueError("expected at least one batch to concatenate, got none")
         first = metas[0]
         for meta in metas:
             if meta.partition_id != first.partition_id or set(meta.tags) != set(first.tags):
                 raise ValueError(
-                    f"{meta.partition_id} with tags {sorted(meta.tags)} cannot follow "
-                    f"{first.partition_id} with tags {sorted(first.tags)}"
+                    f"cannot concatenate partition {meta.partition_id} with tags {sorted(meta.tags)} "
+                    f"and partition {first.partition_id} with tags {sorted(first.tags)}"
                 )
         blobs = dict.fromkeys(chain.from_iterable(meta.blobs for meta in metas))
         places = {blob: place for place, blob in enumerate(blobs)}
@@ -274,7 +274,7 @@ class KVBatchMeta:
             for column in meta.fields:
                 check_column(column, len(meta.keys), len(meta.blobs))
         except ValueError as error:
-            raise InvalidArgumentError(f"the description of samples: {error}") from error
+            raise InvalidArgumentError(f"invalid KVBatchMeta: {error}") from error
         return meta
 
     def to_bytes(self) -> bytes:
@@ -291,7 +291,7 @@ class KVBatchMeta:
         try:
             proto = batch_pb2.KVBatchMeta.FromString(data)
         except DecodeError as error:
-            raise InvalidArgumentError(f"not a KVBatchMeta: {error}") from error
+            raise InvalidArgumentError(f"invalid KVBatchMeta: {error}") from error
         return cls.from_proto(proto)
 
     def _indexes_of(self, keys: Sequence[str]) -> list[int]:

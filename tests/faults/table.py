@@ -85,7 +85,7 @@ def suffer(folder: Path, fault: Fault) -> dict[str, Any]:
                 disk.free()
             training.start()
             assert training.wait() == 0, training.output[-4000:]
-            assert "it goes on" in training.output
+            assert "resuming it" in training.output
         facts = {}
         if ended == "SUCCEEDED" or fault.goes_on:
             facts = check_run(training.database_copy(folder / "checked"))
@@ -188,7 +188,7 @@ FAULTS: dict[str, Fault] = {
         disk="state",
         settings=("limits.max_restarts=2",),
         ends="FAILED",
-        says="the disk of .* is full; free some of it",
+        says="the disk of .* is full",
         goes_on=True,
     ),
     "disk of the checkpoints full": Fault(
@@ -207,7 +207,7 @@ FAULTS: dict[str, Fault] = {
     "terminal lost": Fault(
         happen=lambda training: training.hang_up(), ends="PAUSED", goes_on=True, steps=80
     ),
-    "command killed": Fault(happen=_kill_the_command, says="it goes on"),
+    "command killed": Fault(happen=_kill_the_command, says="resuming it"),
     "few descriptors": Fault(happen=lambda training: None, prefix=(*_DESCRIPTORS, "128")),
     "controller and trainer killed": _killed("controller", "trainer"),
     "transferqueue and rollout killed": _killed("transferqueue", "rollout-0"),

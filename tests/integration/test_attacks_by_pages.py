@@ -24,9 +24,7 @@ COMMAND = {
 def up(tmp_path_factory):
     """Services as a developer starts them: address, folder, what was printed."""
     state = tmp_path_factory.mktemp("up") / "runs"
-    with started(
-        "up", "--port", "0", "--state-directory", state, until="run page, for one browser"
-    ) as (_, lines):
+    with started("up", "--port", "0", "--state-directory", state, until="run page ") as (_, lines):
         yield json.loads((state / "up.json").read_text())["url"], state, "".join(lines)
 
 

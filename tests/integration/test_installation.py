@@ -52,7 +52,7 @@ class Installed:
                 process.communicate(timeout=60)
 
 
-_LINK = re.compile(r"run page, for one browser: (\S+)")
+_LINK = re.compile(r"run page .*: (\S+)")
 
 
 @pytest.fixture(scope="module")

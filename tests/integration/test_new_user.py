@@ -63,7 +63,7 @@ def test_a_closed_terminal_loses_nothing_and_the_model_is_taken_away(spec, tmp_p
     assert closed(spec, once=r"\b[3-9]/24") == 130
     resuming = Terminal(spec.parent)
     done = resuming.slipstream("run", spec)
-    assert re.search(r"was paused after step [3-9]\d*; it goes on", done.out), done.out
+    assert re.search(r"was paused after step [3-9]\d*; resuming it", done.out), done.out
     # No controller runs any more.
     taking = Terminal(spec.parent)
     taking.slipstream("export", "digits", tmp_path / "model")

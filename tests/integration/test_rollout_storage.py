@@ -95,7 +95,7 @@ async def test_a_published_group_is_complete_and_comes_once(
     ]
     publisher = GroupPublisher(data)
     await publisher.publish(assignment("g"), PROMPT, samples)
-    with pytest.raises(GroupError, match="never change"):
+    with pytest.raises(GroupError, match="immutable"):
         await publisher.publish(assignment("g"), PROMPT, samples)
     meta = await metadata.get_batch(TRAIN)
     assert meta.keys == ("g.0", "g.1")

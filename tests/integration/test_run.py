@@ -34,9 +34,9 @@ def test_ctrl_c_pauses_and_ends_every_process_and_the_same_command_goes_on(plumb
         out, _ = process.communicate(timeout=ENDS_WITHIN_S)
         assert process.returncode == 130
         assert "Ctrl-C again cancels" in out
-        assert "the same command goes on from there" in out
+        assert "the same command resumes it" in out
         assert_all_gone(children)
-    with started(*endless, until=r"was paused after step [2-9]\d*; it goes on") as (process, _):
+    with started(*endless, until=r"was paused after step [2-9]\d*; resuming it") as (process, _):
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=ENDS_WITHIN_S)
@@ -72,12 +72,12 @@ def test_a_lost_terminal_and_a_killed_command_pause_the_run(plumbing, tmp_path):
         process.send_signal(signal.SIGHUP)
         assert process.wait(ENDS_WITHIN_S) == 130
         assert_all_gone(children)
-    with started(*endless, *every, until=r"was paused after step \d+; it goes on") as (process, _):
+    with started(*endless, *every, until=r"was paused after step \d+; resuming it") as (process, _):
         children = descendants(process)
         process.kill()
         process.wait(ENDS_WITHIN_S)
         assert_all_gone(children)
-    with started(*endless, *every, until=r"was (paused|cut off) after step ([3-9]|\d\d)"):
+    with started(*endless, *every, until=r"was (paused|interrupted) after step ([3-9]|\d\d)"):
         pass
 
 
@@ -148,11 +148,11 @@ def test_a_run_that_was_cut_off_goes_on_unless_its_specification_changed(plumbin
         cut_off(process)
     same = (*changed[:4], *(part for setting in settings for part in ("--set", setting)))
     with started(*same, until=r"step +3/") as (process, lines):
-        assert "with another specification; it is cancelled" in "".join(lines)
+        assert "another specification; cancelling it" in "".join(lines)
         cut_off(process)
     done = train(plumbing, tmp_path, *settings)
     assert done.code == 0, done.out + done.err
-    assert re.search(r"was cut off after step \d; it goes on", done.out)
+    assert re.search(r"was interrupted after step \d; resuming it", done.out)
     assert len((done.folder / "metrics.jsonl").read_text().splitlines()) == 8
 
 

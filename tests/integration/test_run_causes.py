@@ -28,7 +28,7 @@ async def test_a_reward_that_always_raises_is_the_cause(plumbing, system, tmp_pa
     )
     assert "broken.py:score' raised KeyError: 'gold'" in message
     assert "row " in message
-    assert "fault in the service" not in message
+    assert "bug in the service" not in message
     assert not kinds & {"WorkerLost", "Rewound", "Restarted"}
 
 

@@ -63,7 +63,7 @@ def test_packs_that_cannot_be_shared_are_refused_before_the_start(plumbing, tmp_
     settings = ("--set", "trainer.world_size=3", "--set", "trainer.context_parallel=3")
     done = slipstream("validate", plumbing, *settings)
     assert done.code != 0
-    assert "trainer.context_parallel is 3, but layers of model.path have 4" in done.out + done.err
+    assert "trainer.context_parallel is 3" in done.out + done.err
 
 
 @pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.nightly), "1"])

@@ -215,7 +215,7 @@ async def test_a_shard_whose_unix_socket_was_removed_is_reached_over_the_network
         fetched = await data.get(meta, ["tokens"])
         assert fetched["tokens"].values.shape == (4,)
         await put(data, "b")
-    assert caplog.text.count("unix socket is gone") == 1
+    assert caplog.text.count("Unix socket is gone") == 1
 
 
 async def test_errors_leave_the_client_as_they_are(address: str) -> None:

@@ -248,7 +248,7 @@ async def test_the_index_takes_nothing_from_a_shard_that_it_gave_up(tmp_path: Pa
             old.commit(meta, put_id="put-1"),
             old.cancel(TRAIN, 32),
         ):
-            with pytest.raises(NotFoundError, match="shard-1 was given up"):
+            with pytest.raises(NotFoundError, match="shard-1"):
                 await request
         assert (await metadata.get_batch(TRAIN)).num_keys == 0
         await new.reserve(TRAIN, 32, wait_s=0.0)

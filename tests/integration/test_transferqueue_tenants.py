@@ -149,7 +149,7 @@ async def test_a_run_sets_no_quota_and_makes_no_partitions(
         ):
             with pytest.raises(PermissionDeniedError):
                 await call
-        assert "a worker's call was refused" in caplog.text
+        assert "rejected a worker's call" in caplog.text
         assert await ours.metadata.get_batch("run_a/train")
 
 

@@ -15,7 +15,7 @@ from services.cli.output import console
 from services.common.runspec.keys import flat
 from services.controller.models import RunView
 
-Either = Annotated[str, typer.Argument(help="Name of a run, or the beginning of its id.")]
+Either = Annotated[str, typer.Argument(help="Name of a run, or the start of its id.")]
 
 
 def compare(one: Either, other: Either, url: Url = None) -> None:

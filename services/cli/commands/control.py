@@ -47,11 +47,13 @@ def cancel(
     grace_seconds: Annotated[
         float,
         typer.Option(
-            help="Time for the run to finish its step; 0 ends it at once.", min=0, max=86_400
+            help="Seconds in which the run can finish its step; 0 cancels it at once.",
+            min=0,
+            max=86_400,
         ),
     ] = 0.0,
     save_checkpoint: Annotated[
-        bool, typer.Option(help="Save a checkpoint behind that step.")
+        bool, typer.Option(help="Save a checkpoint after that step.")
     ] = False,
     url: Url = None,
 ) -> None:
@@ -70,7 +72,8 @@ def cancel(
 def pause(
     run_id: RunId,
     checkpoint: Annotated[
-        bool, typer.Option(help="Save a checkpoint; otherwise it goes on from the one before.")
+        bool,
+        typer.Option(help="Save a checkpoint; otherwise the run resumes from the previous one."),
     ] = True,
     url: Url = None,
 ) -> None:
@@ -86,7 +89,7 @@ def resume(run_id: RunId, url: Url = None) -> None:
 def checkpoint(run_id: RunId, url: Url = None) -> None:
     """Save a checkpoint at the end of the current step."""
     ask(url, SaveRun, run_id=run_id)
-    console.print(f"{run_id} saves a checkpoint at the end of its step", highlight=False)
+    console.print(f"{run_id} will save a checkpoint at the end of its step", highlight=False)
 
 
 def evaluate(
@@ -99,11 +102,11 @@ def evaluate(
     async def work(api: Api, found: str) -> str:
         run = await api.get(found)
         if run.spec["data"]["heldout"] is None:
-            raise ApiError(f"{run.name} has no data.heldout, so there is nothing to evaluate on")
+            raise ApiError(f"{run.name} has no data.heldout to evaluate on")
         seen = (await api.events(found))[-1].seq
         await api.call(EvaluateRun(run_id=found))
         if not wait:
-            return f"{found} evaluates its weights"
+            return f"{found} is evaluating its weights"
         async for kind, event in api.watch(found):
             if kind == "Validated" and event["seq"] > seen:
                 return heldout_line(event["data"])
@@ -120,7 +123,7 @@ def fork(
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the new run.")] = "",
     checkpoint_id: Annotated[
-        str, typer.Option(help="Checkpoint to go on from. Default: the newest one.")
+        str, typer.Option(help="Checkpoint to continue from. Default: the newest one.")
     ] = "",
     url: Url = None,
 ) -> None:
@@ -134,7 +137,7 @@ def fork(
 
 def delete(
     run_id: RunId,
-    checkpoints: Annotated[bool, typer.Option(help="Delete its checkpoints too.")] = False,
+    checkpoints: Annotated[bool, typer.Option(help="Also delete the run's checkpoints.")] = False,
     url: Url = None,
 ) -> None:
     """Forget a run that has ended."""
@@ -144,17 +147,19 @@ def delete(
         await api.call(DeleteRun(run_id=found, if_match=etag, delete_checkpoints=checkpoints))
 
     of_run(url, run_id, work)
-    console.print(f"{run_id} is forgotten", highlight=False)
+    console.print(f"deleted {run_id}", highlight=False)
 
 
 def delete_checkpoint(
     run_id: RunId,
-    checkpoint_id: Annotated[str, typer.Argument(help="Id, as `checkpoints` shows it.")],
+    checkpoint_id: Annotated[
+        str, typer.Argument(help=("Id of the checkpoint, as `slipstream checkpoints` prints it."))
+    ],
     url: Url = None,
 ) -> None:
     """Delete a checkpoint that no run needs."""
     ask(url, DeleteCheckpoint, run_id=run_id, checkpoint_id=checkpoint_id)
-    console.print(f"{checkpoint_id} is deleted", highlight=False)
+    console.print(f"deleted {checkpoint_id}", highlight=False)
 
 
 def _say(run: RunView) -> None:
@@ -172,7 +177,7 @@ def _nested(assignments: list[str]) -> dict[str, object]:
         for part in parents:
             inner = target.setdefault(part, {})
             if not isinstance(inner, dict):
-                raise typer.BadParameter(f"{assignment}: {part!r} holds a value already")
+                raise typer.BadParameter(f"{assignment}: {part!r} already has a value")
             target = inner
         target[leaf] = json.loads(json.dumps(yaml.safe_load(text)))
     return result

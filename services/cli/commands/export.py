@@ -20,21 +20,24 @@ _FILE_MODE, _FOLDER_MODE = 0o644, 0o755
 
 def export(
     run_id: RunId,
-    folder: Annotated[Path, typer.Argument(help="Where to; new or empty.")],
+    folder: Annotated[Path, typer.Argument(help="Target folder; new or empty.")],
     checkpoint_id: Annotated[
         str, typer.Option(help="Checkpoint to export. Default: the newest one.")
     ] = "",
     best: Annotated[
-        bool, typer.Option("--best", help="Export the one that trainer.checkpoint.best kept.")
+        bool,
+        typer.Option(
+            "--best", help="Export the best checkpoint, as trainer.checkpoint.best defines it."
+        ),
     ] = False,
     push: Annotated[
-        str, typer.Option(help="Also upload it as this Hugging Face repository, such as me/model.")
+        str, typer.Option(help="Also upload it to this Hugging Face repository, such as me/model.")
     ] = "",
     url: Url = None,
 ) -> None:
     """Write a run's weights as a Hugging Face folder, adapters merged, with its tokenizer."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise typer.BadParameter(f"{folder} is there and not an empty folder; name another one")
+        raise typer.BadParameter(f"{folder} exists and is not an empty folder; use another one")
 
     async def work(api: Api, found: str) -> tuple[Path, RunSpec]:
         view = await api.get(found)
@@ -43,7 +46,9 @@ def export(
 
     checkpoint, spec = of_run(url, run_id, work)
     if not checkpoint.is_dir():
-        fail(f"{checkpoint} is not on this machine; export where the run's checkpoints are")
+        fail(
+            f"{checkpoint} is not on this machine; run the export on the machine with the run's checkpoints"
+        )
         raise typer.Exit(1)
     print_line(errors, f"exporting {checkpoint}")
     try:
@@ -60,8 +65,8 @@ def _best(run: RunView) -> int:
     """Returns the step of the checkpoint with the highest held-out score."""
     if (best := run.summary.get("best")) is None:
         raise ApiError(
-            f"{run.name} has no best checkpoint: trainer.checkpoint.best says how it is known, and one "
-            "version has to be evaluated and saved"
+            f"{run.name} has no best checkpoint: set trainer.checkpoint.best, and let the run evaluate and "
+            "save at least one version"
         )
     return int(best["step"])
 
@@ -75,9 +80,9 @@ async def _checkpoint(api: Api, run_id: str, checkpoint_id: str, *, step: int | 
     if not chosen:
         known = ", ".join(item.id for item in ready) or "none"
         raise ApiError(
-            f"{run_id} has no checkpoint {checkpoint_id} that is ready (there are: {known})"
+            f"{run_id} has no ready checkpoint {checkpoint_id}; its ready checkpoints are {known}"
             if checkpoint_id
-            else f"{run_id} has no checkpoint; 'slipstream checkpoint' saves one of a run that goes on"
+            else f"{run_id} has no checkpoint; 'slipstream checkpoint' saves one if the run is active"
         )
     return Path(chosen[0].path)
 

@@ -44,7 +44,7 @@ data:
   prompt_column: {prompt}
   answer_column: {answer}       # what the reward compares with; null if it needs none
 {template}  chat_template: {chat}         # whether prompts go through the tokenizer's chat template
-  max_prompt_tokens: 1024       # a longer prompt is set aside and counted
+  max_prompt_tokens: 1024       # a longer prompt is quarantined and counted
 
 rollout:
   engine: {engine:<21} # vllm or sglang for real models on GPUs, once installed
@@ -53,18 +53,18 @@ rollout:
   max_response_tokens: {response}
   rewards:
     - name: {reward}            # exact_match, math_verify, code_tests, a URL, or file.py:function
-      # A function of yours is called with (prompt, response, answer, row) and returns a number.
+      # Your own function is called with (prompt, response, answer, row) and returns a number.
 
 algorithm:
   advantage: grpo
   loss: ppo
-  max_staleness: 1              # versions that a sample may lag behind; 0 trains synchronously
+  max_staleness: 1              # max weight versions that a sample may lag behind; 0 trains synchronously
 
 trainer:
   steps: 100
-  prompts_per_step: {prompts:<11} # groups that form one batch
+  prompts_per_step: {prompts:<11} # groups per batch
   dtype: {dtype:<22} # bfloat16 for GPUs; CPUs are faster in float32
-  compile: {compiled:<20} # torch.compile: less time and memory on GPUs, a longer start
+  compile: {compiled:<20} # torch.compile: faster and less memory on GPUs, slower start
 {fitted}  optimizer:
     learning_rate: {rate}
   checkpoint: {{every: 20, keep: 2}}
@@ -79,10 +79,10 @@ def init(
     data: Annotated[
         str, typer.Argument(help="JSONL or Parquet file, file.py:function or Hugging Face id.")
     ] = "",
-    file: Annotated[Path, typer.Option(help="Where the specification goes.")] = Path("run.yaml"),
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    file: Annotated[Path, typer.Option(help="File to write the specification to.")] = Path("run.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     example: Annotated[
-        bool, typer.Option("--example", help="Write the example sort4 instead, with its code.")
+        bool, typer.Option("--example", help="Write the example sort4 and its code instead.")
     ] = False,
 ) -> None:
     """Write a commented specification for a model and a data set."""
@@ -124,7 +124,7 @@ def init(
     if uses_gpus and Path(model).is_dir():
         text = _fitted(text, values)
     file.write_text(text, encoding="utf-8")
-    console.print(f"{file}: 'slipstream validate {file}' checks it", highlight=False)
+    console.print(f"wrote {file}; 'slipstream validate {file}' checks it", highlight=False)
 
 
 def _fitted(text: str, values: Mapping[str, Any]) -> str:
@@ -166,12 +166,12 @@ def _write_example(folder: Path, *, force: bool) -> None:
     for name in _EXAMPLE:
         shutil.copyfile(source / name, folder / name)
     spec = folder / _EXAMPLE[0]
-    console.print(f"{spec}: 'slipstream run {spec}' trains it here", highlight=False)
+    console.print(f"wrote {spec}; 'slipstream run {spec}' trains it on this machine", highlight=False)
 
 
 def _refuse_if_there(file: Path, *, force: bool) -> None:
     if file.exists() and not force:
-        fail(f"{file} is there; name another one with --file, or say --force")
+        fail(f"{file} exists; choose another one with --file, or replace it with --force")
         raise typer.Exit(2)
 
 

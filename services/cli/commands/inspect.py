@@ -41,13 +41,13 @@ from services.controller.models import (
 )
 from services.controller.rules.run_state import TERMINAL
 
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Follow until the run has ended.")]
 
 
 def list_(
     state: Annotated[str, typer.Option(help="Only runs in this state.")] = "",
     label: Annotated[str, typer.Option(help="Only runs with this label, such as team=blue.")] = "",
-    limit: Annotated[int, typer.Option(help="Most runs that are shown.", min=1, max=500)] = 50,
+    limit: Annotated[int, typer.Option(help="Max number of runs.", min=1, max=500)] = 50,
     as_json: AsJson = False,
     state_directory: StateDirectory = DEFAULT_STATE,
     url: Url = None,
@@ -77,13 +77,13 @@ def list_(
         )
     console.print(table if page.items else "no runs")
     if page.next_page_token:
-        _hint(f"there are older ones; --limit shows more than {limit}")
+        _hint(f"older runs exist; --limit shows more than {limit}")
 
 
 def get(
     run_id: NewestRun = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, as it is done when piped.")
+        bool, typer.Option("--json", help="Print JSON; the default if the output is piped.")
     ] = False,
     state_directory: StateDirectory = DEFAULT_STATE,
     url: Url = None,
@@ -125,7 +125,7 @@ def _facts(run: RunView) -> dict[str, str]:
         "held-out": _heldout(run),
         **{f"  {name}": set_line(scores) for name, scores in _heldout_sets(run).items()},
         "prompts": ", ".join(counts) or "-",
-        "submitted": f"{_age(run.create_time)} ago by {run.created_by or 'somebody'}",
+        "submitted": f"{_age(run.create_time)} ago by {run.created_by or 'unknown'}",
         "started": f"{_age(run.start_time)} ago" if run.start_time else "-",
         "ended": f"{_age(run.finish_time)} ago" if run.finish_time else "-",
         "labels": ", ".join(f"{key}={value}" for key, value in run.labels.items()) or "-",
@@ -163,7 +163,9 @@ def events(
 def logs(
     run_id: NewestRun = None,
     component: Annotated[str, typer.Argument(help="One worker, such as rollout-0.")] = "",
-    tail: Annotated[int, typer.Option(help="Last lines of each worker.", min=1, max=10_000)] = 100,
+    tail: Annotated[
+        int, typer.Option(help="Number of last lines of each worker.", min=1, max=10_000)
+    ] = 100,
     follow: Follow = False,
     state_directory: StateDirectory = DEFAULT_STATE,
     url: Url = None,
@@ -178,7 +180,7 @@ def logs(
             prefix = "" if component else f"{line.component:<12} "
             console.print(f"{prefix}{line.line}", soft_wrap=True)
         if is_empty:
-            _hint(f"there are no lines of {component or 'any worker'}")
+            _hint(f"no log lines of {component or 'any worker'}")
 
     of_run(url, run_id, work, state_directory=state_directory)
 
@@ -187,11 +189,15 @@ def metrics(
     run_id: Annotated[
         str,
         typer.Argument(
-            help="Name of a run, or the beginning of its id. Default: the newest one, as for a NAME alone."
+            help=(
+                "Name of a run, or the start of its id. Default: the newest run, also if only NUMBER is "
+                "given."
+            )
         ),
     ] = "",
     name: Annotated[
-        str, typer.Argument(help="Number, such as reward_mean. Default: their names.")
+        str,
+        typer.Argument(help="Number, such as reward_mean. Default: list the names of all numbers."),
     ] = "",
     as_json: AsJson = False,
     state_directory: StateDirectory = DEFAULT_STATE,
@@ -207,9 +213,9 @@ def metrics(
     number, found = call_api(url, work, state_directory=state_directory)
     if not found.items:
         _hint(
-            f"there is no number {number!r}; leave it out to see their names"
+            f"unknown number {number!r}; omit it to list all names"
             if number
-            else "no step is done"
+            else "the run has finished no step"
         )
     if as_json:
         _write_metrics(found)
@@ -239,8 +245,8 @@ async def _run_and_number(api: Api, run: str, number: str) -> tuple[str, str]:
 
 def groups(
     run_id: NewestRun = None,
-    after_step: Annotated[int, typer.Option(help="Step after which they begin.", min=0)] = 0,
-    steps: Annotated[int, typer.Option(help="Steps that are shown.", min=1, max=100)] = 10,
+    after_step: Annotated[int, typer.Option(help="Show steps after this one.", min=0)] = 0,
+    steps: Annotated[int, typer.Option(help="Max number of steps.", min=1, max=100)] = 10,
     as_json: AsJson = False,
     state_directory: StateDirectory = DEFAULT_STATE,
     url: Url = None,
@@ -270,7 +276,7 @@ def groups(
 
 def checkpoints(
     run_id: NewestRun = None,
-    all_: Annotated[bool, typer.Option("--all", help="Deleted ones too.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Include deleted ones.")] = False,
     as_json: AsJson = False,
     state_directory: StateDirectory = DEFAULT_STATE,
     url: Url = None,

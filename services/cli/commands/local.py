@@ -59,14 +59,14 @@ async def submit_or_resume(
     for left in (await api.call(ListRuns(name=spec.name))).items:
         if left.state in TERMINAL:
             continue
-        how = "paused" if left.state == "PAUSED" else "cut off"
+        how = "paused" if left.state == "PAUSED" else "interrupted"
         cut_off = f"{left.id} was {how} after step {left.step}"
         if (await api.get(left.id)).spec == wanted:
-            print_line(console, f"{cut_off}; it goes on")
+            print_line(console, f"{cut_off}; resuming it")
             if left.state == "PAUSED":
                 await api.call(ResumeRun(run_id=left.id))
             return left.id
-        print_line(console, f"{cut_off}, with another specification; it is cancelled")
+        print_line(console, f"{cut_off} and has another specification; cancelling it")
         await api.call(CancelRun(run_id=left.id))
         async for _ in api.watch(left.id):
             pass
@@ -74,21 +74,21 @@ async def submit_or_resume(
     if ended is not None and resume:
         print_line(
             console,
-            f"{ended.id} ended {ended.state} after step {ended.step}; a new run goes on from there",
+            f"{ended.id} ended {ended.state} after step {ended.step}; a new run continues from there",
         )
         changes = _changes((await api.get(ended.id)).spec, wanted)
         return (await api.call(ForkRun(run_id=ended.id, overrides=changes))).id
     if resume:
         raise SpecError(
             [
-                f"--resume: the newest run {spec.name!r} did not end early with a checkpoint; leave it out"
+                f"--resume: the newest run {spec.name!r} did not end early with a checkpoint; omit the option"
             ]
         )
     if ended is not None:
         print_line(
             console,
-            f"{ended.id} ended {ended.state} after step {ended.step}; this is a new run from step 0, and "
-            "--resume would go on from there",
+            f"{ended.id} ended {ended.state} after step {ended.step}; this is a new run from step 0; "
+            "--resume would continue that one",
         )
     return (await api.submit(wanted)).id
 
@@ -140,7 +140,7 @@ class SignalHandler:
         active = await _active(api)
         if not active:
             return
-        print_line(console, "pausing behind the current step; Ctrl-C again cancels instead")
+        print_line(console, "pausing after the current step; Ctrl-C again cancels instead")
         pausing = []
         for run_id in active:
             with suppress(ApiError):  # what is only being started has nothing to save
@@ -153,7 +153,7 @@ class SignalHandler:
                 await asyncio.wait((paused, again), return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             print_line(
-                console, f"not paused within {_PAUSE_TIMEOUT_S:.0f} s: it is cut off where it is"
+                console, f"not paused within {_PAUSE_TIMEOUT_S:.0f} s: stopping it now"
             )
         finally:
             again.cancel()
@@ -164,7 +164,7 @@ class SignalHandler:
                     await api.call(CancelRun(run_id=run_id))
             print_line(console, "cancelled")
         else:
-            print_line(console, "paused: the same command goes on from there")
+            print_line(console, "paused; the same command resumes it")
 
     def _interrupted(self) -> None:
         (self._again if self._came.is_set() else self._came).set()
@@ -190,7 +190,7 @@ async def _until_paused(api: Api, run_ids: Sequence[str]) -> None:
                 break
 
 
-Port = Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")]
+Port = Annotated[int, typer.Option(help="Port of the REST API; 0 for any free port.")]
 
 _PATIENCE_S = 30.0
 # Max restarts of a service before ``slipstream up`` ends.
@@ -211,7 +211,7 @@ def run(
         bool,
         typer.Option(
             "--resume",
-            help="Go on from the newest checkpoint of a run that was cancelled or failed.",
+            help="Continue from the newest checkpoint of a run that was cancelled or failed.",
         ),
     ] = False,
 ) -> None:
@@ -252,7 +252,7 @@ async def _run(
     async with _started(state_directory, port=port, max_restarts=restarts) as (services, api):
         run_id = await submit_or_resume(api, spec, console, resume=resume)
         link = (await api.page_link()).replace("/page/", f"/runs/{run_id}")
-        print_line(console, f"run page, for one browser: {link}")
+        print_line(console, f"run page (link for one browser): {link}")
         tracked = tracking(_trackers(services, api, state_directory), console, run_id=run_id)
         async with tracked if spec.trackers else nullcontext():
             return await _follow_beside(services, api, run_id, state_directory)
@@ -275,8 +275,8 @@ async def _up(state_directory: Path, port: int) -> None:
         print_line(
             console,
             f"controller at {services.url}, API documentation at {services.url}/docs, gRPC at "
-            f"{services.grpc_address}; Ctrl-C pauses runs and ends it\n"
-            f"run page, for one browser: {await api.page_link()}",
+            f"{services.grpc_address}; Ctrl-C pauses runs and stops the services\n"
+            f"run page (link for one browser): {await api.page_link()}",
         )
         interrupts = SignalHandler()
         tracked = tracking(_trackers(services, api, state_directory), console)

@@ -56,19 +56,21 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
     spec: SpecPath,
     overrides: Overrides = None,
     gpus: Annotated[
-        int | None, typer.Option(help="GPUs to split. Default: those of the specification.", min=1)
+        int | None,
+        typer.Option(help="Number of GPUs to split. Default: that of the specification.", min=1),
     ] = None,
     gpu_memory: Annotated[
-        str, typer.Option(help="Memory of one GPU, such as 141GB: what does not fit is left out.")
+        str,
+        typer.Option(help="Memory of one GPU, such as 141GB; splits that do not fit are omitted."),
     ] = "",
     from_: Annotated[
-        str, typer.Option("--from", help="Run whose measured rates are taken: its name or id.")
+        str, typer.Option("--from", help="Run whose measured rates are used, by name or id.")
     ] = "",
     rates: Annotated[
-        Path | None, typer.Option(help="YAML or JSON with rates, instead of assumed ones.")
+        Path | None, typer.Option(help="YAML or JSON file with rates, instead of assumed ones.")
     ] = None,
     max_staleness: Annotated[
-        int, typer.Option(help="Most weight versions that a sample may lag behind.", min=0, max=64)
+        int, typer.Option(help="Max weight versions that a sample may lag behind.", min=0, max=64)
     ] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     url: Url = None,
@@ -77,8 +79,8 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
     loaded = load_checked(spec, overrides, is_here=False)
     if loaded.algorithm.num_demonstrations:
         fail(
-            f"algorithm.loss {loaded.algorithm.loss!r} samples nothing, so there is nothing to split: one "
-            "rollout reads the rows, and all other GPUs are the trainer's; set trainer.world_size"
+            f"algorithm.loss {loaded.algorithm.loss!r} samples no responses, so GPUs need no split: one "
+            "rollout reads the rows, and the trainer has all other GPUs; set trainer.world_size"
         )
         raise typer.Exit(2)
     try:
@@ -109,10 +111,10 @@ def _known(
             max_response_tokens=spec.rollout.max_response_tokens,
             moved_bytes=memory.moved,
         )
-        sources = [f"assumed, of an H200: {text}" for text in ASSUMPTIONS]
+        sources = [f"assumed for an H200: {text}" for text in ASSUMPTIONS]
     if path is not None:
         rates = with_overrides(rates, yaml.safe_load(path.read_text(encoding="utf-8")))
-        sources = [f"{path}: in place of what follows, where it says so", *sources]
+        sources = [f"{path}: overrides the assumptions below", *sources]
     return _Known(rates, sources, is_measured=bool(run))
 
 
@@ -126,7 +128,7 @@ def _measured(run: str, *, url: str | None) -> tuple[Rates, list[str]]:
     return rates, [
         f"measured in run {view.name} ({view.id}), steps {page.steps[0]} to {page.steps[-1]}, model "
         f"{spec.model.path}",
-        f"check: its own steps took {measured:.2f} s and are predicted at {predicted:.2f} "
+        f"check: its steps took {measured:.2f} s, predicted {predicted:.2f} s "
         f"({100 * (predicted / measured - 1):+.0f} %)",
     ]
 
@@ -205,7 +207,7 @@ def _show(spec: RunSpec, found: SplitPlan, known: _Known, *, memory: Memory) -> 
         table.add_row("now", *_cells(found.now))
     console.print(table, highlight=False)
     for way, reason in found.refused.items():
-        print_line(console, f"\nnot with {way} for the trainer: {reason}")
+        print_line(console, f"\n{way} is not possible for the trainer: {reason}")
     print_line(console, f"\nrecommended ({_why(found)}):")
     for key, value in _keys(found.best).items():
         print_line(console, f"  {key}: {value}")
@@ -217,7 +219,7 @@ def _show(spec: RunSpec, found: SplitPlan, known: _Known, *, memory: Memory) -> 
     if not known.is_measured:
         print_line(
             errors,
-            "note: nothing was measured here; --from RUN takes the rates of a run of yours, after ten steps",
+            "note: these rates are assumed; --from RUN uses the measured rates of a run after ten steps",
         )
 
 
@@ -225,11 +227,15 @@ def _why(found: SplitPlan) -> str:
     best = found.best.prediction
     text = f"{best.samples_per_s:.1f} samples/s"
     if found.now is not None and found.now.setting != found.best.setting:
-        text += f", {best.samples_per_s / found.now.prediction.samples_per_s:.2f}x of now"
+        text += (
+            f", {best.samples_per_s / found.now.prediction.samples_per_s:.2f}x of the current split"
+        )
     waits = {why: spent for why, spent in best.waits.items() if spent >= 0.02 * best.step_s}
     if waits:
         most = max(waits, key=lambda why: waits[why])
-        text += f"; the trainer waits {100 * best.trainer_idle:.0f} % of the time, most for {most}"
+        text += (
+            f"; the trainer waits {100 * best.trainer_idle:.0f} % of the time, mostly for {most}"
+        )
     return text
 
 

@@ -18,7 +18,7 @@ from services.controller.store import copies
 
 def backup(
     file: Annotated[
-        Path, typer.Argument(help="Where the copy goes; one that is there is replaced.")
+        Path, typer.Argument(help="File to write the copy to; an existing file is replaced.")
     ],
     state_directory: StateDirectory = DEFAULT_STATE,
 ) -> None:
@@ -29,11 +29,9 @@ def backup(
 
 
 def restore(
-    file: Annotated[Path, typer.Argument(help="What 'slipstream backup' wrote.")],
+    file: Annotated[Path, typer.Argument(help="File that 'slipstream backup' wrote.")],
     state_directory: StateDirectory = DEFAULT_STATE,
-    force: Annotated[
-        bool, typer.Option("--force", help="Give up the database that is there.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing database.")] = False,
 ) -> None:
     """Put a copy in the place of the database, while no controller uses it."""
     database = state_directory / DATABASE_FILE
@@ -87,4 +85,4 @@ def page(url: Url = None) -> None:
 
 
 def _bound(limit: int) -> str:
-    return f"{limit:,}" if limit else "no bound"
+    return f"{limit:,}" if limit else "no limit"

@@ -27,40 +27,50 @@ _ON_SCREEN = 5
 def samples(
     run: Annotated[
         str,
-        typer.Argument(help="Name or id of a run, or how its id begins. Default: the newest here."),
+        typer.Argument(help="Name of a run, or the start of its id. Default: the newest run."),
     ] = "",
     step: Annotated[
         int | None,
-        typer.Option(help="Step that trained them; held out, the weight version.", min=0),
+        typer.Option(
+            help="Step that trained the samples; for held-out samples, the weight version.", min=0
+        ),
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest reward first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first.")] = False,
     heldout: Annotated[
-        bool, typer.Option("--heldout", help="Those of evaluations instead of training.")
+        bool, typer.Option("--heldout", help="Samples of evaluations instead of training.")
     ] = False,
-    group: Annotated[str, typer.Option(help="Only those of this group, to compare.")] = "",
+    group: Annotated[str, typer.Option(help="Only samples of this group.")] = "",
     row: Annotated[int | None, typer.Option(help="Row of the prompt in the data.", min=0)] = None,
-    min_reward: Annotated[float | None, typer.Option(help="Least reward.")] = None,
-    max_reward: Annotated[float | None, typer.Option(help="Highest reward.")] = None,
-    finish: Annotated[str, typer.Option(help="How they ended: stop, length or failed.")] = "",
-    text: Annotated[str, typer.Option(help="Part of the prompt or the response.")] = "",
+    min_reward: Annotated[float | None, typer.Option(help="Min reward.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Max reward.")] = None,
+    finish: Annotated[str, typer.Option(help="Finish reason: stop, length or failed.")] = "",
+    text: Annotated[str, typer.Option(help="Text that the prompt or the response contains.")] = "",
     limit: Annotated[
         int | None,
-        typer.Option(help="Most samples; 0 for all. Default: 5, or all for --export.", min=0),
+        typer.Option(
+            help="Max number of samples; 0 for all. Default: 5, or all with --export.", min=0
+        ),
     ] = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="JSON with each token's text, logprobs and version.")
+        bool,
+        typer.Option(
+            "--tokens", help="Print JSON with each token's text, logprobs and weight version."
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per line.")
+    ] = False,
     export: Annotated[
-        Path | None, typer.Option(help="Write them to this file as JSON lines, tokens included.")
+        Path | None,
+        typer.Option(help="Write the samples with their tokens to this file as JSON lines."),
     ] = None,
     state_directory: StateDirectory = DEFAULT_STATE,
     url: Url = None,
 ) -> None:
     """Show what a run's model wrote: prompts, responses, rewards and what came of them."""
     if best and worst:
-        raise typer.BadParameter("--best and --worst exclude each other; give one of them")
+        raise typer.BadParameter("--best and --worst exclude each other; use one of them")
     only = {
         "split": "heldout" if heldout else None if export else "train",
         "step": step,
@@ -85,9 +95,9 @@ def samples(
                 lambda api, id_: _ask(api, _operation(id_, only, limit, with_tokens), show),
             )
     if export is not None:
-        errors.print(f"{number} samples are in {export}")
+        errors.print(f"wrote {number} samples to {export}")
     elif not number:
-        errors.print("no such sample is kept")
+        errors.print("no stored sample matches")
 
 
 def _kept_here(state_directory: Path, run: str) -> str:
@@ -96,7 +106,9 @@ def _kept_here(state_directory: Path, run: str) -> str:
     ids = sorted(path.stem for path in (state_directory / KEPT_SAMPLES).glob("run_*.db"))
     found = [id_ for id_ in ids if id_.removeprefix("run_").startswith(run.removeprefix("run_"))]
     if run and len(found) > 1:
-        raise typer.BadParameter(f"{run!r} is the beginning of {len(found)} runs; give more of it")
+        raise typer.BadParameter(
+            f"the ids of {len(found)} runs start with {run!r}; use a longer one"
+        )
     found = found or [id_ for id_ in ids if _name_of(state_directory / id_) == run]
     return found[-1] if found else ""
 

@@ -15,11 +15,12 @@ from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
 from services.controller.launch.gpus import host_gpus
 
-SpecPath = Annotated[Path, typer.Argument(help="The run's specification: YAML or JSON.")]
+SpecPath = Annotated[Path, typer.Argument(help="Specification of the run: YAML or JSON.")]
 Elsewhere = Annotated[
     bool,
     typer.Option(
-        "--elsewhere", help="Check keys alone: files, packages and GPUs are on other machines."
+        "--elsewhere",
+        help="Check only the keys, because files, packages and GPUs are on other machines.",
     ),
 ]
 Overrides = Annotated[
@@ -77,15 +78,18 @@ def validate(
     gpu_gb: Annotated[
         float | None,
         typer.Option(
-            help="Memory of one GPU: what each will hold is printed, and refused if it does not fit. "
-            "Default: that of this machine's GPUs.",
+            help=(
+                "Memory of one GPU, such as 141GB: prints each GPU's estimated use, and fails if it does not "
+                "fit. Default: the memory of this machine's GPUs."
+            ),
             min=1,
         ),
     ] = None,
     gpus: Annotated[
         int | None,
         typer.Option(
-            help="GPUs of the machine, for --gpu-gb. Default: enough for all workers.", min=1
+            help="Number of GPUs of the machine, for --gpu-gb. Default: enough for all workers.",
+            min=1,
         ),
     ] = None,
 ) -> None:
@@ -104,7 +108,8 @@ def submit(
         list[str] | None, typer.Option(help="Label, such as team=blue. May be repeated.")
     ] = None,
     priority: Annotated[
-        int, typer.Option(help="Runs with a higher one start first.", min=-1000, max=1000)
+        int,
+        typer.Option(help="Queued runs with a higher priority start first.", min=-1000, max=1000),
     ] = 0,
     url: Url = None,
 ) -> None:

@@ -20,18 +20,24 @@ def track(
     run: Annotated[
         str,
         typer.Argument(
-            help="Only this run, until it ends or pauses; it may have ended. Default: all that name trackers."
+            help=(
+                "Only this run, until it ends or pauses; ended runs are allowed. Default: all runs with "
+                "trackers."
+            )
         ),
     ] = "",
     to: Annotated[
         list[str] | None,
-        typer.Option(help=f"Of RUN, whatever it names: {', '.join(TRACKERS)}. May be repeated."),
+        typer.Option(
+            help=(f"Trackers for RUN instead of its own: {', '.join(TRACKERS)}. May be repeated.")
+        ),
     ] = None,
     folder: Annotated[
-        Path, typer.Option(help="Folder of cursors, and of the files that trackers write.")
+        Path, typer.Option(help="Folder of cursors and of the files that trackers write.")
     ] = Path("runs/trackers"),
     deadline_s: Annotated[
-        float, typer.Option(help="A tracker that takes longer than this is started again.", min=1)
+        float,
+        typer.Option(help="Max seconds of one tracker call; a slower tracker is restarted.", min=1),
     ] = DEADLINE_S,
     url: Url = None,
 ) -> None:

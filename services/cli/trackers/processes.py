@@ -121,9 +121,7 @@ class TrackerProcesses:
         """
         wanted = kinds or await self._kinds(run_id)
         if not wanted:
-            raise ApiError(
-                f"{run_id} names no trackers; say which with --to, such as --to tensorboard"
-            )
+            raise ApiError(f"{run_id} has no trackers; add --to KIND, such as --to tensorboard")
         async with TaskGroup() as tasks:
             for kind in wanted:
                 tasks.create_task(self._keep(run_id, kind))
@@ -208,11 +206,11 @@ class TrackerProcesses:
 
     def _why(self, order: TrackerJob, code: int) -> str:
         if code == -signal.SIGALRM:
-            return f"it did not answer within {order.deadline_s:.0f} s"
+            return f"the tracker did not respond within {order.deadline_s:.0f} s"
         if code < 0:
-            return f"its process was ended by {signal.Signals(-code).name}"
+            return f"the tracker's process was killed by {signal.Signals(-code).name}"
         text = last_lines(self._log(order), 1).replace("\0", "")
-        return text[-1000:] or f"its process ended with exit code {code}"
+        return text[-1000:] or f"the tracker's process exited with code {code}"
 
     def _log(self, order: TrackerJob) -> Path:
         return cursor_path(self._folder, order.run_id, order.kind).with_suffix(".log")

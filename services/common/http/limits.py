@@ -68,7 +68,9 @@ class Connections:
         while self._held_bytes > self._max_request_bytes:
             largest = max(self._held, key=self._held.__getitem__)
             self.release(largest)
-            largest.end("the requests of all connections are too large, and its was the largest")
+            largest.end(
+                "all requests together exceed the memory limit, and this one was the largest"
+            )
 
     def release(self, holder: Holder) -> None:
         """Drops the size of a connection's request."""
@@ -90,7 +92,7 @@ class Connections:
 
     def refuse(self, peer: str, reason: str) -> None:
         """Logs that a connection was ended."""
-        self._log.warning("a connection was ended", peer=peer, reason=reason)
+        self._log.warning("closed a connection", peer=peer, reason=reason)
 
 
 class CountedListener(socket.socket):
@@ -182,11 +184,11 @@ class LimitedProtocol(HttpToolsProtocol):
                     self._header_bytes += len(piece)
                 self.parser.feed_data(piece)
                 if self._is_before_body and self._header_bytes > MAX_HEADER_BYTES:
-                    self._refuse("its headers are too large")
+                    self._refuse("headers are too large")
         except httptools.HttpParserUpgrade:
             pass  # served as an ordinary request, which it also is
         except httptools.HttpParserError:
-            self.send_400_response(self._refusal or "it is no HTTP request")
+            self.send_400_response(self._refusal or "not an HTTP request")
             return
         self._hold()
         if self._is_before_body and self._is_idle():
@@ -213,13 +215,13 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Starts a request; rejects pipelining."""
         if not self._is_idle():
-            self._refuse("it sends requests without waiting for answers")
+            self._refuse("HTTP pipelining is not supported")
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Adds a header, up to the limit."""
         if len(self.headers) >= MAX_HEADERS:
-            self._refuse("it has too many headers")
+            self._refuse("too many headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -254,7 +256,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.connections_by_peer.hold(self, self.transport.get_write_buffer_size())
         if self._read_deadline is None:
             self._read_deadline = self.loop.call_later(
-                _READ_DEADLINE_S, self.end, "it does not read what it asked for"
+                _READ_DEADLINE_S, self.end, "the peer did not read the response in time"
             )
 
     def resume_writing(self) -> None:
@@ -298,7 +300,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _wait_for_headers(self) -> None:
         if self._deadline is None:
             self._deadline = self.loop.call_later(
-                self.header_deadline_s, self.end, "no complete request in time"
+                self.header_deadline_s, self.end, "no complete request before the deadline"
             )
 
     def _headers_are_here(self) -> None:

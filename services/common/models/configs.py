@@ -60,7 +60,7 @@ def preset_config(path: str, *, vocab_size: int, eos_id: int, pad_id: int) -> di
     shape = _SHAPES.get(path.removeprefix(TINY_PREFIX)) if path.startswith(TINY_PREFIX) else None
     if shape is None:
         raise ValueError(
-            f"model.path {path!r} is no preset; choose one of {', '.join(preset_names())}"
+            f"model.path {path!r} is not a known preset; use one of {', '.join(preset_names())}"
         )
     model_type, hidden, layers, heads, kv_heads, intermediate = shape
     return {
@@ -134,7 +134,7 @@ def read_config(model: ModelSpec, tokenizer: Vocabulary | None) -> dict[str, Any
     try:
         path = find_file(model, "config.json")
         if path is None:
-            raise FileNotFoundError("it has no config.json")
+            raise FileNotFoundError("the folder has no config.json")
         config: dict[str, Any] = _read(path)
         _check(config)
     except (OSError, TypeError, ValueError, RecursionError) as error:
@@ -189,17 +189,19 @@ def _try_text(text: str) -> None:
 
 def _read(path: Path) -> Any:
     if (size := path.stat().st_size) > _MAX_CONFIG_BYTES:
-        raise ValueError(f"its config.json has {size} bytes; at most {_MAX_CONFIG_BYTES} are read")
+        raise ValueError(
+            f"its config.json has {size} bytes, more than the limit of {_MAX_CONFIG_BYTES}"
+        )
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _check(config: Any) -> None:
     """Raises TypeError if the config is not a table, or its sizes are not whole numbers."""
     if not isinstance(config, dict):
-        raise TypeError(f"its config.json holds a {type(config).__name__}, not a table")
+        raise TypeError(f"its config.json must contain a JSON object, got {type(config).__name__}")
     for key in _SIZES:
         if not isinstance(value := config.get(key), int | None):
-            raise TypeError(f"{key} of its config.json is {value!r}, not a whole number")
+            raise TypeError(f"{key} in its config.json must be an integer, got {value!r}")
     _check_numbers(config, "")
 
 
@@ -209,7 +211,7 @@ def _check_numbers(value: Any, key: str) -> None:
         leaf = key.rpartition(".")[2]
         most = _MAX_COUNT if _COUNT.search(leaf) else _MAX_NUMBER
         if abs(value) > most:
-            raise ValueError(f"{key} of its config.json is {value}; no model has more than {most}")
+            raise ValueError(f"{key} in its config.json is {value}, more than the limit of {most}")
     elif isinstance(value, dict):
         for name, inner in value.items():
             _check_numbers(inner, f"{key}.{name}" if key else str(name))
@@ -224,6 +226,6 @@ def load_problem(model: ModelSpec, error: Exception) -> str:
     # Hugging Face reports the broken rule in one line, and the details in the next.
     reason = " ".join(text.split("\n")[:2]) if text else type(error).__name__
     return (
-        f"model.path {model.path!r} does not load ({reason}); name a folder with config.json and "
+        f"model.path {model.path!r} cannot be loaded ({reason}); use a folder with config.json and "
         f"safetensors weights, a Hugging Face id, or one of {', '.join(preset_names())}"
     )

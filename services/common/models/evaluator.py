@@ -62,7 +62,9 @@ class Evaluator:
         """
         with self._lock:
             if self._stops[source] >= _MAX_STOPS:
-                raise ValueError(f"it was stopped {_MAX_STOPS} times and is not tried again")
+                raise ValueError(
+                    f"its evaluation was stopped {_MAX_STOPS} times and is not tried again"
+                )
             try:
                 answer = self._ask(source, dict(arguments or {}))
             except (TimeoutError, EOFError, OSError) as error:
@@ -87,10 +89,10 @@ class Evaluator:
             process.stdin.flush()
             return self._answer(process, self._timeout_s)
         except TimeoutError as error:
-            raise TimeoutError(f"it took longer than {self._timeout_s:g} s") from error
+            raise TimeoutError(f"its evaluation took longer than {self._timeout_s:g} s") from error
         except (EOFError, OSError) as error:
             raise EOFError(
-                f"it ended the process that evaluated it, which may take {self._timeout_s:g} s and "
+                f"its evaluation ended the process that ran it; the limits are {self._timeout_s:g} s and "
                 f"{_MEMORY_BYTES >> 20} MiB"
             ) from error
 
@@ -108,7 +110,7 @@ class Evaluator:
         except (TimeoutError, EOFError) as error:
             self._stop()
             raise EOFError(
-                f"the process that evaluates a model's {self._kind} does not start"
+                f"the process that evaluates a model's {self._kind} did not start"
             ) from error
         return self._process
 
@@ -116,7 +118,7 @@ class Evaluator:
         deadline = time.monotonic() + timeout_s
         length = int.from_bytes(_read(process, _LENGTH_BYTES, deadline), "big")
         if length > _MAX_ANSWER_BYTES + 1024:
-            raise EOFError("its answer is too long")
+            raise EOFError("the answer is too long")
         answer: dict[str, Any] = json.loads(_read(process, length, deadline))
         return answer
 
@@ -212,9 +214,9 @@ def _result(evaluate: Callable[..., Any], source: str, arguments: dict[str, Any]
     try:
         value = evaluate(source, **arguments)
         if len(json.dumps(value)) > _MAX_ANSWER_BYTES:
-            return {"error": f"it makes more than {_MAX_ANSWER_BYTES >> 20} MiB of text"}
+            return {"error": f"its result has more than {_MAX_ANSWER_BYTES >> 20} MiB of text"}
     except MemoryError:
-        return {"error": f"it took more than {_MEMORY_BYTES >> 20} MiB of memory"}
+        return {"error": f"its evaluation took more than {_MEMORY_BYTES >> 20} MiB of memory"}
     except Exception as error:  # noqa: BLE001 -- the edge to a stranger's program
         text = " ".join(str(error).split())
         return {"error": (text or type(error).__name__)[:2000]}

@@ -113,15 +113,15 @@ WINDOWED: Mapping[str, tuple[str, ...]] = {
 UNEQUAL: Mapping[str, Mapping[str, str]] = {
     "vllm": {},
     "sglang": {
-        "gemma": "its loader adds 1 to norms, which weights that are sent pass by, and its GELU is another",
-        "glm": "served through transformers, whose plan of tensor parallelism it does not know",
-        "smollm3": "served through transformers, whose plan of tensor parallelism it does not know",
-        "ernie4_5": "served through transformers, whose plan of tensor parallelism it does not know",
+        "gemma": "its loader adds 1 to norms, which transferred weights would bypass, and its GELU differs",
+        "glm": "served through transformers, whose tensor-parallel plan is not supported",
+        "smollm3": "served through transformers, whose tensor-parallel plan is not supported",
+        "ernie4_5": "served through transformers, whose tensor-parallel plan is not supported",
         "hunyuan_v1_dense": "has no norms of queries and keys",
-        "exaone4": "needs attention kernels of a GPU",
+        "exaone4": "needs attention kernels that require a GPU",
         "qwen2_moe": "needs Triton",
         "deepseek_v3": "does not start on a CPU",
-        "gpt_oss": "needs attention kernels of a GPU",
+        "gpt_oss": "needs attention kernels that require a GPU",
     },
 }
 """Families that failed the comparison in an engine on a CPU, with the reason."""
@@ -146,38 +146,38 @@ def check_trainer(
     family = FAMILIES.get(str(model_type))
     if family is None:
         return [
-            f"model.path is of type {model_type!r}, which was not compared with its own forward pass; use "
-            f"one of {', '.join(FAMILIES)}"
+            f"model.path has model_type {model_type!r}, which is not supported; use one of "
+            f"{', '.join(FAMILIES)}"
         ]
     problems = []
     kinds = set(config.get("layer_types") or ()) - {_FULL, _WINDOW}
     if kinds:
         problems.append(
-            f"model.path: layer_types of its config.json has {', '.join(sorted(kinds))}; the packed "
-            f"attention knows {_FULL} and {_WINDOW}"
+            f"model.path: layer_types in its config.json has {', '.join(sorted(kinds))}, but packed "
+            f"attention supports only {_FULL} and {_WINDOW}"
         )
     if config.get("use_bidirectional_attention"):
         problems.append(
-            "model.path: use_bidirectional_attention of its config.json lets tokens see later ones, so the "
-            "model predicts none; use one for text generation"
+            "model.path: use_bidirectional_attention in its config.json is true, but training needs a causal "
+            "model; use a model for text generation"
         )
     problems += [
-        f"model.path: rope_type {kind!r} of its config.json depends on the longest sequence of a batch, so "
-        "packed sequences would change one another; use a model with fixed frequencies"
+        f"model.path: rope_type {kind!r} in its config.json depends on the longest sequence of a batch, so "
+        "packed sequences would influence one another; use a model with fixed frequencies"
         for kind in sorted(_rope_types(config) - set(_STATIC_ROPE))
     ]
     problems += _shape_problems(config, family)
     if tensor_parallel > 1 and not family.tensor_parallel:
         known = ", ".join(name for name, each in FAMILIES.items() if each.tensor_parallel)
         problems.append(
-            f"trainer.tensor_parallel is {tensor_parallel}, but layers of {model_type!r} cannot be divided; "
-            f"set it to 1 (FSDP shards over all ranks), or use one of {known}"
+            f"trainer.tensor_parallel is {tensor_parallel}, but {model_type!r} does not support tensor "
+            f"parallelism; set it to 1 (FSDP shards over all ranks), or use one of {known}"
         )
     count = num_experts(config) if family.routing is not None else 0
     if expert_parallel > 1 and (count == 0 or count % expert_parallel):
         problems.append(
             f"trainer.expert_parallel is {expert_parallel}, but layers of model.path have {count} experts, "
-            "which must be a multiple of it; set it to 1 or to a divisor"
+            "which is not a multiple of it; set it to 1 or to a divisor"
         )
     if context_parallel > 1:
         problems += _context_problems(config, context_parallel, tensor_parallel)
@@ -189,8 +189,8 @@ def _shape_problems(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads and shared and heads % shared:
         yield (
-            f"model.path has {heads} num_attention_heads in its config.json, which {shared} "
-            "num_key_value_heads cannot share equally; it is damaged"
+            f"model.path: num_attention_heads in its config.json is {heads}, which is not a multiple of "
+            f"num_key_value_heads ({shared}); correct the file"
         )
     count, chosen = num_experts(config), config.get("num_experts_per_tok") or 1
     if family.routing is None or not count:
@@ -204,13 +204,13 @@ def _shape_problems(config: Mapping[str, Any], family: Family) -> Iterator[str]:
         least = 1
     if count % groups or count < least or kept > groups:
         yield (
-            f"model.path has {count} experts in {groups} groups (n_group of its config.json), of which "
-            f"{kept} count (topk_group); a group needs 2 experts or more, and all as many"
+            f"model.path: its config.json has {count} experts, n_group {groups} and topk_group {kept}; "
+            "expected groups of equal size with at least 2 experts, and topk_group from 1 to n_group"
         )
     elif chosen > (open_experts := count // groups * kept):
         yield (
-            f"model.path gives a token {chosen} experts (num_experts_per_tok of its config.json), but only "
-            f"{open_experts} are there to choose from"
+            f"model.path: num_experts_per_tok in its config.json is {chosen}, but only {open_experts} "
+            "experts are available to a token"
         )
 
 
@@ -220,11 +220,10 @@ def _context_problems(
     heads = config.get("num_attention_heads") or 0
     own = heads // tensor_parallel
     if own % context_parallel:
-        divided = f", {own} of them on each of {tensor_parallel} tensor-parallel processes"
+        divided = f", {own} on each of {tensor_parallel} tensor-parallel processes"
         yield (
             f"trainer.context_parallel is {context_parallel}, but layers of model.path have {heads} "
-            f"attention heads{divided if tensor_parallel > 1 else ''}, which must be a multiple of it; set "
-            "it to a divisor"
+            f"attention heads{divided if tensor_parallel > 1 else ''}; set it to a divisor of {own}"
         )
 
 

@@ -155,8 +155,9 @@ def _check_found(found: Mapping[str, Any]) -> None:
     """Raises ValueError for weights that are missing or have another shape."""
     lacking = sorted(found["missing_keys"])
     if lacking:
-        raise ValueError(f"its weights lack {named(lacking)}, which its config.json asks for")
+        raise ValueError(f"the weight files lack {named(lacking)}, which config.json requires")
     for name, held, expected in found["mismatched_keys"]:
         raise ValueError(
-            f"{name} is {list(held)} in its weights, and {list(expected)} by its config.json"
+            f"{name} has shape {list(held)} in the weight files, but {list(expected)} according to "
+            "config.json"
         )

@@ -87,8 +87,8 @@ def builtin_vocabulary(name: str) -> BuiltinVocabulary | None:
 def _chars(symbols: str) -> Tokenizer:
     if not symbols or len(set(symbols)) != len(symbols):
         raise ValueError(
-            f"model.tokenizer 'chars:{symbols}' must list at least one symbol, each once; remove "
-            "the repeated ones"
+            f"model.tokenizer 'chars:{symbols}' must have at least one symbol and each symbol once; "
+            "remove duplicates"
         )
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *symbols])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))

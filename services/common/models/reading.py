@@ -32,7 +32,7 @@ def read_weights(
         load_shards(stored, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise ValueError(
-            f"model.path: {folder} does not hold the weights of its config.json: {error}"
+            f"model.path: weights in {folder} do not match its config.json: {error}"
         ) from error
 
 

@@ -18,7 +18,7 @@ def check_teacher(spec: RunSpec) -> None:
     if differing:
         token = differing[0]
         raise ValueError(
-            f"teacher has {len(others)} tokens and model {len(own)}, of which {len(differing)} differ: "
-            f"{token!r} is {others.get(token, 'unknown')} to the teacher and {own.get(token, 'unknown')} to "
-            "the policy, so the teacher cannot judge the policy's tokens; name a teacher of the same family"
+            f"teacher and model need the same tokenizer, but {len(differing)} of their {len(others)} and "
+            f"{len(own)} tokens differ: {token!r} has id {others.get(token, 'none')} in teacher and "
+            f"{own.get(token, 'none')} in model; use a teacher of the same family"
         )

@@ -53,7 +53,7 @@ class Tokenizer:
     ) -> None:
         if inner.eos_token_id is None:
             raise ValueError(
-                f"tokenizer {name!r} has no end-of-sequence token, so no response could end; use "
+                f"tokenizer {name!r} has no end-of-sequence token, so responses could not end; use "
                 "the tokenizer of a model for text generation"
             )
         self._inner = inner
@@ -154,7 +154,9 @@ class Tokenizer:
                 return list(encoded[0].ids)
             return list(self._inner.encode(text, add_special_tokens=False))
         except TypeError as error:  # for a lone surrogate, which JSON can express and UTF-8 cannot
-            raise ValueError(f"{text[:80]!r} has a surrogate that is no character") from error
+            raise ValueError(
+                f"{text[:80]!r} contains a lone surrogate, which is not a character"
+            ) from error
 
     def encode_prompt(self, text: str) -> list[int]:
         """Returns the token ids of a text that begins a context, after the model's first token, if any.
@@ -307,7 +309,7 @@ class Tokenizer:
             )
         except ValueError as error:
             raise ValueError(
-                f"the chat template of tokenizer {self._name!r} refuses the messages: {error}"
+                f"the chat template of tokenizer {self._name!r} rejects the messages: {error}"
             ) from error
         text, places = evaluated
         return text, places
@@ -388,8 +390,8 @@ def _end_ids(model: ModelSpec) -> list[int]:
         return []
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"model.path {model.path!r}: generation_config.json does not say which tokens end a response "
-            f"(eos_token_id: {error}); give it one id or a list of them"
+            f"model.path {model.path!r}: eos_token_id in generation_config.json is invalid ({error}); "
+            "expected one token id or a list of them"
         ) from error
     return ids
 
@@ -407,13 +409,13 @@ def _pretrained(name: str, model: ModelSpec) -> Any:
         )
     except Exception as error:
         raise ValueError(
-            f"{key} {name!r} has no tokenizer that loads ({_first_line(error)}); name a folder or "
-            "a Hugging Face id with one, 'chars:SYMBOLS' or 'bytes'"
+            f"{key} {name!r}: no tokenizer can be loaded ({_first_line(error)}); use a folder or "
+            "a Hugging Face id with a tokenizer, 'chars:SYMBOLS' or 'bytes'"
         ) from error
     # If the folder lacks its files, transformers creates an empty tokenizer for some families.
     if len(inner) <= len(set(inner.all_special_ids)):
         raise ValueError(
-            f"{key} {name!r} has no tokenizer: it has no tokens but special ones; add its tokenizer.json"
+            f"{key} {name!r}: its tokenizer has only special tokens; add its tokenizer.json"
         )
     return inner
 

@@ -26,7 +26,7 @@ from services.common.runspec.weight_modes import MODES
 _GB: Final = 1e9
 STATE: Final = ("weights, float32", "weights, frozen", "optimizer", "gradients", "reference")
 """Parts that exist between two micro-batches, of any size."""
-SLEEPING: Final = "rollouts that sleep"
+SLEEPING: Final = "sleeping rollouts"
 """Part of a trainer's GPU that sleeping rollouts use."""
 SPARE: Final = 1.05
 """Memory that a trainer's allocator reserves, relative to the used memory."""
@@ -74,7 +74,7 @@ class TrainerMemory:
 
     def table(self, num_gpus: int) -> str:
         """Formats the parts as a table."""
-        head = f"each of {num_gpus} GPU(s) of the trainer, of {self.total / _GB:.1f} GB"
+        head = f"each of the trainer's {num_gpus} GPU(s), with {self.total / _GB:.1f} GB"
         rows = [*self.parts.items(), ("left", self.total - self.used)]
         rows += [(f"in host memory: {name}", size) for name, size in self.host.items()]
         return "\n".join([head, *(f"  {name:<34}{size / _GB:8.1f} GB" for name, size in rows)])
@@ -87,11 +87,10 @@ class TrainerMemory:
         """
         if self.used > self.total:
             raise ValueError(
-                f"training does not fit: a GPU of the trainer has {self.total / _GB:.1f} GB, but about "
-                f"{self.used / _GB:.1f} GB are needed; slipstream validate --gpu-gb "
-                f"{self.total / _GB:.0f} names the smallest change that fits; more GPUs "
-                "(trainer.world_size) share weights, and trainer.context_parallel long sequences\n"
-                + self.table(num_gpus)
+                f"training does not fit: a GPU of the trainer has {self.total / _GB:.1f} GB, but training "
+                f"needs about {self.used / _GB:.1f} GB; slipstream validate --gpu-gb {self.total / _GB:.0f} "
+                "prints the smallest change that fits; more GPUs (trainer.world_size) share weights, and "
+                "trainer.context_parallel long sequences\n" + self.table(num_gpus)
             )
 
 
@@ -188,11 +187,13 @@ def _memory_of(
         "weights, frozen": item * frozen / frozen_ranks,
         "optimizer": _MOMENTS * trained_in_all / ranks,
         "gradients": _gradients(trainer, trained_in_all),
-        "weights gathered for a pass": _gathered(trainer, config, trained, frozen, item=item)
+        "weights gathered for a forward pass": _gathered(
+            trainer, config, trained, frozen, item=item
+        )
         + critics * _gathered(trainer, config, weights, 0.0, item=item),
         "activations": num_tokens * activations.here,
         "logits": min(_LOGITS, 3.0 * _FLOAT32 * config.vocab_size * num_tokens),
-        "weights on their way": _sent(spec, shapes, item=item),
+        "weights in transfer": _sent(spec, shapes, item=item),
         "context": _CONTEXT,
     }
     if spec.topology.is_colocated:

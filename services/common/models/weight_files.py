@@ -22,8 +22,8 @@ def file_problems(folder: Path) -> Iterator[str]:
     names = _files(folder)
     if names is None:
         yield (
-            f"{folder} has neither {_SINGLE} nor {_INDEX}, which says what its *.safetensors files hold; "
-            "fetch it, too"
+            f"{folder} has neither {_SINGLE} nor {_INDEX}, the index of its *.safetensors files; "
+            "download the index"
         )
         return
     for name, tensors in names.items():
@@ -34,14 +34,13 @@ def file_problems(folder: Path) -> Iterator[str]:
             continue
         if lacking := sorted(set(tensors) - set(held)):
             yield (
-                f"{folder / name} lacks {named(lacking)}, which {_INDEX} says that it has; fetch both "
-                "again"
+                f"{folder / name} lacks {named(lacking)}, which {_INDEX} lists; download both again"
             )
         others = {each["dtype"] for each in held.values()} - set(_TRAINED)
         if others:
             yield (
-                f"{folder / name} has weights of type {', '.join(sorted(others))}, which are of no use "
-                "without their scales; use a copy in bfloat16"
+                f"{folder / name} has weights of dtype {', '.join(sorted(others))}, which is not supported; "
+                "use a copy in bfloat16"
             )
 
 
@@ -61,7 +60,7 @@ def _files(folder: Path) -> Mapping[str, list[str]] | None:
         names: dict[str, list[str]] = {file: [] for file in sorted(set(places.values()))}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{folder / _INDEX} has no weight_map ({error}); fetch it again"
+            f"{folder / _INDEX} has no weight_map ({error}); download it again"
         ) from error
     for tensor, file in places.items():
         names[file].append(tensor)
@@ -75,7 +74,7 @@ def _head(path: Path) -> dict[str, dict[str, Any]]:
         ValueError: If the file is missing, truncated, or of another kind.
     """
     if not path.is_file():
-        raise ValueError(f"{path} is missing, though {_INDEX} names it; fetch it")
+        raise ValueError(f"{path} is missing, but {_INDEX} lists it; download it")
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -86,9 +85,9 @@ def _head(path: Path) -> dict[str, dict[str, Any]]:
         end = max((entry["data_offsets"][1] for entry in held.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is no safetensors file: its first bytes do not describe tensors, as of one that Git LFS "
-            "or a download left incomplete; fetch it again"
+            f"{path} is not a complete safetensors file: it has no valid header, as after an incomplete "
+            "download or a Git LFS pointer; download it again"
         ) from error
     if (whole := _LENGTH_BYTES + length + end) != size:
-        raise ValueError(f"{path} has {size} bytes in place of {whole}; fetch it again")
+        raise ValueError(f"{path} has {size} bytes, expected {whole}; download it again")
     return held

@@ -167,7 +167,7 @@ class _Edge(grpc.aio.ServerInterceptor):
                 self._proxy.admit(context.peer())
             request = await anext(requests, None)
             if request is None:
-                raise InvalidArgumentError(f"what came is no request of {method}", method=method)
+                raise InvalidArgumentError(f"the message is not a valid request of {method}", method=method)
             headers.received(method, request)
             if not is_users:
                 authorize(method, request)
@@ -243,8 +243,8 @@ async def _refuse(context: _Context, method: str, error: Exception) -> None:
         with tracing.within(trace):
             logger.error("request failed", exc_info=error, extra={"method": method})
         error = InternalError(
-            f"{method} failed with {type(error).__name__}: {error}; this is a fault in the service, see its "
-            "log",
+            f"{method} failed with {type(error).__name__}: {error}; this is a bug in the service; its log "
+            "has the traceback",
             method=method,
         )
     error.metadata.setdefault("trace_id", trace.trace_id)

@@ -142,12 +142,13 @@ def _remove(document: dict[str, Any], key: str) -> None:
 def _rename(result: Renamed, alias: str, value: Any, key: str) -> None:
     part, _, name = key.partition(".")
     target = result.document.setdefault(part, {})
-    result.notes.append(f"{alias} is another name of {key}")
+    result.notes.append(f"{alias} is an alias of {key}")
     if not isinstance(target, dict):
         return  # its type is reported
     if target.setdefault(name, value) != value:
         result.problems.append(
-            f"{alias} is another name of {key}, but they differ ({value!r} and {target[name]!r}); keep one"
+            f"{alias} is an alias of {key}, but their values differ ({value!r} and {target[name]!r}); remove "
+            "one"
         )
 
 
@@ -159,7 +160,7 @@ def _count_gpus(result: Renamed) -> None:
         return
     if not (isinstance(nodes, int) and isinstance(per_node, int)):
         result.problems.append(
-            "trainer.nnodes and trainer.n_gpus_per_node must be whole numbers, but are "
+            "trainer.nnodes and trainer.n_gpus_per_node must be integers, got "
             f"{nodes!r} and {per_node!r}"
         )
         return

@@ -23,5 +23,5 @@ class SpecPart(BaseModel):
         annotation = cls.model_fields[info.field_name or ""].annotation
         types = {annotation, *get_args(annotation)}
         if isinstance(value, bool) and types & {int, float} and bool not in types:
-            raise ValueError(f"must be a number, but is {str(value).lower()}; write the number")
+            raise ValueError(f"must be a finite number, got {str(value).lower()}")
         return value

@@ -39,16 +39,18 @@ class FilterSpec(SpecPart):
         is_conditional = any(each is not None for each in (*conditions, self.matches))
         if self.function is not None:
             if self.column is not None or is_conditional:
-                raise ValueError("a filter has a column with conditions or a function, not both")
+                raise ValueError(
+                    "a filter has either a column with conditions or a function, got both; remove one"
+                )
         elif self.column is None or not is_conditional:
             raise ValueError(
-                "a filter needs a column and a condition (one_of, at_least, at_most, min_length, max_length, "
-                "matches), or a function"
+                "a filter needs a column with a condition (one_of, at_least, at_most, min_length, "
+                "max_length, matches), or a function"
             )
         try:
             regex.compile(self.matches or "")
         except regex.error as error:
-            raise ValueError(f"matches is no regular expression: {error}") from error
+            raise ValueError(f"matches must be a regular expression: {error}") from error
         return self
 
 

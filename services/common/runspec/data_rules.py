@@ -21,13 +21,13 @@ def _sets(spec: RunSpec) -> Iterator[str]:
     template = spec.data.prompt_template
     if "{prompt}" not in template:
         yield (
-            f"data.prompt_template must contain '{{prompt}}', but is {template!r}; add '{{prompt}}' where "
-            "the prompt belongs"
+            f"data.prompt_template must contain '{{prompt}}', but is {template!r}; add '{{prompt}}' at the "
+            "place of the prompt"
         )
     for split, source in spec.data.sets.items():
         if source.source == "environment" and source.limit is None:
             yield (
-                f"data.{split}.limit is missing: the number of tasks of an environment that make an epoch; "
+                f"data.{split}.limit is required for an environment: the number of its tasks in an epoch; "
                 "set it, for example to 1000"
             )
         if source.source == "environment" and spec.rollout.workflow in (
@@ -36,27 +36,27 @@ def _sets(spec: RunSpec) -> Iterator[str]:
         ):
             yield (
                 f"data.{split}.source is 'environment', whose rows have no prompt, but rollout.workflow is "
-                f"{spec.rollout.workflow!r}; set it to 'environment', or take another source"
+                f"{spec.rollout.workflow!r}; set it to 'environment', or use another source"
             )
         if source.prompt_template is not None and "{prompt}" not in source.prompt_template:
             yield (
                 f"data.{split}.prompt_template must contain '{{prompt}}', but is "
-                f"{source.prompt_template!r}; add '{{prompt}}' where the prompt belongs"
+                f"{source.prompt_template!r}; add '{{prompt}}' at the place of the prompt"
             )
     if spec.validation.only and spec.data.heldout is None:
-        yield "validation.only needs data.heldout; name the held-out prompts"
+        yield "validation.only needs data.heldout; set it to the held-out prompts"
 
 
 def _length(spec: RunSpec) -> Iterator[str]:
     if spec.trainer.steps is None and spec.data.epochs is None:
         yield (
-            "trainer.steps: is required, or data.epochs in its place: one of them says how long the run is; "
-            "see docs/runspec.md for what they mean"
+            "trainer.steps: is required, or data.epochs instead, for the length of the run; "
+            "see docs/runspec.md for their meaning"
         )
     if spec.trainer.steps is not None and spec.data.epochs is not None:
         yield (
             f"data.epochs is {spec.data.epochs:g} and trainer.steps is {spec.trainer.steps}, but only one of "
-            "them can say how long the run is; remove one"
+            "them can set the length of the run; remove one"
         )
 
 
@@ -66,19 +66,19 @@ def _curriculum(spec: RunSpec) -> Iterator[str]:
         return
     if curriculum.arguments and curriculum.function is None:
         yield (
-            "data.curriculum.arguments are given without data.curriculum.function, which takes them; name "
-            "it, or remove them"
+            "data.curriculum.arguments is set without data.curriculum.function, which receives them; set "
+            "the function, or remove the arguments"
         )
     hopeless, solved = curriculum.hopeless_to, curriculum.solved_from
     if hopeless is None and solved is None and curriculum.function is None:
         yield (
-            "data.curriculum sets nothing aside: solved_from and hopeless_to are both null; set one, name a "
-            "function, or remove data.curriculum"
+            "data.curriculum skips no prompts: solved_from and hopeless_to are both null; set one of them or "
+            "data.curriculum.function, or remove data.curriculum"
         )
     elif hopeless is not None and solved is not None and hopeless >= solved:
         yield (
             f"data.curriculum.hopeless_to ({hopeless:g}) must be below data.curriculum.solved_from "
-            f"({solved:g}): between them is what prompts are tried for"
+            f"({solved:g})"
         )
 
 
@@ -88,8 +88,8 @@ def _weights(spec: RunSpec) -> Iterator[str]:
     lacking = [key for key, weight in weights.items() if weight is None]
     if 0 < len(lacking) < len(weights):
         yield (
-            f"{', '.join(lacking)} must be set, because other sets of data.train have a weight; set it for "
-            "all, or for none to mix by the number of rows"
+            f"{', '.join(lacking)} must be set, because other sets of data.train have a weight; set weights "
+            "for all sets, or for none to mix by the number of rows"
         )
 
 
@@ -116,25 +116,26 @@ def _best(spec: RunSpec) -> Iterator[str]:
         return
     sets = {set_name(split): part for split, part in spec.data.heldout_sets.items()}
     if not sets:
-        yield f"{key} compares held-out scores, but there is no data.heldout; name one, or remove {key}"
+        yield f"{key} compares held-out scores, but data.heldout is not set; set it, or remove {key}"
         return
     every, saved = spec.validation.every, spec.trainer.checkpoint.every
     if not every or not saved or every % saved:
         yield (
             f"{key} needs a checkpoint of each version that is evaluated, but trainer.checkpoint.every is "
-            f"{saved} and validation.every is {every}; set both, the latter to a multiple of the former"
+            f"{saved} and validation.every is {every}; set validation.every to a multiple of "
+            "trainer.checkpoint.every"
         )
     if best.set is not None and best.set not in sets:
         yield (
-            f"{key}.set is {best.set!r}, but data.heldout has {', '.join(sets)}; name one of them."
+            f"{key}.set is {best.set!r}, but data.heldout has the sets {', '.join(sets)}; use one of them."
             f"{did_you_mean(best.set, tuple(sets))}"
         )
         return
     if best.set is None and len(sets) > 1:
         if best.metric not in ("greedy", "sampled"):
             yield (
-                f"{key}.metric {best.metric!r} is a score of one set, but data.heldout has {len(sets)}; name "
-                f"one as {key}.set: {', '.join(sets)}"
+                f"{key}.metric {best.metric!r} is a score of one set, but data.heldout has {len(sets)} sets; "
+                f"set {key}.set to one of {', '.join(sets)}"
             )
         return
     part = sets[best.set or next(iter(sets))]
@@ -142,8 +143,8 @@ def _best(spec: RunSpec) -> Iterator[str]:
     count = spec.validation.samples_per_prompt if own is None else own
     if best.metric not in (known := _scores(count)) and not best.metric.startswith("reward/"):
         yield (
-            f"{key}.metric is {best.metric!r}, but with {count} sampled responses per prompt there are "
-            f"{', '.join(known)} and reward/TERM; take one of them, or set validation.samples_per_prompt"
+            f"{key}.metric is {best.metric!r}, but with {count} sampled responses per prompt the metrics are "
+            f"{', '.join(known)} and reward/TERM; use one of them, or change validation.samples_per_prompt"
         )
 
 
@@ -168,7 +169,7 @@ def demonstrations(spec: RunSpec) -> Iterator[str]:
     count, loss = spec.algorithm.num_demonstrations, spec.algorithm.loss
     if spec.rollout.engine == "none" and (not count or spec.data.heldout is not None):
         answers = "held-out answers are sampled or scored" if count else "responses are sampled"
-        yield f"rollout.engine is 'none', but {answers}; name one that generates, such as 'torch'"
+        yield f"rollout.engine is 'none', but {answers}; use an engine that generates, such as 'torch'"
     if not count:
         return
     learns = f"algorithm.loss {loss!r} learns the answers of data.train"
@@ -176,31 +177,31 @@ def demonstrations(spec: RunSpec) -> Iterator[str]:
     rollout, data = spec.rollout, spec.data
     if rollout.group_size != count:
         yield (
-            f"rollout.group_size is {rollout.group_size}, but {learns}, of which each has {count}; leave it "
-            "out"
+            f"rollout.group_size is {rollout.group_size}, but {learns}, and each prompt has {count}; remove "
+            "the key"
         )
     if count > 1 and any(data.answer_column_of(part) is None for part in data.sets.values()):
-        yield f"data.answer_column is null, but {learns}; name the column with the preferred ones"
+        yield f"data.answer_column is null, but {learns}; set it to the column with the preferred answers"
     if rollout.sampling.temperature != 1:
         yield (
-            f"rollout.sampling.temperature is {rollout.sampling.temperature:g}, but {learns} as they are, at "
-            "1; leave it out, and set validation.temperature for held-out answers"
+            f"rollout.sampling.temperature is {rollout.sampling.temperature:g}, but {learns}, at temperature "
+            "1; remove the key, and set validation.temperature for held-out answers"
         )
     if rollout.routing_replay != "off":
         yield (
-            f"rollout.routing_replay is {rollout.routing_replay!r}, but {learns}, for which no engine chose "
-            "experts; leave it out"
+            f"rollout.routing_replay is {rollout.routing_replay!r}, but {learns}, and no engine chose "
+            "experts for them; remove the key"
         )
     if rollout.rewards and data.heldout is None:
         yield (
-            f"rollout.rewards are given, but {learns} without any, and there are no held-out answers to "
-            "score; name data.heldout, or remove rollout.rewards"
+            f"rollout.rewards is set, but {learns} without rewards, and there are no held-out prompts; "
+            "set data.heldout, or remove rollout.rewards"
         )
     for name, part in data.train_sets.items():
         if part.source == "environment":
             yield (
-                f"data.{name}.source is 'environment', which makes prompts without answers, but {learns}; "
-                "name rows with answers"
+                f"data.{name}.source is 'environment', which provides prompts without answers, but {learns}; "
+                "use a source with answers"
             )
 
 
@@ -210,8 +211,8 @@ def _algorithm(algorithm: AlgorithmSpec, learns: str) -> Iterator[str]:
     for name in AlgorithmSpec.model_fields:
         value, default = getattr(algorithm, name), getattr(plain, name)
         if name not in common and value != default:
-            shown = value if isinstance(value, str | int | float) else "given"
+            shown = repr(value) if isinstance(value, str | int | float) else "set"
             yield (
-                f"algorithm.{name} is {shown!r}, but {learns}: nothing is sampled that it could be about; "
-                "leave it out"
+                f"algorithm.{name} is {shown}, but {learns} and samples no responses, so it would have no "
+                "effect; remove the key"
             )

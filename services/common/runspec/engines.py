@@ -103,26 +103,27 @@ class EngineKind:
         unknown = sorted(set(arguments) - self.arguments) if self.arguments is not None else []
         if unknown:
             raise ValueError(
-                f"rollout.engine_arguments has {unknown}, but this engine knows "
-                f"{sorted(self.arguments or ())}; remove them"
+                f"rollout.engine_arguments has {unknown}, but this engine accepts only "
+                f"{sorted(self.arguments or ())}; remove the others"
             )
         for name in arguments:
             if name in self.given:
                 raise ValueError(
-                    f"rollout.engine_arguments.{name} follows from the run; remove it"
+                    f"rollout.engine_arguments.{name} is set by the run; remove it"
                     + (f", and set {self.given[name]}" if self.given[name] else "")
                 )
         self.num_gpus(arguments)
         limit = arguments.get(self.length_argument) if self.length_argument else None
         if limit is not None and self.arguments is not None and type(limit) is not int:
             raise ValueError(
-                f"rollout.engine_arguments.{self.length_argument} must be a number of tokens, but is "
-                f"{limit!r}"
+                f"rollout.engine_arguments.{self.length_argument} must be an integer (a number of tokens), "
+                f"got {limit!r}"
             )
         if isinstance(limit, int) and limit < most_tokens:
             raise ValueError(
                 f"rollout.engine_arguments.{self.length_argument} is {limit}, but a prompt and its response "
-                f"may have {most_tokens} tokens (data.max_prompt_tokens and rollout.max_response_tokens)"
+                f"may have {most_tokens} tokens (data.max_prompt_tokens plus rollout.max_response_tokens); "
+                "raise or remove it"
             )
 
 
@@ -130,7 +131,7 @@ def _size(name: str, arguments: Mapping[str, Any]) -> int:
     size = arguments.get(name, 1)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(
-            f"rollout.engine_arguments.{name} must be a number of GPUs from 1, but is {size!r}"
+            f"rollout.engine_arguments.{name} must be an integer >= 1 (a number of GPUs), got {size!r}"
         )
     return size
 
@@ -311,7 +312,7 @@ def engine_kind(name: str) -> EngineKind:
     """
     if name not in ENGINES:
         raise ValueError(
-            f"rollout.engine must be one of {', '.join(map(repr, ENGINES))}, but is {name!r}."
+            f"rollout.engine must be one of {', '.join(map(repr, ENGINES))}, got {name!r}."
             + did_you_mean(name, tuple(ENGINES))
         )
     return ENGINES[name]

@@ -46,13 +46,13 @@ _OF_TYPES = ("bool", "int", "float", "string", "literal", "greater", "less")
 _TYPES = {
     "tuple_type": "a list",
     "list_type": "a list",
-    "dict_type": "a group of keys",
-    "model_type": "a group of keys",
-    "model_attributes_type": "a group of keys",
+    "dict_type": "a mapping of keys",
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
     "string_type": "text",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
     "float_type": "a number",
     "float_parsing": "a number",
     "bool_type": "true or false",
@@ -64,7 +64,9 @@ _SPELLINGS = {
     "project": "letters, digits, '.', '_' and '-', with at most one '/'",
     "metric": "greedy, sampled, best, maj, pass@K or reward/TERM",
 }
-_SET_NAME = "named by 1 to 40 lower-case letters, digits, '-' and '_', the first no sign"
+_SET_NAME = (
+    "a name of 1 to 40 lower-case letters, digits, '-' and '_' that starts with a letter or digit"
+)
 """Readable forms of the keys' patterns; a key that is not listed is the name of a set."""
 _SHORT_FORMS = {
     "model": "path",
@@ -161,7 +163,7 @@ def _mend(document: dict[str, Any], place: tuple[int | str, ...]) -> bool:
 def _too_large(value: Any, key: str = "") -> Iterator[str]:
     """Yields a problem for integers beyond 64 bits, the limit of databases and other languages."""
     if isinstance(value, int) and abs(value) >= 1 << 63:
-        yield f"{key}: must be a number below 2**63, but is larger"
+        yield f"{key}: must be an integer below 2**63 in magnitude, got a larger one"
     if isinstance(value, list):
         value = dict(enumerate(value))
     for name, inner in value.items() if isinstance(value, dict) else ():
@@ -172,9 +174,9 @@ def _problem(errors: Sequence[Any]) -> str:
     """Returns one line about the errors at one location."""
     error, key = errors[0], _key(_place(errors[0]))
     if error["type"] == "missing":
-        return f"{key}: is required, but missing; see docs/runspec.md for what it means"
+        return f"{key}: is required, but missing; see docs/runspec.md for its meaning"
     if error["type"] == "extra_forbidden":
-        meant = did_you_mean_key(key) or " docs/runspec.md has those there are"
+        meant = did_you_mean_key(key) or " docs/runspec.md lists all keys"
         return f"{key}: is not a known key.{meant}"
     if error["type"] == "value_error":
         text = str(error["ctx"]["error"])
@@ -191,9 +193,10 @@ def _expected(errors: Sequence[Any], key: str) -> str:
         known = _TYPES.get(error["type"])
         if error["type"] == "string_pattern_mismatch":
             known = _SPELLINGS.get(key.rpartition(".")[2], _SET_NAME)
-        said = error["msg"].removeprefix("Input should be ").removeprefix("Value should be ")
-        # Of several ways each is said in short.
-        ways.append(known or (said.partition(",")[0] if len(errors) > 1 else said))
+        text = re.sub(r"^String should have ", "text with ", error["msg"])
+        text = re.sub(r"^(Input|Value) should be ", "", text)
+        # Each of several alternatives is shortened.
+        ways.append(known or (text.partition(",")[0] if len(errors) > 1 else text))
     return " or ".join(dict.fromkeys(ways))
 
 
@@ -209,7 +212,7 @@ def _hint(errors: Sequence[Any], key: str) -> str:
     name = re.sub(r"\.\d+", ".N", key)
     hint = ""
     if value is None:
-        hint = "it is required" if is_required(name) else "leave it out"
+        hint = "the key is required" if is_required(name) else "remove the key"
     elif "string_type" in types and isinstance(value, bool):
         hint = "YAML reads yes, no, on and off as true or false: put it in quotes"
     elif "string_type" in types and isinstance(value, int | float):

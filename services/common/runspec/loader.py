@@ -143,7 +143,7 @@ def _parse_json(text: str) -> Mapping[str, Any]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise SpecError([f"the specification is not JSON: {error}"]) from error
+        raise SpecError([f"the specification is not valid JSON: {error}"]) from error
     if not isinstance(document, dict):
         raise SpecError([f"the specification must be an object, got {type(document).__name__}"])
     return document
@@ -155,7 +155,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SpecError(
-            [f"{path}: cannot be read ({reason}); name a file such as examples/sort4.yaml"]
+            [f"{path}: cannot be read ({reason}); expected a file such as examples/sort4.yaml"]
         ) from error
     try:
         document = yaml.load(text, Loader=_Loader)  # noqa: S506 -- it is a SafeLoader
@@ -176,7 +176,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE and key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is given twice; keep one", key.start_mark
+                    None, None, f"duplicate key {key.value!r}; keep one", key.start_mark
                 )
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
@@ -278,7 +278,9 @@ def _apply_override(document: dict[str, Any], assignment: str) -> str:
         elif isinstance(target, dict):
             target = target.setdefault(part, {})
             if target is None or isinstance(target, _SCALARS):
-                raise SpecError([f"--set {key}: {part!r} holds a value, not a group of keys"])
+                raise SpecError(
+                    [f"--set {key}: expected {part!r} to be a mapping of keys, got a value"]
+                )
     if isinstance(target, list):
         target[_index(key, leaf, target)] = value
     elif isinstance(target, dict):
@@ -288,5 +290,5 @@ def _apply_override(document: dict[str, Any], assignment: str) -> str:
 
 def _index(key: str, part: str, items: list[Any]) -> int:
     if not part.isdigit() or int(part) >= len(items):
-        raise SpecError([f"--set {key}: {part!r} is no index of a list of {len(items)} items"])
+        raise SpecError([f"--set {key}: {part!r} is not an index of a list of {len(items)} items"])
     return int(part)

@@ -17,14 +17,14 @@ def placement(spec: RunSpec) -> Iterator[str]:
     if not topology.task_groups:
         if topology.ratios or topology.gpus:
             yield (
-                "topology.ratios and topology.gpus are for task groups, but topology.task_groups is "
-                "empty; name the groups, or set trainer.world_size and rollout.replicas instead"
+                "topology.ratios and topology.gpus apply to task groups, but topology.task_groups is "
+                "empty; set it, or use trainer.world_size and rollout.replicas instead"
             )
         if topology.scoring_ranks > 1:
             yield _NOBODY_SHARDED.format(topology.scoring_ranks)
         return
     if topology.gpus == 0:
-        yield "topology.task_groups needs topology.gpus: the number that is split"
+        yield "topology.task_groups needs topology.gpus, the number of GPUs to split"
         return
     try:
         topology.place()
@@ -43,8 +43,8 @@ def placement(spec: RunSpec) -> Iterator[str]:
 
 
 _NOBODY_SHARDED = (
-    "topology.scoring_ranks is {}, but no task that only scores (logp, ref_logp) has GPUs of its own; give "
-    "one a group in topology.task_groups, or leave scoring_ranks out"
+    "topology.scoring_ranks is {}, but no task that only scores (logp, ref_logp) has its own GPUs; add "
+    "a group for one of them to topology.task_groups, or remove topology.scoring_ranks"
 )
 
 
@@ -67,7 +67,7 @@ def _counts(spec: RunSpec, engine_gpus: int) -> Iterator[str]:
     for key, (stated, follows) in given.items():
         if stated != follows:
             yield (
-                f"{key} is {stated}, but topology gives {follows}; leave it out, or change "
+                f"{key} is {stated}, but topology implies {follows}; remove the key, or change "
                 "topology.ratios"
             )
 
@@ -81,13 +81,13 @@ def _neighbours(spec: RunSpec) -> Iterator[str]:
             if kind.is_alone and kind.task in group.tasks and others and not is_inside:
                 yield (
                     f"topology.task_groups puts {', '.join(group.tasks)} on the same GPUs, but "
-                    f"{kind.task} needs GPUs for itself; give it a group of its own"
+                    f"{kind.task} does not share its GPUs; put {kind.task} into its own group"
                 )
             for task in kind.tasks[1:]:
                 if task in group.tasks and kind.task not in group.tasks:
                     yield (
-                        f"topology.task_groups gives {task} GPUs of its own, but it runs inside the "
-                        f"processes of {kind.task}; put it into the group of {kind.task}, or leave it out"
+                        f"topology.task_groups gives {task} its own GPUs, but {task} runs in the "
+                        f"processes of {kind.task}; put it into the group of {kind.task}, or remove it"
                     )
 
 
@@ -106,27 +106,27 @@ def _unequal(spec: RunSpec) -> Iterator[str]:
     topology, ranks, replicas = spec.topology, spec.trainer.world_size, spec.rollout.replicas
     if topology.task_groups or topology.ratios or topology.gpus or topology.scoring_ranks > 1:
         yield (
-            "topology.task_groups, ratios, gpus or scoring_ranks split GPUs, which all tasks share; leave "
-            "them out"
+            "all tasks share the GPUs, which topology.task_groups, ratios, gpus and scoring_ranks would "
+            "split; remove these keys"
         )
     engine_gpus = spec.engine_gpus
     if topology.placement == "mixed":
         least = ranks // engine_gpus + 1
         if ranks % engine_gpus:
             yield (
-                f"engines of {engine_gpus} GPUs do not fill trainer.world_size ({ranks}); set it to a "
-                f"multiple of {engine_gpus}"
+                f"engines with {engine_gpus} GPUs do not cover trainer.world_size ({ranks}) evenly; set it "
+                f"to a multiple of {engine_gpus}"
             )
         elif replicas < least:
             yield (
-                f"rollout.replicas ({replicas}) leaves none with GPUs of its own: {least - 1} of "
-                f"{engine_gpus} GPU(s) each are on the trainer's, trainer.world_size ({ranks}); set "
+                f"rollout.replicas ({replicas}) leaves no rollout with its own GPUs: {least - 1} with "
+                f"{engine_gpus} GPU(s) each share the trainer's GPUs, trainer.world_size ({ranks}); set "
                 f"rollout.replicas to {least} or more, set topology.placement to 'colocated'"
             )
     elif ranks % engine_gpus or replicas * engine_gpus % ranks:
         yield (
-            f"rollout.replicas ({replicas}) of {engine_gpus} GPU(s) each do not fill the trainer's GPUs, "
-            f"trainer.world_size ({ranks}), equally; set rollout.replicas to {max(1, ranks // engine_gpus)}, "
+            f"rollout.replicas ({replicas}) with {engine_gpus} GPU(s) each do not cover the trainer's GPUs, "
+            f"trainer.world_size ({ranks}), evenly; set rollout.replicas to {max(1, ranks // engine_gpus)}, "
             f"and trainer.world_size to a multiple of {engine_gpus}"
         )
 
@@ -136,7 +136,7 @@ def _at_once(spec: RunSpec) -> Iterator[str]:
     able = ", ".join(name for name, kind in ENGINES.items() if kind.sleeps)
     if not ENGINES[spec.rollout.engine].sleeps:
         yield (
-            f"engine {spec.rollout.engine!r} does not give up its GPU memory while the trainer works; choose "
+            f"engine {spec.rollout.engine!r} cannot release its GPU memory while the trainer works; use "
             f"one of {able}"
         )
     num_others = max(0, spec.rollout.replicas - spec.colocated_rollouts)
@@ -147,26 +147,26 @@ def _at_once(spec: RunSpec) -> Iterator[str]:
         )
     if spec.algorithm.num_demonstrations:
         loss = spec.algorithm.loss
-        yield f"with algorithm.loss {loss!r} nothing is sampled for training; take another loss"
+        yield f"algorithm.loss {loss!r} samples no responses for training; use another loss"
     if spec.validation.replicas > num_others:
         yield (
-            f"validation.replicas is {spec.validation.replicas}, and {num_others} rollout(s) answer while "
-            f"the trainer works; set it to {max(0, num_others)}"
+            f"validation.replicas is {spec.validation.replicas}, but only {num_others} rollout(s) generate "
+            f"while the trainer works; set it to {max(0, num_others)}"
         )
     if MODES[spec.weight_sync.mode].is_in_place:
         yield (
-            f"weight_sync.mode {spec.weight_sync.mode!r} writes into live weights, which an engine that "
-            "sleeps does not have; leave it out"
+            f"weight_sync.mode {spec.weight_sync.mode!r} writes into live weights, which a sleeping engine "
+            "does not have; remove it"
         )
     for key, (found, fitting, why) in {
         "rollout.kv_policy": (
-            spec.rollout.kv_policy, "recompute", "an engine that sleeps forgets its cache",
+            spec.rollout.kv_policy, "recompute", "a sleeping engine drops its KV cache",
         ),
         "weight_sync.publish_every": (
-            spec.weight_sync.publish_every, 1, "an engine that slept needs weights",
+            spec.weight_sync.publish_every, 1, "an engine needs weights after it wakes",
         ),
         "trainer.accumulate_early": (
-            spec.trainer.accumulate_early, False, "nothing is trained while rollouts have the GPUs",
+            spec.trainer.accumulate_early, False, "no training is possible while rollouts have the GPUs",
         ),
     }.items():  # fmt: skip
         if found != fitting:

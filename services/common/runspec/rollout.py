@@ -156,6 +156,6 @@ class RolloutSpec(SpecPart):
             re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"rollout.answer_pattern is no regular expression: {error}; try '#### (.*)'"
+                f"rollout.answer_pattern must be a regular expression: {error}; for example '#### (.*)'"
             ) from error
         return pattern

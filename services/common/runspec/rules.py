@@ -31,7 +31,7 @@ def models(spec: RunSpec) -> Iterator[str]:
         if model is not None and model.warm_start is not None and not model.is_tiny:
             yield (
                 f"{key}.warm_start is only for '{TINY_PREFIX}' presets, but {key}.path is {model.path!r}; "
-                f"remove {key}.warm_start or name a preset"
+                f"remove {key}.warm_start or use a preset"
             )
 
 
@@ -41,29 +41,29 @@ def teacher(spec: RunSpec) -> Iterator[str]:
     is_compared = algorithm.kl.coefficient > 0
     if spec.teacher is not None and algorithm.num_demonstrations:
         yield (
-            f"teacher is given, but algorithm.loss {algorithm.loss!r} learns the answers of data.train, not "
-            "the teacher's; remove teacher, or take another loss"
+            f"teacher is set, but algorithm.loss {algorithm.loss!r} learns the answers of data.train, not "
+            "the teacher's; remove teacher, or use another loss"
         )
     elif spec.teacher is not None and not is_compared:
         yield (
-            "teacher is given, but algorithm.kl.coefficient is 0, so nothing is compared with it; leave the "
-            "coefficient out, or remove teacher"
+            "teacher is set, but algorithm.kl.coefficient is 0, so the teacher is not used; remove "
+            "algorithm.kl.coefficient or teacher"
         )
     if algorithm.advantage == "none" and not is_compared:
         yield (
-            "algorithm.advantage is 'none' and algorithm.kl.coefficient 0, so nothing would be trained; name "
-            "a teacher, or another advantage"
+            "algorithm.advantage is 'none' and algorithm.kl.coefficient 0, so nothing would be trained; set "
+            "teacher, or use another advantage"
         )
     if algorithm.advantage == "none" and algorithm.kl.placement == "reward" and is_compared:
         yield (
-            "algorithm.kl.placement is 'reward', which algorithm.advantage 'none' does not look at; leave it "
-            "out, or name another advantage"
+            "algorithm.kl.placement is 'reward', but algorithm.advantage 'none' ignores rewards; remove "
+            "algorithm.kl.placement, or use another advantage"
         )
     sets = spec.data.heldout_sets.values()
     is_scored = spec.rollout.rewards or all(part.rewards for part in sets)
     if algorithm.advantage == "none" and not is_scored:
         yield (
-            "data.heldout is given, but rollout.rewards are not, which would score its answers; name one (by "
+            "data.heldout is set, but rollout.rewards, which score its answers, is not; set it (with "
             "algorithm.advantage 'none' it is only measured), or remove data.heldout"
         )
 
@@ -87,8 +87,8 @@ def quota(spec: RunSpec, *, expert_bytes: int = 0) -> Iterator[str]:
         yield (
             f"transferqueue.quota_bytes is {given:,}, but a batch may take {needed:,}: "
             f"trainer.prompts_per_step ({prompts}) groups of {group_size} responses of up to "
-            f"rollout.max_response_tokens ({longest}), {token_bytes} bytes a token, none of which is trained "
-            f"before all are stored; raise it, to {2 * needed} if the next batch is to have room beside it"
+            f"rollout.max_response_tokens ({longest}), {token_bytes} bytes a token, and training starts "
+            f"after all are stored; raise it, to {2 * needed} to leave room for the next batch"
         )
 
 
@@ -122,8 +122,8 @@ def weight_sync(spec: RunSpec) -> Iterator[str]:
     mode = MODES[sync.mode]
     if mode.through_host and sync.backend not in ("auto", HANDLE, transport_of("cpu")):
         yield (
-            f"weight_sync.mode {sync.mode} goes through host memory, which {sync.backend} does not "
-            "reach; set weight_sync.backend to auto"
+            f"weight_sync.mode {sync.mode} transfers weights through host memory, which {sync.backend} does "
+            "not support; set weight_sync.backend to auto"
         )
     if lora is not None and lora.sync == "adapter":
         yield from _alone(spec, lora)
@@ -131,8 +131,8 @@ def weight_sync(spec: RunSpec) -> Iterator[str]:
     if sync.publish_every > ahead and not spec.algorithm.num_demonstrations:
         yield (
             f"weight_sync.publish_every is {sync.publish_every}, but with algorithm.max_staleness "
-            f"{ahead - 1} rollouts generate for {ahead} steps under the same weights, then wait for others; "
-            "lower the first or raise the second"
+            f"{ahead - 1} rollouts generate for {ahead} steps under the same weights, then wait for new "
+            "ones; lower the first or raise the second"
         )
 
 
@@ -140,24 +140,24 @@ def _alone(spec: RunSpec, lora: LoraSpec) -> Iterator[str]:
     """Yields reasons why adapters cannot be sent without their base weights."""
     if MODES[spec.weight_sync.mode].is_in_place:
         yield (
-            "trainer.lora.sync adapter receives adapters beside the live weights, but weight_sync.mode is "
-            "inplace; choose mode shadow, which takes no more memory here, or sync merged"
+            "trainer.lora.sync adapter receives adapters in separate memory, but weight_sync.mode is "
+            "inplace; use mode shadow, which takes no more memory here, or sync merged"
         )
     if lora.adapts_experts:
         yield (
-            "trainer.lora.sync adapter has rollouts merge adapters of linear modules, but "
-            "trainer.lora.target_modules names experts; choose sync merged"
+            "with trainer.lora.sync adapter, rollouts merge adapters of linear modules only, but "
+            "trainer.lora.target_modules has experts; use sync merged"
         )
     if spec.model.is_tiny:
         yield (
-            f"trainer.lora.sync adapter has rollouts read frozen weights from model.path, but "
-            f"{spec.model.path!r} is a preset, which has no folder; choose sync merged"
+            f"with trainer.lora.sync adapter, rollouts read frozen weights from model.path, but "
+            f"{spec.model.path!r} is a preset without a folder; use sync merged"
         )
     for role, kind in apart(spec.topology).items():
         if kind.receives_weights and not kind.merges_adapters:
             yield (
-                "trainer.lora.sync adapter has rollouts merge adapters, which workers of the role "
-                f"{role} cannot; choose sync merged"
+                f"workers of the role {role} cannot merge adapters, as trainer.lora.sync adapter requires; "
+                "use sync merged"
             )
 
 
@@ -171,7 +171,7 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
     needs_none = spec.algorithm.num_demonstrations or spec.algorithm.advantage == "none"
     if not (spec.rollout.rewards or are_scored or needs_none):
         yield (
-            "rollout.rewards is required: at least 1 reward has to score the sampled responses; name one, "
+            "rollout.rewards is required: expected at least 1 reward for the sampled responses, "
             "for example [{name: exact_match}]"
         )
     for key, rewards in spec.rewards.items():
@@ -186,9 +186,9 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
         most, size = spec.rollout.max_running_samples, spec.samples_per_group
         if size > most and (compared := [one.name for one in rewards if one.sees != "response"]):
             yield (
-                f"{key}: {compared[0]!r} compares the responses of a group, but a group of {size} is shared "
-                f"by rollouts, none of which has all of it; set rollout.max_running_samples ({most}) to at "
-                "least that"
+                f"{key}: {compared[0]!r} compares the responses of a group, but a group of {size} is split "
+                f"over several rollouts; set rollout.max_running_samples ({most}) to at "
+                f"least {size}"
             )
 
 
@@ -202,36 +202,37 @@ def _rewards_of(
             yield from _address(f"{key}.name", reward.name)
         elif reward.name not in known and not is_reference(reward.name):
             yield (
-                f"{key}.name: {reward.name!r} is no reward; take one of {', '.join(known)}, the URL of a "
-                f"reward service ({', '.join(SERVICES)}), or 'module:function' or 'file.py:function'."
+                f"{key}.name: {reward.name!r} is not a known reward; use one of {', '.join(known)}, the URL "
+                f"of a reward service ({', '.join(SERVICES)}), or 'module:function' or 'file.py:function'."
                 + did_you_mean(reward.name, known)
             )
         if reward.name.startswith(SERVICES) and (
             unknown := sorted(reward.arguments.keys() - {"token"})
         ):
             yield (
-                f"{key}.arguments has {', '.join(unknown)}, but a reward service is given its token alone; "
-                "remove them"
+                f"{key}.arguments has {', '.join(unknown)}, but a reward service accepts only token; "
+                "remove the others"
             )
         if reward.name in NEED_ANSWERS and not has_answers:
             yield (
                 f"{key}.name: {reward.name!r} compares with the expected answer, but data.answer_column is "
-                "null; name the column, or take another reward"
+                "null; set the column, or use another reward"
             )
         if reward.sees != "response" and ("://" in reward.name or ":" not in reward.name):
             yield (
-                f"{key}.sees is {reward.sees!r}, which is for functions of yours, but {key}.name is "
-                f"{reward.name!r}; name 'module:function', or remove {key}.sees"
+                f"{key}.sees is {reward.sees!r}, which is only for your own functions, but {key}.name is "
+                f"{reward.name!r}; use 'module:function', or remove {key}.sees"
             )
         if reward.per != "response" and (reward.sees != "response" or ":" not in reward.name):
             yield (
-                f"{key}.per is {reward.per!r}, which is for functions of yours and services that see "
-                f"one response, but {key}.name is {reward.name!r} and {key}.sees {reward.sees!r}; change one"
+                f"{key}.per is {reward.per!r}, which is only for your own functions and for services that "
+                f"score one response, but {key}.name is {reward.name!r} and {key}.sees {reward.sees!r}; "
+                "change one"
             )
         if reward.bounds is not None and reward.bounds[0] >= reward.bounds[1]:
             yield (
-                f"{key}.bounds must be the least and the largest value, but are {reward.bounds[0]:g} and "
-                f"{reward.bounds[1]:g}; put the smaller one first"
+                f"{key}.bounds must be [min, max], got [{reward.bounds[0]:g}, "
+                f"{reward.bounds[1]:g}]; swap them"
             )
 
 
@@ -244,7 +245,7 @@ def _address(key: str, url: str) -> Iterator[str]:
         is_whole = False
     if not is_whole:
         yield (
-            f"{key}: {url!r} is no address of a reward service; write http://HOST/PATH or grpc://HOST:PORT"
+            f"{key}: expected the URL of a reward service, http://HOST/PATH or grpc://HOST:PORT, got {url!r}"
         )
 
 
@@ -253,13 +254,13 @@ def _unearned(key: str, rewards: Sequence[RewardSpec], spec: RunSpec) -> Iterato
     workflow = spec.rollout.workflow
     if rewards and not any(reward.weight for reward in rewards):
         yield (
-            f"{key}.0.weight is 0, and no other reward has another weight, so every score would be 0; set it"
+            f"{key}.0.weight is 0, as are all other weights, so every score would be 0; raise it"
         )
     for index, reward in enumerate(rewards):
         if reward.name == EARNED and workflow in ("single_turn", "multi_turn"):
             yield (
-                f"{key}.{index}.name: {EARNED!r} is what an environment or an agent gives for its episode, "
-                f"but rollout.workflow is {workflow!r}; set it to 'environment' or 'agent', or take another "
+                f"{key}.{index}.name: {EARNED!r} is the score of an environment or an agent for its episode, "
+                f"but rollout.workflow is {workflow!r}; set it to 'environment' or 'agent', or use another "
                 "reward"
             )
 
@@ -268,8 +269,9 @@ def _rollout(spec: RunSpec) -> Iterator[str]:
     rollout, sampling = spec.rollout, spec.rollout.sampling
     if rollout.workflow not in WORKFLOWS and not is_reference(rollout.workflow):
         yield (
-            f"rollout.workflow: {rollout.workflow!r} is no workflow; take one of {', '.join(WORKFLOWS)}, or "
-            "'module:Class' or 'file.py:Class'." + did_you_mean(rollout.workflow, tuple(WORKFLOWS))
+            f"rollout.workflow: {rollout.workflow!r} is not a known workflow; use one of "
+            f"{', '.join(WORKFLOWS)}, or 'module:Class' or 'file.py:Class'."
+            + did_you_mean(rollout.workflow, tuple(WORKFLOWS))
         )
     if rollout.segment_tokens is not None and not rollout.partial_rollout:
         yield (
@@ -279,25 +281,25 @@ def _rollout(spec: RunSpec) -> Iterator[str]:
     elif (rollout.segment_tokens or 0) >= rollout.max_response_tokens:
         yield (
             f"rollout.segment_tokens ({rollout.segment_tokens}) must be below rollout.max_response_tokens "
-            f"({rollout.max_response_tokens}), or no response is ever put aside; lower it, or remove it"
+            f"({rollout.max_response_tokens}), or no response is ever parked; lower or remove it"
         )
     if sampling.temperature == 0:
         yield (
-            "rollout.sampling.temperature is 0 (greedy), so all members of a group would be equal; "
-            "training needs a temperature above 0"
+            "rollout.sampling.temperature is 0 (greedy), so all responses of a group would be equal; "
+            "set it above 0"
         )
     if sampling.top_p < 1 or sampling.top_k > 0:
         yield (
             "rollout.sampling.top_p must be 1 and top_k 0 for training, because the trainer's "
-            f"logprobs cover all tokens, but they are {sampling.top_p} and {sampling.top_k}"
+            f"logprobs cover all tokens, got {sampling.top_p} and {sampling.top_k}"
         )
     if "" in sampling.stop:
-        yield "rollout.sampling.stop has an empty text, which would end every response; remove it"
+        yield "rollout.sampling.stop has an empty string, which would end every response; remove it"
     overlong = spec.algorithm.overlong.buffer_tokens
     if overlong > rollout.max_response_tokens:
         yield (
             f"algorithm.overlong.buffer_tokens ({overlong}) must not exceed rollout.max_response_tokens "
-            f"({rollout.max_response_tokens}), the limit before which the penalty grows; lower it"
+            f"({rollout.max_response_tokens}), the length limit at which the penalty ends; lower it"
         )
 
 
@@ -307,13 +309,14 @@ def _engine(spec: RunSpec) -> Iterator[str]:
         stages = engine_kind(name).stage_argument
         if not engine_kind(name).is_writable:
             yield (
-                f"weight_sync.mode inplace writes into live weights, which engine {name!r} keeps to itself; "
-                "choose mode shadow, or another rollout.engine"
+                f"weight_sync.mode inplace writes into live weights, which engine {name!r} does not expose; "
+                "use mode shadow, or another rollout.engine"
             )
         elif rollout.engine_arguments.get(stages, 1) != 1:
             yield (
-                "weight_sync.mode inplace has every worker of an engine place all tensors, but with "
-                f"rollout.engine_arguments.{stages} each holds some layers; choose mode shadow, or remove it"
+                "with weight_sync.mode inplace every worker of an engine writes all tensors, but with "
+                f"rollout.engine_arguments.{stages} each worker has only some layers; use mode shadow, or "
+                "remove it"
             )
     most_tokens = spec.data.max_prompt_tokens + rollout.max_response_tokens
     try:
@@ -338,7 +341,7 @@ def _argument_problems(
                     f"{settings or 'none'}" + did_you_mean(argument, known)
                 )
             else:
-                yield f"{key}_arguments.{argument}: {problem['msg']}, but is {problem['input']!r}"
+                yield f"{key}_arguments.{argument}: {problem['msg']}, got {problem['input']!r}"
 
 
 def _formulas(spec: RunSpec) -> Iterator[str]:
@@ -349,20 +352,22 @@ def _formulas(spec: RunSpec) -> Iterator[str]:
     ):
         if name not in table and not is_reference(name):
             yield (
-                f"algorithm.{key} {name!r} is unknown; take one of {', '.join(table)}, or a function of "
-                "yours, 'module:function' or 'file.py:function'." + did_you_mean(name, tuple(table))
+                f"algorithm.{key} {name!r} is unknown; use one of {', '.join(table)}, or your own "
+                "function, 'module:function' or 'file.py:function'."
+                + did_you_mean(name, tuple(table))
             )
         if name in table:
             yield from _argument_problems(f"algorithm.{key}", name, table[name], arguments)
     if spec.critic != CriticSpec() and not algorithm.advantage_kind.needs_critic:
         yield (
-            f"critic is given, but algorithm.advantage {algorithm.advantage!r} has none; remove it, "
+            f"critic is set, but algorithm.advantage {algorithm.advantage!r} has no critic; remove critic, "
             "or set algorithm.advantage to 'gae'"
         )
     if spec.trainer.steps is not None and spec.critic.warmup_steps >= spec.trainer.steps:
         yield (
             f"critic.warmup_steps ({spec.critic.warmup_steps}) must be below trainer.steps "
-            f"({spec.trainer.steps}), or the policy is never trained; lower the first or raise the second"
+            f"({spec.trainer.steps}), or the policy would never be trained; lower the first or raise the "
+            "second"
         )
 
 
@@ -382,29 +387,29 @@ def _correction(spec: RunSpec) -> Iterator[str]:
         )
     if algorithm.correction_normalize and spec.correction != "decoupled":
         yield (
-            f"algorithm.correction_normalize is on, but algorithm.correction {spec.correction!r} knows its "
-            "weights only as it trains; set algorithm.correction to 'decoupled'"
+            f"algorithm.correction_normalize is true, but algorithm.correction {spec.correction!r} computes "
+            "its weights during training; set algorithm.correction to 'decoupled'"
         )
     if algorithm.looks_ahead and algorithm.proximal == "interpolated":
         yield (
-            "algorithm.proximal 'interpolated' follows the policy as it trains, but "
-            "algorithm.correction_normalize and rejection_denominator 'kept' need the whole batch before; "
-            "set algorithm.proximal to 'computed'"
+            "algorithm.proximal 'interpolated' depends on the policy during training, but "
+            "algorithm.correction_normalize and rejection_denominator 'kept' need the whole batch before "
+            "training; set algorithm.proximal to 'computed'"
         )
     if algorithm.correction_normalize and spec.trainer.accumulate_early:
         yield (
-            "algorithm.correction_normalize needs the whole batch, of which trainer.accumulate_early trains "
-            "groups before the others are there; leave out one of them"
+            "algorithm.correction_normalize needs the whole batch before training, but "
+            "trainer.accumulate_early trains groups as they finish; remove one of them"
         )
     if algorithm.rejection_denominator == "kept" and not algorithm.rejection:
         yield (
-            "algorithm.rejection_denominator is 'kept', but algorithm.rejection has no masks; add one, or "
-            "leave it out"
+            "algorithm.rejection_denominator is 'kept', but algorithm.rejection is empty; add a mask, or "
+            "remove algorithm.rejection_denominator"
         )
     for index, mask in enumerate(algorithm.rejection):
         key = f"algorithm.rejection.{index}"
         if mask.lower is None and mask.upper is None:
-            yield f"{key} rejects nothing; set {key}.lower, {key}.upper or both, or remove it"
+            yield f"{key} has no bounds; set {key}.lower, {key}.upper or both, or remove it"
         elif mask.lower is not None and mask.upper is not None and mask.lower >= mask.upper:
             yield f"{key}.lower ({mask.lower:g}) must be below {key}.upper ({mask.upper:g})"
 
@@ -414,12 +419,12 @@ def _batch(spec: RunSpec) -> Iterator[str]:
     if trainer.updates_per_step > trainer.prompts_per_step:
         yield (
             f"trainer.updates_per_step ({trainer.updates_per_step}) must not exceed "
-            f"trainer.prompts_per_step ({trainer.prompts_per_step}): each mini-batch needs a group"
+            f"trainer.prompts_per_step ({trainer.prompts_per_step}), because each mini-batch needs a group"
         )
     if beyond := [step for step in trainer.profile_steps if step > (trainer.steps or step)]:
         yield (
-            f"trainer.profile_steps has {beyond}, but trainer.steps is {trainer.steps}; name steps from 1 to "
-            "that"
+            f"trainer.profile_steps has {beyond}, but trainer.steps is {trainer.steps}; use steps from 1 to "
+            f"{trainer.steps}"
         )
     group_size, least = spec.rollout.group_size, spec.algorithm.min_group_size
     if group_size < least:
@@ -429,20 +434,21 @@ def _batch(spec: RunSpec) -> Iterator[str]:
         )
     if not all(0 <= beta < 1 for beta in trainer.optimizer.betas):
         yield (
-            f"trainer.optimizer.betas must be from 0 to below 1, but are {list(trainer.optimizer.betas)}; "
-            "take [0.9, 0.99]"
+            f"trainer.optimizer.betas must be >= 0 and < 1, got {list(trainer.optimizer.betas)}; "
+            "for example [0.9, 0.99]"
         )
     if spec.validation.replicas >= spec.rollout.replicas:
         yield (
             f"validation.replicas ({spec.validation.replicas}) must be below rollout.replicas "
-            f"({spec.rollout.replicas}), because somebody has to generate meanwhile; 0 shares all of them"
+            f"({spec.rollout.replicas}), so that the others can generate meanwhile; 0 uses all replicas for "
+            "both"
         )
 
 
 def _early_groups(spec: RunSpec) -> Iterator[str]:
     if not spec.trainer.accumulate_early:
         return
-    begins = "trainer.accumulate_early adds up one on-policy update from groups:"
+    begins = "trainer.accumulate_early accumulates one on-policy update from groups, but"
     algorithm, updates = spec.algorithm, spec.trainer.updates_per_step
     if algorithm.max_staleness:
         yield f"{begins} algorithm.max_staleness is {algorithm.max_staleness}; set it to 0"
@@ -451,7 +457,7 @@ def _early_groups(spec: RunSpec) -> Iterator[str]:
     if not algorithm.advantage_kind.is_per_group:
         yield (
             f"{begins} algorithm.advantage {algorithm.advantage!r} may compare samples of different groups; "
-            f"take one of {', '.join(name for name, kind in ADVANTAGES.items() if kind.is_per_group)}"
+            f"use one of {', '.join(name for name, kind in ADVANTAGES.items() if kind.is_per_group)}"
         )
 
 
@@ -474,8 +480,8 @@ def _parallelism(spec: RunSpec) -> Iterator[str]:
         )
     if trainer.zero_stage == 1 and trainer.offloads_weights:
         yield (
-            "trainer.zero_stage 1 keeps whole weights on the GPU, which trainer.cpu_offload moves away; "
-            "set trainer.zero_stage to 3 or trainer.cpu_offload to false or optimizer"
+            "trainer.zero_stage 1 keeps whole weights on the GPU, but trainer.cpu_offload true moves them to "
+            "the host; set trainer.zero_stage to 3 or trainer.cpu_offload to false or optimizer"
         )
     if lora is not None and trainer.tensor_parallel > 1:
         yield (
@@ -483,7 +489,7 @@ def _parallelism(spec: RunSpec) -> Iterator[str]:
             "set trainer.tensor_parallel to 1 and shard over more data-parallel ranks"
         )
     if lora is not None and not lora.target_modules:
-        yield "trainer.lora.target_modules is empty, so nothing would be trained; name modules such as q_proj"
+        yield "trainer.lora.target_modules is empty, so nothing would be trained; add modules such as q_proj"
 
 
 _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (

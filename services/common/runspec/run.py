@@ -262,7 +262,7 @@ class RunSpec(SpecPart):
         kinds = [tracker.kind for tracker in trackers]
         if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
             raise ValueError(
-                f"{twice[0]!r} is named {kinds.count(twice[0])} times; leave one of them"
+                f"duplicate tracker {twice[0]!r} ({kinds.count(twice[0])} times); keep one"
             )
         return trackers
 

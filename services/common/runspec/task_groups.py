@@ -91,15 +91,16 @@ def place_groups(
     if total_gpus % unit:
         raise TaskGroupError(
             TaskGroupFault.TOTAL_NOT_MULTIPLE_OF_NODE,
-            f"{total_gpus} GPUs are not whole nodes of {gpus_per_node}; give whole nodes, or split by gpu",
+            f"{total_gpus} GPUs are not a multiple of the {gpus_per_node} GPUs per node; use whole nodes, or "
+            "split by gpu",
         )
     counts = [count * unit for count in _largest_remainder(ratios, total_gpus // unit)]
     for group, count, ratio in zip(groups, counts, ratios, strict=True):
         if count == 0:
             raise TaskGroupError(
                 TaskGroupFault.GROUP_GETS_ZERO,
-                f"group {'+'.join(group)} gets no GPU: {ratio:g} of {total_gpus}; raise its ratio, or "
-                "let it share a group",
+                f"group {'+'.join(group)} gets no GPU: its ratio is {ratio:g} of {total_gpus}; raise the "
+                "ratio, or merge it with another group",
             )
         _check_parallelism(group, count, parallelism or {})
     return TaskGroupPlacement(
@@ -118,30 +119,32 @@ def _named(
     if len(task_groups) != num_ratios:
         raise TaskGroupError(
             TaskGroupFault.LENGTH_MISMATCH,
-            f"{len(task_groups)} task groups, but {num_ratios} ratios; give one ratio for each group",
+            f"expected one ratio for each of the {len(task_groups)} task groups, got {num_ratios}",
         )
     known, aliases, groups = tasks(), task_aliases(), []
     for number, group in enumerate(task_groups):
         names = (group,) if isinstance(group, str) else tuple(group)
         if not names:
             raise TaskGroupError(
-                TaskGroupFault.EMPTY_GROUP, f"group {number} has no task; name one or leave it out"
+                TaskGroupFault.EMPTY_GROUP,
+                f"group {number} has no task; add one or remove the group",
             )
         groups.append(tuple(aliases.get(name, name) for name in names))
     everything = [task for group in groups for task in group]
     if unknown := [task for task in everything if task not in known]:
         raise TaskGroupError(
             TaskGroupFault.UNKNOWN_TASK,
-            f"there is no task {unknown[0]!r}; the tasks are {', '.join(known)}",
+            f"unknown task {unknown[0]!r}; use {\', \'.join(known)}",
         )
     if twice := [task for task in known if everything.count(task) > 1]:
         raise TaskGroupError(
-            TaskGroupFault.DUPLICATE_TASK, f"task {twice[0]} is listed twice; list it once"
+            TaskGroupFault.DUPLICATE_TASK, f"task {twice[0]} is listed twice; remove one"
         )
     required = [kind.task for kind in WORKERS.values() if kind.is_required]
     if missing := [task for task in required if task not in everything]:
         raise TaskGroupError(
-            TaskGroupFault.MISSING_TASK, f"no group has the task {missing[0]}; every run needs it"
+            TaskGroupFault.MISSING_TASK,
+            f"no group has the task {missing[0]}, which every run needs; add it",
         )
     return tuple(groups)
 
@@ -149,13 +152,11 @@ def _named(
 def _check_ratios(ratios: Sequence[float]) -> None:
     for ratio in ratios:
         if not (math.isfinite(ratio) and ratio > 0):
-            raise TaskGroupError(
-                TaskGroupFault.BAD_RATIO, f"a ratio must be above 0, but one is {ratio}"
-            )
+            raise TaskGroupError(TaskGroupFault.BAD_RATIO, f"a ratio must be > 0, got {ratio}")
     if sum(ratios) > 1 + _NOISE:
         raise TaskGroupError(
             TaskGroupFault.RATIO_SUM_GT_1,
-            f"the ratios add up to {sum(ratios):g}; they are shares of the whole, so at most 1",
+            f"the ratios must add up to at most 1, got {sum(ratios):g}",
         )
 
 
@@ -174,7 +175,7 @@ def _check_parallelism(group: Sequence[str], count: int, parallelism: Mapping[st
     if count % step:
         raise TaskGroupError(
             TaskGroupFault.NOT_DIVISIBLE_BY_PARALLELISM,
-            f"group {'+'.join(group)} gets {count} GPUs, but its tasks take {step} at a time; change "
+            f"group {'+'.join(group)} gets {count} GPUs, but its tasks need a multiple of {step}; change "
             "its ratio or the parallelism",
         )
 

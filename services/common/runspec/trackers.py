@@ -56,6 +56,6 @@ class TrackerSpec(SpecPart):
     def _teams_are_wandbs(cls, project: str, info: ValidationInfo) -> str:
         if "/" in project and info.data.get("kind") != "wandb":
             raise ValueError(
-                f"{project!r} names a team, but only wandb has teams; leave out what stands before '/'"
+                f"{project!r} has a team, but only wandb has teams; remove the part before '/'"
             )
         return project

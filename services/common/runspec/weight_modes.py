@@ -108,5 +108,5 @@ def weight_mode(name: str) -> WeightMode:
         ValueError: If the name is unknown.
     """
     if name not in MODES:
-        raise ValueError(f"weight_sync.mode must be one of {', '.join(MODES)}, but is {name!r}")
+        raise ValueError(f"weight_sync.mode must be one of {', '.join(MODES)}, got {name!r}")
     return MODES[name]

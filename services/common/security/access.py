@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 AUTH_FAILURES = Counter(
     "slipstream_auth_failures_total",
-    "Calls that were refused for who made them.",
+    "Calls that were rejected because of their caller's identity.",
     ["reason"],
 )
 for _reason in ("unauthenticated", "permission_denied"):
@@ -70,7 +70,7 @@ def authenticate(identity: Identity, method: str, authorization: str) -> None:
         _caller.set(identity.bearer(authorization))
     except UnauthenticatedError:
         AUTH_FAILURES.labels("unauthenticated").inc()
-        _refusals.warning("a call without a known token was refused", method=method)
+        _refusals.warning("rejected a call without a valid token", method=method)
         raise
 
 
@@ -94,10 +94,12 @@ def check_peer_certificate(method: str, names: Iterable[bytes]) -> None:
     shown = {name.decode("latin-1") for name in names}
     if not shown & fitting:
         AUTH_FAILURES.labels("permission_denied").inc()
-        _refusals.warning("a token came with another's certificate", method=method, run=bearer)
+        _refusals.warning(
+            "rejected a token with the certificate of another bearer", method=method, run=bearer
+        )
         raise PermissionDeniedError(
-            f"a token of {bearer} came with a certificate of {', '.join(sorted(shown)) or 'nobody'}; "
-            f"it needs one of {' or '.join(sorted(fitting))}",
+            f"the token of {bearer} needs a certificate of {' or '.join(sorted(fitting))}, "
+            f"got {', '.join(sorted(shown)) or 'none'}",
             method=method,
         )
 
@@ -115,9 +117,9 @@ def authorize(method: str, request: Any) -> None:
     bearer = _caller.get()
     if bearer != SERVICES and not _is_open(method, request, bearer):
         AUTH_FAILURES.labels("permission_denied").inc()
-        _refusals.warning("a worker's call was refused", method=method, run=bearer)
+        _refusals.warning("rejected a worker's call", method=method, run=bearer)
         raise PermissionDeniedError(
-            f"a worker of {bearer} may not call {method}, or not for another run or for none",
+            f"a worker of {bearer} may not call {method}, or only for its own run",
             method=method,
         )
 

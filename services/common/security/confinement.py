@@ -30,7 +30,7 @@ Kind = Literal[
     "package",
     "command",
     "rows",
-    "rows arguments",
+    "row arguments",
     "workflow arguments",
 ]
 """Kind of a value, which decides how it is judged.
@@ -42,7 +42,7 @@ built in, or an address, which workers judge when they connect
 (:mod:`services.rollout.calls.reach`). ``function``: a function that verifiers loads, also as
 ``package.module.name``. ``package``: a plugin that verifiers imports by its name. ``command``: a
 program with its arguments. ``rows``: ``path`` of a prompt source, whose kind depends on ``source``;
-the kinds of ``rows arguments`` and ``workflow arguments`` depend on their consumer.
+the kinds of ``row arguments`` and ``workflow arguments`` depend on their consumer.
 """
 
 _MODELS: Final[Mapping[str, Kind]] = {
@@ -56,7 +56,7 @@ _ROWS: Final[Mapping[str, Kind]] = {
     "path": "rows",
     "split": "text",
     "subset": "text",
-    "arguments": "rows arguments",
+    "arguments": "row arguments",
     "filters.N.column": "free",
     "filters.N.one_of": "free",
     "filters.N.matches": "free",
@@ -172,7 +172,7 @@ class _Judge:
         if kind == "command":
             yield from self._command(value)
         elif "\0" in value:
-            yield "holds a zero byte; remove it"
+            yield "contains a zero byte; remove it"
         elif kind == "package":
             yield from self._package(value)
         elif kind == "function":
@@ -201,7 +201,7 @@ class _Judge:
 
     def _package(self, value: str) -> Iterator[str]:
         if (named := _PLUGIN.fullmatch(value)) is None:
-            yield f"{value!r} names no plugin; write its id, such as 'owner/name@version'"
+            yield f"expected the id of a plugin, such as 'owner/name@version', got {value!r}"
         else:
             module = named["module"].replace("-", "_").lower()
             yield from self._module(module, must_exist=True)
@@ -210,7 +210,7 @@ class _Judge:
         module, separator, name = value.rpartition(":" if ":" in value else ".")
         reference = _reference(f"{module}:{name}") if separator else None
         if reference is None:
-            yield f"{value!r} names no function; write 'module:function' or 'file.py:function'"
+            yield f"expected 'module:function' or 'file.py:function', got {value!r}"
         else:
             yield from self._reference(reference, must_exist=True)
 
@@ -219,26 +219,26 @@ class _Judge:
             paths = sorted(map(self.resolved, meanings))
             inside = [self.resolved(root) for root in roots]
         except (OSError, RuntimeError) as error:  # circular links
-            yield f"{text!r} leads nowhere ({error}); name something inside of {_listed(roots)}"
+            yield f"{text!r} cannot be resolved ({error}); use a path inside {_listed(roots)}"
             return
         for path in paths:
             if not _is_inside(path, inside):
-                leads = "" if str(path) == text else f" leads to {path}, which"
-                yield f"{text!r}{leads} is outside of {_listed(roots)}; name something inside"
+                leads = "" if str(path) == text else f" resolves to {path}, which"
+                yield f"{text!r}{leads} is outside {_listed(roots)}; use a path inside"
                 return
 
     def _module(self, module: str, *, must_exist: bool) -> Iterator[str]:
         roots = [root.resolve() for root in self.allowance.code_roots]
         specs = list(_module_specs(module))
         if any(not _is_within(spec, roots) for spec in specs) or (must_exist and not specs):
-            yield f"module {module!r} is outside of {_listed(roots)}; put the file there"
+            yield f"module {module!r} is outside {_listed(roots)}; move the file there"
 
     def _command(self, command: Any) -> Iterator[str]:
         if not isinstance(command, list) or tuple(command) not in self.allowance.commands:
             allowed = [" ".join(known) for known in self.allowance.commands]
             yield (
-                f"{command!r} is none of the commands of this installation ({', '.join(allowed) or 'none'}); "
-                "ask for it to be added to allowed_commands"
+                f"{command!r} is not an allowed command of this installation "
+                f"({', '.join(allowed) or 'none'}); ask the operator to add it to allowed_commands"
             )
 
     def _is_hub_id(self, value: str) -> bool:
@@ -273,12 +273,12 @@ def _names(spec: RunSpec) -> Iterator[tuple[str, Kind, Any]]:
         if kind == "rows":
             assert isinstance(part, PromptSourceSpec)
             yield key, _DATA_KINDS.get(part.source, "text"), value
-        elif kind == "rows arguments" and getattr(part, "source", None) == "verifiers":
+        elif kind == "row arguments" and getattr(part, "source", None) == "verifiers":
             yield from _verifiers_names(key, value)
         elif kind == "workflow arguments":
             yield from _workflow_names(spec, key, value)
         elif kind != "free":
-            judged: Kind = "text" if kind == "rows arguments" else kind
+            judged: Kind = "text" if kind == "row arguments" else kind
             yield from ((name, judged, text) for name, text in _texts(value, key))
 
 
@@ -392,4 +392,4 @@ def _is_inside(path: Path, roots: Sequence[Path]) -> bool:
 
 
 def _listed(roots: Sequence[Path]) -> str:
-    return ", ".join(str(root) for root in roots) or "any folder of this installation"
+    return ", ".join(str(root) for root in roots) or "the folders of this installation"

@@ -59,7 +59,7 @@ class Identity:
             if self.run_token and hmac.compare_digest(token.encode(), self.run_token.encode()):
                 return SERVICES
         raise UnauthenticatedError(
-            "no token that is known here came; workers get theirs from the controller that starts them, in "
+            "the call has no valid token; a worker receives its token from the controller in "
             "RUN_TOKEN, and services share service_key_file"
         )
 
@@ -94,7 +94,7 @@ def read_key(file: Path) -> bytes:
         raise InvalidArgumentError(f"cannot read {file}: {error.strerror}", file=file) from error
     if len(key) < MIN_KEY_BYTES:
         raise InvalidArgumentError(
-            f"{file} holds {len(key)} bytes; a key needs {MIN_KEY_BYTES} random ones, for example from "
-            "'openssl rand -hex 32'"
+            f"{file} has {len(key)} bytes, but a key needs at least {MIN_KEY_BYTES} random bytes, for "
+            "example from 'openssl rand -hex 32'"
         )
     return key

@@ -56,7 +56,7 @@ class Issuer:
         end = min(now + LIFETIME, signer.not_valid_after_utc)
         if end <= now:
             raise InvalidArgumentError(
-                f"the issuer in {self._folder} ended at {end:%Y-%m-%d %H:%M} UTC; renew it"
+                f"the issuer certificate in {self._folder} expired at {end:%Y-%m-%d %H:%M} UTC; renew it"
             )
         key = ec.generate_private_key(ec.SECP256R1())
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -98,12 +98,12 @@ class Issuer:
             basic = signer.extensions.get_extension_for_class(x509.BasicConstraints).value
         except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound) as error:
             raise InvalidArgumentError(
-                f"the issuer in {self._folder} is no authority: {error}; tls.crt must hold a certificate "
-                "that may sign others (CA:TRUE), and tls.key its key"
+                f"cannot read the issuer in {self._folder}: {error}; tls.crt must have a CA certificate "
+                "(CA:TRUE) and tls.key its private key"
             ) from error
         if not basic.ca:
             raise InvalidArgumentError(
-                f"the certificate {self._folder / 'tls.crt'} may not sign others: it needs CA:TRUE"
+                f"the certificate {self._folder / 'tls.crt'} must be a CA certificate (CA:TRUE)"
             )
         return signer, key  # type: ignore[return-value]  # other kinds of keys have no certificates
 
@@ -130,5 +130,5 @@ class IssuedTls:
             try:
                 self._current = self._issuer.issue(self._name)
             except InvalidArgumentError as error:
-                _failures.warning("certificate is not renewed", why=str(error))
+                _failures.warning("certificate renewal failed", why=str(error))
         return self._current

@@ -37,13 +37,13 @@ _SECRET_VALUE = re.compile(
     re.IGNORECASE,
 )
 _FIX: Final = (
-    'secrets are not stored in specifications; write {"secret": "NAME"}, where NAME is a file of the '
-    "installation's secrets"
+    'a specification must not contain secrets; use {"secret": "NAME"}, where NAME is a file in the '
+    "installation's secrets directory"
 )
 _FIX_URL: Final = (
-    "the URL holds a user and a password, and secrets are not stored in specifications; take them out, and "
-    'give the service\'s token beside it as {"secret": "NAME"}, where NAME is a file of the installation\'s '
-    "secrets"
+    "the URL has a user and a password, but a specification must not contain secrets; remove them, and "
+    'set the service\'s token to {"secret": "NAME"}, where NAME is a file in the installation\'s '
+    "secrets directory"
 )
 
 
@@ -124,7 +124,7 @@ def _read(name: str, folder: Path | None) -> str:
     file = None if folder is None else folder / name
     if file is None or file.parent != folder or not file.is_file():
         raise FailedPreconditionError(
-            f"the specification refers to the secret {name!r}, but there is no such file in "
+            f"the specification refers to the secret {name!r}, but it does not exist in "
             f"{folder or 'secrets_directory, which is not set'}; add it to the installation's secrets",
             secret=name,
         )

@@ -69,7 +69,7 @@ def _reward(value: Any) -> Any:
     if not isinstance(value, int | float | dict):
         return None
     if (size := len(json.dumps(value))) > _MAX_REWARD_BYTES:
-        raise ValueError(f"it returned {size} bytes; at most {_MAX_REWARD_BYTES} are allowed")
+        raise ValueError(f"its result has {size} bytes, more than the limit of {_MAX_REWARD_BYTES}")
     return value
 
 

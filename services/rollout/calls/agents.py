@@ -75,7 +75,7 @@ class AgentProcess:
             except TimeoutError as error:
                 process.kill()
                 raise CallError(
-                    "timeout", f"{self._reference!r} was not loaded in {_LOAD_TIMEOUT_S:g} s"
+                    "timeout", f"{self._reference!r} was not loaded within {_LOAD_TIMEOUT_S:g} s"
                 ) from error
 
     async def run(self, keywords: Mapping[str, Any]) -> Any:
@@ -149,10 +149,11 @@ class AgentService:
         try:
             response = await self._service.post(dict(keywords))
         except (httpx.TransportError, BusyError) as error:
-            raise CallError("exception", f"{self._url} does not answer: {error!r}") from error
+            raise CallError("exception", f"{self._url} does not respond: {error!r}") from error
         if not response.is_success:
             raise CallError(
-                "exception", f"{self._url} answered {response.status_code}: {response.text[:200]}"
+                "exception",
+                f"{self._url} returned status {response.status_code}: {response.text[:200]}",
             )
         try:
             return response.json()

@@ -52,7 +52,7 @@ class Guard:
                 async with asyncio.timeout(_BODY_TIMEOUT_S):
                     body = await self._read(headers, receive)
             except TimeoutError:
-                refusal = 408, f"the body did not arrive in {_BODY_TIMEOUT_S:g} s"
+                refusal = 408, f"the body did not arrive within {_BODY_TIMEOUT_S:g} s"
             except ValueError as error:
                 refusal = 413, str(error)
         if refusal is not None:
@@ -68,15 +68,15 @@ class Guard:
         is_known = scheme.lower() == "bearer" and hmac.compare_digest(token.encode(), self._token)
         if self._token and not is_known and path not in _OPEN_PATHS:
             return 401, (
-                "the token is missing or another one; let the specification name the secret that holds it "
-                '(token: {"secret": NAME}, beside the address)'
+                "the token is missing or wrong; set it in the specification next to the URL, as "
+                'token: {"secret": NAME}'
             )
         if "origin" in headers:
-            return 403, f"a web page ({headers['origin']!r:.80}) may not use this"
+            return 403, f"requests from web pages ({headers['origin']!r:.80}) are not allowed"
         media = headers.get("content-type", "").partition(";")[0].strip().lower()
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         if has_body and media != "application/json":
-            return 415, "a body must be JSON: send Content-Type: application/json"
+            return 415, "the body must be JSON with Content-Type: application/json"
         return None
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
@@ -84,13 +84,15 @@ class Guard:
         body, has_more = bytearray(), True
         stated = headers.get("content-length", "")
         if stated.isdecimal() and int(stated) > self._max_bytes:
-            raise ValueError(f"a request may have {self._max_bytes} bytes, but has {stated}")
+            raise ValueError(
+                f"the request has {stated} bytes, more than the limit of {self._max_bytes}"
+            )
         while has_more:
             message = await receive()
             body += message.get("body", b"")
             has_more = message.get("more_body", False)
             if len(body) > self._max_bytes:
-                raise ValueError(f"a request may have {self._max_bytes} bytes, but has more")
+                raise ValueError(f"the request has more than the limit of {self._max_bytes} bytes")
         return bytes(body)
 
 
@@ -104,10 +106,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file",
         type=Path,
-        help="file with the token of rollouts; needed unless on a Unix socket",
+        help="file with the token that rollouts send; required unless on a Unix socket",
     )
-    parser.add_argument("--tls-certificate", type=Path, help="PEM file, to serve https")
-    parser.add_argument("--tls-key", type=Path, help="PEM file with the certificate's key")
+    parser.add_argument(
+        "--tls-certificate", type=Path, help="PEM file with the certificate, to serve https"
+    )
+    parser.add_argument("--tls-key", type=Path, help="PEM file with the private key")
 
 
 def serve_guarded(app: ASGIApp, given: argparse.Namespace) -> AbstractAsyncContextManager[int]:
@@ -120,8 +124,8 @@ def serve_guarded(app: ASGIApp, given: argparse.Namespace) -> AbstractAsyncConte
     is_here = given.bind.startswith("unix:")
     if given.token_file is None and not is_here:
         raise ValueError(
-            f"--bind {given.bind} is open to others; give --token-file, a file with 32 random bytes or more "
-            "such as 'openssl rand -hex 32' writes, or bind to unix:PATH"
+            f"--bind {given.bind} accepts other hosts; set --token-file to a file with at least 32 random "
+            "bytes, such as 'openssl rand -hex 32' writes, or bind to unix:PATH"
         )
     token = b"" if given.token_file is None else read_key(given.token_file)
     return serve_http(

@@ -45,11 +45,11 @@ class _Server:
             if message.get("id") != number or "method" in message:
                 continue  # a notification, or a request that this client does not serve
             if "error" in message:
-                raise RuntimeError(f"{self._name} refused {method}: {message['error']!s:.500}")
+                raise RuntimeError(f"{self._name} rejected {method}: {message['error']!s:.500}")
             result: dict[str, Any] = message["result"]
             return result
         raise RuntimeError(
-            f"{self._name} ended during {method} (exit status {self._process.wait()})"
+            f"{self._name} exited during {method} (exit status {self._process.wait()})"
         )
 
     def _send(self, message: Mapping[str, Any]) -> None:

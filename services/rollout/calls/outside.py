@@ -96,7 +96,7 @@ class ExternalService:
                 content += part
                 if len(content) > _MAX_ANSWER_BYTES:
                     raise CallError(
-                        "invalid_value", f"{self._url} answered more than {_MAX_ANSWER_BYTES} bytes"
+                        "invalid_value", f"{self._url} returned more than {_MAX_ANSWER_BYTES} bytes"
                     )
         finally:
             await response.aclose()
@@ -108,6 +108,6 @@ class ExternalService:
         if encoding.strip().lower() not in ("", "identity"):
             raise CallError(
                 "invalid_value",
-                f"{self._url} answered with Content-Encoding {encoding!r:.80}, but was asked for identity; "
-                "let it send JSON as it is",
+                f"{self._url} responded with Content-Encoding {encoding!r:.80}, but the request accepts "
+                "identity only; send plain JSON",
             )

@@ -134,7 +134,8 @@ async def _ask(process: Process, request: dict[str, Any], *, timeout_s: float) -
         ) from error
     except ValueError as error:  # the line exceeds the read limit
         raise CallError(
-            "invalid_value", f"{name!r} returned more than {_LINE_BYTES} bytes; return less"
+            "invalid_value",
+            f"{name!r} returned more than the limit of {_LINE_BYTES} bytes; return less",
         ) from error
     if not line:
         status = await process.wait()

@@ -66,8 +66,8 @@ class AddressPolicy:
                 if not is_public(address):
                     raise CallError(
                         "exception",
-                        f"the reward service {host!r} is at {address}, which is not public; let the "
-                        "installation's reward_hosts name it",
+                        f"the reward service {host!r} is at {address}, which is not public; add it to the "
+                        "installation's reward_hosts",
                     )
         return addresses[0]
 

@@ -22,7 +22,8 @@ def tool_schema(reference: str) -> dict[str, Any]:
         parameters = TypeAdapter(function).json_schema()
     except Exception as error:
         raise ValueError(
-            f"{reference!r} cannot be described to the policy: {error}; give its parameters types of JSON"
+            f"no JSON schema can be generated for {reference!r}: {error}; annotate its parameters with JSON "
+            "types"
         ) from error
     return {
         "type": "function",

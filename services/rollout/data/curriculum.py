@@ -46,11 +46,11 @@ class Curriculum:
         if not isinstance(answer, bool):
             raise _failed(
                 "invalid_value",
-                f"{reference!r} must return True (answer this prompt now) or False (not now), but returned "
-                f"{answer!r:.60}",
+                f"{reference!r} must return True (generate responses now) or False (skip the prompt), but "
+                f"returned {answer!r:.60}",
             )
         if not answer:
-            raise GroupError(DEFERRED, "the curriculum has this prompt wait", retryable=True)
+            raise GroupError(DEFERRED, "the curriculum defers this prompt", retryable=True)
 
 
 def _failed(kind: str, message: str) -> GroupError:

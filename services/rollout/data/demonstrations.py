@@ -84,7 +84,7 @@ def of_chat(
     answers = [index for index, stretch in enumerate(stretches) if stretch.is_answer]
     if not answers or answers[0] == 0:
         raise ValueError(
-            "the chat template marks no token of the assistant behind a prompt; mend its {% generation %} "
+            "the chat template marks no assistant token after a prompt; correct its {% generation %} "
             "marks"
         )
     before = stretches[: answers[0]]
@@ -107,7 +107,7 @@ def as_messages(value: object, what: str) -> Messages:
         for message in cast("Messages", value)
     ):
         raise ValueError(
-            f"{what} must hold chat messages, each with role and content, but holds {value!r:.60}"
+            f"{what} must be chat messages, each with role and content, got {value!r:.60}"
         )
     return cast("Messages", value)
 
@@ -121,12 +121,12 @@ def check_answered(messages: Messages, what: str) -> None:
     first, last = messages[0]["role"], messages[-1]["role"]
     if last != "assistant":
         raise ValueError(
-            f"{what} ends with a message of {last!r}, so it has no answer to learn; end it with one of "
-            "'assistant', or name the answer's column in data.answer_column"
+            f"{what} ends with a message of {last!r}, but training needs a last message of 'assistant'; "
+            "add it, or set data.answer_column to the answer's column"
         )
     if first == "assistant":
         raise ValueError(
-            f"{what} begins with a message of 'assistant', which answers nothing; begin it with one of "
+            f"{what} starts with a message of 'assistant', which has no prompt; start with a message of "
             "'system' or 'user'"
         )
 
@@ -142,15 +142,15 @@ def _rendered(
         after = tokenizer.render_chat(messages[: place + 1], tools, opens_answer=False)
         if not before.startswith(text):
             raise ValueError(
-                "the chat template writes an earlier answer in another way once others follow it, as some do "
-                "that leave out thoughts, so it cannot be trained in its place; set "
-                "data.demonstration.turns to 'last', or give the template {% generation %} marks"
+                "the chat template renders an earlier answer differently if messages follow it, for example "
+                "without its reasoning, so that answer cannot be trained; set "
+                "data.demonstration.turns to 'last', or add {% generation %} marks to the template"
             )
         if not after.startswith(before):
             raise ValueError(
-                "the chat template opens an answer in another way than it writes one, so nothing tells where "
-                "the answer begins; look at data.chat_template_arguments, or give the template "
-                "{% generation %} marks"
+                "the chat template's generation prompt differs from the start of a rendered answer, so the "
+                "start of the answer is unknown; check data.chat_template_arguments, or add {% generation %} "
+                "marks to the template"
             )
         yield DemonstrationTurn((*left, *tokenizer.encode(before[len(text) :])), is_answer=False)
         is_last = place == places[-1]

@@ -107,7 +107,7 @@ class PromptStore:
         if not 0 <= row_index < self.num_rows(split):
             raise _refused(
                 "prompt_unknown",
-                f"split {split!r} has {self.num_rows(split)} rows, but row {row_index} was asked",
+                f"split {split!r} has {self.num_rows(split)} rows, but row {row_index} was requested",
             )
         try:
             row = self._sources[split][row_index]
@@ -163,7 +163,7 @@ class PromptStore:
         if len({one.prompt_ids for one in every}) > 1:
             raise _refused(
                 "prompt_malformed",
-                f"the answers in {place} follow different prompts, so they cannot be compared; mend the "
+                f"the answers in {place} follow different prompts, so they cannot be compared; correct the "
                 "conversations, or set data.demonstration.turns to 'last'",
             )
         messages, shown = talks[0], every[0]
@@ -200,8 +200,8 @@ class PromptStore:
         else:
             raise _refused(
                 "prompt_malformed",
-                f"column {column!r} in {place} must hold text or, with "
-                f"data.chat_template, chat messages, but holds {type(content).__name__}",
+                f"column {column!r} in {place} must be text or, with "
+                f"data.chat_template, chat messages, got {type(content).__name__}",
             )
         try:
             if self._data.chat_template:
@@ -242,7 +242,7 @@ def conversations_of(
     if count > 1 and talks[0] == talks[1]:
         raise ValueError(
             f"data.answer_column {columns[0][1]!r} and data.rejected_column {columns[1][1]!r} of {place} "
-            "hold the same, so neither is preferred; remove the row"
+            "have the same answer, so neither is preferred; remove the row"
         )
     return talks
 
@@ -260,8 +260,8 @@ def _conversation_of(
         messages = cast("Messages", prompt)
     else:
         raise ValueError(
-            f"{what} holds {prompt!r:.60}, but data.chat_template is false; set it to true for chat "
-            "messages, or name a column with text"
+            f"{what} is {prompt!r:.60}, but data.chat_template is false; set it to true for chat "
+            "messages, or use a column with text"
         )
     if answer_column is not None:
         answer = column_value(row, answer_column)
@@ -273,9 +273,9 @@ def _conversation_of(
             messages = [*as_messages(messages, what), {"role": "assistant", "content": answer}]
         else:
             raise ValueError(
-                f"data.{key} {answer_column!r} of {place} must hold the answer's text, but holds "
-                f"{answer!r:.60}; name another column"
-                f"{', or null where data.prompt_column has whole conversations' * (key == 'answer_column')}"
+                f"data.{key} {answer_column!r} of {place} must be the answer's text, got "
+                f"{answer!r:.60}; use another column"
+                f"{', or null if data.prompt_column has whole conversations' * (key == 'answer_column')}"
             )
     check_answered(as_messages(messages, what), what)
     return messages
@@ -312,12 +312,12 @@ def check_prompt(
         if data.chat_template:
             return
         raise ValueError(
-            f"data.prompt_column {column!r} of {key} holds chat messages, but data.chat_template "
-            "is false; set it to true, or name a column with text"
+            f"data.prompt_column {column!r} of {key} has chat messages, but data.chat_template "
+            "is false; set it to true, or use a column with text"
         )
     raise ValueError(
-        f"data.prompt_column {column!r} of {key} must hold text or a list of messages with role "
-        f"and content, but holds {content!r:.60}; name another column"
+        f"data.prompt_column {column!r} of {key} must be text or a list of messages with role "
+        f"and content, got {content!r:.60}; use another column"
     )
 
 

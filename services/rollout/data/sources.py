@@ -103,7 +103,7 @@ def _test(spec: FilterSpec, key: str, first: Row) -> _Keeps:
     if not has_column(first, spec.column):
         raise ValueError(
             f"{key}.column is {spec.column!r}, but the rows have the columns "
-            f"{', '.join(map(repr, first)) or 'none'}; name one of them"
+            f"{', '.join(map(repr, first)) or 'none'}; use one of them"
         )
     column = spec.column
     return lambda row: _fits(spec, column_value(row, column))
@@ -201,9 +201,7 @@ def open_source(
     """
     source = _OPENERS[spec.source](spec, key)
     if len(source) == 0:
-        raise ValueError(
-            f"{key}: {spec.path!r} has no rows; give a source with at least one prompt"
-        )
+        raise ValueError(f"{key}: {spec.path!r} has no rows; use a source with at least one prompt")
     if spec.filters:
         source = _ChosenRows(source, kept_rows(source, spec.filters, key=key))
     if spec.limit is not None:
@@ -280,7 +278,7 @@ class _JsonLines:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"row {index} of {self._path} is no JSON ({error}): {line[:80]!r}; write one JSON "
+                f"row {index} of {self._path} is not valid JSON ({error}): {line[:80]!r}; expected one JSON "
                 "object per line"
             ) from error
         return _as_row(row, index, str(self._path))
@@ -300,7 +298,7 @@ class _Parquet:
             self._table = _mapped(file) if is_large else file.read()
         except pa.ArrowInvalid as error:
             raise ValueError(
-                f"{key}: {path} is no Parquet file ({error}); check the path"
+                f"{key}: {path} is not a Parquet file ({error}); check the path"
             ) from error
 
     def __len__(self) -> int:
@@ -354,7 +352,7 @@ class _Rows:
 def _as_row(row: object, index: int, name: str) -> Row:
     if not isinstance(row, Mapping):
         raise ValueError(  # noqa: TRY004 -- the data is wrong, not an argument's type
-            f"row {index} of {name} is a {type(row).__name__}; each row must be an object with columns"
+            f"row {index} of {name} must be an object with columns, got {type(row).__name__}"
         )
     return row
 
@@ -363,7 +361,7 @@ def _file(spec: PromptSourceSpec, key: str) -> Path:
     path = Path(spec.path)
     if not path.is_file():
         raise ValueError(
-            f"{key}.path: there is no file {spec.path!r} (looked in {Path.cwd()}); check the path"
+            f"{key}.path: file {spec.path!r} not found (working directory {Path.cwd()}); check the path"
         )
     return path
 
@@ -385,8 +383,8 @@ def _open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
         rows = datasets.load_dataset(spec.path, name=spec.subset, split=spec.split)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{key}: the dataset {spec.path!r} (subset {spec.subset!r}, split {spec.split!r}) does not "
-            f"load ({error}); check {key}.path, {key}.subset and {key}.split"
+            f"{key}: the dataset {spec.path!r} (subset {spec.subset!r}, split {spec.split!r}) cannot be "
+            f"loaded ({error}); check {key}.path, {key}.subset and {key}.split"
         ) from error
     return _Rows(rows, spec.path)
 
@@ -413,14 +411,14 @@ def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
         except Exception as error:  # user code: a generator runs here
             raise _raised(spec, key, error) from error
     raise ValueError(
-        f"{key}: {spec.path!r} returned a {type(rows).__name__}; it must return the rows, for example "
-        "a list of dictionaries"
+        f"{key}: {spec.path!r} must return the rows, for example a list of dictionaries, got "
+        f"{type(rows).__name__}"
     )
 
 
 def _raised(spec: PromptSourceSpec, key: str, error: Exception) -> ValueError:
     return ValueError(
-        f"{key}: {spec.path!r} raised {type(error).__name__}: {error}; it must return the rows"
+        f"{key}: {spec.path!r} raised {type(error).__name__}: {error}; correct the function"
     )
 
 
@@ -453,7 +451,7 @@ def _open_reasoning_gym(spec: PromptSourceSpec, key: str) -> PromptSource:
         dataset = reasoning_gym.create_dataset(spec.path, **spec.arguments)
     except (TypeError, ValueError, AssertionError) as error:
         raise ValueError(
-            f"{key}: reasoning-gym cannot make the task {spec.path!r} with {dict(spec.arguments)} "
+            f"{key}: reasoning-gym cannot create the task {spec.path!r} with {dict(spec.arguments)} "
             f"({error}); check {key}.path and {key}.arguments"
         ) from error
     return _Rows(dataset, spec.path)

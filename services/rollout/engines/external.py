@@ -151,7 +151,7 @@ class ExternalEngine:
         )
         check_supported(request, self.capabilities)
         if request.stop_texts and self._decode is None:
-            raise ValueError("stop texts need a tokenizer, but this engine was built without one")
+            raise ValueError("stop texts need a tokenizer, but this engine has none")
         await self._started.wait()
         progress = RequestProgress(request, self._decode)
         async with self._places.take(request) as is_admitted:
@@ -283,7 +283,7 @@ class ExternalEngine:
 
     async def _hold(self) -> None:
         """Freezes running requests, or cuts them if the backend cannot freeze."""
-        assert not self._is_asleep, "an engine that sleeps has no room for weights; wake it first"
+        assert not self._is_asleep, "a sleeping engine has no memory for weights; wake it first"
         if self._freezer is None:
             await self._cut(self._running.values())
         else:
@@ -327,7 +327,7 @@ class ExternalEngine:
                 async with self._gate.passage(give_up=lambda: progress.is_aborted):
                     if progress.is_aborted:
                         return progress.result("aborted")
-                    assert not self._is_blank, "an engine without weights decodes nothing"
+                    assert not self._is_blank, "an engine without weights cannot decode"
                     version = self._weight_version
                     part = progress.next_segment(str(self._num_caches))
                     stream = await self.backend.submit(part)
@@ -366,5 +366,5 @@ class ExternalEngine:
                 await asyncio.gather(*[progress.part_over.wait() for progress in parts])
         except TimeoutError as error:
             raise EngineDiedError(
-                f"the engine did not end {len(parts)} requests within {_CUT_TIMEOUT_S:.0f} s"
+                f"the engine did not abort {len(parts)} requests within {_CUT_TIMEOUT_S:.0f} s"
             ) from error

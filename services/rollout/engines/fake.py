@@ -236,7 +236,7 @@ class FakeEngine:
 
     async def adopt_weights(self, version: int, tensors: "Mapping[str, Tensor]") -> float:
         """Attributes further tokens to a version; takes no time."""
-        assert not self._is_asleep, "an engine that sleeps has no room for weights; wake it first"
+        assert not self._is_asleep, "a sleeping engine has no memory for weights; wake it first"
         self._settle()
         self._count()
         self._weight_version, self._is_blank = version, False
@@ -292,7 +292,7 @@ class FakeEngine:
             heapq.heappush(self._ends, (end, self._num_admitted, row))
 
     def _step(self, num_steps: int) -> None:
-        assert not (num_steps and self._is_blank), "an engine without weights decodes nothing"
+        assert not (num_steps and self._is_blank), "an engine without weights cannot decode"
         self._tokens_total += num_steps * len(self._running)
         self._num_steps += num_steps
         while self._running and self._steps_to_next_end() == 0:

@@ -63,7 +63,7 @@ async def place_in_workers(
     why = room[_REPLY].cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
     if why:
         raise ValueError(
-            f"{why}; without its place it cannot be received straight into the engine's weights: choose "
+            f"{why}; the tensor cannot be received directly into the engine's weights, use "
             "weight_sync.mode shadow"
         )
 
@@ -179,7 +179,7 @@ class FlatTarget:
 
     def __init__(self, piece: Piece, shape: Shape, parameter: Tensor) -> None:
         if not parameter.is_contiguous():
-            raise UnknownLayoutError(f"{piece.target!r} does not lie in one piece")
+            raise UnknownLayoutError(f"{piece.target!r} is not contiguous")
         inner = prod(shape[piece.dim + 1 :])
         self._width = shape[piece.dim] * inner
         self._begin, length = piece.start * inner, piece.length * inner

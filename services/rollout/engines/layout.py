@@ -131,11 +131,11 @@ def _place(
     ranks: int,
 ) -> Piece:
     if _ABSORBED in name:
-        raise UnknownLayoutError(f"engines keep other tensors beside {name!r}")
+        raise UnknownLayoutError(f"engines derive other tensors from {name!r}")
     if name in targets:
         if ranks > 1 and any(part in name for part in _FUSED):
             raise UnknownLayoutError(
-                f"a rank's part of {name!r}, fused in checkpoints, is not one block"
+                f"a rank's shard of {name!r}, fused in checkpoints, is not one block"
             )
         return _place_alone(name, shape, targets[name], rank=rank, ranks=ranks)
     prefix, _, end = name.rpartition("_proj.")
@@ -152,7 +152,7 @@ def _place(
         length = _rows(targets, target, name) // 2
         start = length if part == "up" else 0
     else:
-        raise UnknownLayoutError(f"no parameter takes the tensor {name!r}")
+        raise UnknownLayoutError(f"no parameter receives the tensor {name!r}")
     if length < 1 or length * ranks % shape[0] or targets.get(target, ())[1:] != shape[1:]:
         raise UnknownLayoutError(f"{name!r} of shape {shape} does not fit into {target!r}")
     copies = length * ranks // shape[0]
@@ -206,7 +206,7 @@ def _place_alone(name: str, shape: Shape, target: Shape, *, rank: int, ranks: in
 
 def _rows(targets: Mapping[str, Shape], target: str, name: str) -> int:
     if target not in targets:
-        raise UnknownLayoutError(f"no parameter {target!r} takes the tensor {name!r}")
+        raise UnknownLayoutError(f"no parameter {target!r} receives the tensor {name!r}")
     return targets[target][0]
 
 

@@ -191,9 +191,11 @@ class MemoryPlan:
             *([("other workers", self.others)] if self.others else []),
         ]
         rows = [*rows, ("left", self.total - sum(size for _, size in rows))]
-        head = f"each of {self.num_gpus} GPU(s) of a rollout, of {self.total / _GB:.1f} GB"
+        head = f"each of a rollout's {self.num_gpus} GPU(s), with {self.total / _GB:.1f} GB"
         lines = [f"  {name:<28}{size / _GB:8.1f} GB" for name, size in rows]
-        share = f"the engine may take {self.engine_share:.2f} of it, {self.kv_tokens} tokens of KV cache"
+        share = (
+            f"the engine may use {self.engine_share:.2f} of it, {self.kv_tokens} tokens of KV cache"
+        )
         return "\n".join([head, *lines, share])
 
     def check(self, *, most_tokens: int) -> None:
@@ -207,9 +209,7 @@ class MemoryPlan:
         """
         if self.kv_tokens < most_tokens:
             own = self.weights + _WORKING + self.plane + most_tokens * self.kv_per_token
-            beside = (
-                f"; {self.others / _GB:.1f} GB of it are of other workers" if self.others else ""
-            )
+            beside = f"; other workers use {self.others / _GB:.1f} GB of it" if self.others else ""
             remedy = (
                 "give the run more GPUs, lower trainer.tokens_per_micro_batch, or set trainer.cpu_offload"
                 if self.others
@@ -319,8 +319,8 @@ def plan_of(
     kind, arguments = engine_kind(spec.rollout.engine), spec.rollout.engine_arguments
     for name in kind.unplanned.keys() & arguments.keys():
         raise ValueError(
-            f"rollout.engine_arguments.{name} is {arguments[name]}: what that takes of a GPU is not planned, "
-            f"so weight sync may find no room; remove it, or set {kind.unplanned[name]} in its place"
+            f"rollout.engine_arguments.{name} is {arguments[name]}, whose GPU memory is not planned, "
+            f"so weight sync may lack memory; remove it, or set {kind.unplanned[name]} instead"
         )
     is_in_turns = spec.topology.is_colocated and "trainer" in roles
     plan = plan_memory(
@@ -368,9 +368,9 @@ def engine_share(
 def _check_cache(plan: MemoryPlan, name: str, num_bytes: float) -> None:
     if num_bytes > plan.most_kv_cache:
         raise ValueError(
-            f"rollout.engine_arguments.{name} takes {num_bytes / _GB:.1f} GB of a GPU, but beside weights "
-            f"and weight sync {plan.most_kv_cache / _GB:.1f} of its {plan.total / _GB:.1f} GB are left; "
-            "lower it, or leave it out\n" + plan.table()
+            f"rollout.engine_arguments.{name} takes {num_bytes / _GB:.1f} GB of a GPU, but weights "
+            f"and weight sync leave only {plan.most_kv_cache / _GB:.1f} of its {plan.total / _GB:.1f} GB; "
+            "lower or remove it\n" + plan.table()
         )
 
 
@@ -390,7 +390,7 @@ def _checked_share(
         beside = f" and other workers {plan.others / _GB:.1f}" if plan.others else ""
         raise ValueError(
             f"rollout.engine_arguments.{name} is {given}, but weight sync needs {plan.plane / _GB:.1f}"
-            f"{beside} of {plan.total / _GB:.1f} GB: at most {most:.2f} is left; lower it, or leave it out\n"
+            f"{beside} of {plan.total / _GB:.1f} GB, which leaves at most {most:.2f}; lower or remove it\n"
             + plan.table()
         )
     return {}

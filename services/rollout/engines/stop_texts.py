@@ -41,10 +41,10 @@ def split_stop_texts(
     plain = tuple(text for text in texts if text not in special)
     for text in plain:
         if not text:
-            raise ValueError("a stop text is empty; give at least one character")
+            raise ValueError("a stop text is empty; expected at least one character")
         if inner := [token for token in special if token in text]:
             raise ValueError(
-                f"the stop text {text!r} contains the special token {inner[0]!r}, which is no text; let a "
-                "stop text be one special token, or have none"
+                f"the stop text {text!r} contains the special token {inner[0]!r}; a stop text must be one "
+                "special token, or contain none"
             )
     return plain, frozenset(special[text] for text in texts if text in special)

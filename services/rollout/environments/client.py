@@ -69,8 +69,8 @@ class HttpEnvironment:
         if answer.get("protocol") != PROTOCOL:
             raise CallError(
                 "invalid_value",
-                f"environment {self.name!r} speaks version {answer.get('protocol')!r} of the protocol, this "
-                f"rollout speaks {PROTOCOL}; serve it with the same release",
+                f"environment {self.name!r} has protocol version {answer.get('protocol')!r}, but this "
+                f"rollout needs {PROTOCOL}; serve it with the same release",
             )
 
     async def begin(
@@ -79,13 +79,13 @@ class HttpEnvironment:
         """Starts an episode. Raises CallError naming the environment."""
         body = {"task": dict(task), "seed": seed}
         answer = await self.ask(
-            "POST", "/v1/episodes", body, what="begin an episode", wait_s=self._wait_s
+            "POST", "/v1/episodes", body, what="start an episode", wait_s=self._wait_s
         )
         name = answer.pop("episode", None)
         if not isinstance(name, str):
             raise CallError(
                 "invalid_value",
-                f"environment {self.name!r} must name its episode with a text, but said {name!r:.80}",
+                f"environment {self.name!r} must return the id of its episode as text, got {name!r:.80}",
             )
         return HttpSession(self, name), parse_observation(answer, source=_source(self.name))
 
@@ -108,7 +108,7 @@ class HttpEnvironment:
                 message, ``invalid_value`` if the answer is invalid.
         """
         loop, begin = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-        why = f"is silent for {self.timeout_s:g} s"
+        why = f"sent no response for {self.timeout_s:g} s"
         for delay_s in delays():
             is_busy = False
             left_s = max(begin + max(wait_s, self.timeout_s) - loop.time(), 0.0)
@@ -117,12 +117,12 @@ class HttpEnvironment:
                     response = await self._service.send(method, path, body)
                 if response.status_code not in _BUSY:
                     return self._checked(response, what)
-                why, is_busy = f"had no place for {wait_s:g} s", True
+                why, is_busy = f"had no free episode slot for {wait_s:g} s", True
             except TimeoutError as error:
                 message = f"environment {self.name!r} did not {what} in time: it {why}"
                 raise CallError("timeout", message) from error
             except (httpx.TransportError, BusyError) as error:
-                why = f"does not answer ({error!r})"
+                why = f"does not respond ({error!r})"
             limit_s = wait_s if is_busy else self.timeout_s
             if loop.time() - begin + delay_s > limit_s:
                 raise CallError(
@@ -138,13 +138,13 @@ class HttpEnvironment:
         except (ValueError, RecursionError):
             answer = response.text
         if not response.is_success:
-            status = f"it answered {response.status_code}: {answer}"
+            status = f"it returned status {response.status_code}: {answer}"
             told = answer.get("error", status) if isinstance(answer, Mapping) else status
             raise CallError("exception", f"environment {self.name!r} did not {what}: {told!s:.500}")
         if not isinstance(answer, dict):
             raise CallError(
                 "invalid_value",
-                f"environment {self.name!r} must answer a JSON object, but answered {answer!r:.200}",
+                f"environment {self.name!r} must return a JSON object, got {answer!r:.200}",
             )
         return answer
 
@@ -172,7 +172,7 @@ class HttpSession:
         if (number := answer.pop("step", None)) != self._step:
             raise CallError(
                 "invalid_value",
-                f"environment {environment.name!r} answered step {number!r} when it was asked for step "
+                f"environment {environment.name!r} returned step {number!r}, expected step "
                 f"{self._step}",
             )
         return parse_observation(answer, source=_source(environment.name))

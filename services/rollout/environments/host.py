@@ -121,7 +121,9 @@ class Host:
     async def _begin(self, request: Request) -> dict[str, Any]:
         given = await _body(request, "task", "seed")
         if len(self._episodes) >= self._max_episodes:
-            raise _RefusedError(503, f"{len(self._episodes)} episodes are running; come later")
+            raise _RefusedError(
+                503, f"all {len(self._episodes)} episode slots are in use; retry later"
+            )
         # The name is unguessable because it is the only credential for the episode.
         name = secrets.token_urlsafe(24)
         episode = self._episodes[name] = _Episode()
@@ -140,7 +142,7 @@ class Host:
         if number == episode.step and not episode.is_busy:
             return episode.answer
         if episode.is_busy or number != episode.step + 1:
-            done = "is being worked on" if episode.is_busy else "is the last one"
+            done = "is running" if episode.is_busy else "is the last one"
             raise _RefusedError(409, f"step {number} cannot follow: step {episode.step} {done}")
         self._is_used(episode)
         try:
@@ -180,14 +182,12 @@ class Host:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._ending.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            print(f"an idle episode did not close: {error!r}", file=sys.stderr)  # noqa: T201
+            print(f"closing an idle episode failed: {error!r}", file=sys.stderr)  # noqa: T201
 
     def _found(self, request: Request) -> _Episode:
         episode = self._episodes.get(request.path_params["name"])
         if episode is None:
-            raise _RefusedError(
-                404, "there is no such episode; it has ended, or this process is new"
-            )
+            raise _RefusedError(404, "unknown episode; it has ended, or this process was restarted")
         return episode
 
 
@@ -196,7 +196,7 @@ async def _body(request: Request, *keys: str) -> dict[str, Any]:
     try:
         given = json.loads(await request.body())
     except (ValueError, RecursionError) as error:
-        raise _RefusedError(400, f"the body is no JSON: {error}") from error
+        raise _RefusedError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(given, dict) or not given.keys() >= set(keys):
         raise _RefusedError(400, f"the body must be an object with {' and '.join(keys)}")
     return given
@@ -212,10 +212,10 @@ def _bounded(answer: dict[str, Any]) -> dict[str, Any]:
     try:
         size = wire_size(answer)
     except (TypeError, ValueError, RecursionError) as error:
-        message = f"its answer must be JSON with finite numbers, but is {answer!r:.200} ({error})"
+        message = f"its result must be JSON with finite numbers, got {answer!r:.200} ({error})"
         raise _RefusedError(500, message) from error
     if size > MAX_ANSWER_BYTES:
-        message = f"its answer has {size} bytes; at most {MAX_ANSWER_BYTES} are allowed"
+        message = f"its result has {size} bytes, more than the limit of {MAX_ANSWER_BYTES}"
         raise _RefusedError(500, message)
     return answer
 
@@ -232,7 +232,7 @@ def _as_answer(answer: Any) -> dict[str, Any]:
         return dict(answer)
     if isinstance(answer, str):
         return {"messages": answer}
-    raise TypeError(f"an observation is an object or a text, not {type(answer).__name__}")
+    raise TypeError(f"an observation must be an object or text, got {type(answer).__name__}")
 
 
 async def serve(given: argparse.Namespace, answers: TextIO) -> None:
@@ -254,18 +254,22 @@ async def serve(given: argparse.Namespace, answers: TextIO) -> None:
 
 def main() -> None:
     """Entry point of ``python -m services.rollout.environments.host``."""
-    parser = argparse.ArgumentParser(description="Serve a class as environments.")
+    parser = argparse.ArgumentParser(description="Serve environments of a class over HTTP.")
     parser.add_argument("reference", help="module:Class or file.py:Class")
     add_options(parser)
-    parser.add_argument("--arguments", default="{}", help="its keyword arguments, as JSON")
-    parser.add_argument("--max-episodes", type=int, default=_MAX_EPISODES, help="episodes at once")
+    parser.add_argument("--arguments", default="{}", help="keyword arguments of the class, as JSON")
+    parser.add_argument(
+        "--max-episodes", type=int, default=_MAX_EPISODES, help="max simultaneous episodes"
+    )
     parser.add_argument(
         "--idle-s",
         type=float,
         default=_IDLE_S,
-        help="seconds after which an episode that nobody goes on with is ended",
+        help="seconds without a request after which an episode is closed",
     )
-    parser.add_argument("--child", action="store_true", help="end with the standard input")
+    parser.add_argument(
+        "--child", action="store_true", help="exit at the end of the standard input"
+    )
     given = parser.parse_args()
     # The parent reads the answer from the original standard output; user code prints to standard error.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)

@@ -126,7 +126,7 @@ class LocalEnvironment:
             await self.stop()
             raise CallError(
                 "timeout",
-                f"environment {self._reference!r} was not loaded in {_LOAD_TIMEOUT_S:g} s",
+                f"environment {self._reference!r} was not loaded within {_LOAD_TIMEOUT_S:g} s",
             ) from error
         answer = json.loads(line) if line else {"error": "its process died"}
         if "error" in answer:

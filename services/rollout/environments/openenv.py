@@ -54,7 +54,7 @@ class OpenEnv:
         self._name = url
         parts = urlsplit(url.removeprefix("openenv+"))
         if not parts.hostname:
-            raise ValueError(f"{url!r} names no host; write openenv+http://host:port")
+            raise ValueError(f"expected openenv+http://host:port, got {url!r}")
         is_secure = parts.scheme == "https"
         self._host = parts.hostname
         self._port = parts.port or (443 if is_secure else 80)
@@ -84,16 +84,16 @@ class OpenEnv:
             except BusyError as error:
                 if passed_s > self._wait_s:
                     message = (
-                        f"environment {self._name!r} did not begin an episode: it had no place for "
+                        f"environment {self._name!r} did not start an episode: it had no free slot for "
                         f"{self._wait_s:g} s"
                     )
                     raise CallError("timeout", message) from error
             except ValueError as error:  # it redirects to another host
-                message = f"environment {self._name!r} did not begin an episode: {error}"
+                message = f"environment {self._name!r} did not start an episode: {error}"
                 raise CallError("exception", message) from error
             except (OSError, WebSocketException) as error:  # it may be restarting
                 if passed_s > self._timeout_s:
-                    message = f"environment {self._name!r} did not begin an episode: {error!r}"
+                    message = f"environment {self._name!r} did not start an episode: {error!r}"
                     raise CallError("exception", message) from error
             await asyncio.sleep(delay_s)
         raise AssertionError  # delays() is infinite
@@ -122,7 +122,7 @@ class OpenEnv:
                 )
         except TimeoutError as error:
             message = (
-                f"environment {self._name!r} did not begin an episode in {self._timeout_s:g} s"
+                f"environment {self._name!r} did not start an episode within {self._timeout_s:g} s"
             )
             raise CallError("timeout", message) from error
         session = OpenEnvSession(
@@ -183,13 +183,15 @@ class OpenEnvSession:
                     await self._socket.send(message)
                 answer = json.loads(await self._socket.recv())
         except TimeoutError as error:
-            message = f"environment {self._name!r} did not answer {kind} in {self._timeout_s:g} s"
+            message = (
+                f"environment {self._name!r} did not respond to {kind} within {self._timeout_s:g} s"
+            )
             raise CallError("timeout", message) from error
         except (WebSocketException, OSError) as error:
-            message = f"environment {self._name!r} ended the connection during {kind}: {error}"
+            message = f"environment {self._name!r} closed the connection during {kind}: {error}"
             raise CallError("exception", message) from error
         except (ValueError, RecursionError) as error:
-            message = f"environment {self._name!r} answered {kind} with what is no JSON"
+            message = f"environment {self._name!r} responded to {kind} with invalid JSON"
             raise CallError("invalid_value", message) from error
         return self._observation(answer, kind)
 
@@ -198,7 +200,7 @@ class OpenEnvSession:
         if not isinstance(found, Mapping):
             raise CallError(
                 "invalid_value",
-                f"environment {self._name!r} must answer {kind} with an object with data, but answered "
+                f"environment {self._name!r} must respond to {kind} with an object that has data, got "
                 f"{answer!r:.200}",
             )
         if found.get("code") == _BUSY:
@@ -206,15 +208,15 @@ class OpenEnvSession:
         if answer.get("type") == "error":
             raise CallError(
                 "exception",
-                f"environment {self._name!r} refused {kind}: {found.get('message')!s:.500}",
+                f"environment {self._name!r} rejected {kind}: {found.get('message')!s:.500}",
             )
         seen = found.get("observation")
         if self._observe is not None:
             if not isinstance(seen, Mapping) or self._observe not in seen:
                 raise CallError(
                     "invalid_value",
-                    f"environment {self._name!r} observes {seen!r:.200}, which has no {self._observe!r}; set "
-                    "rollout.workflow_arguments.observe to one of its keys",
+                    f"environment {self._name!r} returned the observation {seen!r:.200}, which has no "
+                    f"{self._observe!r}; set rollout.workflow_arguments.observe to one of its keys",
                 )
             seen = seen[self._observe]
         reward = found.get("reward")

@@ -60,7 +60,7 @@ def parse_observation(answer: object, *, source: str) -> Observation:
     if isinstance(answer, str):
         answer = {"messages": answer}
     if not isinstance(answer, Mapping):
-        raise _wrong(source, "an answer", "an object or a text", answer)
+        raise _wrong(source, "an answer", "an object or text", answer)
     if unknown := sorted(map(str, set(answer) - _KEYS)):
         raise _wrong(source, "an answer", f"the keys {', '.join(sorted(_KEYS))}", unknown)
     is_done, tools = answer.get("done", False), answer.get("tools")
@@ -76,7 +76,7 @@ def parse_observation(answer: object, *, source: str) -> Observation:
         metrics=named_numbers(answer.get("metrics"), what="metrics", source=source),
     )
     if not is_done and not observation.messages:
-        raise _wrong(source, "messages", "at least one message while the episode goes on", "none")
+        raise _wrong(source, "messages", "at least one message until the episode ends", "none")
     return observation
 
 
@@ -105,7 +105,7 @@ def _messages(value: object, source: str) -> tuple[Message, ...]:
     if isinstance(value, str):
         return ({"role": "user", "content": value},)
     if not _is_list(value):
-        raise _wrong(source, "messages", "a text or a list of messages", value)
+        raise _wrong(source, "messages", "text or a list of messages", value)
     assert isinstance(value, Sequence)
     for message in value:
         if (
@@ -114,7 +114,7 @@ def _messages(value: object, source: str) -> tuple[Message, ...]:
             or not isinstance(message.get("content"), str)
         ):
             roles = ", ".join(sorted(_ROLES))
-            raise _wrong(source, "a message", f"a role ({roles}) and a text as content", message)
+            raise _wrong(source, "a message", f"a role ({roles}) and text as content", message)
     return tuple(value)
 
 
@@ -123,4 +123,4 @@ def _is_list(value: object) -> bool:
 
 
 def _wrong(source: str, what: str, expected: str, came: object) -> CallError:
-    return CallError("invalid_value", f"{source}: {what} must be {expected}, but is {came!r:.200}")
+    return CallError("invalid_value", f"{source}: {what} must be {expected}, got {came!r:.200}")

@@ -33,7 +33,7 @@ def tasks_of(
     config = {**arguments, "taskset": {**arguments.get("taskset", {}), "id": taskset}}
     tasks = _environment(json.dumps(config, sort_keys=True)).taskset
     if limit is None and not tasks.bounded:
-        raise ValueError("the taskset is infinite; set limit to the tasks that make an epoch")
+        raise ValueError("the taskset is infinite; set limit to the number of tasks in an epoch")
     return [
         {
             "prompt": task.data.prompt_text or task.data.name or f"task {index}",
@@ -79,7 +79,7 @@ def _rewards(traces: Sequence[Any]) -> dict[str, Any]:
         prefix = f"{name}." if len(traces) > 1 else ""
         for term, reward in trace.rewards.items():
             if reward is None:
-                raise RuntimeError(f"verifiers gave no reward {term!r}")
+                raise RuntimeError(f"verifiers returned no reward {term!r}")
             terms[prefix + term] = reward.value
         metrics |= {
             prefix + name: float(value)
@@ -93,7 +93,7 @@ def _problem(episode: Any) -> str:
     """Returns the errors of an episode, first cause first."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     told = [f"{error.type}: {error.message}" for error in errors]
-    return "verifiers: " + ("; ".join(told) or "the episode was stopped before it was over")
+    return "verifiers: " + ("; ".join(told) or "the episode was stopped before its end")
 
 
 @functools.lru_cache(16)

@@ -69,8 +69,8 @@ class Environments:
     ) -> None:
         if token and "://" not in environment:
             raise ValueError(
-                f"{_KEY}.token is for an environment elsewhere, but {_KEY}.environment is {environment!r}; "
-                "remove it"
+                f"{_KEY}.token applies to an environment with a URL, but {_KEY}.environment is "
+                f"{environment!r}; remove it"
             )
         if min(timeout_s, wait_s) <= 0 or min(max_turns, processes, max_turn_tokens or 1) < 1:
             raise ValueError(
@@ -145,8 +145,8 @@ class Environments:
         if len(observations) < 3:  # the first observation, and the end
             raise CallError(
                 "invalid_value",
-                f"environment {self._name!r} ended an episode before the policy said anything, so it cannot "
-                "train; let its reset ask for something, or leave such rows out of the data",
+                f"environment {self._name!r} ended an episode before the policy generated a token, so it "
+                "cannot train; return a message from reset, or remove such rows from the data",
             )
         terms: dict[str, float] = {}
         measured: dict[str, float] = {}
@@ -157,8 +157,8 @@ class Environments:
         if is_over and not terms:
             raise CallError(
                 "invalid_value",
-                f"environment {self._name!r} ended an episode and gave no reward; name at least one term, if "
-                "only with 0",
+                f"environment {self._name!r} ended an episode without a reward; return at least one term, "
+                "for example with 0",
             )
         return {"reward": terms, "metrics": measured}
 
@@ -169,7 +169,9 @@ class Environments:
             yield self._openenv(reach)
         elif name.startswith(("http://", "https://")):
             if self._arguments:
-                raise ValueError(f"{_KEY}.arguments: give them to the host of {name!r}, not here")
+                raise ValueError(
+                    f"{_KEY}.arguments must be passed to the host of {name!r}; remove them here"
+                )
             service = ExternalService(name, reach=reach, token=self._token)
             try:
                 yield HttpEnvironment(name, service, timeout_s=self._timeout_s, wait_s=self._wait_s)
@@ -188,7 +190,7 @@ class Environments:
     def _openenv(self, reach: AddressPolicy) -> OpenEnv:
         if unknown := sorted(set(self._arguments) - {"action", "observe"}):
             raise ValueError(
-                f"{_KEY}.arguments of an OpenEnv server are action and observe, not {', '.join(unknown)}"
+                f"{_KEY}.arguments of an OpenEnv server are action and observe, got {', '.join(unknown)}"
             )
         return OpenEnv(
             self._name,
@@ -265,15 +267,15 @@ class _Text:
             encode = episode.tokenizer.encode if episode.turns else episode.tokenizer.encode_prompt
             turn = observed(encode(text))
         except ValueError as error:
-            raise CallError("invalid_value", f"what the environment says: {error}") from error
+            raise CallError("invalid_value", f"text of the environment: {error}") from error
         if not episode.turns:
             self._check_beginning(len(turn.token_ids))
         before = episode.replayed(episode.turns)
         if before is not None and before != turn:
             raise CallError(
                 "exception",
-                "the environment said something else when its episode was resumed; let it depend on the task "
-                "and the seed alone",
+                "the environment returned other messages when its episode was resumed; it must depend only "
+                "on the task and the seed",
             )
         if episode.turns and len(turn.token_ids) >= episode.remaining_tokens:
             episode.is_full = True
@@ -287,8 +289,8 @@ class _Text:
         if not num_tokens or limits.response_tokens(prompt_tokens=num_tokens) < 1:
             raise CallError(
                 "invalid_value",
-                f"the environment's first messages have {num_tokens} tokens; at least one is needed, and the "
-                f"model's context ({limits.max_tokens}) must have room for a response",
+                f"the environment's first messages have {num_tokens} tokens; expected at least one, and "
+                f"fewer than the model's context ({limits.max_tokens}) to leave room for a response",
             )
 
 

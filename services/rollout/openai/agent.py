@@ -50,12 +50,12 @@ class Agent:
         check_tool_format(tool_format)
         if token and "://" not in agent:
             raise ValueError(
-                "rollout.workflow_arguments.token is for an agent that is a service, but "
+                "rollout.workflow_arguments.token applies to an agent with a URL, but "
                 f"rollout.workflow_arguments.agent is {agent!r}; remove it"
             )
         if timeout_s <= 0 or processes < 1:
             raise ValueError(
-                "rollout.workflow_arguments: timeout_s must be positive and processes at least 1, but are "
+                "rollout.workflow_arguments: timeout_s must be positive and processes at least 1, got "
                 f"{timeout_s} and {processes}"
             )
         self._agent = AGENTS.get(agent, agent)
@@ -111,9 +111,7 @@ class Agent:
                 "timeout", f"the agent took longer than {self._timeout_s:g} s"
             ) from error
         if not any(turn.is_sampled for turn in episode.turns):
-            raise CallError(
-                "exception", "the agent finished without asking the policy for anything"
-            )
+            raise CallError("exception", "the agent finished without a request to the policy")
         episode.measured = {
             "conversations": float(len(episode.conversations)),
             "rewritten_histories": float(episode.num_rewritten),

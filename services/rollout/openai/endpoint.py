@@ -131,14 +131,14 @@ class _Session:
         if request.model != MODEL_NAME:
             raise ApiError(
                 404,
-                f"there is no model {request.model!r}; the policy is {MODEL_NAME!r}",
+                f"unknown model {request.model!r}; use {MODEL_NAME!r}",
                 param="model",
                 code="model_not_found",
             )
         if request.temperature not in (None, self._temperature):
             raise invalid(
-                f"the run samples at temperature {self._temperature:g}, not {request.temperature:g}; leave "
-                "temperature out, or set rollout.sampling.temperature",
+                f"the run samples at temperature {self._temperature:g}, got {request.temperature:g}; remove "
+                "temperature, or set rollout.sampling.temperature",
                 param="temperature",
             )
 
@@ -246,7 +246,7 @@ class Endpoint:
         if session is None:
             raise ApiError(
                 401,
-                "this API key belongs to no running episode; use the one that the agent was given",
+                "this API key does not belong to a running episode; use the key that the agent received",
                 code="invalid_api_key",
             )
         return session
@@ -257,7 +257,9 @@ class Endpoint:
         if name is None:
             return JSONResponse({"object": "list", "data": [model]})
         if name != MODEL_NAME:
-            raise ApiError(404, f"there is no model {name!r}", code="model_not_found")
+            raise ApiError(
+                404, f"unknown model {name!r}; use {MODEL_NAME!r}", code="model_not_found"
+            )
         return JSONResponse(model)
 
     async def _chat(self, request: Request, session: _Session) -> Response:
@@ -342,7 +344,7 @@ async def _answer(
 
 
 def _ended() -> ApiError:
-    return ApiError(503, "the episode was ended by its rollout", code="episode_ended")
+    return ApiError(503, "the rollout ended the episode", code="episode_ended")
 
 
 def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:

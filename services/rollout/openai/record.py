@@ -215,7 +215,7 @@ class EpisodeRecord:
         """Returns recorded turns with an addition; without one, the last reply is continued."""
         turns = earlier.turns if earlier else ()
         if not turns and not added:
-            raise invalid("the prompt has no tokens; give at least one", param="prompt")
+            raise invalid("the prompt has no tokens; expected at least one", param="prompt")
         turns = (*turns, observed(added)) if added else turns
         if self._room(turns) < 1:
             self._episode.is_full = True
@@ -301,7 +301,7 @@ class EpisodeRecord:
         if unknown := [each for each in ids if not 0 <= each < tokenizer.vocab_size]:
             raise invalid(
                 f"stop_token_ids has {unknown[0]}, but the model has tokens 0 to "
-                f"{tokenizer.vocab_size - 1}; name some of them",
+                f"{tokenizer.vocab_size - 1}; use some of these",
                 param="stop_token_ids",
             )
         try:

@@ -219,8 +219,8 @@ class GenerateRequest(BaseModel):
             is_neutral = value is None or name in _IGNORED or value in _NEUTRAL.get(name, ())
             if not is_neutral:
                 raise ValueError(
-                    f"{name}={value!r:.80} is not supported: what is recorded for training must be drawn "
-                    f"from the policy itself; leave {name} out"
+                    f"{name}={value!r:.80} is not supported: tokens for training must be sampled "
+                    f"from the policy itself; remove {name}"
                 )
         return self
 

@@ -87,8 +87,8 @@ class SampleRecorder:
                     {"kept_record": records, **{name: fields[name] for name in _COLUMNS}},
                 )
         except (ServiceError, TimeoutError) as error:
-            metrics.UNKEPT_GROUPS.inc()
-            logger.warning("a group is not kept", extra={"why": type(error).__name__})
+            metrics.SAMPLE_RECORD_FAILURES.inc()
+            logger.warning("storing sample records failed", extra={"why": type(error).__name__})
 
     def _records(
         self, assignment: GroupAssignment, prompt: Prompt, samples: Sequence[Sample]

@@ -26,7 +26,7 @@ def is_usable() -> bool:
     """Returns True if bubblewrap is installed and works here; tests it once."""
     found = shutil.which(_PROGRAM)
     if found is None:
-        _logger.info("bubblewrap is not installed: programs are confined by seccomp and Landlock")
+        _logger.info("bubblewrap is not installed; seccomp and Landlock confine programs")
         return False
     trial = subprocess.run(  # noqa: S603 -- a program of the host
         [found, *_ALONE, "--ro-bind", "/", "/", "--dev", "/dev", *_TRIAL_FOLDER, "true"],
@@ -37,7 +37,7 @@ def is_usable() -> bool:
     )
     if trial.returncode != 0:
         _logger.warning(
-            "bubblewrap does not work here, so programs are confined by seccomp and Landlock alone: %s",
+            "bubblewrap does not work here; only seccomp and Landlock confine programs: %s",
             trial.stderr.strip(),
         )
     return trial.returncode == 0

@@ -53,8 +53,8 @@ class Classifier:
         labels = {str(name): int(place) for name, place in loaded.config.label2id.items()}
         if (label is None) != (loaded.config.num_labels == 1) or label not in (None, *labels):
             raise ValueError(
-                f"{model!r} has the classes {', '.join(labels)}, and --label is {label!r}; a model with one "
-                "output needs none, others need the class whose probability is the score"
+                f"{model!r} has the classes {', '.join(labels)}, got --label {label!r}; omit it for a model "
+                "with one output, otherwise set it to the class whose probability is the score"
             )
         self._place = None if label is None else labels[label]
         if self._tokenizer.pad_token is None:
@@ -77,7 +77,7 @@ class Classifier:
             text = self._tokenizer.apply_chat_template(chat, tokenize=False)
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         if not 0 < len(ids) <= self._max_tokens:
-            raise ValueError(f"the text has {len(ids)} tokens; 1 to {self._max_tokens} are scored")
+            raise ValueError(f"the text must have 1 to {self._max_tokens} tokens, got {len(ids)}")
         return list(ids)
 
     @torch.no_grad()
@@ -166,8 +166,8 @@ def main() -> None:
     parser.add_argument("model", help="folder or Hugging Face id")
     add_options(parser)
     parser.add_argument("--label", help="class whose probability is the score")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="longest text")
-    parser.add_argument("--max-batch", type=int, default=32, help="texts of one pass")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="max tokens of a text")
+    parser.add_argument("--max-batch", type=int, default=32, help="max texts of one forward pass")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
     )

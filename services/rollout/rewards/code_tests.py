@@ -76,7 +76,7 @@ def _tests(program: str, answer: Any) -> Iterator[_Test]:
     else:
         raise ValueError(
             "code_tests needs an answer: Python code with asserts, or {'inputs': [...], 'outputs': "
-            f"[...]}}, but got {type(answer).__name__}"
+            f"[...]}}, got {type(answer).__name__}"
         )
 
 

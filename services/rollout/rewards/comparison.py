@@ -49,8 +49,8 @@ class Comparison:
         if not isinstance(values, list) or len(values) != len(given):
             raise CallError(
                 "invalid_value",
-                f"reward {spec.name!r} sees the group and must return a list of {len(given)} numbers or "
-                f"terms, one for each response, but returned {values!r:.200}",
+                f"reward {spec.name!r} receives the group and must return a list of {len(given)} numbers or "
+                f"terms, one for each response, got {values!r:.200}",
             )
         return values
 

@@ -46,4 +46,4 @@ def _drop_capabilities() -> None:
     header = _CapabilityHeader(_CAPABILITY_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)()
     if library.capset(ctypes.byref(header), ctypes.byref(nothing)) != 0:
-        raise OSError(ctypes.get_errno(), "the kernel did not take the privileges away")
+        raise OSError(ctypes.get_errno(), "dropping privileges failed")

@@ -77,7 +77,7 @@ def _all_rights(version: int) -> int:
 
 def _checked(result: int) -> int:
     if result < 0:
-        raise OSError(ctypes.get_errno(), "the kernel refused the file rules of the sandbox")
+        raise OSError(ctypes.get_errno(), "the kernel rejected the Landlock rules of the sandbox")
     return result
 
 

@@ -68,8 +68,8 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
     expected = _single_spaced(str(answer) if marked is None else marked)
     if len(expected) > _MAX_EXPRESSION_CHARACTERS:
         raise ValueError(
-            f"math_verify reads answers of up to {_MAX_EXPRESSION_CHARACTERS} characters, but one has "
-            f"{len(expected)}; mark its final expression with \\boxed{{}} or {_MARK}"
+            f"math_verify supports answers of up to {_MAX_EXPRESSION_CHARACTERS} characters, got "
+            f"{len(expected)}; mark the final expression with \\boxed{{}} or {_MARK}"
         )
     with _cpu_time_limit(_CPU_TIMEOUT_S):
         return float(_is_answered(expected, response, answer))
@@ -112,9 +112,7 @@ def _cpu_time_limit(seconds: float) -> Iterator[None]:
     try:
         yield
     except _CpuTimeExpired as error:
-        raise TimeoutError(
-            f"math_verify compared for more than {seconds:g} s of CPU time and was stopped"
-        ) from error
+        raise TimeoutError(f"math_verify was stopped after {seconds:g} s of CPU time") from error
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, previous)

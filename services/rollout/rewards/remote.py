@@ -119,7 +119,8 @@ class RemoteReward:
         """
         if self._breaker.is_open:
             raise CallError(
-                "exception", f"{self._url} failed many times in a row and is left alone for a while"
+                "exception",
+                f"{self._url} failed many times in a row; no requests are sent for a while",
             )
         async with self._places:
             try:
@@ -128,7 +129,7 @@ class RemoteReward:
             except TimeoutError as error:
                 self._breaker.record(succeeded=False)
                 raise CallError(
-                    "timeout", f"{self._url} gave no answer in {timeout_s:g} s"
+                    "timeout", f"{self._url} did not respond within {timeout_s:g} s"
                 ) from error
             except CallError as error:
                 # A service that responds, even with an invalid score, is not down.
@@ -194,14 +195,15 @@ class HttpRewardService:
             raise BusyError
         if not response.is_success:
             raise CallError(
-                "exception", f"{self._url} answered {response.status_code}: {response.text[:200]}"
+                "exception",
+                f"{self._url} returned status {response.status_code}: {response.text[:200]}",
             )
         try:
             return response.json()["score"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CallError(
                 "invalid_value",
-                f'{self._url} must answer {{"score": number or terms}}, but answered {response.text[:200]}',
+                f'{self._url} must return {{"score": number or terms}}, got {response.text[:200]}',
             ) from error
 
 
@@ -258,7 +260,7 @@ class GrpcRewardService:
             if error.code() in _BUSY and not is_too_large:
                 raise BusyError from error
             raise CallError(
-                "exception", f"{self._url} answered {error.code().name}: {error.details()}"
+                "exception", f"{self._url} returned {error.code().name}: {error.details()}"
             ) from error
         return dict(answer.terms) or answer.score
 

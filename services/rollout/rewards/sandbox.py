@@ -72,7 +72,7 @@ _LAUNCHER = """\
 import os, resource, sys
 from services.rollout.rewards import confine
 seconds, memory_bytes, reads_files, parts = map(int, sys.argv[1:])
-# At the soft limit comes a signal that tells of the limit; at the hard one SIGKILL, which could be anybody's.
+# The soft limit sends a signal of its own; the hard limit sends SIGKILL, which has many other causes.
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 60))
 for limit, value in (
     (resource.RLIMIT_AS, memory_bytes),
@@ -142,8 +142,8 @@ def run_python(parts: Sequence[str], given: str, limits: Limits) -> str | None:
             return None
         if process.returncode in _KILLED:
             raise SandboxKilledError(
-                f"the program was killed (status {process.returncode}), not by its limits; is the host out "
-                "of memory?"
+                f"the program was killed (status {process.returncode}), but not by its limits; check the "
+                "host's free memory"
             )
         output.seek(0)
         text = output.read(_MAX_OUTPUT_BYTES).decode(errors="replace")
@@ -241,17 +241,19 @@ def _folder() -> Iterator[str]:
                     command, stderr=subprocess.DEVNULL, timeout=_REMOVE_S, check=False
                 )
         if Path(folder).exists():
-            logger.error("the folder of a sandboxed program stays", extra={"folder": folder})
+            logger.error(
+                "deleting the folder of a sandboxed program failed", extra={"folder": folder}
+            )
 
 
 def _check_host(limits: Limits, *, is_wrapped: bool) -> None:
     if not seccomp.is_supported():
         raise RuntimeError(
-            "code_tests needs Linux on x86_64 or aarch64, to keep programs off the network"
+            "code_tests needs Linux on x86_64 or aarch64 to block network access of programs"
         )
     if not (limits.reads_files or is_wrapped or landlock.is_supported()):
         raise RuntimeError(
-            "code_tests needs bubblewrap, or a kernel with Landlock (Linux 5.13, enabled by lsm=), to keep "
-            "programs off files; set the reward's argument reads_files to true if this user can read nothing "
-            "secret"
+            "code_tests needs bubblewrap, or a kernel with Landlock (Linux 5.13, enabled by lsm=), to block "
+            "file access of programs; set the reward's argument reads_files to true if this user cannot read "
+            "secrets"
         )

@@ -192,7 +192,7 @@ def _some(spec: RewardSpec, value: object) -> object:
     if value == {}:
         raise CallError(
             "invalid_value",
-            f"reward {spec.name!r} must return a number or at least one term, but returned no terms",
+            f"reward {spec.name!r} must return a number or at least one term, got no terms",
         )
     return value
 

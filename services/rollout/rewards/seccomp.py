@@ -86,7 +86,7 @@ def install() -> None:
         (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0),
     ):
         if library.prctl(*call) != 0:
-            raise OSError(ctypes.get_errno(), "the kernel refused the seccomp filter")
+            raise OSError(ctypes.get_errno(), "the kernel rejected the seccomp filter")
 
 
 def _checks(name: str) -> list[_Instruction]:

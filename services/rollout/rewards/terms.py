@@ -62,7 +62,7 @@ def token_values(spec: RewardSpec, value: object, turn_lengths: Sequence[int]) -
         raise CallError(
             "invalid_value",
             f"reward {spec.name!r} must return a list of {count} numbers, one for each {spec.per} that the "
-            f"policy sampled, but returned {_shortened(value)}",
+            f"policy sampled, got {_shortened(value)}",
         )
     name = f"{spec.name} of a {spec.per}"
     numbers = [checked_score(number, bounds=None, name=name) for number in value]
@@ -97,12 +97,12 @@ def checked_score(value: object, *, bounds: tuple[float, float] | None, name: st
     if not math.isfinite(score):
         raise CallError(
             "invalid_value",
-            f"reward {name!r} must return a finite number, but returned {_shortened(value)}",
+            f"reward {name!r} must return a finite number, got {_shortened(value)}",
         )
     if bounds is not None and not bounds[0] <= score <= bounds[1]:
         raise CallError(
             "invalid_value",
-            f"reward {name!r} must be within {bounds[0]} and {bounds[1]}, but is {score}",
+            f"reward {name!r} must be within [{bounds[0]}, {bounds[1]}], got {score}",
         )
     return score
 
@@ -125,7 +125,7 @@ def named_numbers(value: object, *, what: str, source: str) -> dict[str, float]:
     if not isinstance(value, Mapping):
         raise CallError(
             "invalid_value",
-            f"{source}: {what} must be a number or numbers by name, but is {_shortened(value)}",
+            f"{source}: {what} must be a number or numbers by name, got {_shortened(value)}",
         )
     checked_names(value, source=f"{what} of {source}")
     return {
@@ -151,8 +151,8 @@ def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str
     if not isinstance(given, Mapping) or not {"reward"} <= set(given) <= {"reward", "metrics"}:
         raise CallError(
             "invalid_value",
-            "reward 'environment' needs a workflow that rewards its episodes: an environment, or an agent "
-            'that returns a number or {"reward": terms, "metrics": numbers}, but it gave '
+            "reward 'environment' needs a workflow that scores its episodes: an environment, or an agent "
+            'that returns a number or {"reward": terms, "metrics": numbers}, got '
             f"{_shortened(earned)}",
         )
     terms = named_numbers(given["reward"], what="reward", source="the episode")
@@ -173,14 +173,14 @@ def checked_names(names: Iterable[object], *, source: str) -> None:
     listed = [*names]
     if len(listed) > MAX_TERMS:
         raise CallError(
-            "invalid_value", f"{source} has {len(listed)} terms; at most {MAX_TERMS} are allowed"
+            "invalid_value", f"{source} has {len(listed)} terms, more than the limit of {MAX_TERMS}"
         )
     for name in listed:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise CallError(
                 "invalid_value",
-                f"{source} names a term {name!r:.80}; a name begins with a letter and has up to 64 letters, "
-                "digits and _ . - /",
+                f"{source} has a term named {name!r:.80}; a name starts with a letter and has up to 64 "
+                "letters, digits and _ . - /",
             )
 
 
@@ -189,8 +189,8 @@ def _checked_terms(spec: RewardSpec, value: Mapping[object, object]) -> dict[str
     if missing := sorted(set(spec.terms) - set(value)):
         raise CallError(
             "invalid_value",
-            f"reward {spec.name!r} gave {', '.join(map(str, value)) or 'no terms'}, but not "
-            f"{', '.join(missing)}, which its terms in the specification name",
+            f"reward {spec.name!r} returned {', '.join(map(str, value)) or 'no terms'}, but not "
+            f"{', '.join(missing)}, which its terms in the specification require",
         )
     return {
         str(name): checked_score(

@@ -36,10 +36,10 @@ async def demonstration_sample(
     if is_cut and not (prompt.may_be_cut and most > 0):
         raise GroupError(
             "demonstration_too_long",
-            f"an answer has {shows.num_tokens} tokens, but {most} fit behind its prompt of "
-            f"{len(shows.prompt_ids)} (rollout.max_response_tokens is {spec.max_response_tokens}, the model "
-            f"holds {engine.max_tokens}); raise it, set data.demonstration.too_long to 'cut', or remove the "
-            "row",
+            f"an answer has {shows.num_tokens} tokens, but only {most} fit after its prompt of "
+            f"{len(shows.prompt_ids)} tokens (rollout.max_response_tokens is {spec.max_response_tokens}, the "
+            f"model's context {engine.max_tokens}); raise it, set data.demonstration.too_long to 'cut', or "
+            "remove the row",
             retryable=False,
         )
     shows = shows.cut(most)

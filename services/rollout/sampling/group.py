@@ -324,8 +324,8 @@ def _check_sampled(episode: Episode) -> None:
     if not any(map(num_sampled, episode.sequences)):
         raise CallError(
             "invalid_value",
-            "the episode ended before the policy said anything, so nothing can train; let the workflow ask "
-            "its episode for a turn",
+            "the episode ended before the policy generated a token, so it cannot train; sample at least one "
+            "turn in the workflow",
         )
 
 

@@ -43,8 +43,8 @@ class ProgressWatch:
             self._since = now
         elif now - self._since > self.deadline_s:
             raise EngineStalledError(
-                f"the engine holds {stats.num_running} requests but made no token for "
-                f"{now - self._since:.0f} s; this worker ends, so that its work goes elsewhere"
+                f"the engine has {stats.num_running} requests but generated no token for "
+                f"{now - self._since:.0f} s; this worker exits so that other workers take over its groups"
             )
 
 
@@ -74,8 +74,8 @@ class EpisodeWatch:
                 seen[group_id, member] = (mark, since if before == mark else now)
                 if before == mark and now - since > self.deadline_s:
                     stalled[group_id] = (
-                        f"member {member} made no token and no call for {now - since:.0f} s; look at what "
-                        "its workflow waits for, or raise limits.stall_timeout_s"
+                        f"member {member} generated no token and made no call for {now - since:.0f} s; check "
+                        "what its workflow waits for, or raise limits.stall_timeout_s"
                     )
         self._seen = seen
         return stalled

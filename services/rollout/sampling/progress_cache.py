@@ -95,7 +95,9 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
     tokens, logprobs = fields["response_ids"].tolist(), fields["rollout_logprobs"].tolist()
     runs = [(version, count) for version, count in fields["version_runs"].tolist()]
     if sum(row[1] for row in table) != len(tokens) or sum(row[2] for row in table) != len(runs):
-        raise ValueError("the turns of a cached sample do not cover its tokens; generate it again")
+        raise ValueError(
+            "the turns of a cached sample do not cover its tokens; the sample is generated again"
+        )
     scores = bytes(fields["scores"].tolist())
     experts = _read(fields[ROUTED_EXPERTS])
     turns: list[Turn] = []
@@ -186,7 +188,7 @@ class TransferQueueCache:
                 return {}
             rows = await self._data.get(newest, PARTIAL_FIELDS)
         except (ServiceError, ValueError) as error:
-            logger.warning("cached progress is not usable", extra={"why": str(error)})
+            logger.warning("ignoring unusable cached progress", extra={"why": str(error)})
             return {}
         columns = {name: rows[name].unbind() for name in PARTIAL_FIELDS}
         found: dict[str, dict[int, MemberProgress]] = defaultdict(dict)
@@ -196,7 +198,7 @@ class TransferQueueCache:
                     {name: column[index] for name, column in columns.items()}
                 )
             except ValueError as error:
-                logger.warning("cached progress is not usable", extra={"why": str(error)})
+                logger.warning("ignoring unusable cached progress", extra={"why": str(error)})
         return found
 
     async def save(
@@ -254,7 +256,7 @@ class TransferQueueCache:
         try:
             await self._release(keys)
         except ServiceError as error:
-            logger.warning("cached progress was not deleted", extra={"why": str(error)})
+            logger.warning("deleting cached progress failed", extra={"why": str(error)})
 
     async def _release(self, keys: Iterable[str]) -> None:
         await self._metadata.release(self._partition_id, list(keys))

@@ -151,7 +151,7 @@ class GroupSampler:
             UnavailableError: If this replica is shutting down.
         """
         if self._is_ending:
-            raise UnavailableError("this replica is ending, so no group can start here")
+            raise UnavailableError("this replica is shutting down and accepts no groups")
         new = [a for a in assignments if self._attempts.get(a.group_id, 0) < a.attempt]
         loading = self._load_progress(new)
         for assignment in new:
@@ -273,7 +273,7 @@ class GroupSampler:
             await self._cache.save(found, attempts, is_last=is_last)
         except GroupError as error:
             metrics.CACHE_FAILURES.inc()
-            logger.warning("progress was not cached", extra={"why": error.message})
+            logger.warning("caching progress failed", extra={"why": error.message})
 
     def _end(self, group: RunningGroup) -> None:
         """Removes a group unless a newer attempt replaced it."""

@@ -89,7 +89,7 @@ def answer_digest(response: str, pattern: str) -> str:
             answer = found[min(1, len(found.groups()))]
     except TimeoutError:
         answer = response
-        logger.warning("rollout.answer_pattern takes too long", extra={"pattern": pattern})
+        logger.warning("matching rollout.answer_pattern takes too long", extra={"pattern": pattern})
     return hashlib.sha256((answer or "").strip().encode()).hexdigest()[:16]
 
 

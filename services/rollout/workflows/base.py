@@ -250,7 +250,7 @@ class Episode:
         started = self._next_recorded(sampled=True)
         room = self.remaining_tokens
         if started is None and room < 1:
-            raise ValueError("the response has no room left; look at remaining_tokens first")
+            raise ValueError("the response has no tokens left; check remaining_tokens first")
         draw = SamplingChoice(
             seed=self.limits.seed,
             offset=num_sampled(self.turns),
@@ -365,9 +365,10 @@ class Episode:
         turn = self.replayed(self.turns)
         if turn is not None and turn.is_sampled != sampled:
             raise ValueError(
-                "the workflow took another course when it was resumed: a turn was "
+                "the workflow behaved differently when it was resumed: a turn was "
                 f"{'sampled' if turn.is_sampled else 'observed'} before the interruption and is "
-                f"{'sampled' if sampled else 'observed'} now; workflows must not depend on time or chance"
+                f"{'sampled' if sampled else 'observed'} now; a workflow must not depend on time or "
+                "randomness"
             )
         return turn
 
@@ -394,7 +395,7 @@ def load_workflow(spec: RolloutSpec) -> Workflow:
         workflow: Workflow = make(**spec.workflow_arguments)
     except TypeError as error:
         raise ValueError(
-            f"rollout.workflow {spec.workflow!r} cannot be made with "
+            f"rollout.workflow {spec.workflow!r} cannot be created with the arguments "
             f"{sorted(spec.workflow_arguments)} ({error}); check rollout.workflow_arguments"
         ) from error
     return workflow

@@ -67,7 +67,7 @@ def following_ids(
             # Skip the rest of the call, which the policy has already written in its own format.
             ends = [place for place, each in enumerate(ids) if each in tokenizer.stop_ids]
             if not ends:
-                problem = problem or "no token of the template ends the turn of an assistant"
+                problem = problem or "no token of the template ends an assistant's turn"
                 continue
             ids = ids[ends[0] :]
         return ids[1:] if _is_ended(tokenizer, ids, last_id) else ids
@@ -120,14 +120,12 @@ def check_tool_results(tokenizer: Tokenizer) -> None:
                 raise
             continue
         if rest.count(result) != 1:
-            raise ValueError("the chat template leaves out messages of the role 'tool'")
+            raise ValueError("the chat template does not render messages of the role 'tool'")
         opens = tokenizer.render_chat(question) != tokenizer.render_chat(
             question, opens_answer=False
         )
         if opens and not is_opened:
-            raise ValueError(
-                "the chat template opens no turn of the assistant after a tool's result"
-            )
+            raise ValueError("the chat template starts no assistant turn after a tool's result")
         return
 
 
@@ -160,8 +158,8 @@ def _after_mark(text: str, mark: str) -> str:
     before, found, rest = text.rpartition(mark)
     if not found or mark in before:
         raise ValueError(
-            "the model's chat template does not repeat an assistant's message once, so the chat cannot be "
-            "continued with the recorded tokens"
+            "the model's chat template does not render an assistant's message exactly once, so the chat "
+            "cannot be continued with the recorded tokens"
         )
     return rest
 

@@ -59,13 +59,13 @@ class MultiTurn:
         check_tool_format(tool_format)
         if result_template is not None and "{result}" not in result_template:
             raise ValueError(
-                "rollout.workflow_arguments.result_template must contain '{result}', but is "
+                "rollout.workflow_arguments.result_template must contain '{result}', got "
                 f"{result_template!r}"
             )
         if isinstance(tools, str | Mapping):
             raise ValueError(  # noqa: TRY004 -- the key is wrong, not an argument's type
                 "rollout.workflow_arguments.tools must be a list of 'module:function' or 'file.py:function', "
-                f"but is {tools!r:.80}"
+                f"got {tools!r:.80}"
             )
         self._functions = {reference.rpartition(":")[2]: reference for reference in tools}
         self._mcp_servers = [list(command) for command in mcp_servers]
@@ -98,9 +98,9 @@ class MultiTurn:
             else:
                 return
         raise ValueError(
-            "rollout.workflow_arguments: multi_turn renders tool results by the model's chat template, "
-            f"but {problem}; use data.chat_template with the tokenizer of a chat model that knows tools, or "
-            "set result_template"
+            "rollout.workflow_arguments: multi_turn renders tool results with the model's chat template, "
+            f"but {problem}; use data.chat_template with the tokenizer of a chat model that supports tools, "
+            "or set result_template"
         )
 
     async def run(self, episode: Episode) -> None:
@@ -145,8 +145,8 @@ class MultiTurn:
         if episode.remaining_tokens < 1:
             raise GroupError(
                 "prompt_too_long",
-                f"the prompt with its tools has {len(token_ids)} tokens and leaves no room for a response; "
-                "offer fewer tools, or set rollout.workflow_arguments.offer_tools to false",
+                f"the prompt with its tools has {len(token_ids)} tokens, which leaves no room for a "
+                "response; offer fewer tools, or set rollout.workflow_arguments.offer_tools to false",
                 retryable=False,
             )
 
@@ -193,7 +193,7 @@ class MultiTurn:
                 f"{_MCP}:call_tool", (servers[name], name, arguments), timeout_s=timeout_s
             )
         known = ", ".join(sorted([*self._functions, *servers])) or "none"
-        return f"error: there is no tool {name!r}; tools: {known}"
+        return f"error: unknown tool {name!r}; tools: {known}"
 
     async def _servers(self, episode: Episode) -> Mapping[str, list[str]]:
         """Returns the server of each tool; the first call also reads the schemas of tools and functions."""

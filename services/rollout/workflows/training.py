@@ -25,7 +25,7 @@ class TrainedConversations:
 
     def __init__(self, train: str) -> None:
         if train not in ("last", "all") and ":" not in train:
-            raise ValueError(f"{_KEY} must be last, all or module:function, but is {train!r}")
+            raise ValueError(f"{_KEY} must be last, all or module:function, got {train!r}")
         self._train = train
 
     async def choose(self, episode: Episode) -> None:
@@ -61,8 +61,8 @@ class TrainedConversations:
         ):
             raise CallError(
                 "invalid_value",
-                f"{_KEY} {self._train!r} must return different numbers of conversations, at least one from 0 "
-                f"to {len(conversations) - 1}, but returned {found!r:.200}",
+                f"{_KEY} {self._train!r} must return distinct indexes of conversations, at least one from 0 "
+                f"to {len(conversations) - 1}, got {found!r:.200}",
             )
         return found
 

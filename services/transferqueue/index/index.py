@@ -59,8 +59,8 @@ class Index:
         partition = self._partitions.get(partition_id)
         if partition is not None and partition.required_fields != set(required_fields):
             raise FailedPreconditionError(
-                f"partition {partition_id} exists and requires {sorted(partition.required_fields)}, "
-                f"not {sorted(required_fields)}; drop it first",
+                f"partition {partition_id} exists with required fields {sorted(partition.required_fields)}, "
+                f"got {sorted(required_fields)}; drop it first",
                 partition_id=partition_id,
             )
         self._quotas.raise_to(run_of(partition_id), quota_bytes)

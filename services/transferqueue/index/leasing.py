@@ -35,7 +35,7 @@ def whole_groups(groups: Iterable[str], count: int, *, group_size: int) -> list[
         ValueError: If ``count`` is not a multiple of ``group_size``.
     """
     if group_size < 1 or count % group_size:
-        raise ValueError(f"{count} samples are not whole groups of {group_size}")
+        raise ValueError(f"count must be a multiple of group_size ({group_size}), got {count}")
     members: dict[str, list[int]] = {}
     chosen: list[int] = []
     for place, group_id in enumerate(groups):
@@ -149,8 +149,8 @@ class Consumer:
 def lease_not_found(lease_id: str) -> FailedPreconditionError:
     """Returns the error for a lease that is unknown or expired."""
     return FailedPreconditionError(
-        f"lease {lease_id} is not held: it expired and its samples were handed out again; "
-        "ask for a longer lease_s if the work takes longer",
+        f"lease {lease_id} expired and its samples may be leased again; "
+        "use a longer lease_s if the work takes longer",
         lease_id=lease_id,
     )
 
@@ -162,12 +162,12 @@ def sampler_of(request: AcquireRequest) -> Sampler:
         InvalidArgumentError: If ``num_keys`` is below 1 or not a multiple of ``group_size``.
     """
     if request.num_keys < 1:
-        raise InvalidArgumentError(f"{request.num_keys} samples were asked for; ask for at least 1")
+        raise InvalidArgumentError(f"num_keys must be at least 1, got {request.num_keys}")
     if request.group_size == 0:
         return partial(fifo, count=request.num_keys)
     if request.num_keys % request.group_size:
         raise InvalidArgumentError(
-            f"{request.num_keys} samples are not whole groups of {request.group_size}"
+            f"num_keys must be a multiple of group_size ({request.group_size}), got {request.num_keys}"
         )
     return partial(whole_groups, count=request.num_keys, group_size=request.group_size)
 
@@ -260,8 +260,8 @@ class Leasing:
                 return self._lease(partition, consumer, request, rows)
             if now >= deadline:
                 raise DeadlineExceededError(
-                    f"{request.partition_id} did not have {request.num_keys} samples ready for "
-                    f"{request.consumer!r} within {request.wait_s} s; nothing was leased",
+                    f"partition {request.partition_id} had fewer than {request.num_keys} ready samples for "
+                    f"{request.consumer!r} within {request.wait_s} s; no lease was made",
                     partition_id=request.partition_id,
                     consumer=request.consumer,
                 )
@@ -288,8 +288,8 @@ class Leasing:
             consumer = consumers[request.consumer] = Consumer(fields, partition.rows.values())
         if consumer.fields != fields:
             raise FailedPreconditionError(
-                f"consumer {request.consumer!r} asks for {sorted(fields)} after it asked for "
-                f"{sorted(consumer.fields)}; use another consumer name for another use",
+                f"consumer {request.consumer!r} must request the same fields each time, "
+                f"{sorted(consumer.fields)}, got {sorted(fields)}; use another consumer name",
                 consumer=request.consumer,
             )
         return consumer

@@ -167,7 +167,7 @@ class Partition:
         if absent:
             raise NotFoundError(
                 f"{len(absent)} of {len(keys)} keys are not in {self.partition_id}: "
-                f"{', '.join(absent[:20])}; they were released, lost or never put",
+                f"{', '.join(absent[:20])}; they were released, lost or never stored",
                 partition_id=self.partition_id,
                 keys=",".join(absent),
             )

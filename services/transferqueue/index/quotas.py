@@ -49,14 +49,14 @@ class Quotas:
             if size_bytes > limit:
                 raise InvalidArgumentError(
                     f"a put of {size_bytes} bytes exceeds the whole quota of {run}, {limit} bytes; "
-                    "raise quota_bytes or put fewer samples at once",
+                    "raise quota_bytes or store fewer samples at once",
                     run=run,
                 )
             rest_s = deadline - self._clock.monotonic()
             if rest_s <= 0:
                 raise ResourceExhaustedError(
                     f"quota of {run}: {used} of {limit} bytes are in use and {size_bytes} more did "
-                    f"not fit within {wait_s} s; they fit when samples are released",
+                    f"not fit within {wait_s} s; release samples or raise the quota",
                     run=run,
                     used_bytes=used,
                     quota_bytes=limit,

@@ -29,18 +29,18 @@ class Schema:
             InvalidArgumentError: If the put breaks a rule.
         """
         if not meta.keys or len(set(meta.keys)) != len(meta.keys):
-            raise InvalidArgumentError("a put needs at least one key, and each key once")
+            raise InvalidArgumentError("expected at least one key and no duplicate keys")
         for column in meta.fields:
             self._check_column(column, meta.blobs)
         names = set(meta.field_names)
         if len(names) != len(meta.fields) or len(meta.blobs) != len(meta.fields):
-            raise InvalidArgumentError("a put needs each field once, and one blob for each")
+            raise InvalidArgumentError("expected one blob for each field and no duplicate fields")
         for row in known:
             again = names & row.field_names()
             if again:
                 raise AlreadyExistsError(
-                    f"{row.key} has {', '.join(sorted(again))}; stored values never change, so "
-                    "release the key before it is put again",
+                    f"{row.key} already has {', '.join(sorted(again))}, and stored values are immutable; "
+                    "release the key before storing it again",
                     key=row.key,
                     fields=",".join(sorted(again)),
                 )
@@ -58,19 +58,19 @@ class Schema:
         expected = self.kinds.get(column.name, kind)
         if kind != expected:
             raise InvalidArgumentError(
-                f"field {column.name!r} is {_text(kind)}, but this partition holds it as "
-                f"{_text(expected)}; convert it before the put",
+                f"field {column.name!r}: expected {_text(expected)} as in this partition, got "
+                f"{_text(kind)}; convert it first",
                 field=column.name,
             )
         if column.dtype not in ITEM_BYTES:
             raise InvalidArgumentError(
-                f"field {column.name!r} has dtype {column.dtype!r}; known are "
+                f"field {column.name!r} has unsupported dtype {column.dtype!r}; use one of "
                 f"{', '.join(ITEM_BYTES)}",
                 field=column.name,
             )
         blob_index = column.blob_indexes[0]
         if blob_index < 0 or column.blob_indexes.count(blob_index) < len(column.blob_indexes):
-            raise InvalidArgumentError(f"field {column.name!r} must lie in one blob")
+            raise InvalidArgumentError(f"field {column.name!r} must be in one blob")
         size = blobs[blob_index].size_bytes
         row_bytes = ITEM_BYTES[column.dtype] * prod(column.tail_shape)
         end = max(map(add, column.offsets, [row_bytes * length for length in column.lengths]))
@@ -85,15 +85,15 @@ class Schema:
         absent = set(self.tag_types) - set(meta.tags) if has_new_keys else set()
         if unknown or absent:
             raise InvalidArgumentError(
-                f"the samples of a partition have the same tags, {sorted(self.tag_types)}; "
-                f"this put has {sorted(meta.tags)}"
+                f"all samples of a partition need the same tags, {sorted(self.tag_types)}; "
+                f"got {sorted(meta.tags)}"
             )
         for name, values in meta.tags.items():
             known = self.tag_types.get(name, type(values[0]))
             if known is not type(values[0]):
                 raise InvalidArgumentError(
-                    f"tag {name!r} is {type(values[0]).__name__} here and {known.__name__} in "
-                    "earlier puts",
+                    f"tag {name!r}: expected {known.__name__} as in earlier samples, got "
+                    f"{type(values[0]).__name__}",
                     tag=name,
                 )
 

@@ -108,11 +108,12 @@ class Keeper:
                     max_bytes=run.max_bytes,
                     max_steps=run.max_steps,
                 )
-                metrics.KEPT.inc(sum(each.is_made for each in told))
+                metrics.SAMPLE_RECORDS.inc(sum(each.is_made for each in told))
             except (ServiceError, OSError, sqlite3.Error, ValueError, LookupError) as error:
-                metrics.NOT_KEPT.inc(pending.num_keys)
+                metrics.SAMPLE_RECORDS_FAILED.inc(pending.num_keys)
                 logger.warning(
-                    "samples are not kept", extra={"run": run_id, "why": type(error).__name__}
+                    "storing sample records failed",
+                    extra={"run": run_id, "why": type(error).__name__},
                 )
             # Also on failure: training must not wait for their space.
             self._index.release(pending.partition_id, pending.keys)

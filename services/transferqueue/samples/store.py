@@ -198,9 +198,7 @@ def store_path(folder: Path, run_id: str) -> Path:
         InvalidArgumentError: If ``run_id`` cannot be a file name.
     """
     if not _NAME.fullmatch(run_id):
-        raise InvalidArgumentError(
-            f"{run_id!r} cannot name a run; use letters, digits, '-' and '_'"
-        )
+        raise InvalidArgumentError(f"invalid run id {run_id!r}; use letters, digits, '-' and '_'")
     return folder / f"{run_id}.db"
 
 
@@ -342,7 +340,8 @@ def _position(database: sqlite3.Connection, query: KeptSampleQuery) -> Position:
     ).fetchone()
     if found is None:
         raise NotFoundError(
-            f"sample {query.after} is not kept any more, so the list cannot go on behind it; begin again"
+            f"sample {query.after} was deleted, so the list cannot continue after it; start from the first "
+            "page"
         )
     return found["rank"], found["seq"]
 

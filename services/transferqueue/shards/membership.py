@@ -76,4 +76,4 @@ class RemoteIndex:
             await self._client.cancel(partition_id, size_bytes)
         except ServiceError as error:
             # The index reverts the charge when it gives this shard up.
-            logger.warning("charge not taken back", extra={"error": str(error)})
+            logger.warning("quota was not returned", extra={"error": str(error)})

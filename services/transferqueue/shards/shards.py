@@ -190,8 +190,8 @@ class Shards:
         member = self._members.get(shard_id)
         if member is None or member.shard.instance_id != instance_id:
             raise NotFoundError(
-                f"shard {shard_id} was given up after {DEAD_AFTER_S} s of silence or has a "
-                "successor; end this process and start anew",
+                f"shard {shard_id} was removed after {DEAD_AFTER_S} s without heartbeat or has a "
+                "successor; restart this process",
                 shard_id=shard_id,
             )
         return member

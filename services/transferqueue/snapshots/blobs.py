@@ -57,7 +57,7 @@ class BlobClient:
                 data = b"".join(frames)
                 connection.let_go(answer)
                 if not isinstance(answer, codec.Data) or codec.checksum(data) != answer.checksum:
-                    raise DataLossError(f"blob {blob.blob_id} on {blob.shard_id} is damaged")
+                    raise DataLossError(f"blob {blob.blob_id} on {blob.shard_id} is corrupted")
                 parts.append(data)
         return b"".join(parts)
 

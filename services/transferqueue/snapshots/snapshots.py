@@ -114,7 +114,7 @@ class RecordReader:
     def damage(self) -> DataLossError:
         """Returns the error for a damaged file."""
         return DataLossError(
-            f"{self._name} is damaged or was cut off near byte {self._file.tell()}; "
+            f"{self._name} is corrupted or truncated near byte {self._file.tell()}; "
             "use an older snapshot",
             name=self._name,
         )
@@ -179,10 +179,10 @@ class Snapshots:
         """
         path = self._path(run_id, snapshot_id)
         if not path.exists():
-            raise NotFoundError(f"there is no snapshot {snapshot_id!r} of {run_id}", run_id=run_id)
+            raise NotFoundError(f"snapshot {snapshot_id!r} of {run_id} not found", run_id=run_id)
         if any(image.puts for image in self._index.export(run_id)):
             raise AlreadyExistsError(
-                f"{run_id} has samples; drop its partitions before it is restored", run_id=run_id
+                f"{run_id} has samples; drop its partitions before restoring it", run_id=run_id
             )
         num_keys = 0
         image: PartitionImage | None = None
@@ -205,7 +205,7 @@ class Snapshots:
                     quota_bytes=image.quota_bytes,
                 )
         if fields != [num_keys]:
-            raise DataLossError(f"{path.name} holds {num_keys} samples, not {fields}")
+            raise DataLossError(f"{path.name} has {num_keys} samples, expected {fields}")
         return num_keys
 
     async def _restore_put(self, data: bytes, blobs: BlobClient, reader: RecordReader) -> int:
@@ -219,7 +219,7 @@ class Snapshots:
         for name in (run_id, snapshot_id):
             if not _NAME.fullmatch(name) or name.startswith("."):
                 raise InvalidArgumentError(
-                    f"{name!r} cannot name a snapshot; use letters, digits, '.', '-' and '_'"
+                    f"invalid snapshot id {name!r}; use letters, digits, '.', '-' and '_'"
                 )
         return self._folder / run_id / f"{snapshot_id}.tq"
 

@@ -38,7 +38,7 @@ async def answer(
         try:
             run_id = await admitted_as(z85.encode(credentials[0]).decode())
         except ServiceError as error:
-            logger.warning("client could not be checked", extra={"error": str(error)})
+            logger.warning("checking a client's token failed", extra={"error": str(error)})
     if run_id is None:
         metrics.REJECTED.labels("data", "unauthenticated").inc()
         return [route, b"", b"1.0", request_id, b"400", b"not admitted", b"", b""]

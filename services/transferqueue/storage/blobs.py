@@ -118,9 +118,9 @@ class Storage:
         total = sum(aligned(size) for size in sizes)
         if total > self._arena.capacity_bytes:
             raise InvalidArgumentError(
-                f"a put of {total} bytes never fits the memory of a shard, "
+                f"a put of {total} bytes exceeds the memory of a shard, "
                 f"{self._arena.capacity_bytes} bytes; "
-                "put fewer samples at once or raise capacity_bytes",
+                "store fewer samples at once or raise capacity_bytes",
                 size_bytes=total,
                 capacity_bytes=self._arena.capacity_bytes,
             )
@@ -163,7 +163,7 @@ class Storage:
         num_parts = len(blob.digests)
         if offset != num_parts * FRAME_BYTES or len(data) != min(FRAME_BYTES, blob.size - offset):
             raise InvalidArgumentError(
-                f"{len(data)} bytes at {offset} do not continue blob {blob_id} of {blob.size} bytes, "
+                f"unexpected {len(data)} bytes at offset {offset} of blob {blob_id} with {blob.size} bytes, "
                 f"which has {num_parts} parts of {FRAME_BYTES} bytes",
                 blob_id=blob_id,
             )
@@ -266,7 +266,7 @@ class Storage:
         blob = self._blobs.get(blob_id)
         if blob is None or blob.checksum is None or blob.is_doomed:
             raise NotFoundError(
-                f"blob {blob_id} is not here; its samples were released", blob_id=blob_id
+                f"blob {blob_id} not found; its samples were released", blob_id=blob_id
             )
         if offset + size > blob.size:
             raise InvalidArgumentError(
@@ -300,11 +300,12 @@ def check_arrived(ref: BlobRef, size_bytes: int, digest: int | None) -> None:
     """
     if ref.size_bytes != size_bytes:
         raise InvalidArgumentError(
-            f"blob {ref.blob_id} has {size_bytes} bytes, not {ref.size_bytes}", blob_id=ref.blob_id
+            f"blob {ref.blob_id} has {size_bytes} bytes, expected {ref.size_bytes}",
+            blob_id=ref.blob_id,
         )
     if digest is not None and digest != ref.checksum:
         raise DataLossError(
-            f"blob {ref.blob_id} arrived with checksum {digest:#x}, the sender says "
-            f"{ref.checksum:#x}; put it again",
+            f"blob {ref.blob_id} arrived with checksum {digest:#x}, expected "
+            f"{ref.checksum:#x}; send it again",
             blob_id=ref.blob_id,
         )

@@ -150,7 +150,7 @@ class Writer:
         if meta.partition_id != put.partition_id or len(meta.blobs) != len(put.grant.blob_ids):
             raise InvalidArgumentError(
                 f"put {request.put_id} reserved {len(put.grant.blob_ids)} blobs in "
-                f"{put.partition_id}, not {len(meta.blobs)} in {meta.partition_id}"
+                f"{put.partition_id}, got {len(meta.blobs)} blobs in {meta.partition_id}"
             )
         put.meta = meta
 
@@ -170,7 +170,8 @@ class Writer:
         """
         if len(data) != sum(request.sizes) or len(data) > codec.STORE_BYTES:
             raise InvalidArgumentError(
-                f"{len(data)} bytes for blobs of {sum(request.sizes)}, at most {codec.STORE_BYTES}"
+                f"expected {sum(request.sizes)} bytes of blobs and at most {codec.STORE_BYTES}, got "
+                f"{len(data)}"
             )
         granted = await self.reserve(
             codec.Reserve(request.put_id, request.partition_id, request.sizes, request.wait_s)
@@ -206,7 +207,7 @@ class Writer:
         put = self._open.pop(put_id, None)
         if put is None:
             raise FailedPreconditionError(
-                f"put {put_id} has no room: it was never reserved, was aborted, or took longer than "
+                f"put {put_id} has no reservation: it was never reserved, was aborted, or took longer than "
                 f"{codec.GRANT_S} s; reserve again",
                 put_id=put_id,
             )
@@ -226,8 +227,8 @@ class Writer:
     def _complete(self, put: _OpenPut, checksums: Sequence[int]) -> KVBatchMeta:
         if put.meta is None or len(checksums) != len(put.meta.blobs):
             raise InvalidArgumentError(
-                f"a put is described before its commit, which has one checksum for each of its "
-                f"{len(put.grant.blob_ids)} blobs, not {len(checksums)}"
+                f"a commit must follow the description of the put and have one checksum for each of its "
+                f"{len(put.grant.blob_ids)} blobs, got {len(checksums)}"
             )
         blobs = [
             replace(blob, shard_id=self._shard_id, blob_id=blob_id, checksum=checksum)
@@ -249,13 +250,13 @@ class Writer:
 
     def _begin(self, put_id: str) -> None:
         if put_id in self._open or put_id in self._reserving:
-            raise AlreadyExistsError(f"put {put_id} has its room already", put_id=put_id)
+            raise AlreadyExistsError(f"put {put_id} already has a reservation", put_id=put_id)
         self._reserving.add(put_id)
 
     async def _find_room(self, request: codec.Reserve, deadline: float) -> Grant:
         while True:
             if request.put_id in self._given_up:
-                raise AbortedError(f"put {request.put_id} was given up", put_id=request.put_id)
+                raise AbortedError(f"put {request.put_id} was aborted", put_id=request.put_id)
             grant = self._storage.reserve(request.sizes)
             if grant is not None:
                 return grant
@@ -266,8 +267,8 @@ class Writer:
                 used, capacity = self._storage.used_bytes, self._storage.capacity_bytes
                 raise ResourceExhaustedError(
                     f"shard {self._shard_id}: {used} of {capacity} bytes are in use and "
-                    f"{sum(request.sizes)} more did not fit within {request.wait_s} s; they fit "
-                    "when samples are released",
+                    f"{sum(request.sizes)} more did not fit within {request.wait_s} s; release "
+                    "samples or add memory",
                     shard_id=self._shard_id,
                     used_bytes=used,
                     capacity_bytes=capacity,
@@ -401,7 +402,9 @@ class DataPlane:
         self, reply: Reply, request_id: int, message: codec.Message, payload: list[memoryview]
     ) -> None:
         if len(payload) != isinstance(message, codec.Write | codec.Store):
-            raise InvalidArgumentError(f"{len(payload)} payload frames; Write and Store have one")
+            raise InvalidArgumentError(
+                f"Write and Store need one payload frame, got {len(payload)}"
+            )
         match message:
             case codec.Write():
                 self._storage.write(message.blob_id, message.offset, payload[0])
@@ -413,7 +416,7 @@ class DataPlane:
             case codec.Reserve() | codec.Commit() | codec.Abort() | codec.Store() | codec.Read():
                 self._spawn(self._answer(reply, request_id, message, payload))
             case _:
-                raise InvalidArgumentError(f"{type(message).__name__} is an answer, not a request")
+                raise InvalidArgumentError(f"expected a request, got {type(message).__name__}")
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._tasks.create_task(work)
@@ -474,7 +477,7 @@ class DataPlane:
             return codec.Located(self._pin(ranges), positions)
         if size > codec.MAX_READ_BYTES:
             raise InvalidArgumentError(
-                f"a read of {size} bytes is above the limit of {codec.MAX_READ_BYTES}; split it"
+                f"a read of {size} bytes exceeds the limit of {codec.MAX_READ_BYTES}; split it"
             )
         # Small ranges are copied into the answer, so the blobs need no pin.
         pin_id = self._pin(ranges) if size >= _PACK_BELOW_BYTES else 0
@@ -494,7 +497,7 @@ class DataPlane:
             self._socket.send([peer, *frames], copy=copy)
         except zmq.ZMQError as error:
             # The peer left or does not read; it notices by its own deadline.
-            logger.warning("answer not sent", extra={"error": str(error)})
+            logger.warning("sending a response failed", extra={"error": str(error)})
             metrics.REJECTED.labels("data", "peer_gone").inc()
 
 

@@ -60,7 +60,7 @@ class ObjectStorage:
         total = sum(map(aligned, sizes))
         if total > self.capacity_bytes:
             raise InvalidArgumentError(
-                f"a put of {total} bytes never fits a shard of {self.capacity_bytes} bytes; put "
+                f"a put of {total} bytes exceeds the shard's {self.capacity_bytes} bytes; store "
                 "fewer samples at once or raise capacity_bytes"
             )
         if self.used_bytes + total > self.capacity_bytes:
@@ -82,7 +82,7 @@ class ObjectStorage:
         received = self._received.setdefault(blob_id, bytearray())
         is_open = blob_id in self._sizes and blob_id not in self._sealed
         if not is_open or offset != len(received) or offset + len(data) > self._sizes[blob_id]:
-            raise InvalidArgumentError(f"{len(data)} bytes do not continue blob {blob_id}")
+            raise InvalidArgumentError(f"unexpected {len(data)} bytes for blob {blob_id}")
         received += data
 
     async def seal(self, sealed: Sequence[BlobRef]) -> None:
@@ -121,7 +121,7 @@ class ObjectStorage:
         """
         for blob_id, offset, size in ranges:
             if blob_id not in self._sealed or offset + size > self._sizes[blob_id]:
-                raise NotFoundError(f"blob {blob_id} is not here; its samples were released")
+                raise NotFoundError(f"blob {blob_id} not found; its samples were released")
         data = memoryview(bytearray(sum(size for _, _, size in ranges)))
         keyed = [
             object_range(self._instance_id, blob_id, offset, size)

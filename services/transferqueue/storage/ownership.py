@@ -37,4 +37,4 @@ def demand_run(run_id: str, owner: str) -> None:
         PermissionDeniedError: If it does not.
     """
     if owner != run_id:
-        raise PermissionDeniedError(f"a worker of {run_id} may not use data of another run")
+        raise PermissionDeniedError(f"a worker of {run_id} may only use data of its own run")

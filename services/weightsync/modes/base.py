@@ -70,10 +70,10 @@ def pack_weights(source: WeightSource, arena: WeightArena) -> None:
     with on_device(arena.device):
         for name, tensor in source.weight_tensors():
             if name not in views:
-                raise ValueError(f"the trainer holds {name!r}, which the plan does not give it")
+                raise ValueError(f"the trainer has {name!r}, which the plan does not assign to it")
             views.pop(name).copy_(tensor, non_blocking=True)
         if views:
-            raise ValueError(f"the trainer must hold {sorted(views)[:3]}, according to the plan")
+            raise ValueError(f"the trainer lacks {sorted(views)[:3]}, which the plan assigns to it")
         _settle(arena.device)
 
 

@@ -56,10 +56,11 @@ class DeltaSender:
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
         """Sends the changes since ``order.base_version``."""
         if self._checksums is None:
-            raise TransferError(f"version {order.version} was not prepared here; prepare it first")
+            raise TransferError(f"version {order.version} is not prepared here; prepare it first")
         if order.base_version not in (-1, self.held_version):
             raise TransferError(
-                f"changes of version {order.base_version} were asked for, but {self.held_version} is held"
+                f"expected a delta to version {self.held_version}, got a request for a delta to "
+                f"{order.base_version}"
             )
         if order.base_version < 0:
             done = send_version(group, self._arena, self._checksums, order)
@@ -135,8 +136,8 @@ class DeltaReceiver(ShadowReceiver):
         self._fill(channel, changed)
         if ((places < 0) | (places >= words.numel())).any():
             raise TransferError(
-                f"version {order.version}: source {source} changes words outside of its weights; it is "
-                "refused"
+                f"version {order.version} is rejected: source {source} changes positions outside of "
+                "its weights"
             )
         words[places] = changed
         return places.nbytes + changed.nbytes

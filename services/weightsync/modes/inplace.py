@@ -38,7 +38,7 @@ class InplaceReceiver:
 
     def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
         """Receives into the live weights; from now on nothing is served until they are adopted."""
-        assert self._place is not None, "a transfer follows a preparation"
+        assert self._place is not None, "a transfer needs a preparation"
         self._is_written = True
         return receive_staged(group, self._slots, order, self._place)
 
@@ -53,8 +53,8 @@ class InplaceReceiver:
         self._slots = self._slots.renewed()
         if self._is_written:
             await self._sink.refuse_weights(
-                "a transfer straight into the live weights did not end in an adoption: nothing is served "
-                "until a whole version is"
+                "a transfer into the live weights did not end in an adoption; nothing is served "
+                "until a whole version arrives"
             )
         elif self._is_open:
             await self._sink.close_weights()

@@ -102,12 +102,12 @@ def whole_buffers(
 def _flat_bytes(tensor: Tensor | None, spec: TensorSpec) -> Tensor:
     if tensor is None or tuple(tensor.shape) != spec.shape or not tensor.is_contiguous():
         raise ValueError(
-            f"the engine has no contiguous tensor {spec.name!r} of shape {spec.shape}, so nothing can be "
-            "received in place; trainer and rollout must be given the same model"
+            f"the engine has no contiguous tensor {spec.name!r} of shape {spec.shape}, so weights cannot be "
+            "received in place; trainer and rollout need the same model"
         )
     if tensor.dtype != getattr(torch, spec.dtype):
         raise ValueError(
-            f"{spec.name!r} arrives as {spec.dtype}, but the engine keeps it as {tensor.dtype}; weights that "
-            "are received in place are not converted: choose mode shadow, or the same trainer.dtype"
+            f"{spec.name!r} arrives as {spec.dtype}, but the engine stores it as {tensor.dtype}, and mode "
+            "inplace does not convert; use weight_sync.mode shadow, or the same trainer.dtype"
         )
     return tensor.detach().reshape(-1).view(torch.uint8)

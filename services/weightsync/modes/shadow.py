@@ -43,7 +43,7 @@ class ShadowSender:
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
         """Sends the arena."""
         if self._checksums is None:
-            raise TransferError(f"version {order.version} was not prepared here; prepare it first")
+            raise TransferError(f"version {order.version} is not prepared here; prepare it first")
         done = send_version(group, self._arena, self._checksums, order)
         self.held_version = order.version
         return done
@@ -119,7 +119,7 @@ class ShadowReceiver:
         """Receives into the shadow."""
         if order.base_version not in (-1, self.held_version):
             raise TransferError(
-                f"changes of version {order.base_version} came, but {self.held_version} is held here"
+                f"expected a delta to version {self.held_version}, got one to {order.base_version}"
             )
         # Until it is verified, the shadow holds no version.
         self.held_version = -1
@@ -133,7 +133,7 @@ class ShadowReceiver:
         """Sends the shadow to joining rollouts."""
         if order.version != self.held_version:
             raise TransferError(
-                f"version {order.version} was to be sent on, but {self.held_version} is held here"
+                f"cannot send version {order.version} to a peer, because this member has {self.held_version}"
             )
         (source,) = self._shadow.buffers
         return send_version(group, self._shadow, self._shadow.checksums(source), order)

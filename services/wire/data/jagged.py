@@ -51,14 +51,14 @@ class Jagged:
             ValueError: If the rows differ in these or there are none.
         """
         if not rows:
-            raise ValueError("there are no rows; the dtype would be unknown, so pass at least one")
+            raise ValueError("expected at least one row, got none; the dtype would be unknown")
         first = rows[0]
         for index, row in enumerate(rows):
             agrees = row.dtype == first.dtype and row.dim() == first.dim()
             if not agrees or row.shape[1:] != first.shape[1:]:
                 raise ValueError(
-                    f"row {index} is {row.dtype} {tuple(row.shape)}, row 0 is "
-                    f"{first.dtype} {tuple(first.shape)}; all but the first dimension must agree"
+                    f"row {index} is {row.dtype} {tuple(row.shape)}, but row 0 is {first.dtype} "
+                    f"{tuple(first.shape)}; dtypes and all dimensions except the first must agree"
                 )
         if first.dim() == 0:
             ones = torch.ones(len(rows), dtype=torch.int64)

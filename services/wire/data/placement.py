@@ -17,7 +17,7 @@ def place(group: str, shards: Sequence[Shard]) -> str:
         ValueError: If there is no shard.
     """
     if not shards:
-        raise ValueError("there is no shard; add one or wait for one to start")
+        raise ValueError("no shard is registered; add one or wait for one to start")
     return max(
         [shard.shard_id for shard in shards],
         key=lambda shard_id: xxhash.xxh3_64_intdigest(f"{shard_id}/{group}".encode()),

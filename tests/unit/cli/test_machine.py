@@ -27,35 +27,25 @@ def spec(**topology: str) -> RunSpec:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "told"),
-    [
-        ("0", "3 workers share the 1 GPU(s)"),
-        ("0,1", "3 workers share the 2"),
-        ("0,1,2", ""),
-        ("", ""),
-    ],
+    ("gpus", "is_shared"), [("0", True), ("0,1", True), ("0,1,2", False), ("", False)]
 )
-def test_workers_that_share_gpus_are_told_of(
-    monkeypatch: pytest.MonkeyPatch, gpus: str, told: str
+def test_a_note_reports_workers_that_share_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: str, is_shared: bool
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     found = shared_gpus(spec())
-    assert found.startswith(told)
-    assert bool(found) == bool(told)
-    assert ("rollout.replicas is 2" in found) == bool(told)
+    assert bool(found) == is_shared
+    assert ("rollout.replicas is 2" in found) == is_shared
 
 
-@pytest.mark.parametrize(
-    ("gpus", "told"), [("0", "needs 2 GPUs, but this machine has 1"), ("0,1", "")]
-)
-def test_gpus_of_their_own_are_not_shared_in_a_mixed_run(
-    monkeypatch: pytest.MonkeyPatch, gpus: str, told: str
+@pytest.mark.parametrize(("gpus", "is_enough"), [("0", False), ("0,1", True)])
+def test_a_mixed_run_needs_gpus_for_its_own_rollouts(
+    monkeypatch: pytest.MonkeyPatch, gpus: str, is_enough: bool
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setenv("CC", sys.executable)
     found = " ".join(lacks(spec(placement="mixed")))
-    assert told in found
-    assert bool(found) == bool(told)
+    assert ("topology.placement" in found) is not is_enough
 
 
 @pytest.mark.parametrize(
@@ -93,7 +83,7 @@ def test_a_run_that_does_not_say_how_many_rollouts_has_no_more_than_there_are_gp
 def test_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    assert "kernels for GPUs need a C compiler" in " ".join(lacks(spec()))
+    assert "no-such-compiler" in " ".join(lacks(spec()))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not list(lacks(spec()))
 
@@ -110,8 +100,8 @@ def test_compiled_layers_on_a_cpu_need_another_compiler(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("path", "trainer", "gpus", "told"),
     [
-        ("org/model", {}, "0", "bfloat16 takes a fraction of the time of float32; trainer.compile"),
-        ("org/model", {"dtype": "bfloat16"}, "0", "on GPUs trainer.compile: true"),
+        ("org/model", {}, "0", "trainer.dtype: bfloat16"),
+        ("org/model", {"dtype": "bfloat16"}, "0", "trainer.compile: true"),
         ("org/model", {"dtype": "bfloat16", "compile": True}, "0", ""),
         ("org/model", {}, "", ""),
         ("tiny:qwen2-0.4m", {"dtype": "bfloat16"}, "", "trainer.dtype is bfloat16"),
@@ -119,7 +109,7 @@ def test_compiled_layers_on_a_cpu_need_another_compiler(monkeypatch: pytest.Monk
         ("tiny:qwen2-0.4m", {}, "0", ""),
     ],
 )
-def test_what_gpus_are_fast_at_is_told(
+def test_a_note_lists_slow_settings(
     monkeypatch: pytest.MonkeyPatch, path: str, trainer: dict[str, Any], gpus: str, told: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)

@@ -15,12 +15,10 @@ def test_any_of_gcc_and_clang_is_enough(tmp_path: Path, monkeypatch: pytest.Monk
     assert missing_compiler() == ""
 
 
-def test_a_compiler_that_is_named_must_be_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compiler_in_cc_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gcc").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CC", "icc")
-    assert "CC is 'icc', which is no program here" in missing_compiler()
+    assert "'icc'" in missing_compiler()
     monkeypatch.setenv("CC", str(tmp_path / "gcc"))
     assert missing_compiler() == ""

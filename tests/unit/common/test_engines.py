@@ -30,14 +30,14 @@ def test_every_kind_of_parallelism_takes_gpus(
     [
         ("torch", {"kv": 1}, r"\['kv'\].*max_kv_tokens"),
         ("fake", {"tensor_parallel_size": 2}, "tensor_parallel_size"),
-        ("vllm", {"tensor_parallel_size": 0}, "number of GPUs from 1, but is 0"),
-        ("vllm", {"max_num_seqs": 8}, "set rollout.max_running_samples"),
-        ("vllm", {"load_format": "auto"}, "load_format follows from the run; remove it$"),
-        ("vllm", {"max_model_len": 500}, "is 500, but .* may have 1000 tokens"),
-        ("sglang", {"context_length": 999}, "is 999, but .* may have 1000 tokens"),
+        ("vllm", {"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ("vllm", {"max_num_seqs": 8}, "rollout.max_running_samples"),
+        ("vllm", {"load_format": "auto"}, "load_format"),
+        ("vllm", {"max_model_len": 500}, "max_model_len"),
+        ("sglang", {"context_length": 999}, "context_length"),
     ],
 )
-def test_arguments_that_contradict_the_run_are_refused_by_name(
+def test_engine_arguments_that_contradict_the_run_are_rejected_by_name(
     engine: str, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -42,26 +42,26 @@ def test_every_gpu_may_have_several_rollouts():
     [
         (
             colocated(rollout={"replicas": 3}, trainer={"world_size": 2}),
-            ["rollout.replicas (3)", "trainer.world_size (2)", "set rollout.replicas to 2"],
+            ["rollout.replicas (3)", "trainer.world_size (2)"],
         ),
         (
             colocated(rollout={"engine": "vllm", "engine_arguments": {"tensor_parallel_size": 2}}),
-            ["rollout.replicas (1) of 2 GPU(s)", "trainer.world_size (1)", "a multiple of 2"],
+            ["rollout.replicas (1)", "trainer.world_size (1)"],
         ),
-        (colocated(rollout={"engine": "none"}), ["'none'", "one of torch, vllm, sglang, fake"]),
-        (colocated(algorithm={"max_staleness": 2}), ["algorithm.max_staleness 2", "0 or 1"]),
+        (colocated(rollout={"engine": "none"}), ["'none'", "torch, vllm, sglang, fake"]),
+        (colocated(algorithm={"max_staleness": 2}), ["algorithm.max_staleness 2"]),
         (colocated(rollout={"kv_policy": "keep"}), ["rollout.kv_policy", "'recompute'"]),
         (
             colocated(weight_sync={"mode": "inplace"}),
-            ["weight_sync.mode 'inplace'", "leave it out"],
+            ["weight_sync.mode 'inplace'"],
         ),
         (
             colocated(validation={"replicas": 1}, rollout={"replicas": 2}),
-            ["validation.replicas is 1", "0 rollout(s)", "set it to 0"],
+            ["validation.replicas is 1"],
         ),
         (
             colocated(rollout={"replicas": 2}, trainer={"world_size": 2}, topology=MIXED),
-            ["rollout.replicas (2)", "set rollout.replicas to 3 or more"],
+            ["rollout.replicas (2)"],
         ),
         (
             colocated(
@@ -69,28 +69,28 @@ def test_every_gpu_may_have_several_rollouts():
                 trainer={"world_size": 3},
                 topology=MIXED,
             ),
-            ["engines of 2 GPUs", "trainer.world_size (3)", "a multiple of 2"],
+            ["trainer.world_size (3)"],
         ),
         (
             colocated(validation={"replicas": 2}, rollout={"replicas": 2}, topology=MIXED),
-            ["validation.replicas is 2", "1 rollout(s)", "set it to 1"],
+            ["validation.replicas is 2"],
         ),
         (
             colocated(trainer={"accumulate_early": True}, algorithm={"max_staleness": 0}),
-            ["trainer.accumulate_early", "set it to False"],
+            ["trainer.accumulate_early"],
         ),
         (
             colocated(topology={"task_groups": ["train", "generate"], "gpus": 2}),
-            ["topology.task_groups", "leave them out"],
+            ["topology.task_groups"],
         ),
-        (colocated(algorithm={"loss": "sft"}), ["algorithm.loss 'sft'", "take another loss"]),
+        (colocated(algorithm={"loss": "sft"}), ["algorithm.loss 'sft'"]),
     ],
 )
-def test_what_cannot_take_turns_is_refused(document, words):
+def test_invalid_colocated_and_mixed_runs_are_rejected(document, words):
     with pytest.raises(SpecError) as refused:
         parse_spec(document)
     message = str(refused.value)
-    assert "or set topology.placement to 'disaggregated'" in message
+    assert "topology.placement" in message
     for word in words:
         assert word in message
 

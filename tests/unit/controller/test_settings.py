@@ -79,7 +79,7 @@ def test_services_make_their_certificates_with_an_issuer_or_have_them_in_files(
     assert names == [name, "run-1.worker.slipstream"]
     assert cls(**given).identity().certificate_for("run_1") is None
     files = dict.fromkeys(("tls_certificate", "tls_key", "tls_authority"), "file")
-    with pytest.raises(ValidationError, match="not both"):
+    with pytest.raises(ValidationError, match="tls_issuer"):
         cls(**given, tls_issuer=tmp_path, **files)
 
 

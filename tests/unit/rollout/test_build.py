@@ -29,8 +29,8 @@ def test_the_named_engine_is_built(engine: str) -> None:
     assert build(engine=engine, kv_policy="keep").capabilities.name == engine
 
 
-def test_what_the_engine_cannot_do_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="'fake' ends responses at tokens only"):
+def test_stop_texts_need_an_engine_that_supports_them() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.sampling\.stop"):
         build(engine="fake", sampling={"stop": ("\n",)})
 
 

@@ -99,7 +99,7 @@ def test_replicas_hold_all_weights_and_stages_their_layers() -> None:
 def test_an_argument_that_leaves_too_little_is_refused_with_the_figure() -> None:
     plan = planned(ModelSize(weights=15 * GB, kv_per_token=57_344, num_kv_heads=4))
     assert engine_share(plan, VLLM, {"gpu_memory_utilization": 0.5}) == {}
-    message = r"gpu_memory_utilization is 0.9, but weight sync needs 17.0 of 80.0 GB: at most 0.78"
+    message = r"gpu_memory_utilization is 0.9.*17.0 of 80.0 GB.*0.78"
     with pytest.raises(ValueError, match=message):
         engine_share(plan, VLLM, {"gpu_memory_utilization": 0.9})
 
@@ -158,7 +158,7 @@ def test_two_rollouts_on_a_trainers_gpu_have_half_of_what_it_leaves() -> None:
 
 
 def test_a_gpu_too_small_for_both_is_refused_with_what_the_trainer_takes() -> None:
-    message = r"has 141.0 GB, but \d+\.\d GB are needed .*; 2\d\d\.\d GB of it are of other workers"
+    message = r"141.0 GB.* 2\d\d\.\d GB"
     with pytest.raises(ValueError, match=message):
         plan_of(spec_of(), qwen_7b(), gpu_bytes=141 * GB, roles=["trainer"])
 
@@ -187,7 +187,7 @@ def test_an_engine_in_turns_has_the_gpu_but_for_what_a_sleeping_trainer_keeps() 
     assert resident_memory(turns, config, gpu_bytes=total) == "nothing"
     trainer = trainer_memory(turns, config, gpu_bytes=total)
     assert trainer.used - trainer_memory(apart, config, gpu_bytes=total).used == pytest.approx(
-        trainer.parts["rollouts that sleep"] + ROOM
+        trainer.parts["sleeping rollouts"] + ROOM
     )
 
 
@@ -198,7 +198,7 @@ def test_the_room_of_a_handover_is_counted_where_one_gpu_has_all() -> None:
     def sent(spec: RunSpec, **sync: Any) -> float:
         sync_spec = spec.weight_sync.model_copy(update=sync)
         changed = spec.model_copy(update={"weight_sync": sync_spec})
-        return trainer_memory(changed, config, gpu_bytes=total).parts["weights on their way"]
+        return trainer_memory(changed, config, gpu_bytes=total).parts["weights in transfer"]
 
     apart = sent(spec_of())
     assert sent(in_turns()) == sent(spec_of(), backend="handle") == apart + ROOM

@@ -248,7 +248,7 @@ def test_a_rank_holds_frozen_weights_in_the_dtype_that_it_computes_in_and_nothin
         assert parts.parts["weights, float32"] == 4 * sum(p.numel() for p in trained)
         assert parts.parts["weights, frozen"] == sum(p.nbytes for p in frozen)
         sent = sum(value.nbytes for _, value in built.weights.weight_tensors())
-        assert parts.parts["weights on their way"] == sent - 32
+        assert parts.parts["weights in transfer"] == sent - 32
     finally:
         distributed.destroy_process_group()
 

@@ -51,7 +51,7 @@ def memory_of(gpu_gb=141, response=256, config=QWEN, **trainer):
 def test_the_peaks_that_h200s_had_are_found_within_5_per_cent(trainer, measured_gib):
     found = memory_of(**trainer)
     # Nothing was sent there, and torch does not count the context.
-    used = found.used - found.parts["weights on their way"] - found.parts["context"]
+    used = found.used - found.parts["weights in transfer"] - found.parts["context"]
     assert used / GIB == pytest.approx(measured_gib, rel=0.05)
 
 
@@ -74,7 +74,10 @@ def test_optimizer_and_weights_are_shared_out():
     one, four = memory_of(), memory_of(world_size=4)
     for part in ("weights, float32", "optimizer", "gradients"):
         assert four.parts[part] == pytest.approx(one.parts[part] / 4)
-    assert four.parts["weights gathered for a pass"] < one.parts["weights gathered for a pass"]
+    assert (
+        four.parts["weights gathered for a forward pass"]
+        < one.parts["weights gathered for a forward pass"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,9 +137,7 @@ def test_what_layers_keep_is_counted_by_where_it_is():
 
 
 def test_what_does_not_fit_is_refused_with_the_figures():
-    with pytest.raises(
-        ValueError, match=r"has 80\.0 GB, but about 1\d\d\.\d GB are needed"
-    ) as found:
+    with pytest.raises(ValueError, match=r"80\.0 GB.* 1\d\d\.\d GB") as found:
         memory_of(gpu_gb=80).check(1)
     assert "optimizer" in str(found.value)
     memory_of().check(1)

@@ -115,7 +115,7 @@ def test_a_refused_put_changes_nothing() -> None:
         (meta_of("a", blob_id=2, group_id=["g"]), AlreadyExistsError, "tokens"),
         (meta_of("b", dtype="int64", group_id=["g"]), InvalidArgumentError, "int64"),
         (meta_of("b", field="x", dtype="complex64", group_id=["g"]), InvalidArgumentError, "dtype"),
-        (meta_of("b", "b", group_id=["g", "g"]), InvalidArgumentError, "each key once"),
+        (meta_of("b", "b", group_id=["g", "g"]), InvalidArgumentError, "duplicate keys"),
         (meta_of("b"), InvalidArgumentError, "same tags"),
         (meta_of("b", group_id=[1]), InvalidArgumentError, "group_id"),
         (meta_of("b", group_id=["g"], more=[1]), InvalidArgumentError, "same tags"),

@@ -20,5 +20,5 @@ def test_a_late_member_never_mixes_two_groups() -> None:
 
 
 def test_a_batch_is_whole_groups() -> None:
-    with pytest.raises(ValueError, match="whole groups"):
+    with pytest.raises(ValueError, match="group_size"):
         whole_groups("a", 3, group_size=2)

@@ -127,7 +127,7 @@ async def test_members_that_cannot_open_the_room_say_so_to_all(monkeypatch):
     assert len(opened) == 2
     for error in errors:
         assert isinstance(error, FailedPreconditionError)
-        assert "no such process; set weight_sync.backend to auto" in error.message
+        assert "no such process" in error.message
 
 
 async def test_a_source_that_has_no_memory_to_lend_says_so_to_all(monkeypatch):
@@ -136,7 +136,7 @@ async def test_a_source_that_has_no_memory_to_lend_says_so_to_all(monkeypatch):
 
     monkeypatch.setattr(shared_buffers, "_lend_file", no_file)
     cluster = Cluster(backend="handle")
-    with pytest.raises(FailedPreconditionError, match="cannot be lent: no memory"):
+    with pytest.raises(FailedPreconditionError, match="no memory"):
         await cluster.form()
 
 

@@ -49,7 +49,7 @@ async def test_an_older_epoch_is_refused():
     await cluster.form(epoch=2)
     with pytest.raises(FailedPreconditionError, match="epoch"):
         await cluster.senders[0].prepare(1, 0, "x")
-    with pytest.raises(FailedPreconditionError, match="epoch must grow"):
+    with pytest.raises(FailedPreconditionError, match="epoch"):
         await cluster.senders[0].form(
             2, receiver=0, num_receivers=1, backend="gloo", scope="s", timeout_s=1
         )
@@ -121,7 +121,7 @@ async def test_a_rollout_whose_canary_differs_is_not_ready_and_serves_nothing():
     receiver, sink = cluster.receivers[0], cluster.sinks[0]
     await receiver.adopt(0, version_digest(reports[0].digests))
     sink.live["norm"].add_(1)  # as if the engine had put a tensor in the wrong place
-    with pytest.raises(DataLossError, match="wrong places"):
+    with pytest.raises(DataLossError, match="canary"):
         await receiver.check(0, await cluster.senders[0].score(), 1e-3)
     assert sink.is_paused
     assert cluster.ready == []

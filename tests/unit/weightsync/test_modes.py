@@ -91,7 +91,7 @@ async def test_what_is_injected_is_found_before_the_first_token(monkeypatch, mod
         assert sink.version == 0
         # Weights received in place are torn now: such an engine stays paused.
         assert sink.is_paused == (mode == "inplace")
-        assert ("straight into the live weights" in sink.refused) == (mode == "inplace")
+        assert bool(sink.refused) == (mode == "inplace")
     monkeypatch.undo()
     await cluster.form(epoch=2)
     await cluster.publish(1, epoch=2)
@@ -179,7 +179,7 @@ async def test_weights_of_another_type_are_not_received_in_place(monkeypatch):
         return live_placer(plan, {name: tensor.half() for name, tensor in sink.live.items()})
 
     monkeypatch.setattr(Sink, "open_weights", open_weights)
-    with pytest.raises(ValueError, match="not converted"):
+    with pytest.raises(ValueError, match="float16"):
         await cluster.receivers[0].prepare(1, 0, cluster.plan_hash)
 
 

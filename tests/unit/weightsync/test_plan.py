@@ -38,8 +38,8 @@ def test_fsdp_shards_cover_every_row_once(num_ranks):
     ("tensors", "message"),
     [
         ((), "at least one tensor"),
-        ((SPECS[0], SPECS[0]), "twice"),
-        ((TensorSpec("a", (1,), "complex64"),), "element types"),
+        ((SPECS[0], SPECS[0]), "unique"),
+        ((TensorSpec("a", (1,), "complex64"),), "complex64"),
     ],
 )
 def test_bad_tensor_lists_are_refused(tensors, message):

@@ -63,8 +63,8 @@ def memory_saver(order: EngineConfig) -> dict[str, bool]:
         return {}
     if importlib.util.find_spec("torch_memory_saver") is None:
         raise EngineDiedError(
-            "SGLang gives its GPU memory up (topology.placement) with a package that is not installed here; "
-            "install torch-memory-saver"
+            "topology.placement needs SGLang to release its GPU memory, which requires a package that is not "
+            "installed; install torch-memory-saver"
         )
     return {"enable_memory_saver": True}
 
@@ -75,7 +75,7 @@ _TELLS_EXPERTS = "enable_return_routed_experts"
 _OPTIONS = frozenset(inspect.signature(ServerArgs).parameters)
 _SLEEPING = ["kv_cache", "weights"]
 _IDLE_TIMEOUT_S = 30.0
-_DIED = "the SGLang engine died; its own log lines above say why"
+_DIED = "the SGLang engine died; see its log lines above"
 
 
 def build(order: EngineConfig) -> ExternalEngine:
@@ -141,7 +141,7 @@ class SglangBackend:
     @property
     def engine(self) -> Engine:
         """The SGLang engine; available after the start."""
-        assert self._engine is not None, "requests wait for the start"
+        assert self._engine is not None, "the engine is not started"
         return self._engine
 
     async def serve(self, started: Callable[[], None]) -> None:
@@ -232,7 +232,7 @@ class SglangBackend:
         if has_session:
             await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None)
         if not is_loaded:
-            raise EngineDiedError(f"SGLang refused the weights: {message}")
+            raise EngineDiedError(f"SGLang rejected the weights: {message}")
 
     async def sleep(self) -> None:
         """Releases cache and weights; the next adoption replaces all weights."""

@@ -41,7 +41,7 @@ def _load_all(model: Any, tensors: Mapping[str, Tensor], *, rank: int, ranks: in
         try:
             copy_weights(tensors, dict(model.named_parameters()), rank=rank, ranks=ranks)
         except UnknownLayoutError as error:
-            logger.warning("weights go through SGLang's loader", extra={"why": str(error)})
+            logger.warning("using SGLang's loader for weights", extra={"why": str(error)})
             config = model.config.to_dict()
             model.load_weights(
                 [

@@ -525,7 +525,7 @@ class DecodeBatch:
             return "stop"
         if request.stop_texts:
             assert self._decode is not None, (
-                "requests with stop texts are refused without a decoder"
+                "requests with stop texts are rejected without a decoder"
             )
             response = row.tokens[len(request.context_ids) :]
             if ends_in_stop_text(request, response, self._decode):

@@ -135,7 +135,7 @@ class TorchEngine:
         routing = routing_shape(config.to_dict()) if returns_experts else None
         if returns_experts and routing is None:
             raise ValueError(
-                f"model.path is of type {config.model_type!r} and has no experts to tell of; set "
+                f"model.path has model_type {config.model_type!r} without experts; set "
                 "rollout.routing_replay to 'off'"
             )
         self._batch = DecodeBatch(model, decode=decode, routing=routing)
@@ -183,7 +183,7 @@ class TorchEngine:
                     "last; add a token after it"
                 )
         if request.stop_texts and not self._has_decode:
-            raise ValueError("stop texts need a tokenizer, but this engine was built without one")
+            raise ValueError("stop texts need a tokenizer, but this engine has none")
         if request.request_id in self._futures:
             raise ValueError(f"request {request.request_id!r} is already being decoded")
         future: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
@@ -205,7 +205,7 @@ class TorchEngine:
         if model_inputs is not None:
             check_arguments(self._model.base_model, model_inputs)
         async with self._between_steps:
-            assert not self._is_blank, "an engine without weights scores nothing"
+            assert not self._is_blank, "an engine without weights cannot score"
             return await asyncio.to_thread(self._score, token_ids, model_inputs)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
@@ -284,9 +284,7 @@ class TorchEngine:
         """Copies new weights into the live parameters between two steps."""
         check_tensors({name: value.shape for name, value in self._parameters.items()}, tensors)
         async with self._between_steps:
-            assert not self._is_asleep, (
-                "an engine that sleeps has no room for weights; wake it first"
-            )
+            assert not self._is_asleep, "a sleeping engine has no memory for weights; wake it first"
             started_at = time.monotonic()
             await asyncio.to_thread(self._copy_weights, tensors)
             self._weight_version, self._is_blank = version, False
@@ -327,7 +325,7 @@ class TorchEngine:
 
     def _advance(self, admitted: list[GenerationRequest]) -> list[tuple[str, GenerationResult]]:
         """Prefills new requests and draws one token for all (in a worker thread)."""
-        assert not self._is_blank, "an engine without weights decodes nothing"
+        assert not self._is_blank, "an engine without weights cannot decode"
         if admitted:
             self._batch.admit(admitted)
         self._tokens_total += len(self._batch)

@@ -82,7 +82,7 @@ class SlotCache(Cache):
             self._keys.append(key_states.new_zeros(shape))
             self._values.append(value_states.new_zeros(*shape[:3], value_states.shape[3]))
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        assert self._targets is not None, "no pass was announced"
+        assert self._targets is not None, "no forward pass is prepared"
         if self._positions is None:
             assert self._sources is not None
             end = self._first + key_states.shape[2]

@@ -34,7 +34,7 @@ from services.rollout.engines.vllm.start import start
 
 _WORKER = "services.rollout.engines.vllm.worker.WeightLoader"
 _PLAIN_WORKER = "services.rollout.engines.vllm.cpu_worker.PlainWeightLoader"
-_DIED = "the vLLM engine died; its own log lines above say why"
+_DIED = "the vLLM engine died; see its log lines above"
 # Steps whose tokens are sent together: few enough that a streaming client receives several chunks a
 # second.
 _STREAM_INTERVAL = 16
@@ -91,7 +91,7 @@ class VllmBackend:
     @property
     def llm(self) -> AsyncLLM:
         """The vLLM engine; available after the start."""
-        assert self._llm is not None, "requests wait for the start"
+        assert self._llm is not None, "the engine is not started"
         return self._llm
 
     async def serve(self, started: Callable[[], None]) -> None:
@@ -346,7 +346,7 @@ class _Stream:
     def _chunk(self, output: EngineCoreOutput) -> TokenChunk:
         reason = None if output.finish_reason is None else str(output.finish_reason)
         if reason == "error":
-            raise EngineDiedError(f"vLLM could not go on with {self.part_id!r}; its log says why")
+            raise EngineDiedError(f"vLLM aborted {self.part_id!r}; see its log")
         if output.new_logprobs is None:
             return TokenChunk(token_ids=(), logprobs=(), finish_reason=reason)
         self._backend.first_token.came()

@@ -24,4 +24,4 @@ class FirstToken:
             return
         after_s, self._since = time.monotonic() - self._since, None
         metrics.FIRST_TOKEN_SECONDS.observe(after_s)
-        logger.info("first token of a version", extra={"after_ms": round(1e3 * after_s, 1)})
+        logger.info("first token of a weight version", extra={"after_ms": round(1e3 * after_s, 1)})

@@ -30,8 +30,8 @@ def start(arguments: AsyncEngineArgs, *, tells_experts: bool) -> AsyncLLM:
     if tells_on_cpu:
         if not config.cache_config.enable_prefix_caching:
             raise ValueError(
-                "vLLM tells chosen experts with prefix caching only, which it does not have on a CPU for "
-                "latent attention, nor with rollout.engine_arguments.enable_prefix_caching false; set "
+                "vLLM reports chosen experts only with prefix caching, which is unavailable on a CPU for "
+                "latent attention and with rollout.engine_arguments.enable_prefix_caching false; set "
                 "rollout.routing_replay to 'off'"
             )
         config.parallel_config.worker_cls = f"{_ON_CPU}.RoutingWorker"

@@ -131,7 +131,7 @@ def _copy(model: Any, tensors: dict[str, Tensor]) -> bool:
             **_place(model),
         )
     except UnknownLayoutError as error:
-        logger.info("weights go through vLLM's loader", extra={"why": str(error)})
+        logger.info("using vLLM's loader for weights", extra={"why": str(error)})
         return False
     return True
 
@@ -164,7 +164,7 @@ def _check_kernels(model: Any) -> None:
     """Refuses models whose experts would stay random because they bypass vLLM's reload."""
     if any(method.moe_kernel is None for method in _methods_of_experts(model)):
         raise NotImplementedError(
-            f"vLLM does not reload the experts of {type(model).__name__} on a CPU; use rollout.engine 'torch'"
+            f"vLLM cannot reload the experts of {type(model).__name__} on a CPU; use rollout.engine 'torch'"
         )
 
 

@@ -107,7 +107,7 @@ class ObjectStore:
         if code == _FULL:
             raise ResourceExhaustedError("Mooncake Store is full; release samples or add memory")
         if code != 0:
-            raise InternalError(f"Mooncake Store refused {key} with code {code}")
+            raise InternalError(f"Mooncake Store rejected {key} with code {code}")
         return result
 
     def read(self, ranges: Sequence[Range], target: memoryview) -> None:
@@ -140,7 +140,7 @@ class ObjectStore:
             if got != size:
                 raise NotFoundError(
                     f"{key} is not in Mooncake Store (code {got}); its samples were released or "
-                    "the process that held them is gone",
+                    "the process that stored them has ended",
                     key=key,
                 )
 
@@ -188,7 +188,7 @@ def _demand_master(address: ObjectStoreAddress, host: str) -> None:
             command, capture_output=True, timeout=_CONNECT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise _out_of_reach(address, f"no answer within {_CONNECT_S} s") from error
+        raise _out_of_reach(address, f"no response within {_CONNECT_S} s") from error
     if ended.returncode != 0:
         said = ended.stderr.decode(errors="replace").strip().splitlines()
         raise _out_of_reach(address, said[-1] if said else "refused")
@@ -196,8 +196,8 @@ def _demand_master(address: ObjectStoreAddress, host: str) -> None:
 
 def _out_of_reach(address: ObjectStoreAddress, reason: str) -> InternalError:
     return InternalError(
-        f"Mooncake Store at {address.master} cannot be used ({reason}); see that mooncake_master of "
-        "the pinned version runs there and mooncake_master in the settings names it",
+        f"Mooncake Store at {address.master} cannot be used ({reason}); check that the pinned version of "
+        "mooncake_master runs there and that the setting mooncake_master has its address",
         master=address.master,
     )
 

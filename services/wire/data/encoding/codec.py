@@ -291,7 +291,9 @@ def decode(header: bytes | memoryview) -> tuple[Message, int]:
         ValueError: If it is not exactly one well-formed message within the limits.
     """
     if not 2 <= len(header) <= MAX_HEADER_BYTES or header[0] != VERSION:
-        raise ValueError(f"a header is version {VERSION} and at most {MAX_HEADER_BYTES} bytes")
+        raise ValueError(
+            f"a header must have version {VERSION} and at most {MAX_HEADER_BYTES} bytes"
+        )
     try:
         unpacked = msgpack.unpackb(
             memoryview(header)[1:], max_array_len=3 * MAX_RANGES, max_map_len=0, max_ext_len=0
@@ -299,10 +301,10 @@ def decode(header: bytes | memoryview) -> tuple[Message, int]:
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
         raise ValueError(f"the header is not msgpack within the limits: {error}") from error
     if not isinstance(unpacked, list) or len(unpacked) < 2:
-        raise ValueError("a header is an array of op, request id and fields")
+        raise ValueError("a header must be an array of op, request id and fields")
     op, request_id, *fields = unpacked
     if not _is_count(op) or not 1 <= op <= len(_TYPES) or not _is_count(request_id):
-        raise ValueError("a header begins with a known op and a request id")
+        raise ValueError("a header must start with a known op and a request id")
     return _build(_TYPES[op - 1], fields), request_id
 
 
@@ -329,7 +331,7 @@ def checksum_of(frames: Iterable[bytes | memoryview]) -> int:
 def _build(cls: type[Message], fields: list[object]) -> Message:
     checks = _FIELDS[cls]
     if len(fields) != len(checks):
-        raise ValueError(f"{cls.__name__} has {len(checks)} fields, not {len(fields)}")
+        raise ValueError(f"{cls.__name__} must have {len(checks)} fields, got {len(fields)}")
     values: list[object] = []
     for (name, is_valid), value in zip(checks, fields, strict=True):
         frozen = tuple(value) if isinstance(value, list) else value

@@ -121,7 +121,7 @@ def pack(name: str, values: Values) -> PackedColumn:
     others = {kind.__name__ for kind in set(map(type, values)) if not issubclass(kind, Tensor)}
     if others or not values:
         raise InvalidArgumentError(
-            f"field {name!r} holds {', '.join(sorted(others)) or 'nothing'}; expected one tensor per key",
+            f"field {name!r}: expected one tensor per key, got {', '.join(sorted(others)) or 'none'}",
             field=name,
         )
     return _pack_rows(name, values)
@@ -158,7 +158,7 @@ def unpack(column: FieldColumn, data: Tensor) -> Jagged:
 
 def _pack_dense(name: str, tensor: Tensor) -> PackedColumn:
     if tensor.dim() == 0:
-        raise InvalidArgumentError(f"field {name!r} is one number; expected one row per key")
+        raise InvalidArgumentError(f"field {name!r}: expected one row per key, got one number")
     num_rows, *shape = tensor.shape
     length = shape[0] if shape else 1
     return _column(name, [tensor.reshape(-1)], [length] * num_rows, len(shape), tuple(shape[1:]))
@@ -170,7 +170,8 @@ def _pack_rows(name: str, rows: Sequence[Tensor]) -> PackedColumn:
     agree = len({row.dtype for row in rows}) == len(set(map(Tensor.dim, rows))) == 1
     if not agree or (rank > 1 and len({row.shape[1:] for row in rows}) > 1):
         raise InvalidArgumentError(
-            f"field {name!r} has rows of {_text_of(rows)}; all but the first dimension must agree",
+            f"field {name!r} has rows of {_text_of(rows)}; dtypes and all dimensions except the first must "
+            "agree",
             field=name,
         )
     # For rank 0 and 1 the length is the number of elements; ``len`` of a tensor is slow.
@@ -189,7 +190,8 @@ def _column(
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
         raise InvalidArgumentError(
-            f"field {name!r} has dtype {dtype}; supported are {', '.join(ITEM_BYTES)}", field=name
+            f"field {name!r} has unsupported dtype {dtype}; use one of {', '.join(ITEM_BYTES)}",
+            field=name,
         )
     row_bytes = ITEM_BYTES[dtype] * prod(tail)
     is_float8 = dtype.startswith("float8")

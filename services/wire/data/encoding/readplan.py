@@ -37,7 +37,7 @@ class Extent:
         """
         if combine(digests) != self.blob.checksum:
             raise DataLossError(
-                f"blob {self.blob.blob_id} on {self.blob.shard_id} is damaged",
+                f"blob {self.blob.blob_id} on {self.blob.shard_id} is corrupted",
                 blob_id=self.blob.blob_id,
                 shard_id=self.blob.shard_id,
             )
@@ -74,7 +74,7 @@ def plan_read(meta: KVBatchMeta, names: Sequence[str]) -> ReadPlan:
                 if index == MISSING
             ]
             raise NotFoundError(
-                f"{len(absent)} of {meta.num_keys} keys have no {name!r}: {', '.join(absent[:20])}",
+                f"{len(absent)} of {meta.num_keys} keys have no field {name!r}: {', '.join(absent[:20])}",
                 field=name,
                 keys=",".join(absent),
             )

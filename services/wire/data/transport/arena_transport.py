@@ -116,6 +116,6 @@ async def _for_all(function: Callable[[T], R], items: Sequence[T], size_bytes: i
 def _check_time(deadline: float) -> None:
     if time.monotonic() > deadline:
         raise DeadlineExceededError(
-            "copying took so long that the shard may use the memory for other samples; "
-            "try again with fewer samples"
+            "copying took so long that the shard may have reused the memory; "
+            "retry with fewer samples"
         )

@@ -51,7 +51,7 @@ class Arrival:
         if not is_right:
             shard_id = self._batch[0].blob.shard_id
             raise DataLossError(
-                f"a read from {shard_id} arrived damaged; read again", shard_id=shard_id
+                f"a read from shard {shard_id} arrived corrupted; retry", shard_id=shard_id
             )
         return self._digests
 

@@ -151,7 +151,7 @@ class ShardConnection:
                 answer, received = await waiter
         except TimeoutError as error:
             raise DeadlineExceededError(
-                f"shard {self.shard.shard_id} at {self.shard.endpoint} did not answer "
+                f"shard {self.shard.shard_id} at {self.shard.endpoint} did not respond to "
                 f"{type(message).__name__} within {timeout_s} s; it is down or overloaded",
                 shard_id=self.shard.shard_id,
             ) from error
@@ -173,8 +173,8 @@ class ShardConnection:
 
     def _gone(self) -> UnavailableError:
         return UnavailableError(
-            f"the connection to shard {self.shard.shard_id} broke; try again: if the shard is gone, "
-            "what it held is lost and must be made again",
+            f"the connection to shard {self.shard.shard_id} broke; retry, and if the shard is gone, "
+            "generate its samples again",
             shard_id=self.shard.shard_id,
         )
 
@@ -183,7 +183,7 @@ class ShardConnection:
             message, request_id = codec.decode(frames[0])
         except ValueError as error:
             logger.warning(
-                "a shard sent what is no message; the connection is given up",
+                "a shard sent an invalid message; closing the connection",
                 extra={"shard_id": self.shard.shard_id, "error": str(error)},
             )
             self._fail()

@@ -63,10 +63,10 @@ class Links:
         if link is not None and not link.connection.is_open:
             link = await self._reopen(shard_id)
             if link is None and shard_id in self._links:
-                raise UnavailableError(f"shard {shard_id} does not answer", shard_id=shard_id)
+                raise UnavailableError(f"shard {shard_id} does not respond", shard_id=shard_id)
         if link is None:
             raise NotFoundError(
-                f"shard {shard_id} is gone; what it held is lost and must be made again",
+                f"shard {shard_id} is gone and its samples are lost; generate them again",
                 shard_id=shard_id,
             )
         return link
@@ -98,7 +98,7 @@ class Links:
                     is_known_to_be_away = False
             except (UnavailableError, FailedPreconditionError) as error:
                 if not is_known_to_be_away:
-                    logger.warning("index out of reach", extra={"error": str(error)})
+                    logger.warning("the index is unreachable", extra={"error": str(error)})
                 is_known_to_be_away = True
             await asyncio.sleep(_RETRY_S)
 
@@ -111,7 +111,7 @@ class Links:
             reopened = await self._open_local(shard)
             if reopened is None and await _listens(shard.endpoint):
                 logger.warning(
-                    "the shard's unix socket is gone; the network is used from now on",
+                    "the shard's Unix socket is gone; using the network",
                     extra={"shard_id": shard_id, "arena_socket": shard.arena_socket},
                 )
                 reopened = await self._open_network(shard)

@@ -25,16 +25,15 @@ def called(*arguments):
     return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200", "TERM": "dumb"})
 
 
-def test_a_plan_names_keys_and_where_its_rates_are_from(spec):
+def test_a_plan_prints_keys_and_the_source_of_its_rates(spec):
     done = called(spec, "--gpus", "3", "--gpu-memory", "80GB")
     assert done.exit_code == 0, done.output
     for words in (
         "rollout.replicas: ",
         "algorithm.max_staleness: ",
-        "assumed, of an H200",
-        "each of 2 GPU(s) of the trainer" if "world_size: 2" in done.output else "of the trainer",
+        "H200",
         "KV cache",
-        "nothing was measured",
+        "--from RUN",
     ):
         assert words in done.output
 
@@ -105,5 +104,4 @@ def test_a_run_that_is_measured_in_epochs_is_planned_and_one_that_samples_nothin
     )
     sft = called(spec, "--set", "algorithm=sft", "--set", "rollout.rewards=[]")
     assert sft.exit_code == 2
-    assert "samples nothing" in sft.output
     assert "trainer.world_size" in sft.output

@@ -49,40 +49,36 @@ def test_the_vocabulary_comes_from_the_tokenizer() -> None:
 
 
 def test_a_missing_model_and_an_unknown_preset_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"model\.path 'no/such/model' does not load"):
+    with pytest.raises(ValueError, match=r"model\.path 'no/such/model'"):
         load_model(
             ModelSpec(path="no/such/model"),
             load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m")),
             dtype=torch.float32,
             device="cpu",
         )
-    with pytest.raises(ValueError, match="no preset; choose one of"):
+    with pytest.raises(ValueError, match="'tiny:gpt'"):
         configs.preset_config("tiny:gpt", vocab_size=1, eos_id=0, pad_id=0)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"model.norm.weight": None}, r"lack model\.norm\.weight, which its config"),
-        ({"model.norm.weight": torch.ones(33)}, r"norm\.weight is \[33\] in .* \[32\] by"),
-    ],
+    "changes", [{"model.norm.weight": None}, {"model.norm.weight": torch.ones(33)}]
 )
-def test_weights_that_are_missing_or_of_another_shape_are_refused_and_not_drawn_at_random(
-    tmp_path: Path, changes: dict[str, torch.Tensor | None], said: str
+def test_missing_weights_and_wrong_shapes_are_rejected(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None]
 ) -> None:
     model = build_model(tiny_config("qwen3"), dtype=torch.float32, device="cpu")
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     held = {**load_file(file), **changes}
     save_file({name: value for name, value in held.items() if value is not None}, file)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
         load_folder(tmp_path, dtype=torch.float32, device="cpu")
 
 
 def test_a_configuration_that_contradicts_itself_is_refused_with_the_rule(tmp_path: Path) -> None:
     config = tiny_config("qwen3").to_dict()
     (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 7}))
-    with pytest.raises(ValueError, match=r"does not load \(.*even rotary dimension.*=7"):
+    with pytest.raises(ValueError, match=r"model\.path.*even rotary dimension.*=7"):
         load_config(
             ModelSpec(path=str(tmp_path)), load_tokenizer(ModelSpec(path="tiny:llama-0.4m"))
         )

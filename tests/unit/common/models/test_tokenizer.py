@@ -34,18 +34,18 @@ def test_chars_put_pad_and_eos_first() -> None:
 
 def test_a_character_without_a_token_is_refused() -> None:
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:ab"))
-    with pytest.raises(ValueError, match="no token for 'c'"):
+    with pytest.raises(ValueError, match="'c'"):
         tokenizer.encode("abc")
 
 
 def test_half_a_character_is_refused() -> None:
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m"))
-    with pytest.raises(ValueError, match="surrogate that is no character"):
+    with pytest.raises(ValueError, match="surrogate"):
         tokenizer.encode("a\ud800b")
 
 
 def test_a_repeated_symbol_is_refused() -> None:
-    with pytest.raises(ValueError, match="each once"):
+    with pytest.raises(ValueError, match=r"model\.tokenizer 'chars:aa'"):
         load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:aa"))
 
 

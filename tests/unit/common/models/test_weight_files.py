@@ -24,34 +24,34 @@ def test_whole_files_have_no_problems(tmp_path):
     assert list(file_problems(tmp_path)) == []
 
 
-def test_all_that_an_index_and_its_files_disagree_on_is_told_at_once(tmp_path):
+def test_all_differences_between_an_index_and_its_files_are_reported(tmp_path):
     _save(tmp_path, "a.safetensors", x=torch.ones(3))
     _save(tmp_path, "b.safetensors", z=torch.ones(3).to(torch.float8_e4m3fn))
     _index(tmp_path, x="a.safetensors", y="a.safetensors", z="b.safetensors", w="c.safetensors")
     lacks, quantized, missing = file_problems(tmp_path)
-    assert "a.safetensors lacks y" in lacks
-    assert "b.safetensors has weights of type F8_E4M3" in quantized
-    assert "c.safetensors is missing" in missing
+    assert "a.safetensors" in lacks
+    assert "F8_E4M3" in quantized
+    assert "c.safetensors" in missing
 
 
 def test_files_of_some_name_need_an_index(tmp_path):
     _save(tmp_path, "a.safetensors", x=torch.ones(3))
     (problem,) = file_problems(tmp_path)
-    assert "neither model.safetensors nor model.safetensors.index.json" in problem
+    assert "model.safetensors.index.json" in problem
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    "damage",
     [
-        (lambda whole: whole[:-4], "bytes in place of"),
-        (lambda whole: whole[:20], "is no safetensors file"),
-        (lambda whole: b"", "is no safetensors file"),
-        (lambda whole: b"version https://git-lfs.github.com/spec/v1", "is no safetensors file"),
+        lambda whole: whole[:-4],
+        lambda whole: whole[:20],
+        lambda whole: b"",
+        lambda whole: b"version https://git-lfs.github.com/spec/v1",
     ],
 )
-def test_a_file_that_is_cut_off_or_another_is_named(tmp_path, made, said):
+def test_a_truncated_or_foreign_file_is_reported(tmp_path, damage):
     _save(tmp_path, "model.safetensors", x=torch.ones(3))
     file = tmp_path / "model.safetensors"
-    file.write_bytes(made(file.read_bytes()))
+    file.write_bytes(damage(file.read_bytes()))
     (problem,) = file_problems(tmp_path)
-    assert said in problem
+    assert str(file) in problem

@@ -87,9 +87,9 @@ def test_a_template_that_rewrites_history_is_refused_unless_the_last_answer_trai
     assert parts(shown)[1] == ("3<eos>", True)
 
 
-def test_a_template_that_opens_answers_in_another_way_than_it_writes_them_is_refused() -> None:
+def test_a_template_with_another_generation_prompt_than_answer_start_is_rejected() -> None:
     odd = PLAIN.replace("%}assistant: {%", "%}ASSISTANT> {%")
-    with pytest.raises(ValueError, match="where the answer begins"):
+    with pytest.raises(ValueError, match="generation prompt"):
         of_chat(TALK, (), tokenizer(odd), turns="all")
 
 
@@ -131,18 +131,18 @@ CHAT = {"answer_column": None, "chat_template": True}
 @pytest.mark.parametrize(
     ("row", "changes", "words"),
     [
-        ({"prompt": "a"}, {}, "data.answer_column 'answer'.*but holds None"),
+        ({"prompt": "a"}, {}, "data.answer_column 'answer'.*None"),
         ({"prompt": "a", "answer": ""}, {}, "data.answer_column"),
-        ({"prompt": "a"}, {"answer_column": None}, "ends with a message of 'user'"),
+        ({"prompt": "a"}, {"answer_column": None}, "data"),
         ({"prompt": TALK, "answer": "b"}, {}, "data.chat_template is false"),
-        ({"prompt": TALK[:-1]}, CHAT, "ends with a message of 'user'.*data.answer_column"),
-        ({"prompt": TALK[2:]}, CHAT, "begins with a message of 'assistant'"),
-        ({"prompt": []}, CHAT, "must hold chat messages"),
-        ({"prompt": [{"content": "x"}]}, CHAT, "must hold chat messages"),
+        ({"prompt": TALK[:-1]}, CHAT, "data.answer_column"),
+        ({"prompt": TALK[2:]}, CHAT, "data.prompt_column"),
+        ({"prompt": []}, CHAT, "data.prompt_column"),
+        ({"prompt": [{"content": "x"}]}, CHAT, "data.prompt_column"),
         ({"prompt": "a" * 2000, "answer": "b"}, {}, "data.max_prompt_tokens"),
     ],
 )
-def test_a_row_without_an_answer_is_refused_with_the_reason(
+def test_a_row_without_an_answer_is_rejected_with_its_key(
     row: Any, changes: Any, words: str
 ) -> None:
     with pytest.raises(GroupError, match=words) as raised:
@@ -182,20 +182,20 @@ def test_a_pair_may_be_given_as_people_have_it(row: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "key"),
     [
-        ({"chosen": "3", "rejected": "3"}, "hold the same"),
+        ({"chosen": "3", "rejected": "3"}, r"data\.rejected_column 'rejected'"),
         ({"chosen": "3"}, r"data\.rejected_column 'rejected' of row 0"),
         ({"chosen": "", "rejected": "3"}, r"data\.answer_column 'chosen' of row 0"),
-        ({"chosen": [TALK[0], ASKED, YES], "rejected": "no"}, "follow different prompts"),
-        ({"chosen": [YES, ASKED], "rejected": [NO]}, "ends with a message of 'user'"),
-        ({"chosen": [YES], "rejected": [{"text": "no"}]}, "each with role"),
+        ({"chosen": [TALK[0], ASKED, YES], "rejected": "no"}, "row 0"),
+        ({"chosen": [YES, ASKED], "rejected": [NO]}, "data"),
+        ({"chosen": [YES], "rejected": [{"text": "no"}]}, r"data\.rejected_column"),
     ],
 )
-def test_a_pair_that_cannot_be_compared_is_refused_alone(row: Any, told: str) -> None:
+def test_a_pair_that_cannot_be_compared_is_rejected_alone(row: Any, key: str) -> None:
     rows = [{"prompt": [ASKED], **row}, {"prompt": [ASKED], "chosen": "3", "rejected": "no"}]
     columns: Any = {"answer_column": "chosen", "chat_template": True}
     pairs = book(rows, num_demonstrations=2, **columns)
-    with pytest.raises(GroupError, match=told):
+    with pytest.raises(GroupError, match=key):
         pairs.prompt("train", 0)
     assert len(pairs.prompt("train", 1).demonstrations) == 2

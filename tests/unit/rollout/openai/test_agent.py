@@ -78,7 +78,7 @@ async def test_what_an_agent_samples_becomes_the_sample(agents, name, lines):
     ("name", "kind", "message"),
     [
         ("broken", "exception", "KeyError: 'no luck'"),
-        ("idle", "exception", "without asking the policy"),
+        ("idle", "exception", "the policy"),
         ("dies", "sandbox_killed", "exit status 3"),
         ("slow", "timeout", "longer than 0.2 s"),
     ],

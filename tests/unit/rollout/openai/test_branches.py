@@ -174,7 +174,7 @@ async def test_a_function_says_which_conversations_train(choosers: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("wrong", r"train.*numbers of conversations.*0 to 2.*\[7\]"), ("broken", "KeyError")],
+    [("wrong", r"rollout\.workflow_arguments\.train.*\[7\]"), ("broken", "KeyError")],
 )
 async def test_a_function_that_chooses_wrongly_fails_its_sample_by_name(
     choosers: str, name: str, message: str

@@ -23,7 +23,7 @@ def test_requests_without_tokens_past_the_deadline_are_a_stall() -> None:
     watch = ProgressWatch(deadline_s=10)
     watch.check(stats(3, 100), now=0)
     watch.check(stats(3, 100), now=10)
-    with pytest.raises(EngineStalledError, match="holds 3 requests but made no token for 11 s"):
+    with pytest.raises(EngineStalledError, match=r"3 requests.*11 s"):
         watch.check(stats(3, 100), now=11)
 
 
@@ -53,10 +53,11 @@ def test_an_episode_is_stalled_by_what_it_does_not_do_and_never_by_its_age() -> 
     assert watch.look({"g1": {0: 0, 1: 0}}, now=day_s) == {}
     assert watch.look({"g1": {0: 0, 1: 1}}, now=day_s + 600) == {}
     (why,) = watch.look({"g1": {0: 0, 1: 2}}, now=day_s + 601).values()
-    assert why.startswith("member 0 made no token and no call for 601 s")
+    assert why.startswith("member 0 ")
+    assert "601 s" in why
 
 
-def test_an_episode_that_begins_again_begins_anew() -> None:
+def test_a_restarted_episode_restarts_its_deadline() -> None:
     watch = EpisodeWatch(deadline_s=10)
     watch.look({"g1": {0: 5}}, now=0)
     watch.look({}, now=5)

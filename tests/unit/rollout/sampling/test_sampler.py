@@ -319,7 +319,7 @@ async def test_a_workflow_that_samples_nothing_fails_its_group_only() -> None:
         sampler.start([assignment("a", 0), assignment("b", 1)])
         await outcome.wait_for(2)
     assert outcome.failed["a"].reason == "workflow_invalid_value"
-    assert "before the policy said anything" in outcome.failed["a"].message
+
     assert set(outcome.published) == {"b"}
 
 

@@ -174,7 +174,7 @@ def test_results_are_rendered_and_the_next_turn_opened_as_the_template_does(
 
 @pytest.mark.parametrize(
     ("template", "lack"),
-    [(GEMMA, "alternate"), (SILENT, "'tool'"), (UNOPENED, "opens no turn")],
+    [(GEMMA, "alternate"), (SILENT, "'tool'"), (UNOPENED, "assistant")],
 )
 def test_a_template_that_cannot_render_results_is_refused(template: str, lack: str) -> None:
     with pytest.raises(ValueError, match=lack):

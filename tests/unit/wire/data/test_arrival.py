@@ -49,7 +49,7 @@ def test_a_read_that_is_not_what_was_sent_is_an_error(
 ) -> None:
     one = arrival(bytearray(100), with_checksum=True)
     one.take(frames(*sizes))
-    with pytest.raises(DataLossError, match="arrived damaged"):
+    with pytest.raises(DataLossError):
         one.digests(answer)
 
 

@@ -39,7 +39,7 @@ def answer(to: ShardConnection, message: codec.Response, request_id: int) -> Non
 
 async def test_a_late_answer_is_not_taken_for_the_answer_to_the_next_request() -> None:
     asker, channel = connection()
-    with pytest.raises(DeadlineExceededError, match="did not answer Read"):
+    with pytest.raises(DeadlineExceededError, match="Read"):
         await asker.ask(codec.Read((1, 0, 8), in_arena=True), timeout_s=0.0)
     asking = asyncio.ensure_future(asker.ask(codec.Read((2, 0, 8), in_arena=True), timeout_s=30))
     await asyncio.sleep(0)
@@ -67,7 +67,7 @@ async def test_what_is_no_message_ends_the_connection_and_all_that_waits() -> No
     asking = asyncio.ensure_future(asker.ask(codec.Read((1, 0, 8), in_arena=True), timeout_s=30))
     await asyncio.sleep(0)
     asker._on_message([memoryview(b"garbage")])
-    with pytest.raises(UnavailableError, match="the connection to shard s broke"):
+    with pytest.raises(UnavailableError, match="shard s"):
         await asking
     assert not asker.is_open
     assert channel.is_closed
