@@ -42,7 +42,7 @@ from services.rollout.workflows.turns import Turn
 from services.wire.data.client import DataClient
 from services.wire.rollout import GroupAssignment
 from services.wire.transferqueue.client import TransferQueueClient
-from services.wire.transferqueue.types import KeptSampleQuery
+from services.wire.transferqueue.types import SampleRecordQuery
 
 RESULTS = Path(__file__).parent / "results"
 BAR = 0.02
@@ -110,7 +110,9 @@ class Putting:
             await publisher.publish(assignment, prompt, self._templates[self._number % 4])
             keys = [f"{group_id}.{member}" for member in range(MEMBERS)]
             await self._queue.release("run_1/train", keys)
-        async for _ in self._queue.read_samples("run_1", KeptSampleQuery(limit=1, excerpt=0)):
+        async for _ in self._queue.read_sample_records(
+            "run_1", SampleRecordQuery(limit=1, excerpt=0)
+        ):
             pass  # what is kept is written before it is read
         return time.process_time() - here, _cpu_s(self._child) - there
 
@@ -123,15 +125,15 @@ def _cpu_s(process: psutil.Process) -> float:
 async def pages(queue: TransferQueueClient) -> dict[str, float]:
     """Returns milliseconds of the first page in each order, of a search, and of one whole sample."""
     asked = {
-        "newest": KeptSampleQuery(limit=50, excerpt=300),
-        "worst": KeptSampleQuery(limit=50, excerpt=300, order_by="worst"),
-        "search": KeptSampleQuery(limit=50, excerpt=300, text="not to be found"),
-        "whole": KeptSampleQuery(limit=1, with_turns=True, with_tokens=True),
+        "newest": SampleRecordQuery(limit=50, excerpt=300),
+        "worst": SampleRecordQuery(limit=50, excerpt=300, order_by="worst"),
+        "search": SampleRecordQuery(limit=50, excerpt=300, text="not to be found"),
+        "whole": SampleRecordQuery(limit=1, with_turns=True, with_tokens=True),
     }
     found: dict[str, float] = {}
     for name, query in asked.items():
         begin = time.perf_counter()
-        async for _ in queue.read_samples("run_1", query):
+        async for _ in queue.read_sample_records("run_1", query):
             pass
         found[name] = round((time.perf_counter() - begin) * 1000, 1)
     return found
@@ -142,7 +144,7 @@ async def rollout(num_groups: int, rounds: int) -> dict[str, object]:
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m"))
     with (
         tempfile.TemporaryDirectory() as folder,
-        service(capacity_bytes=256 << 20, kept_folder=folder) as address,
+        service(capacity_bytes=256 << 20, sample_folder=folder) as address,
     ):
         child = _child("services.transferqueue")
         async with (
@@ -150,9 +152,12 @@ async def rollout(num_groups: int, rounds: int) -> dict[str, object]:
             DataClient.connect(address) as data,
         ):
             await queue.create_partition("run_1/train", required_fields=ROLLOUT_FIELDS)
-            await queue.keep_samples("run_1", max_bytes=4 << 30, max_steps=0)
-            teller = SampleRecorder(data, parse_spec(SPEC), tokenizer, lambda split: 1)
-            without, keeping = GroupPublisher(data), GroupPublisher(data, teller=teller)
+            await queue.record_samples("run_1", max_bytes=4 << 30, max_steps=0)
+            sample_recorder = SampleRecorder(data, parse_spec(SPEC), tokenizer, lambda split: 1)
+            without, keeping = (
+                GroupPublisher(data),
+                GroupPublisher(data, sample_recorder=sample_recorder),
+            )
             putting = Putting(queue, child)
             for publisher in (without, keeping):  # warms up
                 await putting.put(publisher, 16)
@@ -164,7 +169,7 @@ async def rollout(num_groups: int, rounds: int) -> dict[str, object]:
                     sides[publisher is keeping] = await putting.put(publisher, size)
                 pairs.append((sides[False], sides[True]))
             times = await pages(queue)
-        kept_bytes = sum(path.stat().st_size for path in Path(folder).iterdir())
+        sample_bytes = sum(path.stat().st_size for path in Path(folder).iterdir())
     a_token = 1e6 / (size * MEMBERS * TOKENS)
     extra = [a_token * (after[0] - before[0]) for before, after in pairs]
     put = a_token * statistics.median(before[0] for before, _ in pairs)
@@ -179,7 +184,7 @@ async def rollout(num_groups: int, rounds: int) -> dict[str, object]:
         "sampled_us_per_token": sampled,
         "ratio": round(statistics.median(extra) / (sampled + put), 5),
         "transferqueue_extra_us_per_token": _spread(there),
-        "kept_bytes": kept_bytes,
+        "sample_bytes": sample_bytes,
         "page_ms": times,
     }
 

@@ -38,7 +38,7 @@ async def serve(populate: Populate) -> None:
     queue = FakeQueue()
     server = grpc.aio.server(options=OPTIONS)
     transferqueue_pb2_grpc.add_TransferQueueServiceServicer_to_server(queue, server)
-    transferqueue_pb2_grpc.add_KeptSampleServiceServicer_to_server(queue, server)
+    transferqueue_pb2_grpc.add_SampleRecordServiceServicer_to_server(queue, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(json.dumps({"port": port}), flush=True)

@@ -44,7 +44,7 @@ class MadeGroup:
 
 class FakeQueue(
     transferqueue_pb2_grpc.TransferQueueServiceServicer,
-    transferqueue_pb2_grpc.KeptSampleServiceServicer,
+    transferqueue_pb2_grpc.SampleRecordServiceServicer,
 ):
     """Reports samples to watchers, but stores none."""
 
@@ -74,8 +74,8 @@ class FakeQueue(
         self._partitions.discard(request.partition_id)
         return tq.DropPartitionResponse()
 
-    async def KeepSamples(self, request: Any, context: Any) -> Any:
-        return tq.KeepSamplesResponse()
+    async def RecordSamples(self, request: Any, context: Any) -> Any:
+        return tq.RecordSamplesResponse()
 
     async def GetBatch(self, request: Any, context: Any) -> Any:
         empty = KVBatchMeta(partition_id=request.partition_id, keys=())
@@ -101,9 +101,9 @@ class FakeQueue(
                 meta = _meta(partition, groups)
                 yield tq.WatchBatchesResponse(batch=meta.to_proto())
 
-    async def WatchLosses(self, request: Any, context: Any) -> AsyncIterator[Any]:
+    async def WatchLostSamples(self, request: Any, context: Any) -> AsyncIterator[Any]:
         await asyncio.Event().wait()  # nothing is lost here
-        yield tq.WatchLossesResponse()
+        yield tq.WatchLostSamplesResponse()
 
 
 class FakeRollouts(rollout_pb2_grpc.RolloutServiceServicer):

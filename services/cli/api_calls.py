@@ -104,7 +104,7 @@ def ask(
     try:
         asked = operation(**fields)
     except ValidationError as error:
-        raise typer.BadParameter(_told(error)) from error
+        raise typer.BadParameter(_message_of(error)) from error
 
     async def work(api: Api) -> Answer:
         if not is_of_run or is_found:
@@ -222,8 +222,8 @@ def run_until_signal(work: Coroutine[Any, Any, Any], *, needs_reader: bool = Tru
         if unknown is not None:
             raise
         assert known is not None
-        for error in _most_telling(leaves(known)):
-            fail(_told(error))
+        for error in _root_causes(leaves(known)):
+            fail(_message_of(error))
         raise typer.Exit(1) from None
 
 
@@ -231,7 +231,7 @@ def _terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _told(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     """Returns an error's message for a person."""
     if not isinstance(error, ValidationError):
         return str(error)
@@ -239,7 +239,7 @@ def _told(error: BaseException) -> str:
     return "\n".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in wrong)
 
 
-def _most_telling(found: list[BaseException]) -> list[BaseException]:
+def _root_causes(found: list[BaseException]) -> list[BaseException]:
     """Returns only the exits of services if there are any, because they caused the failed calls."""
     exited: list[BaseException] = [
         error for error in found if isinstance(error, ServiceExitedError)

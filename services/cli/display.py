@@ -41,7 +41,7 @@ class Display(Protocol):
             reason: Reported reason for a lack of progress, if there is one.
         """
 
-    def lasts(self, num_steps: int) -> None:
+    def set_num_steps(self, num_steps: int) -> None:
         """Sets the number of steps; with ``data.epochs`` it is known only after the data is opened."""
 
     def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:
@@ -72,7 +72,7 @@ def row_of(record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> t
         f"{record['sync_ms']:.0f}" if "sync_ms" in record else "-",
         f"{record.get('response_tokens', 0) / max(record['seconds'], 1e-9):,.0f}",
         f"{record['ready_groups']}+{record['running_groups']}",
-        _who_waits(record),
+        _waiting_side(record),
     )
 
 
@@ -126,7 +126,7 @@ def _loss(record: Mapping[str, Any]) -> str:
     return f"(loss {record['loss']:.3f})" if "loss" in record else "-"
 
 
-def _who_waits(record: Mapping[str, Any]) -> str:
+def _waiting_side(record: Mapping[str, Any]) -> str:
     trainer, rollouts = record["trainer_wait_s"], record["rollout_idle_s"]
     if max(trainer, rollouts) < 0.02 * record["seconds"]:
         return "nobody"
@@ -157,7 +157,7 @@ class _PlainLines:
             self._doing, self._told_at = doing, seconds
             self._line(_starting(workers, seconds, reason))
 
-    def lasts(self, num_steps: int) -> None:
+    def set_num_steps(self, num_steps: int) -> None:
         self._pace.total = num_steps
 
     def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:
@@ -202,7 +202,7 @@ class _LiveTable:
         self._status = _starting(workers, seconds, reason)
         self._live.update(self._render())
 
-    def lasts(self, num_steps: int) -> None:
+    def set_num_steps(self, num_steps: int) -> None:
         self._pace.total = num_steps
 
     def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:

@@ -37,13 +37,15 @@ async def ended_runs(state_directory: Path) -> AsyncIterator[httpx.AsyncClient]:
             manager = RunManager(
                 database=database,
                 membership=Membership(time, 1.0),
-                queue=_Nowhere(),  # type: ignore[arg-type]
+                queue=_NoTransferQueue(),  # type: ignore[arg-type]
                 tasks=tasks,
                 defaults=limits,
                 allowance=CodePolicy(),
             )
             logs = RunLogs(state_directory, manager.is_ended)
-            api = RunApi(manager, RunAudit(database), logs, _Owner(), RequestLimits(manager.limits))
+            api = RunApi(
+                manager, RunAudit(database), logs, _AnyCaller(), RequestLimits(manager.limits)
+            )
             yield httpx.AsyncClient(transport=_Reading(httpx.ASGITransport(app=build_app(api))))
     finally:
         database.close()
@@ -65,16 +67,16 @@ class _Reading(httpx.AsyncBaseTransport):
         return await self._inner.handle_async_request(request)
 
 
-class _Owner:
+class _AnyCaller:
     """Authenticates every caller: a user who can read the file may read its contents."""
 
     def authenticate(self, authorization: str) -> Principal:
         return Principal(name="owner", project=DEFAULT_PROJECT, role="viewer")
 
 
-class _Nowhere:
+class _NoTransferQueue:
     """Replaces the transferqueue; it contains no samples."""
 
-    async def read_samples(self, run_id: str, query: Any) -> AsyncIterator[bytes]:
+    async def read_sample_records(self, run_id: str, query: Any) -> AsyncIterator[bytes]:
         return
         yield b""

@@ -75,7 +75,7 @@ def _show(kind: str, event: Mapping[str, Any], log: StepLog, display: Display) -
     for record in log.take(kind, event):
         display.step(record, log.heldout)
     if kind == "DataOpened":
-        display.lasts(event["data"]["steps"])
+        display.set_num_steps(event["data"]["steps"])
     if kind == "Validated":
         display.note(heldout_line(event["data"]))
     elif kind in _TOLD:
@@ -104,11 +104,11 @@ async def _show_saving(api: Api, run_id: str, display: Display) -> None:
             workers = await api.call(GetTopology(run_id=run_id))
         except ApiError:
             return
-        told = [
+        progress = [
             worker.activity for worker in workers.items if worker.gauges.get("checkpoint_bytes")
         ]
-        if told:
-            display.saving(", ".join(told), seconds=time.monotonic() - begin)
+        if progress:
+            display.saving(", ".join(progress), seconds=time.monotonic() - begin)
         await asyncio.sleep(TELL_EVERY_S)
 
 

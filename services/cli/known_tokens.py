@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from services.common.host import is_gone, own_identity
+from services.common.host import is_gone, process_identity
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def known(url: str, token: str) -> Iterator[None]:
             left.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump({"token": token, **own_identity()}, file)
+        json.dump({"token": token, **process_identity()}, file)
     try:
         yield
     finally:

@@ -26,9 +26,9 @@ from services.controller.launch.worker_process import last_lines
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 6.0
 # With less free space, no useful output can be written.
-_LEAST_FREE_BYTES = 1 << 20
+_MIN_FREE_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
-KEPT_SAMPLES = "samples"
+SAMPLE_FOLDER = "samples"
 """Name of the folder with kept samples, in the state directory."""
 
 
@@ -143,7 +143,7 @@ async def local_services(
                 "transferqueue",
                 {
                     "SNAPSHOT_FOLDER": f"{folder}/snapshots",
-                    "KEPT_FOLDER": f"{state_directory}/{KEPT_SAMPLES}",
+                    "SAMPLE_FOLDER": f"{state_directory}/{SAMPLE_FOLDER}",
                     "SERVICE_KEY_FILE": str(key),
                     # Workers of this user share the service's memory, but other users can reach
                     # its port too.
@@ -222,7 +222,7 @@ async def _start(service: _Service) -> dict[str, str]:
 
 
 def _exited(service: _Service) -> ServiceExitedError:
-    if shutil.disk_usage(service.log.parent).free < _LEAST_FREE_BYTES:  # its log is cut off as well
+    if shutil.disk_usage(service.log.parent).free < _MIN_FREE_BYTES:  # its log is cut off as well
         return ServiceExitedError(
             f"{service.name} ended: the disk of {service.log.parent} is full; free some space, then repeat "
             "the command to resume"

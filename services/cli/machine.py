@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Without GPUs a process replaces each; with more of them per core a run makes no useful progress.
 _PROCESSES_A_CORE = 4
-_LEAST_PROCESSES = 8
+_MIN_PROCESSES = 8
 _REACH_TIMEOUT_S = 2.0
 _GPU_TIMEOUT_S = 10.0
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -36,7 +36,7 @@ _MEASURED_SIZE, _MEASURED_TIMES = 256, 5
 _NOTABLE_SLOWDOWN = 1.5
 
 
-def lacks(spec: RunSpec) -> Iterator[str]:
+def unmet_requirements(spec: RunSpec) -> Iterator[str]:
     """Yields requirements of a run that this machine does not meet."""
     engine = spec.rollout.engine
     package = engine_kind(engine).package
@@ -265,15 +265,15 @@ def go_offline_unless_reachable() -> bool:
     if constants.HF_HUB_OFFLINE:
         return False
     answered = threading.Event()
-    # Name resolution has no time-out of its own.
-    threading.Thread(target=_reach, args=(constants.ENDPOINT, answered), daemon=True).start()
+    # Name resolution itself has no time-out.
+    threading.Thread(target=_probe, args=(constants.ENDPOINT, answered), daemon=True).start()
     if answered.wait(_REACH_TIMEOUT_S):
         return True
     constants.HF_HUB_OFFLINE = True
     return False
 
 
-def _reach(url: str, answered: threading.Event) -> None:
+def _probe(url: str, answered: threading.Event) -> None:
     try:
         request = urllib.request.Request(url, method="HEAD")  # noqa: S310 -- the user's own endpoint
         with urllib.request.urlopen(request, timeout=_REACH_TIMEOUT_S):  # noqa: S310
@@ -309,7 +309,7 @@ def _too_many(spec: RunSpec, gpus: int) -> Iterator[str]:
             )
         return
     cores = usable_processors()
-    most_processes = max(_LEAST_PROCESSES, _PROCESSES_A_CORE * cores)
+    most_processes = max(_MIN_PROCESSES, _PROCESSES_A_CORE * cores)
     if total > most_processes:
         yield (
             f"{key}: the run needs {total} GPUs, but this machine has no GPU, and its {cores} cores "

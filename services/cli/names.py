@@ -10,9 +10,9 @@ from services.controller.api.operations import ListRuns
 
 _ID = re.compile("run_[0-9a-f]{32}")
 _MAY_BE = re.compile("run_[0-9a-f]{1,32}|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_MOST_RUNS = 500
+_MAX_RUNS = 500
 # Ids begin with the submission time: this prefix changes within a quarter of an hour.
-_LEAST_DIGITS = len("run_") + 7
+_MIN_DIGITS = len("run_") + 7
 
 
 def is_id(text: str) -> bool:
@@ -48,7 +48,7 @@ async def find_run(api: Api, text: str | None) -> str:
         return text
     if named := (await api.call(ListRuns(name=text, page_size=1))).items:
         return named[0].id
-    runs = (await api.call(ListRuns(page_size=_MOST_RUNS))).items
+    runs = (await api.call(ListRuns(page_size=_MAX_RUNS))).items
     found = [run.id for run in runs if run.id.startswith((text, f"run_{text}"))]
     if len(found) == 1:
         return found[0]
@@ -66,7 +66,7 @@ async def find_run(api: Api, text: str | None) -> str:
 
 def short_ids(ids: Sequence[str]) -> list[str]:
     """Returns the shortest prefix of each id that distinguishes all of them; all have the same length."""
-    length = _LEAST_DIGITS
+    length = _MIN_DIGITS
     while len({each[:length] for each in ids}) < len(set(ids)):
         length += 1
     return [each[:length] for each in ids]

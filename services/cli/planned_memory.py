@@ -59,7 +59,7 @@ class Memory:
     def moved(self) -> float | None:
         """Bytes of the trainer's state that leave a GPU and return at a switch; 0 if they stay.
 
-        None if engines fit beside the whole state. H200s are assumed if the size of the GPUs is
+        None if engines fit together with the whole state. H200s are assumed if the size of the GPUs is
         unknown.
         """
         from services.common.models.training_memory import state_memory

@@ -14,9 +14,9 @@ from typing import Any
 from services.cli.machine import (
     go_offline_unless_reachable,
     hub_is_needed,
-    lacks,
     machine_defaults,
     memory_problems,
+    unmet_requirements,
 )
 from services.cli.model_problems import (
     adapter_problems,
@@ -28,7 +28,7 @@ from services.cli.model_problems import (
     quota_problems,
     token_problems,
 )
-from services.cli.row_trial import MAX_ROWS, Trial, try_functions, try_rows
+from services.cli.row_trial import MAX_ROWS, RowTrialResult, try_functions, try_rows
 from services.cli.settings import MachineSettings
 from services.common.callables import bind_callable, load_callable
 from services.common.models.configs import full_config, read_config
@@ -105,7 +105,7 @@ def model_config(spec: RunSpec) -> Any:
     return load_config(spec.model, load_tokenizer(spec.model))
 
 
-def _examined_here(spec: RunSpec, *, tries_functions: bool = True) -> Trial:
+def _examined_here(spec: RunSpec, *, tries_functions: bool = True) -> RowTrialResult:
     problems: list[str] = []
     is_offline = hub_is_needed(spec) and not go_offline_unless_reachable()
     sources: dict[str, PromptSource] = {}
@@ -119,7 +119,7 @@ def _examined_here(spec: RunSpec, *, tries_functions: bool = True) -> Trial:
         _workflow,
         _formulas,
         _curriculum,
-        lacks,
+        unmet_requirements,
     ):
         _collect(problems, step, spec)
     if not problems:
@@ -129,7 +129,7 @@ def _examined_here(spec: RunSpec, *, tries_functions: bool = True) -> Trial:
         notes = _try(problems, spec, sources, tries_functions=tries_functions)
     if problems and is_offline:
         problems.append(_OFFLINE)
-    return Trial(problems, notes)
+    return RowTrialResult(problems, notes)
 
 
 def _try(

@@ -20,7 +20,7 @@ from services.rollout.failures import CallError, GroupError
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.comparison import Comparison
 from services.rollout.rewards.scorer import Scorer
-from services.wire.rollout import TriedPrompt
+from services.wire.rollout import PromptHistory
 
 MAX_ROWS = 16
 TIMEOUT_S = 60.0
@@ -31,7 +31,7 @@ _EXAMPLES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class RowTrialResult:
     """Findings of a trial of the first rows."""
 
     problems: list[str] = field(default_factory=list)
@@ -42,13 +42,13 @@ class Trial:
 
 def try_rows(
     spec: RunSpec, sources: Mapping[str, PromptSource], tokenizer: Tokenizer
-) -> tuple[Trial, dict[str, list[Prompt]]]:
+) -> tuple[RowTrialResult, dict[str, list[Prompt]]]:
     """Makes prompts of the first rows of each set.
 
     Returns:
         The findings, and the prompts by split.
     """
-    trial, prompts = Trial(), dict[str, list[Prompt]]()
+    trial, prompts = RowTrialResult(), dict[str, list[Prompt]]()
     book = PromptStore(
         spec.data,
         sources,
@@ -110,7 +110,7 @@ def _check_demonstrations(prompt: Prompt, spec: RunSpec, place: str) -> None:
 
 def try_functions(
     spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]], tokenizer: Tokenizer
-) -> Trial:
+) -> RowTrialResult:
     """Calls the user's functions with the first rows, in separate processes, each with a deadline.
 
     Args:
@@ -123,8 +123,8 @@ def try_functions(
 
 async def _try_functions(
     spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]], tokenizer: Tokenizer
-) -> Trial:
-    trial = Trial()
+) -> RowTrialResult:
+    trial = RowTrialResult()
     async with CallPool(_PROCESSES) as pool:
         for model_key, model in (("model", spec.model), ("teacher", spec.teacher)):
             if model is not None and model.warm_start is not None:
@@ -181,7 +181,12 @@ def _input(prompt: Prompt, split: str) -> RewardInput:
 
 
 async def _try_reward(
-    trial: Trial, pool: CallPool, reward: RewardSpec, given: Sequence[RewardInput], *, key: str
+    trial: RowTrialResult,
+    pool: CallPool,
+    reward: RewardSpec,
+    given: Sequence[RewardInput],
+    *,
+    key: str,
 ) -> None:
     if reward.sees == "response":
         scorer = Scorer([reward], pool)
@@ -200,11 +205,11 @@ async def _try_reward(
 
 
 async def _try_curriculum(
-    trial: Trial, pool: CallPool, spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]]
+    trial: RowTrialResult, pool: CallPool, spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]]
 ) -> None:
     assert spec.data.curriculum is not None
     curriculum = Curriculum(spec.data.curriculum, pool)
-    untried = TriedPrompt(step=0, tries=0, mean_reward=0.0)
+    untried = PromptHistory(step=0, tries=0, mean_reward=0.0)
 
     async def call(prompt: Prompt) -> None:
         try:
@@ -220,7 +225,7 @@ async def _try_curriculum(
 
 
 async def _try_examples(
-    trial: Trial, pool: CallPool, key: str, reference: str, tokenizer: Tokenizer
+    trial: RowTrialResult, pool: CallPool, key: str, reference: str, tokenizer: Tokenizer
 ) -> None:
     async def call() -> None:
         pairs = await pool.call(reference, (_EXAMPLES, 0), timeout_s=TIMEOUT_S)
@@ -250,7 +255,7 @@ def _is_pair(value: Any) -> bool:
 
 
 async def _judge(
-    trial: Trial, calls: Sequence[Callable[[], Awaitable[None]]], *, key: str, what: str
+    trial: RowTrialResult, calls: Sequence[Callable[[], Awaitable[None]]], *, key: str, what: str
 ) -> None:
     """Makes calls until a deadline; reports a problem if all fail, a note if some fail."""
     failed, num_succeeded = list[str](), 0

@@ -19,7 +19,7 @@ from services.controller.launch.gpus import HostGpus
 from services.controller.launch.launcher import gpu_hosts, gpu_needs, total_gpus, worker_names
 from services.rollout.engines.memory import MemoryPlan, plan_of
 
-_LEAST_TOKENS = 1024
+_MIN_TOKENS = 1024
 _Changes = Mapping[str, Any]
 
 
@@ -150,7 +150,7 @@ def _changes(spec: RunSpec) -> Iterator[_Changes]:
         yield {"trainer.lora": trainer.lora.model_copy(update={"sync": "auto"})}
     longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
     tokens = trainer.tokens_per_micro_batch
-    while (tokens := tokens // 2) >= max(_LEAST_TOKENS, longest // trainer.context_parallel):
+    while (tokens := tokens // 2) >= max(_MIN_TOKENS, longest // trainer.context_parallel):
         yield {"trainer.tokens_per_micro_batch": tokens}
     if trainer.dtype == "float32":
         yield {"trainer.dtype": "bfloat16"}

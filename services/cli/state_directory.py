@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from services.common.host import is_gone, own_identity
+from services.common.host import is_gone, process_identity
 
 _FILE = "command.lock"
 
@@ -63,7 +63,7 @@ def process_folder() -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:
         folder = Path(name)
-        (folder / _OWNER).write_text(json.dumps(own_identity()), encoding="utf-8")
+        (folder / _OWNER).write_text(json.dumps(process_identity()), encoding="utf-8")
         yield folder
 
 

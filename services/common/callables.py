@@ -15,7 +15,7 @@ from typing import Any
 
 _LOADING = threading.RLock()
 """Held while a user's file is executed: another thread must not see a partly initialized module."""
-_MOST_ERROR_CHARACTERS = 2000
+_MAX_ERROR_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def source_digest(reference: str) -> str:
 
 def describe_error(error: Exception) -> str:
     """Formats an exception of user code for its caller: its class, and the beginning of its text."""
-    return f"{type(error).__name__}: {error}"[:_MOST_ERROR_CHARACTERS]
+    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
 
 
 def _load(reference: Reference) -> ModuleType:

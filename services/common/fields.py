@@ -69,8 +69,8 @@ FIELDS: Final = tuple(
     )
 )  # fmt: skip
 
-KEPT_RECORDS: Final = ("kept_record", "trained_record")
-"""Fields of the partition ``kept`` with the JSON record, uint8 ``[B]``, of a rollout or of the trainer."""
+RECORD_FIELDS: Final = ("sample_record", "training_record")
+"""Fields of the partition ``records`` with the JSON record, uint8 ``[B]``, of a rollout or of the trainer."""
 
 TOOL_VERSION: Final = -1
 """Weight version of tokens that no policy sampled."""
@@ -108,7 +108,7 @@ TAGS: Final = {
 }
 
 
-def partition_id(run_id: str, purpose: Literal["train", "validation", "partial", "kept"]) -> str:
+def partition_id(run_id: str, purpose: Literal["train", "validation", "partial", "records"]) -> str:
     """Returns the id of a run's partition in the transferqueue."""
     return f"{run_id}/{purpose}"
 

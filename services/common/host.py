@@ -68,7 +68,7 @@ def identity_of(pid: int) -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": pid, "start_time": start_time}
 
 
-def own_identity() -> dict[str, Any]:
+def process_identity() -> dict[str, Any]:
     """Returns the identity of this process."""
     return identity_of(os.getpid())
 

@@ -100,7 +100,7 @@ async def run(settings: RolloutSettings) -> None:
                     session,
                     engine,
                     sampler,
-                    publish_wait_s=lambda: publisher.longest_wait_s,
+                    publish_wait_s=lambda: publisher.oldest_pending_s,
                 )
             ),
         ]
@@ -177,13 +177,15 @@ async def _load(
         answers_heldout=bool(spec.rollout.rewards),
     )
     num_heldout = sum(map(prompts.num_rows, spec.data.heldout_sets))
-    teller = SampleRecorder(data, spec, tokenizer, num_heldout) if spec.samples.is_on else None
+    sample_recorder = (
+        SampleRecorder(data, spec, tokenizer, num_heldout) if spec.samples.is_on else None
+    )
     rewards = chain.from_iterable(spec.rewards.values())
     publisher = GroupPublisher(
         data,
         routing,
         has_token_rewards=any(reward.per != "response" for reward in rewards),
-        teller=teller,
+        sample_recorder=sample_recorder,
     )
     asked = spec.data.curriculum
     has_function = asked is not None and asked.function is not None

@@ -27,7 +27,8 @@ CACHE_FAILURES = Counter(
     "slipstream_rollout_cache_failures_total", "Times that progress could not be cached"
 )
 SAMPLE_RECORD_FAILURES = Counter(
-    "slipstream_rollout_sample_record_failures_total", "Groups whose sample records could not be stored"
+    "slipstream_rollout_sample_record_failures_total",
+    "Groups whose sample records could not be stored",
 )
 UNUSED_AGENT_TOKENS = Counter(
     "slipstream_rollout_unused_agent_tokens_total",

@@ -7,7 +7,7 @@ import grpc
 from services.common.errors import InvalidArgumentError, UnavailableError
 from services.common.messages import from_message
 from services.rollout.sampling.sampler import GroupSampler
-from services.wire.rollout import GroupAssignment, TriedPrompt
+from services.wire.rollout import GroupAssignment, PromptHistory
 from slipstream.rollout.v1 import rollout_pb2 as pb
 from slipstream.rollout.v1 import rollout_pb2_grpc
 
@@ -87,4 +87,4 @@ def _assignment(group: pb.GroupAssignment) -> GroupAssignment:
         )
     if not group.HasField("tried"):
         return from_message(group, GroupAssignment)
-    return from_message(group, GroupAssignment, tried=from_message(group.tried, TriedPrompt))
+    return from_message(group, GroupAssignment, tried=from_message(group.tried, PromptHistory))

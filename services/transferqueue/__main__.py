@@ -17,8 +17,8 @@ from services.common.security.credentials import acting_as
 from services.common.telemetry.logging import configure
 from services.transferqueue import metrics
 from services.transferqueue.index.index import Index
-from services.transferqueue.samples.keeper import Keeper
-from services.transferqueue.server import KeptSampleServicer, TransferQueueServicer
+from services.transferqueue.samples.keeper import SampleRecordKeeper
+from services.transferqueue.server import SampleRecordServicer, TransferQueueServicer
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.shards.membership import RemoteIndex
 from services.transferqueue.shards.registry_server import ShardRegistryServicer
@@ -48,7 +48,9 @@ async def transferqueue(settings: TransferQueueSettings) -> AsyncIterator[str]:
     metrics.SAMPLES.set_function(index.num_samples)
     shards = Shards(index)
     snapshots = Snapshots(settings.snapshot_folder, index, shards)
-    keeper = Keeper(settings.kept_folder, settings.kept_bytes, index=index, shards=shards)
+    keeper = SampleRecordKeeper(
+        settings.sample_folder, settings.sample_bytes, index=index, shards=shards
+    )
     async with (
         storage_shard(settings, index, shards, instance_id=new_id("shard")) as (
             shard,
@@ -68,7 +70,7 @@ async def transferqueue(settings: TransferQueueSettings) -> AsyncIterator[str]:
             pb_grpc.add_TransferQueueServiceServicer_to_server(
                 TransferQueueServicer(index, shards, snapshots, keeper), server
             )
-            pb_grpc.add_KeptSampleServiceServicer_to_server(KeptSampleServicer(keeper), server)
+            pb_grpc.add_SampleRecordServiceServicer_to_server(SampleRecordServicer(keeper), server)
             pb_grpc.add_ShardRegistryServiceServicer_to_server(
                 ShardRegistryServicer(index, shards), server
             )

@@ -17,7 +17,9 @@ SHARDS = Gauge(
 )
 SAMPLES = Gauge("slipstream_tq_samples", "Samples in the index.")
 SAMPLE_RECORDS = Counter("slipstream_sample_records", "Sample records that were stored.")
-SAMPLE_RECORDS_FAILED = Counter("slipstream_sample_records_failed", "Sample records that could not be stored.")
+SAMPLE_RECORDS_FAILED = Counter(
+    "slipstream_sample_records_failed", "Sample records that could not be stored."
+)
 BACKPRESSURE = Counter(
     "slipstream_tq_backpressure_seconds",
     "Time that producers waited for free memory or quota.",

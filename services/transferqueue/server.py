@@ -10,12 +10,12 @@ from services.common.fields import partition_id, run_of
 from services.common.messages import from_message, to_message
 from services.common.security.access import caller_run
 from services.transferqueue.index.index import Index
-from services.transferqueue.samples.keeper import Keeper
+from services.transferqueue.samples.keeper import SampleRecordKeeper
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.snapshots import Snapshots
 from services.transferqueue.storage.admission import ALL_RUNS
 from services.wire.transferqueue.registry_client import shard_to_proto
-from services.wire.transferqueue.types import AcquireRequest, KeptSampleQuery
+from services.wire.transferqueue.types import AcquireRequest, SampleRecordQuery
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
@@ -32,7 +32,9 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         keeper: Stores the sample records.
     """
 
-    def __init__(self, index: Index, shards: Shards, snapshots: Snapshots, keeper: Keeper) -> None:
+    def __init__(
+        self, index: Index, shards: Shards, snapshots: Snapshots, keeper: SampleRecordKeeper
+    ) -> None:
         self._index = index
         self._shards = shards
         self._snapshots = snapshots
@@ -53,7 +55,7 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         self, request: pb.DropPartitionRequest, context: Context
     ) -> pb.DropPartitionResponse:
         """Drops a partition and, if it holds sample records, first stores the pending ones."""
-        if request.partition_id == partition_id(run_of(request.partition_id), "kept"):
+        if request.partition_id == partition_id(run_of(request.partition_id), "records"):
             await self._keeper.end(run_of(request.partition_id))
         return pb.DropPartitionResponse(key_count=self._index.drop_partition(request.partition_id))
 
@@ -69,12 +71,12 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         async for meta in self._index.watch(request.partition_id, request.revision):
             yield pb.WatchBatchesResponse(batch=meta.to_proto())
 
-    async def WatchLosses(
-        self, request: pb.WatchLossesRequest, context: Context
-    ) -> AsyncIterator[pb.WatchLossesResponse]:
+    async def WatchLostSamples(
+        self, request: pb.WatchLostSamplesRequest, context: Context
+    ) -> AsyncIterator[pb.WatchLostSamplesResponse]:
         """Streams the keys of lost samples."""
-        async for loss in self._index.watch_losses(request.partition_id):
-            yield pb.WatchLossesResponse(keys=loss.keys, shard_id=loss.shard_id)
+        async for loss in self._index.watch_lost_samples(request.partition_id):
+            yield pb.WatchLostSamplesResponse(keys=loss.keys, shard_id=loss.shard_id)
 
     async def AcquireBatch(
         self, request: pb.AcquireBatchRequest, context: Context
@@ -130,32 +132,32 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         return pb.RestoreSnapshotResponse(key_count=num_keys)
 
 
-class KeptSampleServicer(pb_grpc.KeptSampleServiceServicer):
+class SampleRecordServicer(pb_grpc.SampleRecordServiceServicer):
     """Serves the sample records."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: SampleRecordKeeper) -> None:
         self._keeper = keeper
 
-    async def KeepSamples(
-        self, request: pb.KeepSamplesRequest, context: Context
-    ) -> pb.KeepSamplesResponse:
+    async def RecordSamples(
+        self, request: pb.RecordSamplesRequest, context: Context
+    ) -> pb.RecordSamplesResponse:
         """Starts to record the samples of a run."""
         await self._keeper.keep(
             request.run_id, max_bytes=request.max_bytes, max_steps=request.max_steps
         )
-        return pb.KeepSamplesResponse()
+        return pb.RecordSamplesResponse()
 
-    async def ReadSamples(
-        self, request: pb.ReadSamplesRequest, context: Context
-    ) -> AsyncIterator[pb.ReadSamplesResponse]:
+    async def ReadSampleRecords(
+        self, request: pb.ReadSampleRecordsRequest, context: Context
+    ) -> AsyncIterator[pb.ReadSampleRecordsResponse]:
         """Streams sample records."""
         given = {field.name: value for field, value in request.ListFields()}
-        async for lines in self._keeper.read(given.pop("run_id", ""), KeptSampleQuery(**given)):
-            yield pb.ReadSamplesResponse(lines=lines)
+        async for lines in self._keeper.read(given.pop("run_id", ""), SampleRecordQuery(**given)):
+            yield pb.ReadSampleRecordsResponse(lines=lines)
 
-    async def ForgetSamples(
-        self, request: pb.ForgetSamplesRequest, context: Context
-    ) -> pb.ForgetSamplesResponse:
+    async def DeleteSampleRecords(
+        self, request: pb.DeleteSampleRecordsRequest, context: Context
+    ) -> pb.DeleteSampleRecordsResponse:
         """Deletes the sample records of a run."""
         await self._keeper.forget(request.run_id)
-        return pb.ForgetSamplesResponse()
+        return pb.DeleteSampleRecordsResponse()

@@ -47,9 +47,9 @@ class TransferQueueSettings(KeySettings):
     """Folder of the spill file."""
     snapshot_folder: Path = Path(tempfile.gettempdir()) / "slipstream-snapshots"
     """Folder of the snapshots; must be on storage that outlives the process."""
-    kept_folder: Path = Path(tempfile.gettempdir()) / "slipstream-kept"
+    sample_folder: Path = Path(tempfile.gettempdir()) / "slipstream-samples"
     """Folder of the sample records; must be on storage that outlives the process."""
-    kept_bytes: int = Field(8 << 30, ge=1 << 20)
+    sample_bytes: int = Field(8 << 30, ge=1 << 20)
     """Max. bytes of all sample records. Records of ended runs are deleted first, the oldest first."""
     arena_folder: Path | None = Path(tempfile.gettempdir())
     """Folder of the Unix socket through which processes of this host map the memory; in a cluster,

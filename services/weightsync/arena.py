@@ -69,7 +69,7 @@ class WeightArena:
         bucket = self.plan.sources[source].buckets[index]
         return self.buffers[source][bucket.start : bucket.stop]
 
-    def put_together(self) -> Mapping[str, Tensor]:
+    def whole_tensors(self) -> Mapping[str, Tensor]:
         """Returns all tensors by name; copies those with rows of several sources into whole tensors."""
         whole, parts, places = self._whole
         copy_all(places, parts)

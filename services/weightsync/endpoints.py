@@ -87,7 +87,7 @@ class OwnThread:
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._obey, name="weights", daemon=True).start()
+        threading.Thread(target=self._run_tasks, name="weights", daemon=True).start()
 
     async def run(self, work: Callable[[], T]) -> T:
         """Runs ``work`` after all earlier work; returns its result."""
@@ -119,7 +119,7 @@ class OwnThread:
         """Ends the thread after the work given so far."""
         self._work.put(None)
 
-    def _obey(self) -> None:
+    def _run_tasks(self) -> None:
         while (work := self._work.get()) is not None:
             work()
             # Otherwise this thread would keep the member and its group alive until the next work.

@@ -33,11 +33,16 @@ from torch import Tensor
 from services.common.errors import FailedPreconditionError
 from services.common.host import short_path
 from services.weightsync.group import RankAssignment, Work
-from services.weightsync.shared_buffers import RoomError, SharedBuffer, lend, open_room
+from services.weightsync.shared_buffers import (
+    SharedBuffer,
+    SharedBufferError,
+    export_buffer,
+    open_buffer,
+)
 
 _CHUNK_BYTES = 128 << 20
 _HALVES = 2
-_KEY, _VERDICT, _NOTHING = "room", "verdict", "nothing"
+_KEY, _VERDICT, _NOTHING = "buffer", "verdict", "nothing"
 _MESSAGE = struct.Struct("<qq")
 _SECRET_BYTES = 16
 _PEER = struct.Struct("3i")
@@ -58,7 +63,7 @@ def open_handle(
     timeout_s: float,
     device: torch.device,
     folder: Path,
-) -> "SharedRoom":
+) -> "SharedBufferGroup":
     """Opens a channel between processes that share a device.
 
     Args:
@@ -72,7 +77,7 @@ def open_handle(
     Raises:
         FailedPreconditionError: If the buffer cannot be exported, or a member cannot open it.
     """
-    opened = _lent if seat.rank == 0 else _opened
+    opened = _exported if seat.rank == 0 else _opened
     with opened(store, device, folder) as met:
         if why := _first_reason(store, seat, met.why):
             raise FailedPreconditionError(
@@ -82,17 +87,17 @@ def open_handle(
         met.line.settimeout(timeout_s)
         is_source = seat.rank == 0
         lines = _accepted(met, seat.num_receivers, timeout_s) if is_source else [met.line.dup()]
-    backend = SharedRoom(lines, met.room.memory, is_source=is_source)
+    backend = SharedBufferGroup(lines, met.buffer.memory, is_source=is_source)
     if is_source:
-        weakref.finalize(backend, _FREE.setdefault(str(device), []).append, met.room)
+        weakref.finalize(backend, _FREE.setdefault(str(device), []).append, met.buffer)
     return backend
 
 
 @dataclass(frozen=True, slots=True)
-class _Met:
+class _MemberBuffer:
     """Buffer and socket of a member before the members agree to use them."""
 
-    room: SharedBuffer
+    buffer: SharedBuffer
     line: socket.socket
     """Socket connected to the source; the source's own one listens."""
     secret: bytes
@@ -102,9 +107,9 @@ class _Met:
 
 
 @contextmanager
-def _lent(store: Any, device: torch.device, folder: Path) -> Iterator[_Met]:
+def _exported(store: Any, device: torch.device, folder: Path) -> Iterator[_MemberBuffer]:
     """Exports a buffer and listens on a socket; records the reason if either fails."""
-    free, room, why = _FREE.setdefault(str(device), []), SharedBuffer(torch.empty(0), ""), ""
+    free, buffer, why = _FREE.setdefault(str(device), []), SharedBuffer(torch.empty(0), ""), ""
     secret, path = secrets.token_bytes(_SECRET_BYTES), Path()
     with ExitStack() as stack:
         line = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -118,30 +123,30 @@ def _lent(store: Any, device: torch.device, folder: Path) -> Iterator[_Met]:
                 line.bind(short)
             path.chmod(0o600)
             line.listen()
-            room = free.pop() if free else lend(_HALVES * _CHUNK_BYTES, device)
-        except (RoomError, OSError) as error:
+            buffer = free.pop() if free else export_buffer(_HALVES * _CHUNK_BYTES, device)
+        except (SharedBufferError, OSError) as error:
             why = str(error)
-        store.set(_KEY, json.dumps([room.handle, str(path), secret.hex()]))
-        yield _Met(room, line, secret, why)
+        store.set(_KEY, json.dumps([buffer.handle, str(path), secret.hex()]))
+        yield _MemberBuffer(buffer, line, secret, why)
 
 
 @contextmanager
-def _opened(store: Any, device: torch.device, folder: Path) -> Iterator[_Met]:
+def _opened(store: Any, device: torch.device, folder: Path) -> Iterator[_MemberBuffer]:
     """Opens the source's buffer and connects to its socket; records the reason if either fails."""
     handle, path, secret = json.loads(store.get(_KEY))
-    room, why = SharedBuffer(torch.empty(0), handle), ""
+    buffer, why = SharedBuffer(torch.empty(0), handle), ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         try:
-            room = SharedBuffer(open_room(handle, device), handle)
+            buffer = SharedBuffer(open_buffer(handle, device), handle)
             with short_path(Path(path)) as short:
                 line.connect(short)
             line.send(bytes.fromhex(secret))
-        except (RoomError, OSError) as error:
+        except (SharedBufferError, OSError) as error:
             why = str(error)
-        yield _Met(room, line, b"", why)
+        yield _MemberBuffer(buffer, line, b"", why)
 
 
-def _accepted(met: _Met, count: int, timeout_s: float) -> list[socket.socket]:
+def _accepted(met: _MemberBuffer, count: int, timeout_s: float) -> list[socket.socket]:
     """Returns sockets to the receivers: processes of this user that send the secret. Ignores all others.
 
     Raises:
@@ -222,21 +227,21 @@ def _first_reason(store: Any, seat: RankAssignment, why: str) -> str:
     return "" if heard == _NOTHING else heard
 
 
-class SharedRoom:
+class SharedBufferGroup:
     """Shared buffer with the process-group methods that :class:`~services.weightsync.group.Channel` uses.
 
     Started broadcasts are executed in their order, when one of them is waited for.
 
     Args:
         lines: Sockets to all receivers; for a receiver, to the source.
-        room: Memory that all members map.
+        buffer: Memory that all members map.
         is_source: True if this member sends.
     """
 
-    def __init__(self, lines: Sequence[socket.socket], room: Tensor, *, is_source: bool) -> None:
+    def __init__(self, lines: Sequence[socket.socket], buffer: Tensor, *, is_source: bool) -> None:
         self._lines = lines
         self._is_source = is_source
-        self._halves = room.chunk(_HALVES)
+        self._halves = buffer.chunk(_HALVES)
         self._pending: deque[Tensor] = deque()
         self._num_started = self._num_done = 0
         self._doing = threading.Lock()
@@ -272,49 +277,49 @@ class SharedRoom:
         chunks = flat.split(len(self._halves[0]))
         for number, chunk in enumerate(chunks):
             if number >= _HALVES:
-                self._hear(number - _HALVES, chunks[number - _HALVES])
+                self._await_notice(number - _HALVES, chunks[number - _HALVES])
             self._half(number, chunk).copy_(chunk, non_blocking=True)
             _settle(chunk)
-            self._tell(number, chunk)
+            self._notify(number, chunk)
         for number in range(max(0, len(chunks) - _HALVES), len(chunks)):
-            self._hear(number, chunks[number])
+            self._await_notice(number, chunks[number])
 
     def _receive(self, flat: Tensor) -> None:
         for number, chunk in enumerate(flat.split(len(self._halves[0]))):
-            self._hear(number, chunk)
+            self._await_notice(number, chunk)
             chunk.copy_(self._half(number, chunk), non_blocking=True)
             _settle(chunk)
-            self._tell(number, chunk)
+            self._notify(number, chunk)
 
     def _half(self, number: int, chunk: Tensor) -> Tensor:
         return self._halves[number % _HALVES][: len(chunk)]
 
-    def _tell(self, number: int, chunk: Tensor) -> None:
+    def _notify(self, number: int, chunk: Tensor) -> None:
         """Notifies the other ends: a source wrote the chunk to the buffer; a receiver has copied it."""
         for line in self._lines:
             line.sendall(_MESSAGE.pack(number, len(chunk)))
 
-    def _hear(self, number: int, chunk: Tensor) -> None:
+    def _await_notice(self, number: int, chunk: Tensor) -> None:
         """Waits until all other ends have sent the notification of a chunk."""
         for line in self._lines:
-            told = line.recv(_MESSAGE.size)
-            if told != _MESSAGE.pack(number, len(chunk)):
+            notice = line.recv(_MESSAGE.size)
+            if notice != _MESSAGE.pack(number, len(chunk)):
                 raise RuntimeError(
                     f"expected a notice of chunk {number} of {len(chunk)} bytes, "
-                    + (f"got {told.hex()}" if told else "but the connection was closed")
+                    + (f"got {notice.hex()}" if notice else "but the connection was closed")
                 )
 
 
 class _Pending:
     """A started broadcast."""
 
-    def __init__(self, room: SharedRoom, number: int) -> None:
-        self._room = room
+    def __init__(self, buffer: SharedBufferGroup, number: int) -> None:
+        self._buffer = buffer
         self._number = number
 
     def wait(self) -> bool:
         """Waits until the tensor may be used or changed."""
-        self._room.finish(self._number)
+        self._buffer.finish(self._number)
         return True
 
 

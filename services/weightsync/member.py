@@ -30,7 +30,7 @@ from services.weightsync.endpoints import OwnThread, WeightSink, WeightSource, o
 from services.weightsync.group import KeyValueStore, RankAssignment, WeightGroup
 from services.weightsync.group_epochs import Epochs
 from services.weightsync.metrics import TransferReport, explained
-from services.weightsync.modes.base import Lender, Receiver, Sender
+from services.weightsync.modes.base import PeerSender, Receiver, Sender
 from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan, version_digest
 from services.weightsync.shared_buffers import gpu_of
 from services.weightsync.transfer import TransferOrder, Transferred
@@ -77,7 +77,7 @@ class WeightMember:
         self._agreed: tuple[str, int | None, str] | None = None
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
-        self._lender: Lender | None = None
+        self._peer_sender: PeerSender | None = None
         self._stream: torch.cuda.Stream | None = None
         # A thread that an abort abandoned must end before the next one uses the buffers.
         self._buffers = threading.Lock()
@@ -104,7 +104,8 @@ class WeightMember:
         """
         if self._source is None:
             raise FailedPreconditionError(
-                "only the trainer describes weights; send the request to the trainer")
+                "only the trainer describes weights; send the request to the trainer"
+            )
         return self._source.weight_specs()
 
     def agree_plan(
@@ -141,7 +142,9 @@ class WeightMember:
             devices = (self._device, *self._peers)
             self._receiver = load_callable(kind.receiver)(plan, devices, self._sink)
         else:
-            raise ValueError("a member with a source only sends, and a member with a sink only receives")
+            raise ValueError(
+                "a member with a source only sends, and a member with a sink only receives"
+            )
         self._agreed = agreed
         return plan.plan_hash
 
@@ -174,10 +177,10 @@ class WeightMember:
         assert self._agreed is not None
         _, source, mode = self._agreed
         num_sources = len(side.plan.sources)
-        lender = self._receiver if source is None and receiver < 0 else None
-        if lender is not None and not isinstance(lender, Lender):
+        peer_sender = self._receiver if source is None and receiver < 0 else None
+        if peer_sender is not None and not isinstance(peer_sender, PeerSender):
             raise FailedPreconditionError("this rollout has no weights to send to a peer")
-        if lender is not None:
+        if peer_sender is not None:
             source = 0
         seat = RankAssignment(
             sources=range(num_sources) if source is None else (source,),
@@ -185,8 +188,8 @@ class WeightMember:
             rank=receiver + 1 if source is None else 0,
             num_receivers=num_receivers,
         )
-        await self._leave(keeps=lender is not None)
-        self._lender = lender
+        await self._leave(keeps=peer_sender is not None)
+        self._peer_sender = peer_sender
         await self._epochs.form(
             epoch,
             seat,
@@ -261,7 +264,7 @@ class WeightMember:
             "weights transferred", extra={"version": order.version, **phases.milliseconds()}
         )
         metrics.MEMBER_BYTES.inc(done.num_bytes)
-        if self._sink is not None and self._lender is None:
+        if self._sink is not None and self._peer_sender is None:
             self._staged = (order.version, version_digest(done.digests))
         return TransferReport(digests=done.digests, num_bytes=done.num_bytes, seconds=seconds)
 
@@ -300,7 +303,8 @@ class WeightMember:
         """
         if self._source is None:
             raise FailedPreconditionError(
-                "only the trainer scores the canary; send the request to the trainer")
+                "only the trainer scores the canary; send the request to the trainer"
+            )
         # A thread of its own, because a transfer of the same weights may occupy the group's.
         return await self._scorer.run(self._source.score_canary)
 
@@ -316,7 +320,9 @@ class WeightMember:
                 adoption.
         """
         if self._sink is None or self._adopted is None or self._adopted[0] != version:
-            raise FailedPreconditionError(f"version {version} is not in service here; adopt it first")
+            raise FailedPreconditionError(
+                f"version {version} is not in service here; adopt it first"
+            )
         scored = await self._sink.score(canary.token_ids)
         found = difference(canary.logprobs, scored) if scored else 0.0
         metrics.CANARY_DIFFERENCE.set(found)
@@ -348,7 +354,7 @@ class WeightMember:
         if self._stream is None and self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         with self._buffers, on_device(self._device), torch.cuda.stream(self._stream):
-            if (sender := self._sender or self._lender) is not None:
+            if (sender := self._sender or self._peer_sender) is not None:
                 done = sender.send(group, order)
             else:
                 assert self._receiver is not None

@@ -154,7 +154,7 @@ def make_plan(
     )
     return WeightPlan(
         tensors=tuple(tensors),
-        sources=tuple(_lay_out(tensors, source, step) for source in shards),
+        sources=tuple(_bucket_layout(tensors, source, step) for source in shards),
         plan_hash=hashlib.sha256(described.encode()).hexdigest(),
     )
 
@@ -164,7 +164,9 @@ def version_digest(source_digests: Sequence[str]) -> str:
     return hashlib.sha256(":".join(source_digests).encode()).hexdigest()
 
 
-def _lay_out(tensors: Sequence[TensorSpec], shards: Sequence[WeightShard], step: int) -> Source:
+def _bucket_layout(
+    tensors: Sequence[TensorSpec], shards: Sequence[WeightShard], step: int
+) -> Source:
     offsets: list[int] = []
     end = 0
     for shard in shards:

@@ -112,8 +112,8 @@ def _call(name: str, *arguments: Any) -> None:
     if code != 0:
         why = ctypes.c_char_p()
         _driver().cuGetErrorString(code, ctypes.byref(why))
-        told = (why.value or b"unknown error").decode()
-        raise CudaMemoryError(f"CUDA driver call {name} failed: {told} ({code})")
+        reason = (why.value or b"unknown error").decode()
+        raise CudaMemoryError(f"CUDA driver call {name} failed: {reason} ({code})")
 
 
 @cache
@@ -124,7 +124,7 @@ def _driver() -> ctypes.CDLL:
 _NAME = "slipstream-"
 
 
-class RoomError(RuntimeError):
+class SharedBufferError(RuntimeError):
     """A shared buffer cannot be exported or opened here; the message has the reason."""
 
 
@@ -138,7 +138,7 @@ class SharedBuffer:
     """Handle with which other processes open it."""
 
 
-def lend(num_bytes: int, device: torch.device) -> SharedBuffer:
+def export_buffer(num_bytes: int, device: torch.device) -> SharedBuffer:
     """Allocates and exports a shared buffer; it lives as long as its memory is referenced.
 
     Raises:
@@ -149,13 +149,13 @@ def lend(num_bytes: int, device: torch.device) -> SharedBuffer:
             memory, handle = allocate(num_bytes, device)
             parts: dict[str, str | int] = {"device": gpu_of(device), "handle": handle.hex()}
         else:
-            memory, parts = _lend_file(num_bytes)
+            memory, parts = _export_file(num_bytes)
     except (OSError, AttributeError, CudaMemoryError) as error:
-        raise RoomError(f"memory of {device} cannot be exported: {error}") from error
+        raise SharedBufferError(f"memory of {device} cannot be exported: {error}") from error
     return SharedBuffer(memory, json.dumps({"num_bytes": num_bytes, **parts}))
 
 
-def open_room(handle: str, device: torch.device) -> Tensor:
+def open_buffer(handle: str, device: torch.device) -> Tensor:
     """Opens a shared buffer on the same device; returns ``[num_bytes]`` uint8.
 
     Raises:
@@ -168,7 +168,7 @@ def open_room(handle: str, device: torch.device) -> Tensor:
         try:
             opened = _open(handle, device)
         except (OSError, ValueError, KeyError, TypeError, CudaMemoryError) as error:
-            raise RoomError(
+            raise SharedBufferError(
                 f"memory that another process exports cannot be mapped: {error}"
             ) from error
         _OPENED[handle] = opened
@@ -194,7 +194,7 @@ def _open(handle: str, device: torch.device) -> Tensor:
     return _open_file(str(parts["name"]), int(parts["process"]), int(parts["file"]), num_bytes)
 
 
-def _lend_file(num_bytes: int) -> tuple[Tensor, dict[str, str | int]]:
+def _export_file(num_bytes: int) -> tuple[Tensor, dict[str, str | int]]:
     name = _NAME + uuid.uuid4().hex
     file = os.memfd_create(name)
     os.ftruncate(file, num_bytes)

@@ -21,7 +21,7 @@ _TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TriedPrompt:
+class PromptHistory:
     """History of a prompt, on which the curriculum's function decides."""
 
     step: int
@@ -52,7 +52,7 @@ class GroupAssignment:
     """Sampling seed of each sample."""
     temperatures: tuple[float, ...]
     """Temperature of each sample; 0 is greedy."""
-    tried: TriedPrompt | None = None
+    tried: PromptHistory | None = None
     """History that the curriculum's function receives before sampling; None skips the function."""
     first_attempt: int = 1
     """First attempt whose cached tokens may be resumed; tokens of earlier attempts are discarded."""
@@ -78,7 +78,7 @@ class RolloutClient:
                     to_message(
                         each,
                         pb.GroupAssignment,
-                        tried=each.tried and to_message(each.tried, pb.TriedPrompt),
+                        tried=each.tried and to_message(each.tried, pb.PromptHistory),
                     )
                     for each in groups
                 ]

@@ -22,7 +22,7 @@ pytestmark = [
 
 def test_a_room_on_a_gpu_is_the_same_memory_in_another_process() -> None:
     device = torch.device("cuda", 0)
-    room = shared_buffers.lend(1 << 24, device)
+    room = shared_buffers.export_buffer(1 << 24, device)
     room.memory.fill_(7)
     torch.cuda.synchronize()
     process = PROCESSES.Process(target=_write, args=(room.handle,))
@@ -33,7 +33,7 @@ def test_a_room_on_a_gpu_is_the_same_memory_in_another_process() -> None:
 
 
 def _write(handle: str) -> None:
-    memory = shared_buffers.open_room(handle, torch.device("cuda", 0))
+    memory = shared_buffers.open_buffer(handle, torch.device("cuda", 0))
     assert memory.eq(7).all()
     memory.fill_(8)
     torch.cuda.synchronize()

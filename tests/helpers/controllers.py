@@ -40,7 +40,7 @@ def running_queue(folder: Path) -> Iterator[str]:
     given = {
         "ready_file": ready,
         "snapshot_folder": folder / "snapshots",
-        "kept_folder": folder / "kept",
+        "sample_folder": folder / "kept",
         "capacity_bytes": 1 << 24,
     }
     with _service("transferqueue", given, ready, log) as (_, addresses):

@@ -44,13 +44,13 @@ class EmptyQueue:
     async def stats(self):
         return Stats(partitions=(), shards=())
 
-    async def keep_samples(self, run_id, *, max_bytes, max_steps):
+    async def record_samples(self, run_id, *, max_bytes, max_steps):
         """Does nothing."""
 
-    async def forget_samples(self, run_id):
+    async def delete_sample_records(self, run_id):
         """Does nothing."""
 
-    async def read_samples(self, run_id, query):
+    async def read_sample_records(self, run_id, query):
         for stretch in ():
             yield stretch
 

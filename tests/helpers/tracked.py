@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.trackers.tracker import COLUMNS, Moment
+from services.cli.trackers.tracker import COLUMNS, EventPosition
 from services.common.callables import load_callable
 from services.common.runspec.trackers import TRACKERS, TrackerSpec
 from services.controller.models import RunView
@@ -150,9 +150,9 @@ def write(kind: str, folder: Path, steps: Sequence[int], *, is_killed: bool = Fa
 def _write(kind: str, folder: str, steps: list[int], is_killed: bool) -> None:
     tracker = load_callable(TRACKERS[kind].opens)(RUN, TrackerSpec(kind=kind), Path(folder))
     for step in steps:
-        moment = Moment(seq=10 * step, step=step, time=1e9 + step)
+        moment = EventPosition(seq=10 * step, step=step, time=1e9 + step)
         tracker.numbers(moment, {"reward_mean": step / 8, "reward/a b": -1.0})
-    later = Moment(seq=10 * steps[-1] + 1, step=steps[-1] - 1, time=1e9)
+    later = EventPosition(seq=10 * steps[-1] + 1, step=steps[-1] - 1, time=1e9)
     tracker.numbers(later, {"heldout/greedy": 0.5})
     tracker.samples(later, "heldout", [ROW])
     if is_killed:

@@ -30,7 +30,7 @@ from services.transferqueue.settings import TransferQueueSettings
 from services.wire.data.client import DataClient
 from services.wire.rollout import GroupAssignment
 from services.wire.transferqueue.client import TransferQueueClient
-from services.wire.transferqueue.types import KeptSampleQuery
+from services.wire.transferqueue.types import SampleRecordQuery
 from tests.helpers.controllers import SPEC
 
 TRAIN, PARTIAL = "run/train", "run/partial"
@@ -60,7 +60,7 @@ def assignment(group_id: str, attempt: int = 1) -> GroupAssignment:
 
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
-    settings = TransferQueueSettings(capacity_bytes=16 << 20, kept_folder=tmp_path)
+    settings = TransferQueueSettings(capacity_bytes=16 << 20, sample_folder=tmp_path)
     async with transferqueue(settings) as bound:
         yield bound
 
@@ -133,8 +133,8 @@ async def test_a_group_for_which_there_is_never_room_is_held_against_its_prompt(
 
 
 async def read(metadata: TransferQueueClient, **query: Any) -> list[dict[str, Any]]:
-    asked = KeptSampleQuery(with_turns=True, with_tokens=True, **query)
-    found = b"".join([lines async for lines in metadata.read_samples("run", asked)])
+    asked = SampleRecordQuery(with_turns=True, with_tokens=True, **query)
+    found = b"".join([lines async for lines in metadata.read_sample_records("run", asked)])
     return [json.loads(line) for line in found.splitlines()]
 
 
@@ -143,8 +143,10 @@ async def test_a_kept_group_can_be_read_when_training_has_released_it(
 ) -> None:
     spec = parse_spec(SPEC | {"samples": {"groups_per_step": 4}})
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789"))
-    publisher = GroupPublisher(data, teller=SampleRecorder(data, spec, tokenizer, lambda split: 10))
-    await metadata.keep_samples("run", max_bytes=1 << 20, max_steps=0)
+    publisher = GroupPublisher(
+        data, sample_recorder=SampleRecorder(data, spec, tokenizer, lambda split: 10)
+    )
+    await metadata.record_samples("run", max_bytes=1 << 20, max_steps=0)
     samples = [
         Sample(
             member=member,
@@ -169,14 +171,14 @@ async def test_a_kept_group_can_be_read_when_training_has_released_it(
     for key in ("g.0/trained", "g.1/trained"):
         columns = {name: [torch.ones(5)] for name in ("advantages", "trained_logprobs")}
         record = torch.frombuffer(bytearray(b'{"step": 3, "staleness": 1}'), dtype=torch.uint8)
-        columns |= {"loss_mask": [torch.ones(5) > 0], "trained_record": [record]}
-        await data.put("run/kept", [key], columns)
+        columns |= {"loss_mask": [torch.ones(5) > 0], "training_record": [record]}
+        await data.put("run/records", [key], columns)
     assert {each["id"] for each in await read(metadata, step=3)} == {"g.0", "g.1"}
     # What is put last is kept when the run ends, and nothing stays in the queue.
-    await metadata.drop_partition("run/kept")
-    assert "run/kept" not in {part.partition_id for part in (await metadata.stats()).partitions}
+    await metadata.drop_partition("run/records")
+    assert "run/records" not in {part.partition_id for part in (await metadata.stats()).partitions}
     assert len(await read(metadata)) == 2
-    await metadata.forget_samples("run")
+    await metadata.delete_sample_records("run")
     assert await read(metadata) == []
 
 
@@ -184,7 +186,7 @@ async def test_a_group_that_cannot_be_kept_is_trained_all_the_same(
     data: DataClient, metadata: TransferQueueClient
 ) -> None:
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789"))
-    teller = SampleRecorder(data, parse_spec(SPEC), tokenizer, lambda split: 10)
+    sample_recorder = SampleRecorder(data, parse_spec(SPEC), tokenizer, lambda split: 10)
     sample = Sample(
         member=0,
         prompt_ids=PROMPT.token_ids,
@@ -194,7 +196,9 @@ async def test_a_group_that_cannot_be_kept_is_trained_all_the_same(
         is_greedy=False,
     )
     # Nobody keeps samples of this run.
-    await GroupPublisher(data, teller=teller).publish(assignment("g"), PROMPT, [sample])
+    await GroupPublisher(data, sample_recorder=sample_recorder).publish(
+        assignment("g"), PROMPT, [sample]
+    )
     assert (await metadata.get_batch(TRAIN)).keys == ("g.0",)
 
 

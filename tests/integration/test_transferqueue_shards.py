@@ -114,7 +114,7 @@ async def test_a_dead_shard_is_noticed_and_its_unacknowledged_keys_are_reported(
                 for key, index in zip(keys, column.blob_indexes, strict=True)
                 if meta.blobs[index].shard_id == "shard-1"
             }
-        loss = await anext(metadata.watch_losses(TRAIN))
+        loss = await anext(metadata.watch_lost_samples(TRAIN))
         assert set(loss.keys) == lost
         assert loss.shard_id == "shard-1"
         await until_shards(data, 1)

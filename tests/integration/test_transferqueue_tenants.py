@@ -116,10 +116,10 @@ async def test_another_run_cannot_write(tmp_path: Path) -> None:
             await theirs.data.put("run_a/train", ["x.0"], {"tokens": [torch.zeros(2)]})
         blob = meta.blobs[0]
         link = await theirs.data._links.to(blob.shard_id)
-        link.connection.tell(codec.Write(blob.blob_id, 0), [b"\0" * blob.size_bytes])
+        link.connection.send_request(codec.Write(blob.blob_id, 0), [b"\0" * blob.size_bytes])
         forged = replace(meta, partition_id="run_b/train")
         with pytest.raises(ServiceError):
-            link.connection.tell(codec.Describe("put_x", forged.to_bytes()))
+            link.connection.send_request(codec.Describe("put_x", forged.to_bytes()))
             await link.connection.ask(codec.Commit("put_x", (blob.checksum,)), timeout_s=5)
         fetched = await ours.data.get(meta, ["tokens"])
         assert fetched["tokens"].values[:8].tolist() == [1] * 8
@@ -185,5 +185,5 @@ async def test_a_run_cannot_end_the_holds_of_another(tmp_path: Path) -> None:
         assert isinstance(answer, codec.Data)
         other = await theirs.data._links.to(blob.shard_id)
         for pin_id in range(1, 100):
-            other.connection.tell(codec.Unpin(pin_id))
+            other.connection.send_request(codec.Unpin(pin_id))
         assert (await ours.data.get(meta, ["tokens"]))["tokens"].values[:8].tolist() == [1] * 8

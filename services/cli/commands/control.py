@@ -57,8 +57,8 @@ def cancel(
     ] = False,
     url: Url = None,
 ) -> None:
-    """End a run."""
-    _say(
+    """Cancel a run."""
+    _print_state(
         ask(
             url,
             CancelRun,
@@ -78,12 +78,12 @@ def pause(
     url: Url = None,
 ) -> None:
     """Finish the current step, save a checkpoint and stop the run's workers."""
-    _say(ask(url, PauseRun, run_id=run_id, checkpoint=checkpoint))
+    _print_state(ask(url, PauseRun, run_id=run_id, checkpoint=checkpoint))
 
 
 def resume(run_id: RunId, url: Url = None) -> None:
-    """Let a paused run go on from its checkpoint."""
-    _say(ask(url, ResumeRun, run_id=run_id))
+    """Resume a paused run from its checkpoint."""
+    _print_state(ask(url, ResumeRun, run_id=run_id))
 
 
 def checkpoint(run_id: RunId, url: Url = None) -> None:
@@ -97,7 +97,7 @@ def evaluate(
     wait: Annotated[bool, typer.Option(help="Wait for the result.")] = True,
     url: Url = None,
 ) -> None:
-    """Evaluate the weights that are served now, and show the result."""
+    """Evaluate the current weights, and show the result."""
 
     async def work(api: Api, found: str) -> str:
         run = await api.get(found)
@@ -127,7 +127,7 @@ def fork(
     ] = "",
     url: Url = None,
 ) -> None:
-    """Start a new run that goes on from a checkpoint, and print its id."""
+    """Start a new run from a checkpoint of another one, and print its id."""
     changes = _nested(overrides or [])
     created = ask(
         url, ForkRun, run_id=run_id, checkpoint_id=checkpoint_id, name=name, overrides=changes
@@ -140,7 +140,7 @@ def delete(
     checkpoints: Annotated[bool, typer.Option(help="Also delete the run's checkpoints.")] = False,
     url: Url = None,
 ) -> None:
-    """Forget a run that has ended."""
+    """Delete a run that has ended."""
 
     async def work(api: Api, found: str) -> None:
         etag = f'"{(await api.get(found)).revision}"'
@@ -157,12 +157,12 @@ def delete_checkpoint(
     ],
     url: Url = None,
 ) -> None:
-    """Delete a checkpoint that no run needs."""
+    """Delete a checkpoint that no run uses."""
     ask(url, DeleteCheckpoint, run_id=run_id, checkpoint_id=checkpoint_id)
     console.print(f"deleted {checkpoint_id}", highlight=False)
 
 
-def _say(run: RunView) -> None:
+def _print_state(run: RunView) -> None:
     console.print(f"{run.id} is {run.state}", highlight=False)
 
 

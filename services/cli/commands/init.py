@@ -79,7 +79,9 @@ def init(
     data: Annotated[
         str, typer.Argument(help="JSONL or Parquet file, file.py:function or Hugging Face id.")
     ] = "",
-    file: Annotated[Path, typer.Option(help="File to write the specification to.")] = Path("run.yaml"),
+    file: Annotated[Path, typer.Option(help="File to write the specification to.")] = Path(
+        "run.yaml"
+    ),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     example: Annotated[
         bool, typer.Option("--example", help="Write the example sort4 and its code instead.")
@@ -166,7 +168,9 @@ def _write_example(folder: Path, *, force: bool) -> None:
     for name in _EXAMPLE:
         shutil.copyfile(source / name, folder / name)
     spec = folder / _EXAMPLE[0]
-    console.print(f"wrote {spec}; 'slipstream run {spec}' trains it on this machine", highlight=False)
+    console.print(
+        f"wrote {spec}; 'slipstream run {spec}' trains it on this machine", highlight=False
+    )
 
 
 def _refuse_if_there(file: Path, *, force: bool) -> None:

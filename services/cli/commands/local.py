@@ -152,9 +152,7 @@ class SignalHandler:
             async with asyncio.timeout(_PAUSE_TIMEOUT_S):
                 await asyncio.wait((paused, again), return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
-            print_line(
-                console, f"not paused within {_PAUSE_TIMEOUT_S:.0f} s: stopping it now"
-            )
+            print_line(console, f"not paused within {_PAUSE_TIMEOUT_S:.0f} s: stopping it now")
         finally:
             again.cancel()
             paused.cancel()
@@ -215,7 +213,7 @@ def run(
         ),
     ] = False,
 ) -> None:
-    """Start all services on this machine, train, show progress, and end everything.
+    """Start all services on this machine, train, show progress, and stop the services.
 
     Ctrl-C, a closed terminal, kill, and the end of a command that reads the output, such as
     ``tee``, pause the run after its current step, with a checkpoint; a second Ctrl-C cancels it.
@@ -235,7 +233,7 @@ def run(
 
 
 def up(state_directory: StateDirectory = DEFAULT_STATE, port: Port = 8700) -> None:
-    """Start controller and transferqueue, and keep them running for submitted runs.
+    """Start the controller and the transferqueue, and keep them running for submitted runs.
 
     Ctrl-C, a closed terminal and kill pause the runs, with checkpoints; a second Ctrl-C cancels
     them.

@@ -15,7 +15,7 @@ from services.cli.commands.spec import Overrides, SpecPath, load_checked
 from services.cli.output import console, errors, fail, print_line, write
 from services.cli.planned_memory import Memory, gpu_bytes
 from services.common.runspec.engines import engine_kind
-from services.common.runspec.run import RunSpec, default_places
+from services.common.runspec.run import RunSpec, default_slots
 from services.controller.api.operations import GetRun, ListMetrics
 from services.controller.models import MetricPage
 from services.controller.planning.gpu_splits import (
@@ -44,7 +44,7 @@ _NEWEST = 40
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Rates:
     """Rates and their sources."""
 
     rates: Rates
@@ -99,7 +99,7 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
 
 def _known(
     spec: RunSpec, memory: Memory, run: str, path: Path | None, *, url: str | None
-) -> _Known:
+) -> _Rates:
     """Returns measured rates if a run is named, else assumed ones; values from a file override both."""
     if run:
         rates, sources = _measured(run, url=url)
@@ -115,7 +115,7 @@ def _known(
     if path is not None:
         rates = with_overrides(rates, yaml.safe_load(path.read_text(encoding="utf-8")))
         sources = [f"{path}: overrides the assumptions below", *sources]
-    return _Known(rates, sources, is_measured=bool(run))
+    return _Rates(rates, sources, is_measured=bool(run))
 
 
 def _measured(run: str, *, url: str | None) -> tuple[Rates, list[str]]:
@@ -156,7 +156,7 @@ def _planned(
     most = memory.max_slots(kind.most_running, mean_tokens=rates.lengths.mean())
 
     def follows(max_staleness: int, rollouts: int) -> int:
-        return default_places(spec, max_staleness=max_staleness, replicas=rollouts)
+        return default_slots(spec, max_staleness=max_staleness, replicas=rollouts)
 
     has_own = base.slots != follows(base.max_staleness, base.rollouts)
 
@@ -188,7 +188,7 @@ def _planned(
     )
 
 
-def _show(spec: RunSpec, found: SplitPlan, known: _Known, *, memory: Memory) -> None:
+def _show(spec: RunSpec, found: SplitPlan, known: _Rates, *, memory: Memory) -> None:
     columns = (
         "",
         "trainer",
@@ -262,7 +262,7 @@ def _keys(split: Split) -> dict[str, int | str]:
     }
 
 
-def _document(found: SplitPlan, known: _Known, memory: Memory) -> dict[str, Any]:
+def _document(found: SplitPlan, known: _Rates, memory: Memory) -> dict[str, Any]:
     def of(split: Split | None) -> dict[str, Any] | None:
         if split is None:
             return None

@@ -22,10 +22,10 @@ def backup(
     ],
     state_directory: StateDirectory = DEFAULT_STATE,
 ) -> None:
-    """Copy the database, also while a controller works; checkpoints are files and not part of it."""
+    """Copy the database, also while a controller runs; checkpoints are separate files."""
     with _explained():
         num_runs = copies.backup(state_directory / DATABASE_FILE, file)
-    _tell(file, num_runs)
+    _print_copy(file, num_runs)
 
 
 def restore(
@@ -33,14 +33,14 @@ def restore(
     state_directory: StateDirectory = DEFAULT_STATE,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing database.")] = False,
 ) -> None:
-    """Put a copy in the place of the database, while no controller uses it."""
+    """Restore the database from a copy, while no controller uses it."""
     database = state_directory / DATABASE_FILE
     with _explained():
         num_runs = copies.restore(file, database, overwrite=force)
-    _tell(database, num_runs)
+    _print_copy(database, num_runs)
 
 
-def _tell(file: Path, num_runs: int) -> None:
+def _print_copy(file: Path, num_runs: int) -> None:
     noun = "run" if num_runs == 1 else "runs"
     console.print(f"{file}: {num_runs} {noun}", highlight=False, soft_wrap=True)
 
@@ -65,7 +65,7 @@ _QUOTAS = (
 
 
 def quota(url: Url = None) -> None:
-    """Show what the project uses, and what it may use."""
+    """Show the project's usage and limits."""
     found = ask(url, GetQuota)
     table = Table(f"project {found.project}", "uses", "of", box=None, pad_edge=False)
     for name, used, limit in _QUOTAS:
@@ -80,7 +80,7 @@ def version(url: Url = None) -> None:
 
 
 def page(url: Url = None) -> None:
-    """Print a link to the run page that signs one browser in, once."""
+    """Print a link to the run page that signs in one browser, once."""
     write(call_api(url, lambda api: api.page_link()))
 
 

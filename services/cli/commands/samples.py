@@ -12,12 +12,12 @@ from rich.text import Text
 
 from services.cli.api import Api
 from services.cli.api_calls import DEFAULT_STATE, StateDirectory, Url, of_run
-from services.cli.local import KEPT_SAMPLES
+from services.cli.local import SAMPLE_FOLDER
 from services.cli.output import console, errors, printable, write
 from services.cli.settings import CliSettings
 from services.controller.api.operations import ExportSamples
 from services.transferqueue.samples.store import SampleStore, store_path
-from services.wire.transferqueue.types import KeptSampleQuery
+from services.wire.transferqueue.types import SampleRecordQuery
 
 Show = Callable[[Mapping[str, Any]], None]
 
@@ -68,7 +68,7 @@ def samples(
     state_directory: StateDirectory = DEFAULT_STATE,
     url: Url = None,
 ) -> None:
-    """Show what a run's model wrote: prompts, responses, rewards and what came of them."""
+    """Show samples of a run: prompts, responses, rewards and their use in training."""
     if best and worst:
         raise typer.BadParameter("--best and --worst exclude each other; use one of them")
     only = {
@@ -84,7 +84,7 @@ def samples(
     }
     limit = limit if limit is not None else 0 if export else _ON_SCREEN
     with_tokens = tokens or export is not None
-    here = "" if url or CliSettings().url else _kept_here(state_directory, run)
+    here = "" if url or CliSettings().url else _local_run(state_directory, run)
     with _written(export, as_json=as_json or tokens) as show:
         if here:
             number = _read(state_directory, here, only, limit, with_tokens, show)
@@ -100,10 +100,10 @@ def samples(
         errors.print("no stored sample matches")
 
 
-def _kept_here(state_directory: Path, run: str) -> str:
+def _local_run(state_directory: Path, run: str) -> str:
     """Returns the id of the run whose samples are in this folder; empty if there is none."""
     # Ids begin with the time of submission, so the last one is the newest.
-    ids = sorted(path.stem for path in (state_directory / KEPT_SAMPLES).glob("run_*.db"))
+    ids = sorted(path.stem for path in (state_directory / SAMPLE_FOLDER).glob("run_*.db"))
     found = [id_ for id_ in ids if id_.removeprefix("run_").startswith(run.removeprefix("run_"))]
     if run and len(found) > 1:
         raise typer.BadParameter(
@@ -145,13 +145,13 @@ def _read(
     show: Show,
 ) -> int:
     """Shows samples from the store on disk, which needs no controller; otherwise like :func:`_ask`."""
-    query = KeptSampleQuery(
+    query = SampleRecordQuery(
         **{name: value for name, value in only.items() if value is not None},
         limit=limit,
         with_turns=True,
         with_tokens=tokens,
     )
-    store = SampleStore(store_path(state_directory / KEPT_SAMPLES, run_id))
+    store = SampleStore(store_path(state_directory / SAMPLE_FOLDER, run_id))
     number = 0
     for lines in store.lines(query):
         for line in lines:
@@ -186,7 +186,7 @@ def _show(sample: Mapping[str, Any]) -> None:
     _block("prompt", sample["prompt"], "blue")
     for turn in sample.get("turns") or ():
         _block(
-            "policy" if turn["is_sampled"] else "told",
+            "policy" if turn["is_sampled"] else "observed",
             turn["text"],
             "" if turn["is_sampled"] else "dim",
         )

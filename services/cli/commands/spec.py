@@ -93,7 +93,7 @@ def validate(
         ),
     ] = None,
 ) -> None:
-    """Check a specification and everything it names, without starting anything."""
+    """Check a specification and everything that it refers to, without starting anything."""
     loaded = load_checked(
         spec, overrides, gpu_gb=gpu_gb, gpus=gpus, is_here=not elsewhere, checks_memory=True
     )

@@ -41,7 +41,7 @@ def track(
     ] = DEADLINE_S,
     url: Url = None,
 ) -> None:
-    """Write runs to wandb, tensorboard, mlflow or trackio while they go on, or later."""
+    """Send runs to wandb, tensorboard, mlflow or trackio, during or after the run."""
     kinds = _known(to or [])
     if kinds and not run:
         raise typer.BadParameter("--to needs a run: slipstream track RUN --to tensorboard")

@@ -19,7 +19,7 @@ from typing import Any
 from services.cli.api import Api, ApiError
 from services.cli.settings import CliSettings
 from services.cli.trackers.cursor import GONE, Cursor, TrackerJob, cursor_path
-from services.cli.trackers.tracker import Moment, OpenTracker, Split, Tracker, row_of
+from services.cli.trackers.tracker import EventPosition, OpenTracker, Split, Tracker, row_of
 from services.common.callables import load_callable
 from services.common.lifetime import wait_for_shutdown
 from services.common.runspec.trackers import TRACKERS, TrackerSpec
@@ -51,7 +51,7 @@ class Writer:
         self._is_failing = order.is_failing
         # The trainer reports the results of samples after its step, so they are read with the next
         # one.
-        self._due: tuple[Moment, Split] | None = None
+        self._due: tuple[EventPosition, Split] | None = None
 
     async def write(self) -> None:
         """Writes past and future events until the run ends or pauses."""
@@ -102,7 +102,7 @@ class Writer:
     def _take(self, tracker: Tracker, kind: str, event: Mapping[str, Any]) -> None:
         data, seconds = event["data"], datetime.fromisoformat(event["time"]).timestamp()
         if kind == "StepCommitted":
-            moment = Moment(seq=event["seq"], step=data["step"], time=seconds)
+            moment = EventPosition(seq=event["seq"], step=data["step"], time=seconds)
             numbers = {
                 name: float(value)
                 for name, value in data.items()
@@ -112,7 +112,7 @@ class Writer:
             if every and moment.step % every == 0:
                 self._due = moment, "train"
         elif kind == "Validated" and data["num_samples"]:
-            moment = Moment(seq=event["seq"], step=data["version"], time=seconds)
+            moment = EventPosition(seq=event["seq"], step=data["version"], time=seconds)
             numbers = dict(_scores(data))
             if self._spec.samples_every:
                 self._due = moment, "heldout"

@@ -7,7 +7,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 
-from services.cli.trackers.tracker import COLUMNS, Moment, Newest, Split
+from services.cli.trackers.tracker import COLUMNS, EventPosition, NewestSteps, Split
 from services.common.runspec.keys import flat
 from services.common.runspec.trackers import TrackerSpec
 from services.controller.models import RunView
@@ -33,12 +33,12 @@ class MlflowRun:
     def __init__(self, client: MlflowClient, run_id: str, names: Sequence[str]) -> None:
         self._client = client
         self._run_id = run_id
-        self._newest = Newest()
+        self._newest = NewestSteps()
         for name in names:
             for metric in client.get_metric_history(run_id, name):
-                self._newest.saw(name, metric.step)
+                self._newest.record_step(name, metric.step)
 
-    def numbers(self, moment: Moment, numbers: Mapping[str, float]) -> None:
+    def numbers(self, moment: EventPosition, numbers: Mapping[str, float]) -> None:
         """Logs metrics."""
         named = {_allowed(name): number for name, number in numbers.items()}
         new = self._newest.take(moment.step, named)
@@ -47,7 +47,7 @@ class MlflowRun:
         if metrics:
             self._client.log_batch(self._run_id, metrics=metrics)
 
-    def samples(self, moment: Moment, split: Split, rows: Sequence[Sequence[Any]]) -> None:
+    def samples(self, moment: EventPosition, split: Split, rows: Sequence[Sequence[Any]]) -> None:
         """Logs a table as an artifact."""
         table = {"columns": list(COLUMNS), "data": [list(row) for row in rows]}
         self._client.log_dict(self._run_id, table, f"samples/{split}/{moment.step:06}.json")

@@ -24,7 +24,7 @@ FOLDER = "trackers"
 """Name of the trackers' folder in the state directory."""
 DEADLINE_S = 120.0
 _FIRST_PAUSE_S = 2.0
-_LONGEST_PAUSE_S = 300.0
+_MAX_PAUSE_S = 300.0
 # Running time after which a process counts as recovered and the restart delay is reset.
 _STEADY_S = 120.0
 _STOP_GRACE_S = 10.0
@@ -155,7 +155,7 @@ class TrackerProcesses:
     async def _keep(self, run_id: str, kind: str) -> None:
         """Keeps a process that writes a run to a tracker, until the run ends or pauses."""
         clock = asyncio.get_running_loop().time
-        pause_s, is_told = _FIRST_PAUSE_S, False
+        pause_s, is_reported = _FIRST_PAUSE_S, False
         while True:
             order = TrackerJob(
                 url=self._url,
@@ -163,20 +163,20 @@ class TrackerProcesses:
                 kind=kind,
                 folder=self._folder,
                 deadline_s=self._deadline_s,
-                is_failing=is_told,
+                is_failing=is_reported,
             )
             begin = clock()
             code = await self._run(order)
             if code == 0:
                 return
             if clock() - begin > _STEADY_S:
-                pause_s, is_told = _FIRST_PAUSE_S, False
+                pause_s, is_reported = _FIRST_PAUSE_S, False
             if code == GONE and await self._is_gone(run_id):
                 return
-            if code != GONE and not is_told:
-                is_told = await self._tell(order, self._why(order, code))
+            if code != GONE and not is_reported:
+                is_reported = await self._report(order, self._why(order, code))
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     async def _run(self, order: TrackerJob) -> int:
         return await run_to_end(
@@ -187,7 +187,7 @@ class TrackerProcesses:
             environment=self._environment,
         )
 
-    async def _tell(self, order: TrackerJob, why: str) -> bool:
+    async def _report(self, order: TrackerJob, why: str) -> bool:
         report = ReportTracker(
             run_id=order.run_id, tracker=order.kind, is_writing=False, message=why
         )

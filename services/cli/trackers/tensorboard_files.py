@@ -12,7 +12,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from services.cli.trackers.tracker import Moment, Newest, Split, as_markdown
+from services.cli.trackers.tracker import EventPosition, NewestSteps, Split, as_markdown
 from services.common.runspec.trackers import TrackerSpec
 from services.controller.models import RunView
 
@@ -27,23 +27,23 @@ class EventFiles:
     rereads = 0
 
     def __init__(self, folder: Path) -> None:
-        self._newest = Newest()
+        self._newest = NewestSteps()
         for path in sorted(folder.glob("events.out.tfevents.*")):
             for event in LegacyEventFileLoader(str(path)).Load():
                 for value in event.summary.value:
-                    self._newest.saw(value.tag, event.step)
+                    self._newest.record_step(value.tag, event.step)
         self._writer = EventFileWriter(str(folder))
 
-    def numbers(self, moment: Moment, numbers: Mapping[str, float]) -> None:
+    def numbers(self, moment: EventPosition, numbers: Mapping[str, float]) -> None:
         """Writes scalars."""
         new = self._newest.take(moment.step, numbers)
         self._write(moment, [Summary.Value(tag=name, simple_value=n) for name, n in new.items()])
 
-    def samples(self, moment: Moment, split: Split, rows: Sequence[Sequence[Any]]) -> None:
+    def samples(self, moment: EventPosition, split: Split, rows: Sequence[Sequence[Any]]) -> None:
         """Writes a table as text."""
         self.text(moment, f"samples/{split}", as_markdown(rows))
 
-    def text(self, moment: Moment, tag: str, text: str) -> None:
+    def text(self, moment: EventPosition, tag: str, text: str) -> None:
         """Writes Markdown."""
         if not self._newest.take(moment.step, {tag: 0.0}):
             return
@@ -57,7 +57,7 @@ class EventFiles:
         """Closes the file."""
         self._writer.close()
 
-    def _write(self, moment: Moment, values: Sequence[Any]) -> None:
+    def _write(self, moment: EventPosition, values: Sequence[Any]) -> None:
         if values:
             summary = Summary(value=values)
             self._writer.add_event(Event(wall_time=moment.time, step=moment.step, summary=summary))
@@ -68,7 +68,7 @@ def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> EventFiles:
     """Opens a run's files and writes its specification as text."""
     short = run.id.removeprefix("run_")[-8:]
     files = EventFiles(folder / "tensorboard" / spec.project / f"{run.name}-{short}")
-    moment = Moment(seq=0, step=0, time=run.create_time.timestamp())
+    moment = EventPosition(seq=0, step=0, time=run.create_time.timestamp())
     text = json.dumps(run.spec, indent=2).replace("\n", "\n    ")
     files.text(moment, "specification", f"{run.id} {' '.join(spec.tags)}\n\n    {text}")
     return files

@@ -19,7 +19,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class EventPosition:
     """Position of an event in a run."""
 
     seq: int
@@ -40,10 +40,10 @@ class Tracker(Protocol):
     """Number of past events to write again after opening, because the tracker stores them with a
     delay."""
 
-    def numbers(self, moment: Moment, numbers: Mapping[str, float]) -> None:
+    def numbers(self, moment: EventPosition, numbers: Mapping[str, float]) -> None:
         """Writes metrics of a step or of an evaluation."""
 
-    def samples(self, moment: Moment, split: Split, rows: Sequence[Sequence[Any]]) -> None:
+    def samples(self, moment: EventPosition, split: Split, rows: Sequence[Sequence[Any]]) -> None:
         """Writes a table of samples, each with one value per column of ``COLUMNS``."""
 
     def close(self, state: str) -> None:
@@ -58,7 +58,7 @@ OpenTracker = Callable[[RunView, TrackerSpec, Path], Tracker]
 """Function that opens a run in a tracker, always the same one, with a folder for local files."""
 
 
-class Newest:
+class NewestSteps:
     """Newest step of each metric in a tracker, so that no value is written twice.
 
     A step that is trained again after the loss of a trainer keeps its first values.
@@ -67,7 +67,7 @@ class Newest:
     def __init__(self) -> None:
         self._steps: dict[str, int] = {}
 
-    def saw(self, name: str, step: int) -> None:
+    def record_step(self, name: str, step: int) -> None:
         """Records that the tracker has a metric at a step."""
         self._steps[name] = max(step, self._steps.get(name, step))
 

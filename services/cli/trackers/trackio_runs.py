@@ -8,7 +8,7 @@ import trackio
 from trackio.sqlite_storage import SQLiteStorage
 from trackio.utils import resolve_space_id_and_server_url
 
-from services.cli.trackers.tracker import Moment, Newest, Split, as_markdown
+from services.cli.trackers.tracker import EventPosition, NewestSteps, Split, as_markdown
 from services.common.runspec.trackers import TrackerSpec
 from services.controller.models import RunView
 
@@ -27,17 +27,17 @@ class TrackioRun:
         self._run = run
         # A thread of trackio writes rows with a delay of half a second.
         self.rereads = 0 if known is None else _REREADS
-        self._newest = Newest()
+        self._newest = NewestSteps()
         for row in known or ():
             for name in row:
-                self._newest.saw(name, int(row["step"]))
+                self._newest.record_step(name, int(row["step"]))
 
-    def numbers(self, moment: Moment, numbers: Mapping[str, float]) -> None:
+    def numbers(self, moment: EventPosition, numbers: Mapping[str, float]) -> None:
         """Logs a row."""
         if new := self._newest.take(moment.step, numbers):
             self._run.log(new, step=moment.step)
 
-    def samples(self, moment: Moment, split: Split, rows: Sequence[Sequence[Any]]) -> None:
+    def samples(self, moment: EventPosition, split: Split, rows: Sequence[Sequence[Any]]) -> None:
         """Logs a table as text."""
         name = f"samples/{split}"
         if self._newest.take(moment.step, {name: 0.0}):

@@ -9,7 +9,7 @@ from typing import Any
 
 import wandb
 
-from services.cli.trackers.tracker import COLUMNS, Moment, Split
+from services.cli.trackers.tracker import COLUMNS, EventPosition, Split
 from services.cli.trackers.wandb_files import rows_of
 from services.common.runspec.trackers import TrackerSpec
 from services.controller.models import RunView
@@ -31,11 +31,11 @@ class WandbRun:
         self._run = run
         self._newest = newest
 
-    def numbers(self, moment: Moment, numbers: Mapping[str, float]) -> None:
+    def numbers(self, moment: EventPosition, numbers: Mapping[str, float]) -> None:
         """Logs a row."""
         self._log(moment, numbers)
 
-    def samples(self, moment: Moment, split: Split, rows: Sequence[Sequence[Any]]) -> None:
+    def samples(self, moment: EventPosition, split: Split, rows: Sequence[Sequence[Any]]) -> None:
         """Logs a table."""
         table = wandb.Table(columns=list(COLUMNS), data=[list(map(_plain, row)) for row in rows])
         self._log(moment, {f"samples/{split}": table})
@@ -46,7 +46,7 @@ class WandbRun:
             self._run.summary["state"] = state
         self._run.finish(exit_code=int(state in ("FAILED", "CANCELLED")))
 
-    def _log(self, moment: Moment, row: Mapping[str, Any]) -> None:
+    def _log(self, moment: EventPosition, row: Mapping[str, Any]) -> None:
         if moment.seq > self._newest:
             self._run.log({**row, "step": moment.step}, step=moment.seq)
 

@@ -54,7 +54,7 @@ class Connections:
     """
 
     def __init__(self, max_per_peer: int, max_request_bytes: int = MAX_REQUEST_BYTES) -> None:
-        self._most = max_per_peer
+        self._max_per_peer = max_per_peer
         self._max_request_bytes = max_request_bytes
         self._open: Counter[str] = Counter()
         self._held: dict[Holder, int] = {}
@@ -78,7 +78,7 @@ class Connections:
 
     def open(self, peer: str) -> bool:
         """Counts a connection; returns False if its peer has reached the limit."""
-        if 0 < self._most <= self._open[peer]:
+        if 0 < self._max_per_peer <= self._open[peer]:
             self.refuse(peer, "too many connections")
             return False
         self._open[peer] += 1
@@ -159,14 +159,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._peer = str((transport.get_extra_info("peername") or ("",))[0])
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
-        self._wait_for_headers()
+        self._start_header_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancels deadlines and releases the request's memory."""
-        self._headers_are_here()
+        self._stop_header_deadline()
         self.resume_writing()
         self.connections_by_peer.release(self)
-        self._forget_body()
+        self._drop_body()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -192,7 +192,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._hold()
         if self._is_before_body and self._is_idle():
-            self._wait_for_headers()
+            self._start_header_deadline()
 
     def send_400_response(self, msg: str) -> None:
         """Rejects the data and closes the connection."""
@@ -209,7 +209,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def end(self, reason: str) -> None:
         """Closes the connection at once."""
         self.connections_by_peer.refuse(self._peer, reason)
-        self._forget_body()
+        self._drop_body()
         self.transport.abort()
 
     def on_message_begin(self) -> None:
@@ -226,7 +226,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Cancels the header deadline."""
-        self._headers_are_here()
+        self._stop_header_deadline()
         self._is_before_body = False
         self._body_bytes = 0
         super().on_headers_complete()
@@ -245,10 +245,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Releases the request; reads the rest of its body for a while so that the peer sees the response."""
         self.connections_by_peer.release(self)
-        self._forget_body()
+        self._drop_body()
         super().on_response_complete()
         if not self._is_before_body:
-            self._wait_for_headers()
+            self._start_header_deadline()
 
     def pause_writing(self) -> None:
         """Starts the deadline within which the peer must read the response."""
@@ -270,7 +270,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Returns whether no response is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
-    def _forget_body(self) -> None:
+    def _drop_body(self) -> None:
         """Drops the unread body: the application may outlive the connection for long."""
         if self.cycle is not None:
             self.cycle.body = bytearray()
@@ -297,13 +297,13 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self.connections_by_peer.hold(self, held)
 
-    def _wait_for_headers(self) -> None:
+    def _start_header_deadline(self) -> None:
         if self._deadline is None:
             self._deadline = self.loop.call_later(
                 self.header_deadline_s, self.end, "no complete request before the deadline"
             )
 
-    def _headers_are_here(self) -> None:
+    def _stop_header_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -326,14 +326,14 @@ def raise_descriptor_limit() -> int:
 class OncePerMinute(logging.Filter):
     """Log filter that passes asyncio's failures to accept connections once a minute."""
 
-    _told = -PERIOD_S
+    _logged_at: float = -PERIOD_S
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Returns whether a record is logged."""
         if not str(record.msg).startswith("socket.accept()"):
             return True
         now = time.monotonic()
-        if now - self._told < PERIOD_S:
+        if now - self._logged_at < PERIOD_S:
             return False
-        self._told = now
+        self._logged_at = now
         return True

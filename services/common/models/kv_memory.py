@@ -20,7 +20,7 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     return 2 * dtype.itemsize * heads * width * int(text.num_hidden_layers)
 
 
-def most_kv_tokens(spec: RunSpec, config: PretrainedConfig) -> int:
+def required_kv_tokens(spec: RunSpec, config: PretrainedConfig) -> int:
     """Returns the max. tokens in a rollout's KV cache: every slot with the longest response.
 
     At least the longest context of the engine, without which it does not start.
@@ -40,5 +40,5 @@ def kv_bytes(spec: RunSpec, config: PretrainedConfig, dtype: torch.dtype) -> flo
     given = arguments.get(kind.cache_argument or "")
     if given is not None and kind.cache_in_bytes:
         return float(given)
-    tokens = most_kv_tokens(spec, config) if given is None else int(given)
+    tokens = required_kv_tokens(spec, config) if given is None else int(given)
     return float(tokens * kv_bytes_per_token(config, dtype))

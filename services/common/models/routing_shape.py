@@ -6,7 +6,7 @@ from typing import Any
 
 from services.common.models.families import FAMILIES, Family, num_experts
 
-_MOST_IN_A_BYTE = 255
+_MAX_UINT8 = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class RoutingShape:
     @property
     def dtype(self) -> str:
         """Smallest dtype for all experts and ``missing``."""
-        return "uint8" if self.num_experts <= _MOST_IN_A_BYTE else "int16"
+        return "uint8" if self.num_experts <= _MAX_UINT8 else "int16"
 
     @property
     def missing(self) -> int:
         """Marks an unknown choice: the highest value of the dtype, which is no expert."""
-        return _MOST_IN_A_BYTE if self.dtype == "uint8" else 2**15 - 1
+        return _MAX_UINT8 if self.dtype == "uint8" else 2**15 - 1
 
     @property
     def tail(self) -> tuple[int, int]:

@@ -42,7 +42,7 @@ ENGINE: Final = 8.0e9
 """Memory of an engine besides weights and KV cache: activations, graphs, contexts, buckets."""
 _KV_SHARE: Final = 0.1
 """Fraction of a GPU for the KV cache of an engine that shares it with a trainer, if it can use that much."""
-_LEAST_FIRST: Final = (False, "selective", True)
+_CHECKPOINTING_ORDER: Final = (False, "selective", True)
 """Values that ``trainer.activation_checkpointing: auto`` tries, in order."""
 ROOM: Final = 256 << 20
 """Size of the shared buffer that ``weightsync/handle.py`` exports."""
@@ -132,8 +132,8 @@ def fitted(
     if spec.trainer.activation_checkpointing != "auto":
         return spec
     shapes = shapes_of(config) if shapes is None else shapes
-    room = gpu_bytes - engines * _least_engine(spec, config, shapes, gpu_bytes=gpu_bytes)
-    for way in _LEAST_FIRST:
+    room = gpu_bytes - engines * _min_engine_bytes(spec, config, shapes, gpu_bytes=gpu_bytes)
+    for way in _CHECKPOINTING_ORDER:
         trainer = spec.trainer.model_copy(update={"activation_checkpointing": way})
         found = spec.model_copy(update={"trainer": trainer})
         if SPARE * _memory_of(found, config, gpu_bytes=gpu_bytes, shapes=shapes).used <= room:
@@ -146,7 +146,7 @@ def weight_copies(spec: RunSpec) -> int:
     return 1 if spec.sends_adapters or MODES[spec.weight_sync.mode].is_in_place else 2
 
 
-def _least_engine(
+def _min_engine_bytes(
     spec: RunSpec,
     config: PretrainedConfig,
     shapes: Mapping[str, tuple[int, ...]],
@@ -181,7 +181,7 @@ def _memory_of(
     # A critic is trained without adapters.
     trained_in_all = trained + critics * weights
     activations = _activations(trainer, config, item=item)
-    num_tokens = _most_tokens(spec)
+    num_tokens = _max_micro_batch_tokens(spec)
     parts = {
         "weights, float32": _FLOAT32 * trained_in_all / ranks,
         "weights, frozen": item * frozen / frozen_ranks,
@@ -212,7 +212,7 @@ def _memory_of(
     )
 
 
-def resting_memory(spec: RunSpec, config: PretrainedConfig) -> float:
+def sleeping_trainer_bytes(spec: RunSpec, config: PretrainedConfig) -> float:
     """Returns the bytes that a trainer keeps per GPU in the rollouts' turn: sent weights and context."""
     item = getattr(torch, spec.trainer.dtype).itemsize
     return _sent(spec, shapes_of(config), item=item) + _CONTEXT
@@ -276,7 +276,7 @@ def _gathered(
     return float(item * (outside + 2 * layer / trainer.tensor_parallel))
 
 
-def _most_tokens(spec: RunSpec) -> int:
+def _max_micro_batch_tokens(spec: RunSpec) -> int:
     """Returns the max. tokens of a micro-batch on one rank: a longer sequence is a micro-batch by itself."""
     longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
     own = -(-longest // spec.trainer.context_parallel)
@@ -368,16 +368,16 @@ def _sent(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]], *, item: int) ->
         return 0.0
     trainer, weights = spec.trainer, _num_weights(shapes)
     if trainer.lora is not None and spec.sends_adapters:
-        return _FLOAT32 * adapter_weights(shapes, trainer.lora) + _lent(spec)
+        return _FLOAT32 * adapter_weights(shapes, trainer.lora) + _exported_bytes(spec)
     is_whole = (
         spec.weight_sync.senders == "leader"
         or trainer.lora is not None
         or trainer.tensor_parallel > 1
     )
-    return item * weights / (1 if is_whole else trainer.world_size) + _lent(spec)
+    return item * weights / (1 if is_whole else trainer.world_size) + _exported_bytes(spec)
 
 
-def _lent(spec: RunSpec) -> int:
+def _exported_bytes(spec: RunSpec) -> int:
     """Returns the bytes of the shared buffer that a trainer exports to rollouts on its only GPU."""
     backend, num_here = spec.weight_sync.backend, spec.colocated_rollouts
     share_one = spec.trainer.world_size == 1 and 0 < num_here == spec.rollout.replicas

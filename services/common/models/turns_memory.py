@@ -14,7 +14,7 @@ from services.common.models.training_memory import (
     ENGINE,
     SLEEPING,
     SPARE,
-    resting_memory,
+    sleeping_trainer_bytes,
     state_memory,
     trainer_memory,
     weight_bytes,
@@ -64,7 +64,7 @@ def _kept(stays: Stays, spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: i
     if stays == "all":
         parts = trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts
         return SPARE * sum(size for name, size in parts.items() if name != SLEEPING)
-    kept = resting_memory(spec, config)
+    kept = sleeping_trainer_bytes(spec, config)
     if stays == "state":
         kept += state_memory(spec, config, gpu_bytes=gpu_bytes)
     return SPARE * kept

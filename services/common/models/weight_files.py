@@ -8,7 +8,7 @@ from typing import Any
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
-_LONGEST_HEAD = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 """Max. bytes of a header; the format itself rejects more."""
 _TRAINED = ("BF16", "F16", "F32", "F64")
 
@@ -78,7 +78,7 @@ def _head(path: Path) -> dict[str, dict[str, Any]]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        text = file.read(length) if length <= min(size, _LONGEST_HEAD) else b""
+        text = file.read(length) if length <= min(size, _MAX_HEADER_BYTES) else b""
     try:
         head = json.loads(text)
         held = {name: entry for name, entry in head.items() if name != "__metadata__"}

@@ -19,7 +19,7 @@ RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
 _FIRST_DELAY_S = 0.05
-_LONGEST_DELAY_S = 2.0
+_MAX_DELAY_S = 2.0
 
 
 CHANNEL_OPTIONS = (
@@ -106,7 +106,7 @@ async def call(
             if not (idempotent and isinstance(error, UnavailableError) and rest_s > delay_s):
                 raise error from rpc_error
         await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311  jitter, not a secret
-        delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+        delay_s = min(2 * delay_s, _MAX_DELAY_S)
 
 
 def _name(method: Any) -> str:

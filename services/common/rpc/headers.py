@@ -22,7 +22,7 @@ class _Headers:
     def __init__(self, token: str) -> None:
         self._token = token
 
-    async def go_on(
+    async def continue_call(
         self,
         continuation: _Continuation,
         client_call_details: grpc.aio.ClientCallDetails,
@@ -35,13 +35,13 @@ class _Headers:
 class UnaryHeaders(_Headers, grpc.aio.UnaryUnaryClientInterceptor):
     """Adds headers to unary calls."""
 
-    intercept_unary_unary = _Headers.go_on
+    intercept_unary_unary = _Headers.continue_call
 
 
 class StreamHeaders(_Headers, grpc.aio.UnaryStreamClientInterceptor):
     """Adds headers to calls with a response stream."""
 
-    intercept_unary_stream = _Headers.go_on
+    intercept_unary_stream = _Headers.continue_call
 
 
 def _with_headers(details: Any, token: str) -> Any:

@@ -167,7 +167,9 @@ class _Edge(grpc.aio.ServerInterceptor):
                 self._proxy.admit(context.peer())
             request = await anext(requests, None)
             if request is None:
-                raise InvalidArgumentError(f"the message is not a valid request of {method}", method=method)
+                raise InvalidArgumentError(
+                    f"the message is not a valid request of {method}", method=method
+                )
             headers.received(method, request)
             if not is_users:
                 authorize(method, request)
@@ -238,7 +240,10 @@ async def _refuse(context: _Context, method: str, error: Exception) -> None:
     """Ends a call with the status of an exception; logs unexpected exceptions."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    trace = tracing.parse(_header(context.invocation_metadata(), "traceparent")) or tracing.fresh()
+    trace = (
+        tracing.parse(_header(context.invocation_metadata(), "traceparent"))
+        or tracing.uncollected_trace()
+    )
     if not isinstance(error, ServiceError):
         with tracing.within(trace):
             logger.error("request failed", exc_info=error, extra={"method": method})

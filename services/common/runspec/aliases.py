@@ -60,14 +60,14 @@ def without_aliases(document: Mapping[str, Any]) -> Renamed:
     return result
 
 
-def own_name(key: str) -> str:
+def canonical_key(key: str) -> str:
     """Returns the canonical name of a key."""
     return _ALIASES.get(key, key)
 
 
-def make_way(document: dict[str, Any], key: str) -> None:
+def prepare_override(document: dict[str, Any], key: str) -> None:
     """Prepares a document for an override: removes aliases of the key and expands a short form above it."""
-    own = own_name(key)
+    own = canonical_key(key)
     for name in {own, *(alias for alias, meant in _ALIASES.items() if meant == own)} - {key}:
         _remove(document, name)
     loss = document.get("algorithm")
@@ -75,7 +75,7 @@ def make_way(document: dict[str, Any], key: str) -> None:
         document["algorithm"] = {"loss": loss}
 
 
-def let_win(document: dict[str, Any], given: Collection[str]) -> None:
+def remove_contradictions(document: dict[str, Any], given: Collection[str]) -> None:
     """Removes keys that contradict those that a user has just set.
 
     Args:

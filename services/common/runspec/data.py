@@ -144,7 +144,7 @@ SEVERAL_SETS: Final = "(several sets)"
 FORMS: Final = frozenset({ONE_SET, SEVERAL_SETS})
 """Names that pydantic puts into error locations for the two forms; they are not part of any key."""
 
-_MOST_SETS = 64
+_MAX_SETS = 64
 
 
 def _form(value: object) -> str:
@@ -157,12 +157,12 @@ def _form(value: object) -> str:
 
 TrainSets = Annotated[
     Annotated[PromptSourceSpec, Tag(ONE_SET)]
-    | Annotated[dict[SetName, WeightedSetSpec], Field(max_length=_MOST_SETS), Tag(SEVERAL_SETS)],
+    | Annotated[dict[SetName, WeightedSetSpec], Field(max_length=_MAX_SETS), Tag(SEVERAL_SETS)],
     Discriminator(_form),
 ]
 HeldoutSets = Annotated[
     Annotated[PromptSourceSpec, Tag(ONE_SET)]
-    | Annotated[dict[SetName, HeldoutSetSpec], Field(max_length=_MOST_SETS), Tag(SEVERAL_SETS)],
+    | Annotated[dict[SetName, HeldoutSetSpec], Field(max_length=_MAX_SETS), Tag(SEVERAL_SETS)],
     Discriminator(_form),
 ]
 

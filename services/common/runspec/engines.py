@@ -84,7 +84,7 @@ class EngineKind:
                 sizes[name] = 1
         return prod(sizes.values())
 
-    def unsized(self, arguments: Mapping[str, Any]) -> list[str]:
+    def missing_bounds(self, arguments: Mapping[str, Any]) -> list[str]:
         """Returns the arguments that bound the engine's memory and are not set."""
         names = (self.memory_argument, self.cache_argument)
         return [name for name in names if name is not None and name not in arguments]

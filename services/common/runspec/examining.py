@@ -108,7 +108,7 @@ def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
                 by_place.setdefault(_place(item), []).append(item)
             problems += map(_problem, by_place.values())
             wrong |= {*map(_key, by_place)}
-            num_mended = sum(_mend(mended, place) for place in by_place)
+            num_mended = sum(_repair(mended, place) for place in by_place)
             if num_mended < max(len(by_place), 1):
                 break
         else:
@@ -136,7 +136,7 @@ def _names(problem: str, key: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(key)}{ending}", problem) is not None
 
 
-def _mend(document: dict[str, Any], place: tuple[int | str, ...]) -> bool:
+def _repair(document: dict[str, Any], place: tuple[int | str, ...]) -> bool:
     """Removes a wrong key or replaces it by a stand-in; returns True on success."""
     while place and isinstance(place[-1], int):
         place = place[:-1]  # all of a list, if one of its items is wrong

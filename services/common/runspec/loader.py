@@ -10,7 +10,12 @@ from typing import Any
 import yaml
 
 from services.common.callables import is_reference, parse_reference
-from services.common.runspec.aliases import let_win, make_way, own_name, without_aliases
+from services.common.runspec.aliases import (
+    canonical_key,
+    prepare_override,
+    remove_contradictions,
+    without_aliases,
+)
 from services.common.runspec.data import set_documents
 from services.common.runspec.examining import ValidationResult, validate_spec
 from services.common.runspec.run import TINY_PREFIX, RunSpec
@@ -90,7 +95,7 @@ def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
     if refused:
         raise SpecError(refused)
     renamed = without_aliases(document)
-    let_win(renamed.document, given)
+    remove_contradictions(renamed.document, given)
     found = validate_spec(renamed.document)
     spec = None if found.spec is None else resolve_paths(found.spec, path.resolve().parent)
     problems = (*renamed.problems, *found.problems)
@@ -270,7 +275,7 @@ def _apply_override(document: dict[str, Any], assignment: str) -> str:
     except yaml.YAMLError as error:
         raise SpecError([f"--set {assignment}: the value is not valid YAML: {error}"]) from error
     *parents, leaf = key.split(".")
-    make_way(document, key)
+    prepare_override(document, key)
     target: Any = document
     for part in parents:
         if isinstance(target, list):
@@ -285,7 +290,7 @@ def _apply_override(document: dict[str, Any], assignment: str) -> str:
         target[_index(key, leaf, target)] = value
     elif isinstance(target, dict):
         target[leaf] = value
-    return own_name(key)
+    return canonical_key(key)
 
 
 def _index(key: str, part: str, items: list[Any]) -> int:

@@ -94,7 +94,7 @@ def _neighbours(spec: RunSpec) -> Iterator[str]:
 def _turns(spec: RunSpec) -> Iterator[str]:
     """Yields problems of colocation: trainer and rollouts take turns, and only rollouts have other GPUs."""
     apart = "or set topology.placement to 'disaggregated'"
-    for problem in (*_unequal(spec), *_at_once(spec)):
+    for problem in (*_unequal(spec), *_concurrent_use(spec)):
         yield f"topology.placement is {spec.topology.placement!r}, but {problem}, {apart}"
 
 
@@ -131,7 +131,7 @@ def _unequal(spec: RunSpec) -> Iterator[str]:
         )
 
 
-def _at_once(spec: RunSpec) -> Iterator[str]:
+def _concurrent_use(spec: RunSpec) -> Iterator[str]:
     """Yields problems of settings that need GPUs while the other side has them."""
     able = ", ".join(name for name, kind in ENGINES.items() if kind.sleeps)
     if not ENGINES[spec.rollout.engine].sleeps:

@@ -182,7 +182,7 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
             part = spec.data.sets[key.removeprefix("data.").removesuffix(".rewards")]
             has_answers = spec.data.answer_column_of(part) is not None
         yield from _rewards_of(key, rewards, has_answers=has_answers)
-        yield from _unearned(key, rewards, spec)
+        yield from _missing_scores(key, rewards, spec)
         most, size = spec.rollout.max_running_samples, spec.samples_per_group
         if size > most and (compared := [one.name for one in rewards if one.sees != "response"]):
             yield (
@@ -249,7 +249,7 @@ def _address(key: str, url: str) -> Iterator[str]:
         )
 
 
-def _unearned(key: str, rewards: Sequence[RewardSpec], spec: RunSpec) -> Iterator[str]:
+def _missing_scores(key: str, rewards: Sequence[RewardSpec], spec: RunSpec) -> Iterator[str]:
     """Yields problems of rewards whose scores would all be 0, or would never exist."""
     workflow = spec.rollout.workflow
     if rewards and not any(reward.weight for reward in rewards):

@@ -98,7 +98,7 @@ class SamplesSpec(SpecPart):
     max_bytes: int = Field(256 << 20, ge=1 << 20)
     """Max bytes of kept samples on the transferqueue's disk; the oldest are deleted first."""
 
-    def keeps_group(self, group_id: str, *, prompts_per_step: int) -> bool:
+    def records_group(self, group_id: str, *, prompts_per_step: int) -> bool:
         """Returns True if the samples of a group are kept; all processes decide alike.
 
         Args:
@@ -210,7 +210,7 @@ class ModelSpec(SpecPart):
 
 
 # Lower bound of the default of rollout.max_running_samples: evaluations need slots too.
-_LEAST_RUNNING = 64
+_MIN_RUNNING = 64
 
 
 class RunSpec(SpecPart):
@@ -401,7 +401,9 @@ class RunSpec(SpecPart):
         except ValidationError:
             return values  # it is reported with its key when the field itself is validated
         max_staleness = algorithm.max_staleness
-        places = _places(rollout, trainer, max_staleness=max_staleness, replicas=rollout.replicas)
+        places = _slots_per_rollout(
+            rollout, trainer, max_staleness=max_staleness, replicas=rollout.replicas
+        )
         defaults = {"partial_rollout": max_staleness > 0, "max_running_samples": places}
         return {**values, "rollout": {**defaults, **values["rollout"]}}
 
@@ -480,14 +482,16 @@ class RunSpec(SpecPart):
         }
 
 
-def default_places(spec: RunSpec, *, max_staleness: int, replicas: int) -> int:
+def default_slots(spec: RunSpec, *, max_staleness: int, replicas: int) -> int:
     """Returns the default of ``rollout.max_running_samples`` for a max staleness and a number of rollouts."""
-    return _places(spec.rollout, spec.trainer, max_staleness=max_staleness, replicas=replicas)
+    return _slots_per_rollout(
+        spec.rollout, spec.trainer, max_staleness=max_staleness, replicas=replicas
+    )
 
 
-def _places(
+def _slots_per_rollout(
     rollout: RolloutSpec, trainer: TrainerSpec, *, max_staleness: int, replicas: int
 ) -> int:
     ahead = (max_staleness + 1) * trainer.prompts_per_step * rollout.group_size
     most = engine_kind(rollout.engine).most_running
-    return max(_LEAST_RUNNING, min(most, ahead // replicas))
+    return max(_MIN_RUNNING, min(most, ahead // replicas))

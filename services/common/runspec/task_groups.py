@@ -134,7 +134,7 @@ def _named(
     if unknown := [task for task in everything if task not in known]:
         raise TaskGroupError(
             TaskGroupFault.UNKNOWN_TASK,
-            f"unknown task {unknown[0]!r}; use {\', \'.join(known)}",
+            f"unknown task {unknown[0]!r}; use {', '.join(known)}",
         )
     if twice := [task for task in known if everything.count(task) > 1]:
         raise TaskGroupError(

@@ -27,8 +27,8 @@ def _nothing(spec: "RunSpec") -> tuple[str, ...]:
 class WorkerKind:
     """A kind of worker.
 
-    A kind that is not required has workers if its task has a group of its own in
-    ``topology.task_groups``; otherwise the trainer does its work, or nobody.
+    A kind that is not required has workers if its task has its own group in
+    ``topology.task_groups``; otherwise the trainer does its work, if it is done at all.
     """
 
     tasks: tuple[str, ...]
@@ -57,7 +57,7 @@ class WorkerKind:
     unit: Callable[["RunSpec"], int] = _one
     """Number of which the GPUs of its task are a multiple."""
     problems: Callable[["RunSpec"], Iterable[str]] = _nothing
-    """Problems of a run in which its task has GPUs of its own."""
+    """Problems of a run in which its task has its own GPUs."""
     trains: bool = False
     """True if it has an optimizer."""
     receives_weights: bool = False
@@ -120,7 +120,7 @@ def task_aliases() -> dict[str, str]:
 
 
 def apart(topology: "TopologySpec") -> dict[str, WorkerKind]:
-    """Returns the optional kinds with GPUs of their own, by role; their tasks run outside of the trainer."""
+    """Returns the optional kinds with their own GPUs, by role; their tasks run outside of the trainer."""
     return {
         role: kind
         for role, kind in WORKERS.items()
@@ -129,7 +129,7 @@ def apart(topology: "TopologySpec") -> dict[str, WorkerKind]:
 
 
 def needs_whole_weights(topology: "TopologySpec") -> bool:
-    """Returns True if a kind with GPUs of its own receives weights and cannot merge adapters."""
+    """Returns True if a kind with its own GPUs receives weights and cannot merge adapters."""
     return any(
         kind.receives_weights and not kind.merges_adapters for kind in apart(topology).values()
     )
@@ -148,35 +148,35 @@ def _logp_problems(spec: "RunSpec") -> Iterator[str]:
     topology = spec.topology
     if not spec.needs_proximal:
         yield (
-            "topology.task_groups gives logp GPUs of its own, but with trainer.updates_per_step "
+            "topology.task_groups gives logp its own GPUs, but with trainer.updates_per_step "
             f"{spec.trainer.updates_per_step} and algorithm.correction {spec.algorithm.correction!r} "
-            "nothing needs proximal logprobs; let it share the group of train"
+            "no proximal logprobs are used; put logp into the group of train"
         )
     if spec.weight_sync.publish_every > 1:
         yield (
-            "topology.task_groups gives logp GPUs of its own, which must get the weights of every step, but "
-            f"weight_sync.publish_every is {spec.weight_sync.publish_every}; set it to 1, or let logp share "
+            "topology.task_groups gives logp its own GPUs, which need the weights of every step, but "
+            f"weight_sync.publish_every is {spec.weight_sync.publish_every}; set it to 1, or put logp into "
             "the group of train"
         )
     if spec.trainer.accumulate_early:
         yield (
-            "topology.task_groups gives logp GPUs of its own, which scores whole batches, but "
-            "trainer.accumulate_early is true; set it to false, or let logp share the group of train"
+            "topology.task_groups gives logp its own GPUs, which score whole batches, but "
+            "trainer.accumulate_early is true; set it to false, or put logp into the group of train"
         )
     if topology.scoring_ranks > 1 and not MODES[spec.weight_sync.mode].through_host:
         # No GPU of a sharded policy could receive whole weights.
         yield (
-            f"topology.scoring_ranks is {topology.scoring_ranks}, so logp is sharded and gets its "
+            f"topology.scoring_ranks is {topology.scoring_ranks}, so logp is sharded and receives "
             f"weights through host memory, but weight_sync.mode is {spec.weight_sync.mode!r}; set it to "
-            f"{HOST_MODE!r}, or let logp share the group of train"
+            f"{HOST_MODE!r}, or put logp into the group of train"
         )
 
 
 def _ref_logp_problems(spec: "RunSpec") -> Iterator[str]:
     if not spec.needs_reference:
         yield (
-            "topology.task_groups gives ref_logp GPUs of its own, but algorithm.kl.coefficient is 0, "
-            "so nothing is compared with the reference; set it above 0, or leave ref_logp out"
+            "topology.task_groups gives ref_logp its own GPUs, but algorithm.kl.coefficient is 0, "
+            "so no reference logprobs are used; set it above 0, or remove ref_logp"
         )
 
 
@@ -184,14 +184,14 @@ def _critic_problems(spec: "RunSpec") -> Iterator[str]:
     """Yields problems of a critic that computes returns from stored samples only."""
     if not spec.algorithm.advantage_kind.needs_critic:
         yield (
-            "topology.task_groups gives critic GPUs of its own, but algorithm.advantage "
-            f"{spec.algorithm.advantage!r} has no critic; set it to 'gae', or leave critic out"
+            "topology.task_groups gives critic its own GPUs, but algorithm.advantage "
+            f"{spec.algorithm.advantage!r} has no critic; set it to 'gae', or remove critic"
         )
     if spec.needs_reference and spec.algorithm.kl.placement == "reward":
         yield (
-            "topology.task_groups gives critic GPUs of its own, but algorithm.kl.placement 'reward' changes "
-            "rewards inside the trainer, where the critic does not see them; set it to 'loss', or let critic "
-            "share the group of train"
+            "topology.task_groups gives critic its own GPUs, but algorithm.kl.placement 'reward' changes "
+            "rewards in the trainer, and the critic would not receive them; set it to 'loss', or put critic "
+            "into the group of train"
         )
 
 

@@ -36,8 +36,8 @@ _CLOSED_TO_RUNS = frozenset(
     for name in (
         *("TransferQueueService/CreatePartition", "TransferQueueService/DropPartition"),
         *("TransferQueueService/SaveSnapshot", "TransferQueueService/RestoreSnapshot"),
-        *("KeptSampleService/KeepSamples", "KeptSampleService/ReadSamples"),
-        "KeptSampleService/ForgetSamples",
+        *("SampleRecordService/RecordSamples", "SampleRecordService/ReadSampleRecords"),
+        "SampleRecordService/DeleteSampleRecords",
     )
 )
 _NAMES_OF_SERVICES = frozenset({peer_name("controller"), peer_name("transferqueue")})

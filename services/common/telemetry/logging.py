@@ -93,7 +93,7 @@ class RareLog:
     def __init__(self, logger: logging.Logger, now: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
         self._now = now
-        self._told: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
         self._num_untold: dict[str, int] = {}
 
     def warning(self, message: str, **facts: object) -> None:
@@ -104,8 +104,8 @@ class RareLog:
             facts: Variable parts.
         """
         now = self._now()
-        if now - self._told.get(message, -PERIOD_S) < PERIOD_S:
+        if now - self._logged_at.get(message, -PERIOD_S) < PERIOD_S:
             self._num_untold[message] = self._num_untold.get(message, 0) + 1
             return
-        self._told[message] = now
+        self._logged_at[message] = now
         self._logger.warning(message, extra={**facts, "untold": self._num_untold.pop(message, 0)})

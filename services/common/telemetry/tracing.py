@@ -133,7 +133,7 @@ def of_sync(run_id: str, version: int) -> Trace:
     return Trace(*_ids(f"{run_id}/sync/{version}"), is_collecting())
 
 
-def fresh() -> Trace:
+def uncollected_trace() -> Trace:
     """Returns a new trace that is not collected, only to correlate log lines."""
     return Trace(secrets.token_hex(16), secrets.token_hex(8), is_collected=False)
 

@@ -213,7 +213,7 @@ def problem(
     fault: Exception | None = None,
 ) -> JSONResponse:
     """Returns the response that describes a problem; logs faults of the controller."""
-    trace = tracing.parse(request.headers.get("traceparent", "")) or tracing.fresh()
+    trace = tracing.parse(request.headers.get("traceparent", "")) or tracing.uncollected_trace()
     if status in _LOGGED:
         peer = request.client.host if request.client else ""
         _refusals.warning(f"request refused: {code}", path=request.url.path, peer=peer)

@@ -127,7 +127,7 @@ class ProcessLauncher:
         new = self._gpus.newcomers(run_id, needs)
         gpus = self._gpus.assign(run_id, needs, hosts=gpu_hosts(spec))
         rollouts = {worker_id for role, worker_id in worker_names(spec) if role == "rollout"}
-        unsized = engine_kind(spec.rollout.engine).unsized(spec.rollout.engine_arguments)
+        unsized = engine_kind(spec.rollout.engine).missing_bounds(spec.rollout.engine_arguments)
         for worker_id in sorted(new & rollouts) if unsized else ():
             for other in running & rollouts & set(self._gpus.neighbours(run_id, worker_id)):
                 self._gpus.forget(run_id, new)

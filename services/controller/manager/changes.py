@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from services.common.ids import new_run_id
-from services.common.runspec.aliases import let_win, without_aliases
+from services.common.runspec.aliases import remove_contradictions, without_aliases
 from services.common.runspec.keys import flat
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec, spec_digest
 from services.common.runspec.run import RunSpec
@@ -127,7 +127,7 @@ def _spec(parent: Run, checkpoint: Checkpoint, fork: ForkRequest) -> RunSpec:
     if overrides.problems:
         raise SpecError(overrides.problems)
     document = merged(json.loads(parent.spec_json), overrides.document)
-    let_win(document, [key for key, _ in flat(overrides.document)])
+    remove_contradictions(document, [key for key, _ in flat(overrides.document)])
     document = merged(document, {"trainer": {"checkpoint": {"start_from": checkpoint.path}}})
     # Two runs must not write to one folder.
     document["trainer"]["checkpoint"].pop("directory", None)

@@ -21,7 +21,7 @@ from services.controller.manager.spec_policy import SpecPolicy
 from services.controller.membership.registry import Membership, Worker
 from services.controller.models import CancelOptions, ForkRequest, PauseOptions, Role, RunPatch
 from services.controller.rules.run_state import RunEvent, RunState
-from services.controller.run.connections import forget_samples
+from services.controller.run.connections import delete_sample_records
 from services.controller.run.state.requests import resource_needs
 from services.controller.settings import Limits
 from services.controller.store.database import Database
@@ -343,7 +343,7 @@ class RunManager:
     def _leave_queue(self, run: Run) -> None:
         """Deletes what a run that ended in the queue had stored before it was paused."""
         if run.state_reason != "Submitted":
-            self._tasks.create_task(forget_samples(self._queue, run.run_id))
+            self._tasks.create_task(delete_sample_records(self._queue, run.run_id))
 
     async def _apply(
         self, run_id: str, event: RunEvent, reason: str, message: str = "", *, actor: str = ""

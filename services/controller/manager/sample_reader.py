@@ -8,12 +8,12 @@ from dataclasses import fields
 from services.common.errors import NotFoundError, ServiceError
 from services.controller.samples import SampleFilter, SampleView, WholeSample
 from services.wire.transferqueue.client import TransferQueueClient
-from services.wire.transferqueue.types import KeptSampleQuery
+from services.wire.transferqueue.types import SampleRecordQuery
 
 logger = logging.getLogger(__name__)
 
 _FORGET_S = 10.0
-_FIELDS = {field.name for field in fields(KeptSampleQuery)}
+_FIELDS = {field.name for field in fields(SampleRecordQuery)}
 
 
 class SampleReader:
@@ -40,7 +40,7 @@ class SampleReader:
         Raises:
             NotFoundError: If the sample is not recorded.
         """
-        query = KeptSampleQuery(sample_id=sample_id, limit=1, with_turns=True, with_tokens=True)
+        query = SampleRecordQuery(sample_id=sample_id, limit=1, with_turns=True, with_tokens=True)
         line = await self._read(run_id, query)
         if not line:
             raise NotFoundError(
@@ -54,7 +54,7 @@ class SampleReader:
     ) -> AsyncIterator[bytes]:
         """Returns a stream of whole samples as JSON lines; its first chunk has arrived when this returns."""
         query = _query(only, limit=limit, with_turns=True, with_tokens=with_tokens)
-        chunks = self._queue.read_samples(run_id, query)
+        chunks = self._queue.read_sample_records(run_id, query)
         first = await anext(chunks, b"")
 
         async def all_chunks() -> AsyncIterator[bytes]:
@@ -68,17 +68,17 @@ class SampleReader:
         """Deletes the recorded samples of a run; logs a warning if the transferqueue is unavailable."""
         try:
             async with asyncio.timeout(_FORGET_S):
-                await self._queue.forget_samples(run_id)
+                await self._queue.delete_sample_records(run_id)
         except (ServiceError, TimeoutError) as error:
             # The store's size limit for all runs removes them eventually.
             logger.warning(
                 "cannot delete recorded samples", extra={"run": run_id, "reason": str(error)}
             )
 
-    async def _read(self, run_id: str, query: KeptSampleQuery) -> bytes:
-        return b"".join([chunk async for chunk in self._queue.read_samples(run_id, query)])
+    async def _read(self, run_id: str, query: SampleRecordQuery) -> bytes:
+        return b"".join([chunk async for chunk in self._queue.read_sample_records(run_id, query)])
 
 
-def _query(only: SampleFilter, **more: object) -> KeptSampleQuery:
+def _query(only: SampleFilter, **more: object) -> SampleRecordQuery:
     given = only.model_dump(include=_FIELDS, exclude_none=True)
-    return KeptSampleQuery(**(given | more))
+    return SampleRecordQuery(**(given | more))

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # A transferqueue that does not answer within this time counts as unavailable.
 _DROP_S = 3.0
 _PURPOSES: Final = ("train", "validation", "partial")
-_KEPT: Final = "kept"
+_RECORDS: Final = "records"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ async def create_partitions(
             quota_bytes=spec.transferqueue.quota_bytes,
         )
     if spec.samples.is_on:
-        await queue.keep_samples(
+        await queue.record_samples(
             run_id, max_bytes=spec.samples.max_bytes, max_steps=spec.samples.max_steps
         )
     return not known.get(train)
@@ -129,11 +129,11 @@ async def create_partitions(
 
 async def drop_partitions(queue: TransferQueueClient, run_id: str) -> None:
     """Deletes all samples of a run."""
-    for purpose in (*_PURPOSES, _KEPT):
+    for purpose in (*_PURPOSES, _RECORDS):
         await queue.drop_partition(partition_id(run_id, purpose))
 
 
-async def forget_samples(queue: TransferQueueClient, run_id: str) -> None:
+async def delete_sample_records(queue: TransferQueueClient, run_id: str) -> None:
     """Deletes all samples of an ended run, if the transferqueue answers."""
     try:
         async with asyncio.timeout(_DROP_S):

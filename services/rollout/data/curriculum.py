@@ -4,7 +4,7 @@ from services.common.runspec.data import CurriculumSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.sources import Row
 from services.rollout.failures import CallError, GroupError
-from services.wire.rollout import DEFERRED, TriedPrompt
+from services.wire.rollout import DEFERRED, PromptHistory
 
 
 class Curriculum:
@@ -19,7 +19,7 @@ class Curriculum:
         self._spec = spec
         self._calls = calls
 
-    async def check(self, row: Row, tried: TriedPrompt) -> None:
+    async def check(self, row: Row, tried: PromptHistory) -> None:
         """Returns if the prompt is worth sampling now, and raises otherwise.
 
         Args:

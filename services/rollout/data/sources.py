@@ -51,7 +51,7 @@ class Rows(Protocol):
         """Returns one row. Raises ValueError if the row is damaged."""
 
 
-def kept_rows(rows: Rows, filters: Sequence[FilterSpec], *, key: str) -> "array[int]":
+def filtered_rows(rows: Rows, filters: Sequence[FilterSpec], *, key: str) -> "array[int]":
     """Returns the indices of the rows that pass all filters.
 
     A damaged row is kept here and refused when its prompt is dispatched.
@@ -155,7 +155,7 @@ def _length(value: Sized) -> int:
 
 
 # Max bytes of a decoded Parquet file to hold in memory; a larger one is copied to disk.
-_MOST_BYTES_HELD = 256 << 20
+_MAX_HELD_BYTES = 256 << 20
 _ROWS_COPIED = 16_384
 _NULLABLE = ("data.answer_column", "data.model_inputs_column")
 _VERIFIERS = "services.rollout.environments.verifiers:tasks_of"
@@ -203,7 +203,7 @@ def open_source(
     if len(source) == 0:
         raise ValueError(f"{key}: {spec.path!r} has no rows; use a source with at least one prompt")
     if spec.filters:
-        source = _ChosenRows(source, kept_rows(source, spec.filters, key=key))
+        source = _ChosenRows(source, filtered_rows(source, spec.filters, key=key))
     if spec.limit is not None:
         source = _ChosenRows(source, range(min(spec.limit, len(source))))
     if spec.source == "environment":  # the environment provides the prompt
@@ -294,7 +294,7 @@ class _Parquet:
         try:
             file = parquet.ParquetFile(path, memory_map=True)
             groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-            is_large = sum(group.total_byte_size for group in groups) > _MOST_BYTES_HELD
+            is_large = sum(group.total_byte_size for group in groups) > _MAX_HELD_BYTES
             self._table = _mapped(file) if is_large else file.read()
         except pa.ArrowInvalid as error:
             raise ValueError(

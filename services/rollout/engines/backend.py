@@ -49,10 +49,10 @@ class Backend(Protocol):
         ...
 
     async def submit(self, part: Segment) -> SegmentStream:
-        """Submits a segment; from then on, :meth:`cut` can end it."""
+        """Submits a segment; from then on, :meth:`abort_segments` can end it."""
         ...
 
-    async def cut(self, part_ids: Collection[str]) -> None:
+    async def abort_segments(self, segment_ids: Collection[str]) -> None:
         """Ends segments soon, with reason ``abort``; ignores unknown ids."""
         ...
 

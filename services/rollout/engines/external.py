@@ -49,7 +49,7 @@ from services.wire.data.model_inputs import ModelInputs
 
 logger = logging.getLogger(__name__)
 
-_CUT_TIMEOUT_S = 60.0
+_ABORT_TIMEOUT_S = 60.0
 """Time-out of a cut: a cut segment ends at the next step, so an engine that takes longer has stopped."""
 
 
@@ -188,7 +188,7 @@ class ExternalEngine:
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """Ends requests; their results keep the tokens so far."""
-        self._places.turn_away(request_ids)
+        self._places.reject_waiting(request_ids)
         ended = [
             progress
             for name, progress in self._running.items()
@@ -198,7 +198,7 @@ class ExternalEngine:
             progress.is_aborted = True
         async with self._gate.closed():
             await self._cut(ended)
-        await self._gate.reconsider()
+        await self._gate.recheck()
         await asyncio.gather(*[progress.ended.wait() for progress in ended])
 
     async def peek(self) -> dict[str, GenerationResult]:
@@ -209,7 +209,7 @@ class ExternalEngine:
         """Cuts running requests and decodes nothing; with ``drain``, finishes the running requests first."""
         self._places.close()
         if drain:
-            await self._places.emptied()
+            await self._places.wait_until_empty()
         self._gate.hold()
         async with self._gate.closed():
             await self._cut(self._running.values())
@@ -253,11 +253,11 @@ class ExternalEngine:
             async with self._gate.closed():
                 phases.done("gate")
                 started_at = time.monotonic()
-                await self._hold()
+                await self._pause_segments()
                 phases.done("freeze")
                 await self.backend.load(description)
                 phases.done("copy")
-                await self._go_on(version)
+                await self._resume_segments(version)
                 phases.done("thaw")
                 stall_s = time.monotonic() - started_at
         logger.info("weights adopted", extra={"version": version, **phases.milliseconds()})
@@ -268,20 +268,20 @@ class ExternalEngine:
         await self._started.wait()
         self._gate.hold()
         async with self._gate.closed():
-            await self._hold()
+            await self._pause_segments()
             return await place_in_workers(plan, slots, self.backend.load)
 
     async def adopt_placed(self, version: int) -> None:
         """Continues under the placed weights."""
         async with self._gate.closed():
-            await self._go_on(version)
+            await self._resume_segments(version)
 
     async def close_weights(self) -> None:
         """Continues under the old weights."""
         await self.adopt_placed(self._weight_version)
         await self.resume()
 
-    async def _hold(self) -> None:
+    async def _pause_segments(self) -> None:
         """Freezes running requests, or cuts them if the backend cannot freeze."""
         assert not self._is_asleep, "a sleeping engine has no memory for weights; wake it first"
         if self._freezer is None:
@@ -289,7 +289,7 @@ class ExternalEngine:
         else:
             await self._freezer.freeze()
 
-    async def _go_on(self, version: int) -> None:
+    async def _resume_segments(self, version: int) -> None:
         """Lets running requests continue under weights of the given version."""
         self._weight_version = version
         self._is_blank = is_emptied = False
@@ -298,7 +298,7 @@ class ExternalEngine:
         if self._freezer is not None:
             is_emptied = await self._freezer.thaw(version, recompute=self._recompute)
             if self._recompute:
-                running = [each for each in self._running.values() if each.part_id is not None]
+                running = [each for each in self._running.values() if each.segment_id is not None]
                 self._recomputed_tokens_total += sum(each.num_sampled for each in running)
         self._num_caches += not is_emptied
 
@@ -359,12 +359,14 @@ class ExternalEngine:
 
     async def _cut(self, running: Iterable[RequestProgress]) -> None:
         """Ends the current segments of requests and waits until they have ended."""
-        parts = [progress for progress in running if progress.part_id is not None]
-        await self.backend.cut([progress.part_id for progress in parts if progress.part_id])
+        parts = [progress for progress in running if progress.segment_id is not None]
+        await self.backend.abort_segments(
+            [progress.segment_id for progress in parts if progress.segment_id]
+        )
         try:
-            async with asyncio.timeout(_CUT_TIMEOUT_S):
-                await asyncio.gather(*[progress.part_over.wait() for progress in parts])
+            async with asyncio.timeout(_ABORT_TIMEOUT_S):
+                await asyncio.gather(*[progress.segment_ended.wait() for progress in parts])
         except TimeoutError as error:
             raise EngineDiedError(
-                f"the engine did not abort {len(parts)} requests within {_CUT_TIMEOUT_S:.0f} s"
+                f"the engine did not abort {len(parts)} requests within {_ABORT_TIMEOUT_S:.0f} s"
             ) from error

@@ -62,7 +62,7 @@ class Gate:
         self._is_held = False
         await self._notify()
 
-    async def reconsider(self) -> None:
+    async def recheck(self) -> None:
         """Makes every waiting task check its ``give_up`` condition again."""
         await self._notify()
 

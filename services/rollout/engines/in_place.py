@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from services.rollout.engines.layout import Piece, Shape, UnknownLayoutError, plan_pieces
-from services.rollout.engines.shared_tensors import open_shared, shared_room
+from services.rollout.engines.shared_tensors import open_shared, shared_buffers
 from services.weightsync.arena import copy_all
 from services.weightsync.endpoints import Place
 from services.weightsync.modes.placing import bucket_parts
@@ -58,7 +58,7 @@ async def place_in_workers(
     }
     buffers[_REPLY] = torch.zeros(_REPLY_BYTES, dtype=torch.uint8, device=slots[0][0].device)
     shapes = [[spec.name, spec.shape] for spec in plan.tensors]
-    with shared_room(buffers) as (description, room):
+    with shared_buffers(buffers) as (description, room):
         await load(json.dumps({"slots": description, "shapes": shapes}))
     why = room[_REPLY].cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
     if why:
@@ -124,8 +124,8 @@ def handle_weight_command(
         _WRITERS[model] = _Writer(slots, shapes, parameters, pieces)
     except UnknownLayoutError as error:
         # Reply instead of raising: an exception terminates some engines.
-        told = str(error).encode()[:_REPLY_BYTES]
-        slots[_REPLY][: len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        reason = str(error).encode()[:_REPLY_BYTES]
+        slots[_REPLY][: len(reason)] = torch.frombuffer(bytearray(reason), dtype=torch.uint8)
     return True
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 import torch
 from transformers import PretrainedConfig
 
-from services.common.models.kv_memory import kv_bytes_per_token, most_kv_tokens
+from services.common.models.kv_memory import kv_bytes_per_token, required_kv_tokens
 from services.common.models.training_memory import (
     SPARE,
     adapter_weights,
@@ -138,7 +138,7 @@ class MemoryPlan:
     """Keys and values of one token."""
     others: float = 0.0
     """Memory of other workers on the same GPU."""
-    most_kv_tokens: float = inf
+    kv_token_limit: float = inf
     """Max useful KV cache in tokens: on a time-shared GPU, a larger cache only takes longer to map."""
     stays_awake: bool = False
     """True if the engine keeps its memory during the other side's turns, because all fits at once."""
@@ -154,14 +154,14 @@ class MemoryPlan:
         return min(_LARGEST_SHARE, floor(100 * (1 - (self.plane + self.others) / self.total)) / 100)
 
     @property
-    def most_kv_cache(self) -> float:
+    def max_kv_cache(self) -> float:
         """Max bytes for the KV cache; negative if the rest does not fit."""
         return self.engine_share * self.total - self.weights - _WORKING
 
     @property
     def kv_cache(self) -> float:
-        """Bytes for the KV cache: the available memory, up to ``most_kv_tokens``."""
-        return min(self.most_kv_cache, self.most_kv_tokens * self.kv_per_token)
+        """Bytes for the KV cache: the available memory, up to ``kv_token_limit``."""
+        return min(self.max_kv_cache, self.kv_token_limit * self.kv_per_token)
 
     @property
     def wanted_share(self) -> float:
@@ -235,7 +235,7 @@ def plan_memory(
     kind: EngineKind,
     arguments: Mapping[str, Any],
     others: float = 0.0,
-    most_kv_tokens: float = inf,
+    kv_token_limit: float = inf,
     stays_awake: bool = False,
 ) -> MemoryPlan:
     """Divides a model, its KV cache and the memory of weight sync among the GPUs of one rollout.
@@ -247,7 +247,7 @@ def plan_memory(
         kind: Kind of engine.
         arguments: Arguments of the engine, which determine how the model is divided.
         others: Bytes of other workers on that GPU.
-        most_kv_tokens: Max useful size of the KV cache in tokens.
+        kv_token_limit: Max useful size of the KV cache in tokens.
         stays_awake: True if the engine keeps its memory during the other side's turns.
     """
     num_gpus = kind.num_gpus(arguments)
@@ -262,12 +262,12 @@ def plan_memory(
         slots=plane.slot_bytes + plane.merging,
         kv_per_token=model.kv_per_token / divided,
         others=others,
-        most_kv_tokens=most_kv_tokens,
+        kv_token_limit=kv_token_limit,
         stays_awake=stays_awake,
     )
 
 
-def memory_of_others(
+def other_workers_bytes(
     roles: Collection[str], spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int
 ) -> float:
     """Computes the bytes that a run's other workers use on a GPU shared with a rollout.
@@ -329,8 +329,8 @@ def plan_of(
         gpu_bytes=gpu_bytes,
         kind=kind,
         arguments=arguments,
-        others=memory_of_others(roles, spec, config, gpu_bytes=gpu_bytes),
-        most_kv_tokens=most_kv_tokens(spec, config) if is_in_turns else inf,
+        others=other_workers_bytes(roles, spec, config, gpu_bytes=gpu_bytes),
+        kv_token_limit=required_kv_tokens(spec, config) if is_in_turns else inf,
         stays_awake=is_in_turns and resident_memory(spec, config, gpu_bytes=gpu_bytes) == "all",
     )
     if not checks:
@@ -366,10 +366,10 @@ def engine_share(
 
 
 def _check_cache(plan: MemoryPlan, name: str, num_bytes: float) -> None:
-    if num_bytes > plan.most_kv_cache:
+    if num_bytes > plan.max_kv_cache:
         raise ValueError(
             f"rollout.engine_arguments.{name} takes {num_bytes / _GB:.1f} GB of a GPU, but weights "
-            f"and weight sync leave only {plan.most_kv_cache / _GB:.1f} of its {plan.total / _GB:.1f} GB; "
+            f"and weight sync leave only {plan.max_kv_cache / _GB:.1f} of its {plan.total / _GB:.1f} GB; "
             "lower or remove it\n" + plan.table()
         )
 

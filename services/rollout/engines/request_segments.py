@@ -24,7 +24,7 @@ from services.rollout.engines.stop_texts import Decode, ends_in_stop_text
 class Segment:
     """Stretch of a response that an external engine decodes in one request."""
 
-    part_id: str
+    segment_id: str
     """Id, unique among all segments."""
     context_ids: list[int]
     """Prompt and all response tokens before this segment."""
@@ -68,8 +68,8 @@ class RequestProgress:
         self.logprobs: list[float] = []
         self.version_runs: list[VersionRun] = []
         self.experts: list[RoutedExperts] = []
-        self.part_id: str | None = None
-        self.part_over = asyncio.Event()
+        self.segment_id: str | None = None
+        self.segment_ended = asyncio.Event()
         self.is_aborted = False
         self.ended = asyncio.Event()
         self._decode = decode
@@ -87,10 +87,10 @@ class RequestProgress:
     def next_segment(self, cache_salt: str) -> Segment:
         """Begins the segment that decodes the rest of the request."""
         request, num_done = self.request, len(self.token_ids)
-        self.part_id = f"{request.request_id}+{num_done}/{cache_salt}"
-        self.part_over.clear()
+        self.segment_id = f"{request.request_id}+{num_done}/{cache_salt}"
+        self.segment_ended.clear()
         return Segment(
-            part_id=self.part_id,
+            segment_id=self.segment_id,
             context_ids=[*request.context_ids, *self.token_ids],
             max_tokens=request.max_tokens - num_done,
             draw_offset=request.draw_offset + num_done,
@@ -101,8 +101,8 @@ class RequestProgress:
 
     def end_segment(self) -> None:
         """Marks the current segment as ended."""
-        self.part_id = None
-        self.part_over.set()
+        self.segment_id = None
+        self.segment_ended.set()
 
     def extend(self, chunk: TokenChunk, version: int) -> bool:
         """Adds a chunk's tokens, truncated after a completed stop text.
@@ -157,7 +157,7 @@ class RequestProgress:
         return np.concatenate(self.experts)[: self.num_tokens - 1 - self.request.experts_from]
 
 
-def as_told(experts: RoutedExperts, routing: RoutingShape) -> RoutedExperts:
+def convert_experts(experts: RoutedExperts, routing: RoutingShape) -> RoutedExperts:
     """Converts reported experts to our dtype and drops layers without experts.
 
     Args:
@@ -166,8 +166,8 @@ def as_told(experts: RoutedExperts, routing: RoutingShape) -> RoutedExperts:
     """
     if experts.shape[1] != len(routing.layers):
         experts = experts[:, routing.layers]
-    told: RoutedExperts = experts.astype(routing.dtype)
-    return told
+    converted: RoutedExperts = experts.astype(routing.dtype)
+    return converted
 
 
 def segment_seed(seed: int, draw_offset: int) -> int:

@@ -37,7 +37,7 @@ def shared(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 @contextmanager
-def shared_room(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+def shared_buffers(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     """Shares buffers whose changes other processes see, if they open them while the block runs.
 
     Args:

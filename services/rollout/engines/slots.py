@@ -67,12 +67,12 @@ class Slots:
             yield await waiting.admitted
         finally:
             self._running.discard(request_id)
-            self.turn_away({request_id})
+            self.reject_waiting({request_id})
             if not self._running:
                 self._empty.set()
             self._admit()
 
-    def turn_away(self, request_ids: Collection[str] | None) -> None:
+    def reject_waiting(self, request_ids: Collection[str] | None) -> None:
         """Ends the wait of requests (None: all) without giving them a slot."""
         left: list[_Waiting] = []
         for waiting in self._waiting:
@@ -92,7 +92,7 @@ class Slots:
         self._is_open = True
         self._admit()
 
-    async def emptied(self) -> None:
+    async def wait_until_empty(self) -> None:
         """Waits until no request runs."""
         await self._empty.wait()
 

@@ -139,8 +139,10 @@ class HttpEnvironment:
             answer = response.text
         if not response.is_success:
             status = f"it returned status {response.status_code}: {answer}"
-            told = answer.get("error", status) if isinstance(answer, Mapping) else status
-            raise CallError("exception", f"environment {self.name!r} did not {what}: {told!s:.500}")
+            reason = answer.get("error", status) if isinstance(answer, Mapping) else status
+            raise CallError(
+                "exception", f"environment {self.name!r} did not {what}: {reason!s:.500}"
+            )
         if not isinstance(answer, dict):
             raise CallError(
                 "invalid_value",

@@ -38,7 +38,7 @@ from services.rollout.environments.protocol import MAX_ANSWER_BYTES, PROTOCOL, w
 
 _MAX_THREADS = 512
 _MAX_EPISODES = 1024
-_MOST_ERROR_CHARACTERS = 2000
+_MAX_ERROR_CHARACTERS = 2000
 # Limits episodes that a dead rollout leaves behind; long enough for a slow reply of the policy.
 _IDLE_S = 1800.0
 
@@ -204,7 +204,7 @@ async def _body(request: Request, *keys: str) -> dict[str, Any]:
 
 def _refusal(message: str, status: int) -> JSONResponse:
     """Returns an error answer with all characters made encodable, since a user's error may have any."""
-    shown = message[:_MOST_ERROR_CHARACTERS].encode(errors="backslashreplace").decode()
+    shown = message[:_MAX_ERROR_CHARACTERS].encode(errors="backslashreplace").decode()
     return JSONResponse({"error": shown}, status)
 
 

@@ -92,8 +92,8 @@ def _rewards(traces: Sequence[Any]) -> dict[str, Any]:
 def _problem(episode: Any) -> str:
     """Returns the errors of an episode, first cause first."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    told = [f"{error.type}: {error.message}" for error in errors]
-    return "verifiers: " + ("; ".join(told) or "the episode was stopped before its end")
+    messages = [f"{error.type}: {error.message}" for error in errors]
+    return "verifiers: " + ("; ".join(messages) or "the episode was stopped before its end")
 
 
 @functools.lru_cache(16)

@@ -304,7 +304,7 @@ class Endpoint:
         formatter = ResponsesFormatter(given, reply_id=reply_id, created=int(time.time()))
 
         def keep(replies: Replies) -> None:
-            # The next request brings instructions of its own.
+            # The next request has its own instructions.
             said = chat.messages[1 if given.instructions else 0 :]
             session.responses[reply_id] = (*said, replies.choices[0].message)
 

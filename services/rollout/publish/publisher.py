@@ -22,7 +22,7 @@ class GroupPublisher:
         data: Client of the transferqueue.
         routing: Shape of the routers' choices, if the trainer replays them.
         has_token_rewards: True if a reward of the run scores turns or tokens.
-        teller: Records some of the samples for people to read; None if none are recorded.
+        sample_recorder: Records some of the samples for people to read; None if none are recorded.
     """
 
     def __init__(
@@ -31,16 +31,16 @@ class GroupPublisher:
         routing: RoutingShape | None = None,
         *,
         has_token_rewards: bool = False,
-        teller: SampleRecorder | None = None,
+        sample_recorder: SampleRecorder | None = None,
     ) -> None:
         self._data = data
         self._routing = routing
         self._has_token_rewards = has_token_rewards
-        self._teller = teller
+        self._sample_recorder = sample_recorder
         self._waiting: dict[str, float] = {}
 
     @property
-    def longest_wait_s(self) -> float:
+    def oldest_pending_s(self) -> float:
         """Age of the oldest unfinished publication; 0 if there is none."""
         return time.monotonic() - min(self._waiting.values()) if self._waiting else 0.0
 
@@ -74,8 +74,8 @@ class GroupPublisher:
                     ),
                     shared=shared,
                 )
-            if self._teller is not None and self._teller.keeps(assignment):
-                await self._teller.tell(assignment, prompt, samples, columns)
+            if self._sample_recorder is not None and self._sample_recorder.keeps(assignment):
+                await self._sample_recorder.record_group(assignment, prompt, samples, columns)
         except AlreadyExistsError as error:
             # Either another replica that received the lease published first, or an earlier lease
             # published too late. The controller knows which; in the second case it generates the

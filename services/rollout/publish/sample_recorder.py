@@ -60,10 +60,10 @@ class SampleRecorder:
         kept = self._spec.samples
         if kind_of(assignment.split) == "train":
             prompts = self._spec.trainer.prompts_per_step
-            return kept.keeps_group(assignment.group_id, prompts_per_step=prompts)
+            return kept.records_group(assignment.group_id, prompts_per_step=prompts)
         return kept.keeps_prompt(assignment.row, num_prompts=self._num_heldout)
 
-    async def tell(
+    async def record_group(
         self,
         assignment: GroupAssignment,
         prompt: Prompt,
@@ -82,9 +82,9 @@ class SampleRecorder:
             async with asyncio.timeout(_TIMEOUT_S):
                 records = await asyncio.to_thread(self._records, assignment, prompt, samples)
                 await self._data.put(
-                    partition_id(run_of(assignment.partition_id), "kept"),
+                    partition_id(run_of(assignment.partition_id), "records"),
                     [sample_key(assignment.group_id, sample.member) for sample in samples],
-                    {"kept_record": records, **{name: fields[name] for name in _COLUMNS}},
+                    {"sample_record": records, **{name: fields[name] for name in _COLUMNS}},
                 )
         except (ServiceError, TimeoutError) as error:
             metrics.SAMPLE_RECORD_FAILURES.inc()

@@ -9,7 +9,7 @@ from services.common.task_group import TaskGroup, unwrapped
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, Score
-from services.rollout.rewards.terms import add_up, checked_score
+from services.rollout.rewards.terms import checked_score, weighted_score
 
 
 class Comparison:
@@ -38,7 +38,9 @@ class Comparison:
                 tasks = [group.create_task(self._values(spec, given)) for spec in self._specs]
         values = [task.result() for task in tasks]
         return [
-            add_up((spec, value[member]) for spec, value in zip(self._specs, values, strict=True))
+            weighted_score(
+                (spec, value[member]) for spec, value in zip(self._specs, values, strict=True)
+            )
             for member in range(len(given))
         ]
 

@@ -20,7 +20,7 @@ from slipstream.reward.v1 import reward_pb2 as pb
 from slipstream.reward.v1 import reward_pb2_grpc
 
 _FIRST_DELAY_S = 0.2
-_LONGEST_DELAY_S = 5.0
+_MAX_DELAY_S = 5.0
 
 
 class CircuitBreaker:
@@ -146,7 +146,7 @@ class RemoteReward:
                 return await self._service.ask(given, episode)
             except BusyError:
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 -- jitter
-                delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+                delay_s = min(2 * delay_s, _MAX_DELAY_S)
 
 
 class HttpRewardService:

@@ -72,7 +72,7 @@ _LAUNCHER = """\
 import os, resource, sys
 from services.rollout.rewards import confine
 seconds, memory_bytes, reads_files, parts = map(int, sys.argv[1:])
-# The soft limit sends a signal of its own; the hard limit sends SIGKILL, which has many other causes.
+# The soft limit sends a distinct signal; the hard limit sends SIGKILL, which has many other causes.
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 60))
 for limit, value in (
     (resource.RLIMIT_AS, memory_bytes),
@@ -198,10 +198,10 @@ def _end(process: subprocess.Popen[bytes], info: int) -> None:
     process, because it cannot start others.
     """
     if process.poll() is None:
-        told = os.read(info, 1 << 12) if select.select([info], [], [], 0)[0] else b""
+        output = os.read(info, 1 << 12) if select.select([info], [], [], 0)[0] else b""
         try:
             first, _ = json.JSONDecoder().raw_decode(
-                told.decode()
+                output.decode()
             )  # the rest is not from bubblewrap
             os.kill(first["child-pid"], signal.SIGKILL)
         except (ValueError, KeyError, ProcessLookupError):  # not wrapped, or not started yet

@@ -19,7 +19,7 @@ from services.rollout.rewards.remote import (
     RemoteReward,
     RewardService,
 )
-from services.rollout.rewards.terms import add_up, earned_terms, token_values
+from services.rollout.rewards.terms import earned_terms, token_values, weighted_score
 
 _GRPC = ("grpc://", "grpcs://")
 
@@ -126,7 +126,7 @@ class Scorer:
             ]
             values[place] = spec, sum(earned)
         is_split = any(spec.per != "response" for spec, _ in values)
-        return replace(add_up(values), tokens=tuple(tokens) if is_split else ())
+        return replace(weighted_score(values), tokens=tuple(tokens) if is_split else ())
 
     async def _value(self, spec: RewardSpec, given: RewardInput) -> tuple[RewardSpec, object]:
         """Returns a reward and its result: a number, numbers per turn or token, or terms by name."""

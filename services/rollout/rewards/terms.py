@@ -19,7 +19,7 @@ _PLAIN = TermSpec()
 _SUM = "sum of rollout.rewards"
 
 
-def add_up(values: Iterable[tuple[RewardSpec, object]]) -> Score:
+def weighted_score(values: Iterable[tuple[RewardSpec, object]]) -> Score:
     """Returns the weighted sum of the results of all rewards for one response.
 
     A term keeps the name that its reward gave it; a plain number gets its reward's name. A name

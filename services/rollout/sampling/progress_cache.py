@@ -25,7 +25,7 @@ from services.wire.data.client import DataClient
 from services.wire.transferqueue.client import TransferQueueClient
 
 _FINISH_CODES: dict[FinishReason | None, int] = {None: 0, "stop": 1, "length": 2, "aborted": 3}
-_MOST_MS = 2**31 - 1
+_MAX_MS = 2**31 - 1
 _FINISH_REASONS = {code: reason for reason, code in _FINISH_CODES.items()}
 
 
@@ -65,7 +65,7 @@ def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
             len(turn.token_ids),
             len(turn.version_runs),
             _FINISH_CODES[turn.finish_reason],
-            min(round(1000 * turn.seconds), _MOST_MS),
+            min(round(1000 * turn.seconds), _MAX_MS),
             0 if turn.routed_experts is None else len(turn.routed_experts),
         )
         for turn in turns

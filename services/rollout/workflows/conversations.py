@@ -15,7 +15,7 @@ Conversation = tuple[Turn, ...]
 """Turns; the first one is the prompt if the agent or the environment wrote it."""
 
 # Max recorded conversations to keep that this attempt has not started: an agent may never repeat a request.
-_MOST_UNREACHED = 64
+_MAX_UNREACHED = 64
 
 
 def with_turn(
@@ -52,7 +52,7 @@ def merged(reached: Sequence[Conversation], recorded: Sequence[Conversation]) ->
             found[begun[0]] = old
         else:
             unreached.append(old)
-    return [*found, *unreached[-_MOST_UNREACHED:]]
+    return [*found, *unreached[-_MAX_UNREACHED:]]
 
 
 def flattened(conversations: Iterable[Conversation]) -> tuple[Turn, ...]:

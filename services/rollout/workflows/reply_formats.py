@@ -58,7 +58,7 @@ class ParsedReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a model family writes tool calls."""
+    """Format in which a model family writes tool calls."""
 
     find: Callable[[str, Tools], Iterator[ParsedCall]]
     """Yields the calls of a text in order."""
@@ -155,7 +155,7 @@ def reply_format(tokenizer: Tokenizer, name: str = "auto") -> ReplyFormat:
     """Returns the format of a model's replies.
 
     Args:
-        tokenizer: The model's. Its chat template tells the formats of calls and of reasoning.
+        tokenizer: The model's. Its chat template determines the formats of calls and of reasoning.
         name: Name of the tool format, or ``auto``, which is ``hermes`` if the template shows none.
 
     Raises:

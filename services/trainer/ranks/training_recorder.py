@@ -36,7 +36,7 @@ class TrainingRecorder:
         """Selects the recorded samples of the next batch."""
         prompts = self._spec.trainer.prompts_per_step
         kept = {
-            group: self._spec.samples.keeps_group(group, prompts_per_step=prompts)
+            group: self._spec.samples.records_group(group, prompts_per_step=prompts)
             for group in set(map(group_of, meta.keys))
         }
         self._keys = {row: key for row, key in enumerate(meta.keys) if kept[group_of(key)]}
@@ -74,10 +74,10 @@ class TrainingRecorder:
         rows = [_joined(sequences) for sequences in taken.values()]
         records = [{"step": step, **_facts(row, weight_version)} for row in rows]
         self._store_records(
-            partition_id(run_of(partition), "kept"),
+            partition_id(run_of(partition), "records"),
             [f"{key}/trained" for key in taken],
             {
-                "trained_record": [_as_bytes(record) for record in records],
+                "training_record": [_as_bytes(record) for record in records],
                 "advantages": [row["advantages"].float() for row in rows],
                 "trained_logprobs": [row["trained_logprobs"] for row in rows],
                 "loss_mask": [row["loss_mask"] for row in rows],

@@ -133,7 +133,7 @@ def _once(text: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def first_place(place: int) -> tuple[int, ...]:
+def single_put(place: int) -> tuple[int, ...]:
     """Returns the places of a row with one put; cached, as most rows share a few tuples."""
     return (place,)
 

@@ -97,7 +97,7 @@ class Index:
 
     def cancel(self, partition_id: str, size_bytes: int) -> None:
         """Reverts a charge of ``reserve``."""
-        self._quotas.give_back(run_of(partition_id), size_bytes)
+        self._quotas.credit(run_of(partition_id), size_bytes)
 
     async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
         """Makes a put visible, whose bytes are stored and charged; a repeated call changes nothing.
@@ -153,7 +153,7 @@ class Index:
             elif partition.revision <= revision:
                 await self._waiters.wait(partition_id, timeout_s=None)
 
-    def lose_shard(self, shard_id: str) -> None:
+    def remove_shard(self, shard_id: str) -> None:
         """Deletes the samples that had a value on a dead shard; records the unacknowledged ones as lost."""
         for name, partition in self._partitions.items():
             rows = partition.rows_on(shard_id)
@@ -168,7 +168,7 @@ class Index:
         """Returns all losses of a partition."""
         return self._losses[partition_id]
 
-    async def watch_losses(self, partition_id: str) -> AsyncIterator[LostSamples]:
+    async def watch_lost_samples(self, partition_id: str) -> AsyncIterator[LostSamples]:
         """Streams all losses of a partition, the earlier ones first."""
         num_seen = 0
         while True:
@@ -217,7 +217,7 @@ class Index:
         unused = partition.remove(rows)
         self.leasing.forget(partition.partition_id, rows)
         if unused:
-            self._quotas.give_back(
+            self._quotas.credit(
                 run_of(partition.partition_id), sum(blob.size_bytes for blob in unused)
             )
             self._free(unused)

@@ -103,7 +103,7 @@ class Consumer:
     def expire(self, now: float) -> None:
         """Returns the rows of expired leases to the queue."""
         for lease in [lease for lease in self.leases.values() if lease.deadline <= now]:
-            self._give_back(lease)
+            self._requeue(lease)
 
     def take(self, sampler: Sampler, *, num_rows: int) -> tuple[Row, ...]:
         """Removes ``num_rows`` rows from the queue; returns none if the sampler cannot choose enough."""
@@ -141,7 +141,7 @@ class Consumer:
             scanned.append(row)
             yield str(row.tag("group_id") or "")
 
-    def _give_back(self, lease: Lease) -> None:
+    def _requeue(self, lease: Lease) -> None:
         del self.leases[lease.lease_id]
         self._queue.extendleft(reversed(lease.rows))
 

@@ -13,8 +13,8 @@ from services.transferqueue.index.columns import (
     Layout,
     Row,
     Values,
-    first_place,
     layout_of,
+    single_put,
 )
 from services.transferqueue.index.schema import Schema
 from services.wire.batch import MISSING, BlobRef, FieldColumn, KVBatchMeta, TagValues
@@ -136,11 +136,11 @@ class Partition:
         found = list(map(self.rows.get, meta.keys))
         known = [(row, place) for place, row in enumerate(found) if row is not None]
         self._schema.check(meta, [row for row, _ in known])
-        self._schema.learn(meta)
+        self._schema.add_types(meta)
         self.stored_bytes += sum(blob.size_bytes for blob in meta.blobs)
         alone = self._open_part(layout_of(meta))
         first = alone[0].append(meta)
-        places = map(first_place, range(first, first + meta.num_keys))
+        places = map(single_put, range(first, first + meta.num_keys))
         new = [
             Row(key, alone, place)
             for key, row, place in zip(meta.keys, found, places, strict=True)

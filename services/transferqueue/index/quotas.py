@@ -63,7 +63,7 @@ class Quotas:
                 )
             await self._waiters.wait(run, timeout_s=rest_s)
 
-    def give_back(self, run: str, size_bytes: int) -> None:
+    def credit(self, run: str, size_bytes: int) -> None:
         """Credits a run and wakes its waiting puts."""
         self._used[run] -= size_bytes
         self._waiters.wake(run)

@@ -46,7 +46,7 @@ class Schema:
                 )
         self._check_tags(meta, has_new_keys=len(known) < len(meta.keys))
 
-    def learn(self, meta: KVBatchMeta) -> None:
+    def add_types(self, meta: KVBatchMeta) -> None:
         """Adds the types of a checked put."""
         for column in meta.fields:
             self.kinds[column.name] = _kind(column)

@@ -1,4 +1,4 @@
-"""Moves samples from the partitions ``kept`` of runs into files, out of the queue's memory."""
+"""Moves samples from the partitions ``records`` of runs into files, out of the queue's memory."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from services.common.errors import ServiceError
-from services.common.fields import KEPT_RECORDS, partition_id
+from services.common.fields import RECORD_FIELDS, partition_id
 from services.common.task_group import TaskGroup
 from services.transferqueue import metrics
 from services.transferqueue.index.index import Index
@@ -20,7 +20,7 @@ from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.blobs import BlobClient
 from services.wire.batch import MISSING, KVBatchMeta
 from services.wire.data.encoding import codec
-from services.wire.transferqueue.types import KeptSampleQuery
+from services.wire.transferqueue.types import SampleRecordQuery
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class _Run:
     following: asyncio.Task[None] | None = None
 
 
-class Keeper:
+class SampleRecordKeeper:
     """Records the samples of all runs.
 
     Args:
@@ -69,7 +69,7 @@ class Keeper:
         await self._tasks.__aexit__(*error)
 
     async def keep(self, run_id: str, *, max_bytes: int, max_steps: int) -> None:
-        """Creates the partition ``kept`` of a run and starts to record its samples.
+        """Creates the partition ``records`` of a run and starts to record its samples.
 
         Raises:
             InvalidArgumentError: If ``run_id`` cannot be a file name.
@@ -80,7 +80,7 @@ class Keeper:
             self._runs[run_id].max_bytes, self._runs[run_id].max_steps = max_bytes, max_steps
             return
         run = self._runs[run_id] = _Run(max_bytes, max_steps)
-        await asyncio.to_thread(self._make_room, max_bytes, frozenset(self._runs))
+        await asyncio.to_thread(self._delete_ended_runs, max_bytes, frozenset(self._runs))
         run.following = self._tasks.create_task(self._follow(run_id), name=f"keep {run_id}")
 
     async def end(self, run_id: str) -> None:
@@ -101,14 +101,14 @@ class Keeper:
                 return
             try:
                 async with BlobClient.connect(self._shards) as blobs:
-                    told = await _told(pending, blobs)
+                    records = await _read_records(pending, blobs)
                 await asyncio.to_thread(
                     self._store(run_id).write,
-                    told,
+                    records,
                     max_bytes=run.max_bytes,
                     max_steps=run.max_steps,
                 )
-                metrics.SAMPLE_RECORDS.inc(sum(each.is_made for each in told))
+                metrics.SAMPLE_RECORDS.inc(sum(each.is_from_rollout for each in records))
             except (ServiceError, OSError, sqlite3.Error, ValueError, LookupError) as error:
                 metrics.SAMPLE_RECORDS_FAILED.inc(pending.num_keys)
                 logger.warning(
@@ -118,7 +118,7 @@ class Keeper:
             # Also on failure: training must not wait for their space.
             self._index.release(pending.partition_id, pending.keys)
 
-    async def read(self, run_id: str, query: KeptSampleQuery) -> AsyncIterator[bytes]:
+    async def read(self, run_id: str, query: SampleRecordQuery) -> AsyncIterator[bytes]:
         """Streams sample records as JSON lines, in chunks.
 
         Raises:
@@ -141,7 +141,7 @@ class Keeper:
             await asyncio.sleep(_GATHER_S)
             await self.settle(run_id)
 
-    def _make_room(self, wanted_bytes: int, kept: Collection[str]) -> None:
+    def _delete_ended_runs(self, wanted_bytes: int, kept: Collection[str]) -> None:
         """Deletes files of ended runs, the oldest first, until ``wanted_bytes`` more fit."""
         stores = [path for path in self._folder.glob("*.db") if path.stem not in kept]
         sizes = {path: path.stat().st_size for path in stores}
@@ -160,13 +160,13 @@ class Keeper:
 
 
 def _partition(run_id: str) -> str:
-    return partition_id(run_id, "kept")
+    return partition_id(run_id, "records")
 
 
-async def _told(meta: KVBatchMeta, blobs: BlobClient) -> list[SampleRecord]:
+async def _read_records(meta: KVBatchMeta, blobs: BlobClient) -> list[SampleRecord]:
     """Reads new sample records from the shards."""
     whole = [await blobs.read(blob, [(0, blob.size_bytes)]) for blob in meta.blobs]
-    told: list[SampleRecord] = []
+    records: list[SampleRecord] = []
     for row, key in enumerate(meta.keys):
         columns: dict[str, bytes] = {}
         for column in meta.fields:
@@ -176,10 +176,10 @@ async def _told(meta: KVBatchMeta, blobs: BlobClient) -> list[SampleRecord]:
                 columns[column.name] = whole[number][
                     begin : begin + column.lengths[row] * row_bytes
                 ]
-        record = next(columns.pop(name) for name in KEPT_RECORDS if name in columns)
-        told.append(
+        record = next(columns.pop(name) for name in RECORD_FIELDS if name in columns)
+        records.append(
             SampleRecord(
                 sample_id=key.partition("/")[0], record=json.loads(record), columns=columns
             )
         )
-    return told
+    return records

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import InvalidArgumentError, NotFoundError
-from services.wire.transferqueue.types import KeptSampleQuery
+from services.wire.transferqueue.types import SampleRecordQuery
 
 _DIGITS = 5
 # Avoids overflow; a larger ratio means nothing.
@@ -126,7 +126,7 @@ class SampleRecord:
     """Token columns by field."""
 
     @property
-    def is_made(self) -> bool:
+    def is_from_rollout(self) -> bool:
         """True if the record is from the rollout, which generated the sample."""
         return "response_ids" in self.columns
 
@@ -141,21 +141,21 @@ class SampleStore:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def write(self, told: Sequence[SampleRecord], *, max_bytes: int, max_steps: int) -> None:
+    def write(self, records: Sequence[SampleRecord], *, max_bytes: int, max_steps: int) -> None:
         """Writes new records and deletes the oldest samples beyond the limits.
 
         Args:
-            told: The new records.
+            records: The new records.
             max_bytes: Max. bytes of all samples.
             max_steps: Number of newest steps whose samples stay; 0 for all.
         """
         with _opened(self._path, is_new=True) as database:
-            for each in told:
-                (_insert_made if each.is_made else _insert_trained)(database, each)
+            for each in records:
+                (_insert_made if each.is_from_rollout else _insert_trained)(database, each)
             _prune(database, max_bytes=max_bytes, max_steps=max_steps)
 
     def read(
-        self, query: KeptSampleQuery, behind: Position | None = None
+        self, query: SampleRecordQuery, behind: Position | None = None
     ) -> tuple[list[bytes], Position | None]:
         """Reads a batch of samples as JSON lines.
 
@@ -179,7 +179,7 @@ class SampleStore:
         lines = [_line(query, row) for row in rows]
         return lines, (rows[-1]["rank"], rows[-1]["seq"]) if len(rows) == limit else None
 
-    def lines(self, query: KeptSampleQuery) -> Iterator[list[bytes]]:
+    def lines(self, query: SampleRecordQuery) -> Iterator[list[bytes]]:
         """Yields all lines of a query, in batches."""
         behind: Position | None = None
         left = query.limit
@@ -222,20 +222,20 @@ def _opened(path: Path, *, is_new: bool = False) -> Iterator[sqlite3.Connection]
             yield database
 
 
-def _insert_made(database: sqlite3.Connection, told: SampleRecord) -> None:
-    record = dict(told.record)
+def _insert_made(database: sqlite3.Connection, sample: SampleRecord) -> None:
+    record = dict(sample.record)
     facts, prompt, response = record.pop("facts"), record.pop("prompt"), record.pop("response")
     more = json.dumps(record)
-    columns = [told.columns[name] for name in _MADE]
+    columns = [sample.columns[name] for name in _MADE]
     size = sum(map(len, (prompt, response, more, *columns))) + _FACTS_BYTES
     trained = database.execute(
-        "SELECT step FROM training WHERE id = ?", (told.sample_id,)
+        "SELECT step FROM training WHERE id = ?", (sample.sample_id,)
     ).fetchone()
     database.execute(
         "INSERT OR REPLACE INTO samples (id, size, split, group_id, row, step, oldest_version,"
         " newest_version, reward, finish_reason, facts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            told.sample_id,
+            sample.sample_id,
             size,
             facts["split"],
             facts["group_id"],
@@ -250,19 +250,19 @@ def _insert_made(database: sqlite3.Connection, told: SampleRecord) -> None:
     )
     database.execute(
         "INSERT OR REPLACE INTO contents VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (told.sample_id, prompt, response, more, *columns),
+        (sample.sample_id, prompt, response, more, *columns),
     )
 
 
-def _insert_trained(database: sqlite3.Connection, told: SampleRecord) -> None:
-    step, columns = told.record["step"], [told.columns[name] for name in _TRAINED]
+def _insert_trained(database: sqlite3.Connection, sample: SampleRecord) -> None:
+    step, columns = sample.record["step"], [sample.columns[name] for name in _TRAINED]
     database.execute(
         "INSERT OR REPLACE INTO training VALUES (?, ?, ?, ?, ?, ?)",
-        (told.sample_id, step, json.dumps(told.record), *columns),
+        (sample.sample_id, step, json.dumps(sample.record), *columns),
     )
     database.execute(
         "UPDATE samples SET step = ?, size = size + ? WHERE id = ?",
-        (step, sum(map(len, columns)), told.sample_id),
+        (step, sum(map(len, columns)), sample.sample_id),
     )
 
 
@@ -303,7 +303,7 @@ _WHERE = {
 
 
 def _select(
-    query: KeptSampleQuery, behind: Position | None, limit: int
+    query: SampleRecordQuery, behind: Position | None, limit: int
 ) -> tuple[str, dict[str, Any]]:
     """Returns the SQL statement for the next samples, and its parameters."""
     values = {name: getattr(query, name) for name in _WHERE}
@@ -333,7 +333,7 @@ def _select(
     }
 
 
-def _position(database: sqlite3.Connection, query: KeptSampleQuery) -> Position:
+def _position(database: sqlite3.Connection, query: SampleRecordQuery) -> Position:
     rank = _RANKS[query.order_by]
     found = database.execute(
         f"SELECT {rank} AS rank, seq FROM samples WHERE id = ?", (query.after,)
@@ -346,7 +346,7 @@ def _position(database: sqlite3.Connection, query: KeptSampleQuery) -> Position:
     return found["rank"], found["seq"]
 
 
-def _line(query: KeptSampleQuery, row: sqlite3.Row) -> bytes:
+def _line(query: SampleRecordQuery, row: sqlite3.Row) -> bytes:
     """Formats a sample as a JSON line: the rollout's facts, then the trainer's."""
     shown = {"id": row["id"], **json.loads(row["facts"]), **json.loads(row["trained"] or "{}")}
     shown |= {"prompt": row["prompt"], "response": row["response"]}

@@ -74,7 +74,7 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
         """Makes a put visible."""
         meta = KVBatchMeta.from_proto(request.batch)
         # Otherwise the samples of a shard that was given up would never be reported as lost.
-        self._shards.demand_alive(request.shard_id, request.instance_id)
+        self._shards.check_registered(request.shard_id, request.instance_id)
         revision = await self._index.commit(meta, put_id=request.put_id)
         size = sum(blob.size_bytes for blob in meta.blobs)
         self._charge(request, meta.partition_id, -size)

@@ -64,7 +64,7 @@ class Shards:
     def register(self, shard: Shard, *, capacity_bytes: int) -> None:
         """Adds the shard of another process. The data of its earlier lifetime is lost."""
         if shard.shard_id in self._members:
-            self._lose(shard.shard_id)
+            self._remove_member(shard.shard_id)
         member = _Member(
             shard, capacity_bytes, lambda: member.reported_bytes, lambda blob_ids: None
         )
@@ -95,14 +95,14 @@ class Shards:
         Raises:
             NotFoundError: If the shard was given up.
         """
-        member = self.demand_alive(shard_id, instance_id)
+        member = self.check_registered(shard_id, instance_id)
         self._rewind(member)
         member.reported_bytes = stored_bytes
         del member.doomed[: num_deleted - member.num_deleted]
         member.num_deleted = num_deleted
         if not member.doomed:
             await self._waiters.wait(shard_id, timeout_s=HEARTBEAT_S)
-            self.demand_alive(shard_id, instance_id)
+            self.check_registered(shard_id, instance_id)
         return tuple(member.doomed)
 
     def charge(
@@ -113,7 +113,7 @@ class Shards:
         Raises:
             NotFoundError: If the shard was given up: its charges are already reverted.
         """
-        self.demand_alive(shard_id, instance_id).charges[partition_id] += size_bytes
+        self.check_registered(shard_id, instance_id).charges[partition_id] += size_bytes
 
     async def connect(
         self, public_key: str, run_id: str = ALL_RUNS
@@ -167,7 +167,7 @@ class Shards:
                 self._members[shard_id].free(blob_ids)
 
     @contextmanager
-    def keeping_blobs(self) -> Iterator[None]:
+    def defer_deletion(self) -> Iterator[None]:
         """Defers the deletion of blobs until the block ends."""
         self._num_keepers += 1
         try:
@@ -181,7 +181,7 @@ class Shards:
         metrics.SHARDS.set(len(self._members))
         self._waiters.wake(_CHANGED)
 
-    def demand_alive(self, shard_id: str, instance_id: str) -> _Member:
+    def check_registered(self, shard_id: str, instance_id: str) -> _Member:
         """Returns the shard if this lifetime of its process is registered.
 
         Raises:
@@ -200,14 +200,14 @@ class Shards:
         if member.timer is not None:
             member.timer.cancel()
         loop = asyncio.get_running_loop()
-        member.timer = loop.call_later(DEAD_AFTER_S, self._lose, member.shard.shard_id)
+        member.timer = loop.call_later(DEAD_AFTER_S, self._remove_member, member.shard.shard_id)
 
-    def _lose(self, shard_id: str) -> None:
+    def _remove_member(self, shard_id: str) -> None:
         member = self._members.pop(shard_id)
         if member.timer is not None:
             member.timer.cancel()
         for partition_id, size in member.charges.items():
             self._index.cancel(partition_id, size)
-        self._index.lose_shard(shard_id)
+        self._index.remove_shard(shard_id)
         self._waiters.wake(shard_id)
         self._tell_clients()

@@ -55,7 +55,7 @@ class BlobClient:
                 request = codec.Read((blob.blob_id, begin, step), in_arena=False)
                 answer, frames = await connection.ask(request, timeout_s=_TIMEOUT_S)
                 data = b"".join(frames)
-                connection.let_go(answer)
+                connection.release_pin(answer)
                 if not isinstance(answer, codec.Data) or codec.checksum(data) != answer.checksum:
                     raise DataLossError(f"blob {blob.blob_id} on {blob.shard_id} is corrupted")
                 parts.append(data)
@@ -70,12 +70,12 @@ class BlobClient:
         grant, _ = await connection.ask(reserve, timeout_s=_TIMEOUT_S)
         if not isinstance(grant, codec.Granted):
             raise InternalError(f"expected Granted, the shard sent {type(grant).__name__}")
-        connection.tell(codec.Describe(put_id, meta.to_bytes()))
+        connection.send_request(codec.Describe(put_id, meta.to_bytes()))
         for blob_id, data in zip(grant.blob_ids, payload, strict=True):
             view = memoryview(data)
             for begin in range(0, len(data), codec.FRAME_BYTES):
                 frame = view[begin : begin + codec.FRAME_BYTES]
-                connection.tell(codec.Write(blob_id, begin), [frame])
+                connection.send_request(codec.Write(blob_id, begin), [frame])
         commit = codec.Commit(put_id, tuple(blob.checksum for blob in meta.blobs))
         await connection.ask(commit, timeout_s=_TIMEOUT_S)
 

@@ -86,7 +86,7 @@ class RecordReader:
         with path.open("rb") as file:
             reader = cls(file, path.name)
             if file.read(len(_MAGIC)) != _MAGIC:
-                raise reader.damage()
+                raise reader.corruption_error()
             yield reader
 
     async def read(self) -> list[object]:
@@ -97,7 +97,7 @@ class RecordReader:
         """
         record = msgpack.unpackb(await self._next())
         if not isinstance(record, list) or not record:
-            raise self.damage()
+            raise self.corruption_error()
         return record
 
     async def read_bytes(self, size_bytes: int) -> bytes:
@@ -108,10 +108,10 @@ class RecordReader:
         """
         data = await self._next()
         if len(data) != size_bytes:
-            raise self.damage()
+            raise self.corruption_error()
         return data
 
-    def damage(self) -> DataLossError:
+    def corruption_error(self) -> DataLossError:
         """Returns the error for a damaged file."""
         return DataLossError(
             f"{self._name} is corrupted or truncated near byte {self._file.tell()}; "
@@ -122,13 +122,13 @@ class RecordReader:
     async def _next(self) -> bytes:
         prefix = self._file.read(_PREFIX.size)
         if len(prefix) != _PREFIX.size:
-            raise self.damage()
+            raise self.corruption_error()
         size, checksum = _PREFIX.unpack(prefix)
         if size > _MAX_RECORD_BYTES:
-            raise self.damage()
+            raise self.corruption_error()
         data = await asyncio.to_thread(self._file.read, size)
         if len(data) != size or codec.checksum(data) != checksum:
-            raise self.damage()
+            raise self.corruption_error()
         return data
 
 
@@ -158,7 +158,7 @@ class Snapshots:
         path = self._path(run_id, snapshot_id)
         await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
         num_keys = 0
-        with self._shards.keeping_blobs():
+        with self._shards.defer_deletion():
             images = self._index.export(run_id)
             async with BlobClient.connect(self._shards) as blobs, RecordWriter.open(path) as writer:
                 for image in images:

@@ -55,7 +55,7 @@ class BlobStore(Protocol):
     def reserve(self, sizes: Sequence[int]) -> Grant | None:
         """Reserves space for the blobs of a put; returns None if there is none now."""
 
-    async def make_room(self, size_bytes: int) -> bool:
+    async def spill(self, size_bytes: int) -> bool:
         """Moves blobs out of memory; returns whether any could be moved."""
 
     def write(self, blob_id: int, offset: int, data: memoryview) -> None:
@@ -137,7 +137,7 @@ class Storage:
             self._blobs[blob_id] = _Blob(self._arena, start, size)
         return Grant(blob_ids, tuple(starts))
 
-    async def make_room(self, size_bytes: int) -> bool:
+    async def spill(self, size_bytes: int) -> bool:
         """Moves the oldest blobs without readers to disk until about ``size_bytes`` are free.
 
         Returns:

@@ -36,7 +36,7 @@ from services.transferqueue import metrics
 from services.transferqueue.concurrency import Waiters
 from services.transferqueue.storage import admission
 from services.transferqueue.storage.blobs import BlobStore, Grant
-from services.transferqueue.storage.ownership import Ownership, demand_run
+from services.transferqueue.storage.ownership import Ownership, check_run
 from services.wire.batch import KVBatchMeta
 from services.wire.data.channels.arena_socket import serve_arena
 from services.wire.data.channels.local_channel import LocalChannel
@@ -91,7 +91,7 @@ class Writer:
         self._owners = Ownership()
         metrics.CAPACITY_BYTES.set(storage.capacity_bytes)
 
-    def demand_own(self, run_id: str, request: codec.Request) -> None:
+    def check_ownership(self, run_id: str, request: codec.Request) -> None:
         """Checks that a worker's request concerns data of its run.
 
         Raises:
@@ -99,14 +99,14 @@ class Writer:
         """
         match request:
             case codec.Reserve() | codec.Store():
-                demand_run(run_id, run_of(request.partition_id))
+                check_run(run_id, run_of(request.partition_id))
             case codec.Describe() | codec.Commit() | codec.Abort():
                 if (put := self._open.get(request.put_id)) is not None:
-                    demand_run(run_id, run_of(put.partition_id))
+                    check_run(run_id, run_of(put.partition_id))
             case codec.Write():
-                self._owners.demand(run_id, (request.blob_id,))
+                self._owners.check_owner(run_id, (request.blob_id,))
             case codec.Read():
-                self._owners.demand(run_id, request.ranges[::3])
+                self._owners.check_owner(run_id, request.ranges[::3])
 
     async def reserve(self, request: codec.Reserve) -> codec.Granted:
         """Reserves space for a put; waits until there is enough.
@@ -260,7 +260,7 @@ class Writer:
             grant = self._storage.reserve(request.sizes)
             if grant is not None:
                 return grant
-            if await self._storage.make_room(sum(request.sizes)):
+            if await self._storage.spill(sum(request.sizes)):
                 continue
             rest_s = deadline - time.monotonic()
             if rest_s <= 0:
@@ -391,7 +391,7 @@ class DataPlane:
         try:
             message, request_id = codec.decode(frames[0] if frames else b"")
             if run_id is not None and isinstance(message, codec.Request):
-                self._puts.demand_own(run_id, message)
+                self._puts.check_ownership(run_id, message)
             self._dispatch(reply, request_id, message, frames[1:])
         except ValueError as error:
             _refuse(reply, request_id, InvalidArgumentError(str(error)))

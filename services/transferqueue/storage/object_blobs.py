@@ -130,7 +130,7 @@ class ObjectStorage:
         await self._run(self._store.read, keyed, data)
         return [data]
 
-    async def make_room(self, size_bytes: int) -> bool:
+    async def spill(self, size_bytes: int) -> bool:
         """Returns False: the store cannot spill blobs."""
         return False
 

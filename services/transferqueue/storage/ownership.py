@@ -20,17 +20,17 @@ class Ownership:
         for blob_id in blob_ids:
             self._runs.pop(blob_id, None)
 
-    def demand(self, run_id: str, blob_ids: Iterable[int]) -> None:
+    def check_owner(self, run_id: str, blob_ids: Iterable[int]) -> None:
         """Checks that blobs belong to a run; deleted blobs have no owner and pass.
 
         Raises:
             PermissionDeniedError: If one belongs to another run.
         """
         for blob_id in blob_ids:
-            demand_run(run_id, self._runs.get(blob_id, run_id))
+            check_run(run_id, self._runs.get(blob_id, run_id))
 
 
-def demand_run(run_id: str, owner: str) -> None:
+def check_run(run_id: str, owner: str) -> None:
     """Checks that the data a worker requests belongs to its run.
 
     Raises:

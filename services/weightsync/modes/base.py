@@ -31,7 +31,7 @@ class Receiver(Protocol):
 
     plan: WeightPlan
     held_version: int
-    """Version whose bytes this receiver holds beside the live weights; -1 for none."""
+    """Version whose bytes this receiver has in addition to the live weights; -1 for none."""
 
     async def prepare(self) -> None:
         """Prepares to receive."""
@@ -47,7 +47,7 @@ class Receiver(Protocol):
 
 
 @runtime_checkable
-class Lender(Receiver, Protocol):
+class PeerSender(Receiver, Protocol):
     """Receiver that keeps the received bytes and can send them to joining rollouts."""
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:

@@ -12,7 +12,7 @@ from services.weightsync.arena import WeightArena
 from services.weightsync.endpoints import WeightSink, WeightSource
 from services.weightsync.group import WeightGroup
 from services.weightsync.modes.base import pack_weights
-from services.weightsync.modes.shadow import DividedReceiver
+from services.weightsync.modes.shadow import MultiSourceReceiver
 from services.weightsync.modes.staged import Slots, send_staged
 from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import TransferOrder, Transferred
@@ -42,7 +42,7 @@ class HostSender:
         return send_staged(group, self._arena, self._slots, order)
 
 
-class HostReceiver(DividedReceiver):
+class HostReceiver(MultiSourceReceiver):
     """Receives through two pinned buffers per source into the shadow."""
 
     def __init__(self, plan: WeightPlan, devices: Sequence[torch.device], sink: WeightSink) -> None:

@@ -59,7 +59,7 @@ class DeltaSender:
             raise TransferError(f"version {order.version} is not prepared here; prepare it first")
         if order.base_version not in (-1, self.held_version):
             raise TransferError(
-                f"expected a delta to version {self.held_version}, got a request for a delta to "
+                f"expected a request for a delta from version {self.held_version}, got one from "
                 f"{order.base_version}"
             )
         if order.base_version < 0:

@@ -52,12 +52,12 @@ class ShadowSender:
 def shadow_receiver(
     plan: WeightPlan, devices: Sequence[torch.device], sink: WeightSink
 ) -> Receiver:
-    """Chooses a receiver: ``ShadowReceiver`` for one source and one device, otherwise ``DividedReceiver``."""
+    """Chooses a receiver: ``ShadowReceiver`` for one source and one device, else ``MultiSourceReceiver``."""
     is_divided = len(plan.sources) > 1 or len(devices) > 1
-    return (DividedReceiver if is_divided else ShadowReceiver)(plan, devices, sink)
+    return (MultiSourceReceiver if is_divided else ShadowReceiver)(plan, devices, sink)
 
 
-class DividedReceiver:
+class MultiSourceReceiver:
     """Receives rows from several sources directly into the whole tensors of one shadow.
 
     A source's bucket holds rows of many tensors, so buckets pass through two slots per source. If
@@ -119,7 +119,7 @@ class ShadowReceiver:
         """Receives into the shadow."""
         if order.base_version not in (-1, self.held_version):
             raise TransferError(
-                f"expected a delta to version {self.held_version}, got one to {order.base_version}"
+                f"expected a delta from version {self.held_version}, got one from {order.base_version}"
             )
         # Until it is verified, the shadow holds no version.
         self.held_version = -1
@@ -152,7 +152,7 @@ class ShadowReceiver:
     def _tensors(self) -> Mapping[str, Tensor]:
         """Returns the shadow's tensors; joins divided ones concurrently with decoding."""
         with on_device(self._shadow.device), torch.cuda.stream(self._stream):
-            tensors = self._shadow.put_together()
+            tensors = self._shadow.whole_tensors()
             if self._stream is not None:
                 self._stream.synchronize()
         return tensors

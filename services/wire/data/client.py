@@ -17,7 +17,7 @@ from services.common.fields import group_of
 from services.common.ids import new_id
 from services.common.task_group import together
 from services.wire.batch import BlobRef, KVBatchMeta, as_tag
-from services.wire.data.concurrency import meanwhile
+from services.wire.data.concurrency import run_while_waiting
 from services.wire.data.encoding import codec
 from services.wire.data.encoding.packing import (
     PackedColumn,
@@ -183,11 +183,11 @@ class DataClient:
         try:
             timeout_s = self._put_timeout_s + TIMEOUT_S
             asking = link.connection.ask(reserve, timeout_s=timeout_s)
-            answer, (description, write) = await meanwhile(
+            answer, (description, write) = await run_while_waiting(
                 asking, lambda: (meta.to_bytes(), link.transport.prepare(columns))
             )
             grant = _expect(codec.Granted, answer)
-            link.connection.tell(codec.Describe(put_id, description))
+            link.connection.send_request(codec.Describe(put_id, description))
             checksums = await write(grant)
             commit = codec.Commit(put_id, tuple(checksums))
             answer = await link.connection.ask(commit, timeout_s=_COMMIT_TIMEOUT_S)
@@ -207,7 +207,7 @@ class DataClient:
         sizes = tuple(column.size_bytes for column in columns)
         parts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         checksums = tuple(
-            [column.lay_into(part) for column, part in zip(columns, parts, strict=True)]
+            [column.copy_into(part) for column, part in zip(columns, parts, strict=True)]
         )
         store = codec.Store(
             put_id, meta.partition_id, sizes, self._put_timeout_s, meta.to_bytes(), checksums

@@ -54,7 +54,7 @@ def _map(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     return [results[number] for number in range(len(items))]
 
 
-async def meanwhile(work: Coroutine[Any, Any, T], other: Callable[[], R]) -> tuple[T, R]:
+async def run_while_waiting(work: Coroutine[Any, Any, T], other: Callable[[], R]) -> tuple[T, R]:
     """Starts ``work`` and calls ``other`` as soon as ``work`` waits for something."""
     with unwrapped():
         async with TaskGroup() as tasks:

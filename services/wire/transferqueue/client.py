@@ -13,9 +13,9 @@ from services.wire.batch import KVBatchMeta
 from services.wire.transferqueue.registry_client import shard_from_proto
 from services.wire.transferqueue.types import (
     AcquireRequest,
-    KeptSampleQuery,
     LostSamples,
     PartitionStats,
+    SampleRecordQuery,
     Shard,
     ShardStats,
     Stats,
@@ -38,7 +38,7 @@ class TransferQueueClient:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = pb_grpc.TransferQueueServiceStub(channel)
-        self._kept = pb_grpc.KeptSampleServiceStub(channel)
+        self._kept = pb_grpc.SampleRecordServiceStub(channel)
 
     @classmethod
     @asynccontextmanager
@@ -108,7 +108,7 @@ class TransferQueueClient:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, "WatchBatches") from error
 
-    async def watch_losses(self, partition_id: str) -> AsyncIterator[LostSamples]:
+    async def watch_lost_samples(self, partition_id: str) -> AsyncIterator[LostSamples]:
         """Streams samples that are lost with a shard before they were acknowledged.
 
         The stream begins with all earlier losses of the partition.
@@ -117,12 +117,12 @@ class TransferQueueClient:
             NotFoundError: If the partition does not exist or is dropped.
             UnavailableError: If the connection breaks.
         """
-        request = pb.WatchLossesRequest(partition_id=partition_id)
+        request = pb.WatchLostSamplesRequest(partition_id=partition_id)
         try:
-            async for response in self._stub.WatchLosses(request):
+            async for response in self._stub.WatchLostSamples(request):
                 yield LostSamples(keys=tuple(response.keys), shard_id=response.shard_id)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, "WatchLosses") from error
+            raise from_rpc_error(error, "WatchLostSamples") from error
 
     async def acquire(self, request: AcquireRequest) -> KVBatchMeta:
         """Leases samples; waits until there are enough.
@@ -212,18 +212,20 @@ class TransferQueueClient:
         response = await call(self._stub.RestoreSnapshot, request, timeout_s=_SNAPSHOT_TIMEOUT_S)
         return response.key_count
 
-    async def keep_samples(self, run_id: str, *, max_bytes: int, max_steps: int) -> None:
-        """Starts to record samples put into a run's partition ``kept``; a repeated call sets new limits.
+    async def record_samples(self, run_id: str, *, max_bytes: int, max_steps: int) -> None:
+        """Starts to record samples put into a run's partition ``records``; a repeated call sets new limits.
 
         Args:
             run_id: The run.
             max_bytes: Max. bytes of the run's sample records; the oldest are deleted first.
             max_steps: Number of newest steps whose samples stay; 0 for all.
         """
-        request = pb.KeepSamplesRequest(run_id=run_id, max_bytes=max_bytes, max_steps=max_steps)
-        await call(self._kept.KeepSamples, request, timeout_s=_TIMEOUT_S, idempotent=True)
+        request = pb.RecordSamplesRequest(run_id=run_id, max_bytes=max_bytes, max_steps=max_steps)
+        await call(self._kept.RecordSamples, request, timeout_s=_TIMEOUT_S, idempotent=True)
 
-    async def read_samples(self, run_id: str, query: KeptSampleQuery) -> AsyncIterator[bytes]:
+    async def read_sample_records(
+        self, run_id: str, query: SampleRecordQuery
+    ) -> AsyncIterator[bytes]:
         """Streams sample records as JSON lines, in chunks that may end within a line.
 
         Raises:
@@ -231,14 +233,14 @@ class TransferQueueClient:
             UnavailableError: If the connection breaks.
         """
         fields = {name: value for name, value in asdict(query).items() if value is not None}
-        request = pb.ReadSamplesRequest(run_id=run_id, **fields)
+        request = pb.ReadSampleRecordsRequest(run_id=run_id, **fields)
         try:
-            async for response in self._kept.ReadSamples(request, timeout=_READ_TIMEOUT_S):
+            async for response in self._kept.ReadSampleRecords(request, timeout=_READ_TIMEOUT_S):
                 yield response.lines
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, "ReadSamples") from error
+            raise from_rpc_error(error, "ReadSampleRecords") from error
 
-    async def forget_samples(self, run_id: str) -> None:
+    async def delete_sample_records(self, run_id: str) -> None:
         """Deletes the sample records of a run."""
-        request = pb.ForgetSamplesRequest(run_id=run_id)
-        await call(self._kept.ForgetSamples, request, timeout_s=_TIMEOUT_S, idempotent=True)
+        request = pb.DeleteSampleRecordsRequest(run_id=run_id)
+        await call(self._kept.DeleteSampleRecords, request, timeout_s=_TIMEOUT_S, idempotent=True)

@@ -110,7 +110,7 @@ class PartitionImage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptSampleQuery:
+class SampleRecordQuery:
     """Selects the sample records of a run and the parts of them to read."""
 
     split: str = ""

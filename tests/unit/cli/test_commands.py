@@ -20,7 +20,7 @@ SUMMARIES = {name: summary for panel in _COMMANDS.values() for name, (_, summary
 
 
 @pytest.mark.parametrize("name", SUMMARIES)
-def test_the_list_of_commands_says_of_each_what_it_says_of_itself(name):
+def test_the_command_list_matches_each_commands_help(name):
     assert inspect.getdoc(load(name).callback).splitlines()[0] == SUMMARIES[name]
 
 
@@ -90,7 +90,7 @@ def test_a_first_specification_fits_the_gpu_of_this_machine(tmp_path, monkeypatc
     assert document["trainer"].keys() > yaml.safe_load(file.read_text())["trainer"].keys()
 
 
-def test_who_reads_no_more_ends_the_command_quietly():
+def test_a_closed_pipe_ends_the_command_quietly():
     command = f"{sys.executable} -m services.cli.main --help | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stderr == ""

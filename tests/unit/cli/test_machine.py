@@ -1,4 +1,4 @@
-"""What this machine has for a run is told before the start."""
+"""The requirements of a run are compared with this machine before the start."""
 
 import json
 import sys
@@ -11,14 +11,14 @@ from transformers import Qwen2Config
 from services.cli import machine
 from services.cli.machine import (
     bfloat16_slowdown,
-    lacks,
     machine_defaults,
     memory_problems,
     shared_gpus,
     slow_settings,
+    unmet_requirements,
 )
 from services.cli.preflight import read_checked
-from services.common.runspec.run import RunSpec, default_places
+from services.common.runspec.run import RunSpec, default_slots
 from tests.helpers.specs import spec_with
 
 
@@ -44,7 +44,7 @@ def test_a_mixed_run_needs_gpus_for_its_own_rollouts(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setenv("CC", sys.executable)
-    found = " ".join(lacks(spec(placement="mixed")))
+    found = " ".join(unmet_requirements(spec(placement="mixed")))
     assert ("topology.placement" in found) is not is_enough
 
 
@@ -52,7 +52,7 @@ def test_a_mixed_run_needs_gpus_for_its_own_rollouts(
     ("gpus", "given", "replicas"),
     [("0", {}, 1), ("0,1", {}, 1), ("0,1,2", {}, 2), ("", {}, 2), ("0", {"replicas": 2}, 2)],
 )
-def test_a_run_that_does_not_say_how_many_rollouts_has_no_more_than_there_are_gpus_for(
+def test_the_default_number_of_rollouts_fits_the_gpus(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     gpus: str,
@@ -72,7 +72,7 @@ def test_a_run_that_does_not_say_how_many_rollouts_has_no_more_than_there_are_gp
     assert found is not None
     assert found.rollout.replicas == replicas
     # What follows from it follows: one rollout has the places of both.
-    assert found.rollout.max_running_samples == default_places(
+    assert found.rollout.max_running_samples == default_slots(
         found, max_staleness=found.algorithm.max_staleness, replicas=replicas
     )
     assert any("rollout.replicas" in note for note in draft.notes) == (
@@ -83,18 +83,18 @@ def test_a_run_that_does_not_say_how_many_rollouts_has_no_more_than_there_are_gp
 def test_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    assert "no-such-compiler" in " ".join(lacks(spec()))
+    assert "no-such-compiler" in " ".join(unmet_requirements(spec()))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not list(lacks(spec()))
+    assert not list(unmet_requirements(spec()))
 
 
 def test_compiled_layers_on_a_cpu_need_another_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    (problem,) = lacks(spec_with(trainer={"compile": True}))
+    (problem,) = unmet_requirements(spec_with(trainer={"compile": True}))
     assert problem.startswith("trainer.compile is true")
     monkeypatch.setenv("CXX", sys.executable)
-    assert not list(lacks(spec_with(trainer={"compile": True})))
+    assert not list(unmet_requirements(spec_with(trainer={"compile": True})))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_the_dtype_that_is_not_given_follows_the_machine(
 
 
 @pytest.mark.parametrize(("host_gb", "is_refused"), [(10, True), (100, False)])
-def test_a_model_that_this_machine_cannot_hold_is_refused(
+def test_a_model_that_this_machine_cannot_hold_is_rejected(
     monkeypatch: pytest.MonkeyPatch, host_gb: int, is_refused: bool
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -164,7 +164,7 @@ def test_a_model_that_this_machine_cannot_hold_is_refused(
     assert [each.startswith("model.path") for each in problems] == [True] * is_refused
 
 
-def test_a_model_that_its_gpu_cannot_hold_is_refused(
+def test_a_model_that_its_gpu_cannot_hold_is_rejected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

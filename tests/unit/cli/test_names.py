@@ -1,4 +1,4 @@
-"""Runs are found by name and by as much of their id as tells them apart."""
+"""Runs are found by name and by an unambiguous start of their id."""
 
 import pytest
 
@@ -19,7 +19,7 @@ class Page:
 
 
 class Controller:
-    """Has three runs, two of them of one name, the newest first."""
+    """Has three runs, two with the same name, newest first."""
 
     async def call(self, operation):
         runs = [Run(IDS[2], "sort"), Run(IDS[1], "sort"), Run(IDS[0], "count")]
@@ -38,7 +38,7 @@ async def test_a_name_is_the_newest_of_it_and_a_prefix_is_enough(text, number):
 @pytest.mark.parametrize(
     ("text", "said"), [("run_0198aa", "2 runs"), ("sart", "Did you mean 'sort'"), ("run_9", "list")]
 )
-async def test_what_names_no_run_or_several_is_refused(text, said):
+async def test_unknown_and_ambiguous_run_names_are_rejected(text, said):
     with pytest.raises(ApiError, match=said):
         await find_run(Controller(), text)
 

@@ -1,4 +1,4 @@
-"""Output that nobody reads holds nobody up."""
+"""Unread output blocks no command."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ def pipe():
         yield reader, writer
 
 
-def test_a_writer_goes_on_although_nobody_reads_yet(pipe):
+def test_a_writer_does_not_wait_for_a_reader(pipe):
     reader, writer = pipe
     console = Console(file=writer, width=80)
     with tolerate_broken_pipe(console):
@@ -51,7 +51,7 @@ def test_a_reader_that_is_gone_ends_the_command(pipe):
             console.file.write("one more line\n")
 
 
-def test_a_reader_that_is_gone_is_no_failure_of_what_a_command_does(pipe, monkeypatch):
+def test_a_closed_reader_does_not_fail_a_command(pipe, monkeypatch):
     reader, writer = pipe
     reader.close()
     monkeypatch.setattr(output.console, "_file", writer)

@@ -25,14 +25,14 @@ async def test_a_patient_client_asks_again_until_the_controller_is_back():
     assert len(calls) == 2
 
 
-async def test_an_impatient_client_says_at_once_that_nobody_answers():
+async def test_an_unreachable_controller_fails_at_once_without_patience():
     calls = []
     async with api_of(1, calls) as api:
         with pytest.raises(ApiError, match="no controller answers"):
             await api.call(GetVersion())
 
 
-async def test_only_what_may_be_repeated_is_asked_again():
+async def test_only_idempotent_requests_are_retried():
     calls = []
     async with api_of(1, calls, patience_s=30.0) as api:
         with pytest.raises(ApiError):

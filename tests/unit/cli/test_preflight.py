@@ -60,13 +60,13 @@ def test_built_in_rewards_and_services_pass(tmp_path, name):
         ),
     ],
 )
-def test_a_problem_names_its_key_and_what_would_do(tmp_path, changes, words):
+def test_a_problem_has_its_key_and_alternatives(tmp_path, changes, words):
     with pytest.raises(SpecError) as caught:
         check(spec_with(tmp_path, **changes))
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_a_model_that_would_not_be_exact_is_refused_by_its_config_alone(tmp_path):
+def test_a_model_that_would_not_be_exact_is_rejected_by_its_config_alone(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     config = {
@@ -167,7 +167,7 @@ def test_a_folder_without_a_tokenizer_has_none(tmp_path):
         load_tokenizer(ModelSpec(path=str(tmp_path)))
 
 
-def test_adapters_of_modules_that_a_family_lacks_are_refused_by_its_config_alone(tmp_path):
+def test_adapters_of_modules_that_a_family_lacks_are_rejected_by_its_config_alone(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "phi3", "vocab_size": 300}')
@@ -178,7 +178,7 @@ def test_adapters_of_modules_that_a_family_lacks_are_refused_by_its_config_alone
         check(spec)
 
 
-def test_adapters_of_experts_that_a_family_lacks_are_refused_by_its_config_alone(tmp_path):
+def test_adapters_of_experts_that_a_family_lacks_are_rejected_by_its_config_alone(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 300}')
@@ -190,7 +190,7 @@ def test_adapters_of_experts_that_a_family_lacks_are_refused_by_its_config_alone
         check(spec)
 
 
-def test_a_context_beyond_the_windows_that_an_engine_does_not_compute_is_refused(tmp_path):
+def test_a_context_beyond_the_windows_that_an_engine_does_not_compute_is_rejected(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     config = {"model_type": "mistral", "vocab_size": 300, "max_position_embeddings": 4096}
@@ -254,7 +254,7 @@ def test_experts_that_are_stored_with_every_token_count_in_the_quota(tmp_path):
         ("sglang", "tp_size", 24, True),
     ],
 )
-def test_heads_that_the_gpus_of_an_engine_cannot_share_are_refused(
+def test_heads_that_the_gpus_of_an_engine_cannot_share_are_rejected(
     tmp_path, engine, name, size, is_refused
 ):
     folder = tmp_path / "model"
@@ -373,7 +373,7 @@ def rewards(tmp_path):
         ("some", {"terms": {"better": {}}}, "better"),
     ],
 )
-def test_a_reward_that_never_gives_a_score_is_refused(tmp_path, rewards, name, settings, word):
+def test_a_reward_that_never_gives_a_score_is_rejected(tmp_path, rewards, name, settings, word):
     spec = spec_with(tmp_path, rollout={"rewards": [{"name": rewards(name), **settings}]})
     with pytest.raises(SpecError, match=r"^rollout\.rewards\.0\.name: .*") as caught:
         check(spec)
@@ -413,7 +413,7 @@ def test_other_functions_are_tried_too(tmp_path, rewards):
         ),
     ],
 )
-def test_what_no_row_of_the_data_passes_is_refused(tmp_path, parts, key):
+def test_filters_that_no_row_passes_are_rejected(tmp_path, parts, key):
     with pytest.raises(SpecError) as caught:
         check(spec_with(tmp_path, **parts))
     assert key in str(caught.value)
@@ -430,7 +430,7 @@ def test_rows_that_would_be_quarantined_are_noted(tmp_path):
     assert note.startswith("data.train: 1 of its first 4 rows")
 
 
-def test_a_batch_that_the_queue_of_this_machine_never_holds_is_refused(tmp_path, monkeypatch):
+def test_a_batch_that_the_queue_of_this_machine_never_holds_is_rejected(tmp_path, monkeypatch):
     spec = spec_with(tmp_path, rollout={"max_response_tokens": 30_000, "group_size": 64})
     check(spec)
     monkeypatch.setenv("SLIPSTREAM_TRANSFERQUEUE_CAPACITY_BYTES", str(64 << 20))

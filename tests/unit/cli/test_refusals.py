@@ -1,4 +1,4 @@
-"""What the command line says of a request that was refused."""
+"""Messages of the command line for rejected requests."""
 
 import httpx
 import pytest

@@ -41,7 +41,7 @@ def lora(**more: object) -> dict[str, object]:
     return {"rank": 32, "target_modules": LINEAR, **more}
 
 
-def test_7b_with_adapters_fits_on_one_gpu_of_79_gb_with_nothing_said_of_memory() -> None:
+def test_7b_with_adapters_fits_on_one_gpu_of_79_gb_by_default() -> None:
     spec = spec_of(lora=lora())
     found = run_memory(spec, QWEN_7B, gpu_bytes=79 * GB, gpus=1)
     found.check()

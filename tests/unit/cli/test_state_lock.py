@@ -1,4 +1,4 @@
-"""Two commands in one state directory: the second is told of the first."""
+"""Two commands in one state directory: the error of the second has the first."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ with lock_state_directory(Path(sys.argv[2])):
 """
 
 
-def test_the_second_command_is_told_who_has_the_folder_until_that_is_gone(tmp_path):
+def test_a_second_command_gets_the_owner_of_the_folder(tmp_path):
     first = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "up", str(tmp_path)],
         stdin=subprocess.PIPE,

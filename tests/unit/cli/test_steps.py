@@ -98,7 +98,7 @@ def test_files_have_one_line_a_step_and_the_summary(tmp_path):
     assert (tmp_path / "run_1" / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_row_says_who_waits():
+def test_a_row_shows_the_waiting_side():
     _, event = committed(1)
     row = row_of(
         {**event["data"], "sync_ms": 7.4}, [{"version": 1, "greedy": 0.5, "sampled": None}]
@@ -161,7 +161,7 @@ def test_a_failed_run_shows_its_message_first(tmp_path):
     ]
 
 
-def test_a_file_of_records_grows_while_a_run_goes_on_and_is_written_anew_after_a_rewind(
+def test_a_record_file_grows_during_a_run_and_is_rewritten_after_a_rewind(
     tmp_path: Path,
 ) -> None:
     log, path = StepLog(), tmp_path / "metrics.jsonl"
@@ -185,7 +185,7 @@ def test_a_file_of_records_grows_while_a_run_goes_on_and_is_written_anew_after_a
         ([("READY", "")], "no step for 60 s: 0 of 4", "first step, 5 s: no step for 60 s: 0 of 4"),
     ],
 )
-def test_what_keeps_the_first_step_waiting_is_shown(states, reason, shown):
+def test_the_reason_for_a_late_first_step_is_shown(states, reason, shown):
     out = io.StringIO()
     workers = [
         {"worker_id": f"w-{number}", "state": state, "activity": activity}

@@ -1,4 +1,4 @@
-"""GPU kernels need a C compiler, and a host without one is told so."""
+"""GPU kernels need a C compiler; its absence is reported."""
 
 from pathlib import Path
 

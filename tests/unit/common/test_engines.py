@@ -1,4 +1,4 @@
-"""What a run may ask of an engine is checked before one starts."""
+"""Engine arguments of a run are checked before an engine starts."""
 
 from typing import Any
 

@@ -40,7 +40,7 @@ ENDINGS = {
 
 
 class Server:
-    """A fork server and what it is told."""
+    """A fork server and its orders."""
 
     def __init__(self, folder, *modules) -> None:
         self.log = folder / "worker.log"
@@ -118,7 +118,7 @@ def test_a_program_that_does_not_exist_is_named_in_the_log(tmp_path):
     assert "No module named nowhere" in server.log.read_text()
 
 
-def test_a_log_that_cannot_be_opened_is_told(tmp_path):
+def test_a_log_that_cannot_be_opened_is_reported(tmp_path):
     with serving(tmp_path) as server:
         answer = server.ask(module="worker", environment={}, log=str(tmp_path / "no" / "log"))
         assert "No such file" in answer["error"]
@@ -126,7 +126,7 @@ def test_a_log_that_cannot_be_opened_is_told(tmp_path):
         assert server.status(server.start("worker")) == 0
 
 
-def test_what_cannot_be_imported_is_left_to_those_who_need_it(tmp_path):
+def test_failed_imports_do_not_stop_the_fork_server(tmp_path):
     (tmp_path / "broken.py").write_text("print('printed')\nimport nowhere")
     (tmp_path / "worker.py").write_text("")
     with serving(tmp_path, "broken") as server:
@@ -143,13 +143,13 @@ def test_forks_outlive_the_server_whose_orders_end(tmp_path):
         worker = psutil.Process(server.start("waiting"))
         server.process.stdin.close()
         assert server.process.wait() == 0
-        # Both ends are the server's own: nobody waits for a fork to close them.
+        # Both ends belong to the server: no fork has to close them.
         assert server.process.stdout.read() == ""
         assert worker.is_running()
         worker.kill()
 
 
-def test_nothing_is_started_for_those_who_have_gone(tmp_path):
+def test_cancelled_requests_start_nothing(tmp_path):
     go = tmp_path / "go"
     (tmp_path / "slow.py").write_text(
         f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)"
@@ -172,7 +172,7 @@ def test_an_interrupt_from_the_terminal_does_not_end_the_server(tmp_path):
         assert server.status(server.start("worker")) == 0
 
 
-def test_the_status_of_a_stranger_is_not_known(tmp_path):
+def test_the_exit_status_of_a_foreign_process_is_unknown(tmp_path):
     with serving(tmp_path) as server:
         assert server.status(os.getpid()) is None
 

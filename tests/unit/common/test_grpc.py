@@ -103,7 +103,7 @@ async def test_only_idempotent_calls_are_repeated():
     assert (type(error), calls) == (errors.UnavailableError, 1)
 
 
-async def test_a_port_in_use_is_refused_with_the_fix():
+async def test_a_port_in_use_is_rejected_with_the_fix():
     async with serve("127.0.0.1:0", lambda server: None) as port:
         with pytest.raises(errors.InvalidArgumentError, match="another port"):
             async with serve(f"127.0.0.1:{port}", lambda server: None):

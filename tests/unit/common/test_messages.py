@@ -83,7 +83,7 @@ def test_a_value_comes_back_from_its_message(value, kind):
     assert from_message(parsed, type(value)) == value
 
 
-def test_what_is_given_stands_in_place_of_what_is_there():
+def test_given_values_override_fields_of_the_message():
     failure, kind = _VALUES[2]
     message = to_message(failure, kind, reason="other")
     assert from_message(message, GroupFailure, worker_id="rollout-0") == replace(
@@ -91,6 +91,6 @@ def test_what_is_given_stands_in_place_of_what_is_there():
     )
 
 
-def test_a_message_with_a_field_that_the_dataclass_lacks_is_refused():
+def test_a_message_with_a_field_that_the_dataclass_lacks_is_rejected():
     with pytest.raises(KeyError, match="partition_id"):
         from_message(transferqueue_pb2.PartitionStats(), ShardStats)

@@ -49,7 +49,7 @@ async def test_a_token_is_asked_for_if_there_is_one(tmp_path):
         assert "python_info" in (await fetch(port, Authorization="Bearer secret")).text
 
 
-async def test_many_who_ask_at_once_have_them_written_once(monkeypatch):
+async def test_concurrent_readers_cause_one_write(monkeypatch):
     written = []
 
     def generate(registry):

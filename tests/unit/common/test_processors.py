@@ -1,4 +1,4 @@
-"""A container's limit counts, whichever version of control groups tells it."""
+"""A container's CPU limit counts, under both versions of control groups."""
 
 import os
 from pathlib import Path

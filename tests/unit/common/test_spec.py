@@ -233,7 +233,7 @@ def test_bad_overrides_are_rejected(tmp_path, override, words):
 @pytest.mark.parametrize(
     ("text", "words"), [("[1, 2]", "mapping"), ("a: [", "not valid YAML"), (None, "cannot be read")]
 )
-def test_unreadable_files_are_refused(tmp_path, text, words):
+def test_unreadable_files_are_rejected(tmp_path, text, words):
     path = tmp_path / "spec.yaml"
     if text is not None:
         path.write_text(text)

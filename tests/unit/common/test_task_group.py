@@ -1,4 +1,4 @@
-"""What a task group leaves behind does not end its parent later, and its errors can be caught by class."""
+"""An ended task group does not cancel its parent later, and its errors can be caught by class."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ async def test_a_deadline_after_a_failed_group_is_a_timeout_and_nothing_is_cance
             await asyncio.Event().wait()
 
 
-async def test_a_cancellation_from_outside_is_kept() -> None:
+async def test_an_outside_cancellation_propagates() -> None:
     async def parent() -> int:
         task = asyncio.current_task()
         assert task is not None

@@ -45,7 +45,7 @@ class MemoryQueue:
     async def drop_partition(self, partition_id):
         return 0
 
-    async def keep_samples(self, run_id, *, max_bytes, max_steps):
+    async def record_samples(self, run_id, *, max_bytes, max_steps):
         """Nothing is kept."""
 
     async def stats(self):
@@ -58,7 +58,7 @@ class MemoryQueue:
         while True:
             yield await self._arrived[partition].get()
 
-    async def watch_losses(self, partition):
+    async def watch_lost_samples(self, partition):
         await asyncio.Event().wait()
         yield
 

@@ -49,7 +49,7 @@ def test_the_services_take_what_they_are_told_and_find_each_other(monkeypatch):
     assert scraped == {f"127.0.0.1:{each.metrics_port}" for each in (controller, queue)}
     (workers,) = PROMETHEUS["scrape_configs"][1]["file_sd_configs"]
     assert workers["files"] == [str(controller.metric_targets)]
-    for path in (queue.arena_folder, queue.kept_folder, queue.snapshot_folder):
+    for path in (queue.arena_folder, queue.sample_folder, queue.snapshot_folder):
         assert path is not None
         assert path.is_relative_to(controller.state_directory)
 

@@ -1,4 +1,4 @@
-"""What a decode step costs is learnt from an engine's gauges."""
+"""The time of a decode step is estimated from an engine's gauges."""
 
 import asyncio
 
@@ -90,7 +90,7 @@ def test_a_concurrency_that_never_varies_gives_the_right_time_there():
     assert found["decode_sample_s"] > 0
 
 
-def test_seconds_without_work_say_nothing():
+def test_idle_seconds_are_not_measured():
     busy = watched(lambda n: 0.008, [128] * 50)
     halting = watched(lambda n: 0.008, [*[128] * 25, *[0] * 25, *[128] * 25])
     assert halting["decode_fixed_s"] == pytest.approx(busy["decode_fixed_s"], rel=0.05)

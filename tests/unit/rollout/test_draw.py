@@ -27,7 +27,7 @@ def test_numbers_are_uniform_over_neighbouring_seeds_and_counters() -> None:
     assert numbers.max() < 1
 
 
-def test_tokens_come_as_often_as_their_probability_says() -> None:
+def test_tokens_are_sampled_by_their_probability() -> None:
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0, float("-inf")]).expand(20_000, -1)
     numbers = torch.from_numpy(
         uniforms(np.arange(20_000, dtype=np.uint64), np.zeros(20_000, dtype=np.uint64))

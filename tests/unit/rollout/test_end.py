@@ -1,4 +1,4 @@
-"""How a rollout ends."""
+"""Shutdown of a rollout."""
 
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ class Session:
     )
 
     def report(self, **changes):
-        """Nobody hears of it."""
+        """Reports nothing."""
 
 
 class Engine:
@@ -28,7 +28,7 @@ class Engine:
         """It is."""
 
 
-async def test_a_rollout_stops_serving_before_what_it_serves_is_closed(monkeypatch):
+async def test_a_rollout_stops_serving_before_its_engine_closes(monkeypatch):
     """A call that came in between found an engine that was gone, and ended the run of its caller."""
     ended = []
 
@@ -39,10 +39,10 @@ async def test_a_rollout_stops_serving_before_what_it_serves_is_closed(monkeypat
 
     async def load(stack, *arguments):
         sampler = await stack.enter_async_context(until("sampler", object()))
-        return Engine(), sampler, SimpleNamespace(longest_wait_s=0.0)
+        return Engine(), sampler, SimpleNamespace(oldest_pending_s=0.0)
 
     async def nothing(*arguments, **keywords):
-        """Told to stop at once."""
+        """Stops at once."""
 
     monkeypatch.setattr(program, "serve", lambda bind, register: until("server", 1))
     monkeypatch.setattr(program, "WorkerSession", lambda *a, **k: until("session", Session()))

@@ -1,4 +1,4 @@
-"""When an engine's first token under new weights came is told once for each update."""
+"""The time of an engine's first token under new weights is reported once for each update."""
 
 import logging
 
@@ -13,7 +13,7 @@ def num_told() -> float:
     return next(one.value for one in told.samples if one.name.endswith("_count"))
 
 
-def test_the_first_token_of_each_update_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_token_of_each_update_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     first, before = FirstToken(), num_told()
     first.came()  # random weights: nobody waits for their tokens

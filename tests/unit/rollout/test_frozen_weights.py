@@ -74,7 +74,7 @@ def test_live_weights_are_the_frozen_ones_with_the_newest_adapters(tmp_path: Pat
         assert case.engine.stats().weight_version == version
 
 
-def test_other_frozen_weights_are_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_other_frozen_weights_are_rejected_before_anything_changes(tmp_path: Path) -> None:
     case = Case(tmp_path)
     before = {name: value.clone() for name, value in case.engine._parameters.items()}
     case.sent[FROZEN_DIGEST] = torch.zeros(32, dtype=torch.uint8)

@@ -43,7 +43,7 @@ def _model(parameters: dict[str, Tensor]) -> nn.Module:
 
 
 async def write_all(workers: Workers, weights: dict[str, Tensor], num_sources: int) -> None:
-    """What a transfer does, without its wire."""
+    """Does the work of a transfer without a network."""
 
     def open_weights(plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Awaitable[Place]:
         return place_in_workers(plan, slots, workers.load)
@@ -52,7 +52,9 @@ async def write_all(workers: Workers, weights: dict[str, Tensor], num_sources: i
 
 
 @pytest.mark.parametrize(("ranks", "num_sources"), [(1, 1), (1, 3), (2, 2), (4, 1), (8, 3)])
-async def test_every_worker_gets_what_a_whole_copy_gives_it(ranks: int, num_sources: int) -> None:
+async def test_every_worker_receives_the_same_as_from_a_whole_copy(
+    ranks: int, num_sources: int
+) -> None:
     weights = checkpoint()
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].bfloat16()
     padded = 48 if ranks > 1 else VOCAB
@@ -104,7 +106,7 @@ def test_any_range_of_a_flat_tensor_finds_its_columns(dim: int) -> None:
         assert torch.equal(got, expected), (first, last)
 
 
-async def test_a_tensor_without_a_known_place_is_refused_by_name_before_anything_is_written() -> (
+async def test_a_tensor_without_a_known_place_is_rejected_by_name_before_anything_is_written() -> (
     None
 ):
     parameters = engine_parameters(1, VOCAB)
@@ -121,7 +123,7 @@ def test_a_parameter_that_is_not_in_one_piece_is_unknown() -> None:
         FlatTarget(piece, (4, 3), torch.zeros(3, 4).t())
 
 
-def test_what_is_shared_whole_is_no_order() -> None:
+def test_shared_tensors_are_no_weight_command() -> None:
     assert not handle_weight_command(
         '{"path": "x", "size": 1, "tensors": []}', nn.Module(), rank=0, ranks=1
     )

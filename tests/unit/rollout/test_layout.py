@@ -105,7 +105,7 @@ def test_ranks_hold_their_heads_rows_and_columns(ranks: int) -> None:
         ("model.extra.weight", (3,)),
     ],
 )
-def test_what_does_not_fit_the_rules_is_unknown(name: str, shape: tuple[int, ...]) -> None:
+def test_tensors_outside_the_rules_are_unknown(name: str, shape: tuple[int, ...]) -> None:
     targets = shapes(engine_parameters(1, VOCAB)) | {name: shape}
     with pytest.raises(UnknownLayoutError):
         plan_pieces(shapes(checkpoint()), targets)
@@ -145,7 +145,7 @@ def test_fused_experts_go_whole_or_in_slices(ranks: int, block: str, *, by_exper
 
 
 @pytest.mark.parametrize("name", ["self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"])
-def test_what_checkpoints_fuse_is_whole_or_unknown(name: str) -> None:
+def test_fused_tensors_are_placed_whole_or_are_unknown(name: str) -> None:
     """A rank's rows of three parts after another are not one block, though the shapes would fit."""
     source = {f"{LAYER}.{name}": torch.randn(24, HIDDEN)}
     target = {f"{LAYER}.{name}": torch.zeros(24, HIDDEN)}

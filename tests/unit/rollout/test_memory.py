@@ -1,4 +1,4 @@
-"""What each GPU will hold is known before the start, and what cannot fit is refused with the figure."""
+"""The memory of each GPU is planned before the start; runs that do not fit are rejected."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from services.common.models.kv_memory import most_kv_tokens
+from services.common.models.kv_memory import required_kv_tokens
 from services.common.models.training_memory import ROOM, state_memory, trainer_memory
 from services.common.models.turns_memory import resident_memory
 from services.common.runspec.engines import ENGINES
@@ -16,7 +16,7 @@ from services.rollout.engines.memory import (
     ModelSize,
     WeightPlane,
     engine_share,
-    memory_of_others,
+    other_workers_bytes,
     plan_memory,
     plan_of,
 )
@@ -80,7 +80,7 @@ def test_70b_fits_on_eight_gpus_and_not_on_four() -> None:
         planned(size, sources=8, tensor_parallel_size=4).check(most_tokens=32_768)
 
 
-def test_a_shadow_that_does_not_fit_leaves_room_for_in_place() -> None:
+def test_a_shadow_that_does_not_fit_falls_back_to_inplace() -> None:
     small = ModelSize(weights=50 * GB, kv_per_token=1000, num_kv_heads=8)
     with pytest.raises(ValueError, match=r"shadow +50\.0 GB"):
         planned(small).check(most_tokens=1000)
@@ -96,7 +96,7 @@ def test_replicas_hold_all_weights_and_stages_their_layers() -> None:
     assert staged.kv_per_token == 2000
 
 
-def test_an_argument_that_leaves_too_little_is_refused_with_the_figure() -> None:
+def test_an_argument_that_leaves_too_little_is_rejected_with_the_figure() -> None:
     plan = planned(ModelSize(weights=15 * GB, kv_per_token=57_344, num_kv_heads=4))
     assert engine_share(plan, VLLM, {"gpu_memory_utilization": 0.5}) == {}
     message = r"gpu_memory_utilization is 0.9.*17.0 of 80.0 GB.*0.78"
@@ -104,10 +104,10 @@ def test_an_argument_that_leaves_too_little_is_refused_with_the_figure() -> None
         engine_share(plan, VLLM, {"gpu_memory_utilization": 0.9})
 
 
-def test_memory_that_no_plan_counts_is_refused_by_name() -> None:
+def test_an_argument_whose_memory_is_not_planned_is_rejected() -> None:
     document = spec_of().model_dump(exclude_unset=True, mode="json")
     document["rollout"]["engine_arguments"] = {"num_gpu_blocks_override": 90_000}
-    message = r"num_gpu_blocks_override is 90000: .*set kv_cache_memory_bytes"
+    message = r"num_gpu_blocks_override is 90000.*kv_cache_memory_bytes"
     with pytest.raises(ValueError, match=message):
         plan_of(RunSpec.model_validate(document), qwen_7b(), gpu_bytes=300 * GB)
 
@@ -127,7 +127,7 @@ def spec_of(**trainer: Any) -> RunSpec:
 def test_a_rollout_that_shares_its_gpu_leaves_the_trainer_its_peak() -> None:
     spec, config = spec_of(tokens_per_micro_batch=8192), qwen_7b()
     trainer = trainer_memory(spec, config, gpu_bytes=300 * GB)
-    others = memory_of_others(["trainer"], spec, config, gpu_bytes=300 * GB)
+    others = other_workers_bytes(["trainer"], spec, config, gpu_bytes=300 * GB)
     assert others == pytest.approx(1.05 * trainer.used)
     plan = plan_of(spec, config, gpu_bytes=300 * GB, roles=["trainer"])
     total = plan.weights + plan.kv_cache + 4 * GB + plan.plane + others
@@ -138,9 +138,7 @@ def test_a_rollout_that_shares_its_gpu_leaves_the_trainer_its_peak() -> None:
     assert share["gpu_memory_utilization"] == plan.engine_share
 
 
-def test_beside_others_sglang_is_bounded_by_tokens_and_not_by_a_share_of_what_is_free_by_then() -> (
-    None
-):
+def test_sglang_on_a_shared_gpu_is_bounded_by_tokens() -> None:
     sglang, config = ENGINES["sglang"], qwen_7b()
     spec = spec_of(tokens_per_micro_batch=8192)
     plan = plan_of(spec, config, gpu_bytes=300 * GB, roles=["trainer"])
@@ -150,14 +148,14 @@ def test_beside_others_sglang_is_bounded_by_tokens_and_not_by_a_share_of_what_is
     assert engine_share(alone, sglang, {}) == {"mem_fraction_static": 0.73}
 
 
-def test_two_rollouts_on_a_trainers_gpu_have_half_of_what_it_leaves() -> None:
+def test_two_rollouts_on_a_trainers_gpu_share_the_rest_equally() -> None:
     spec, config = spec_of(), qwen_7b()
-    alone = memory_of_others(["trainer"], spec, config, gpu_bytes=300 * GB)
-    both = memory_of_others(["trainer", "rollout"], spec, config, gpu_bytes=300 * GB)
+    alone = other_workers_bytes(["trainer"], spec, config, gpu_bytes=300 * GB)
+    both = other_workers_bytes(["trainer", "rollout"], spec, config, gpu_bytes=300 * GB)
     assert 300 * GB - both == pytest.approx((300 * GB - alone) / 2)
 
 
-def test_a_gpu_too_small_for_both_is_refused_with_what_the_trainer_takes() -> None:
+def test_a_gpu_too_small_for_trainer_and_engine_is_rejected() -> None:
     message = r"141.0 GB.* 2\d\d\.\d GB"
     with pytest.raises(ValueError, match=message):
         plan_of(spec_of(), qwen_7b(), gpu_bytes=141 * GB, roles=["trainer"])
@@ -178,11 +176,11 @@ def in_turns(**rollout: Any) -> RunSpec:
     return RunSpec.model_validate(document)
 
 
-def test_an_engine_in_turns_has_the_gpu_but_for_what_a_sleeping_trainer_keeps() -> None:
+def test_a_colocated_engine_has_the_gpu_minus_the_sleeping_trainer() -> None:
     apart, turns = spec_of(), in_turns()
     config, total = qwen_7b(), 80 * GB
-    beside = memory_of_others(["trainer"], apart, config, gpu_bytes=total)
-    asleep = memory_of_others(["trainer"], turns, config, gpu_bytes=total)
+    beside = other_workers_bytes(["trainer"], apart, config, gpu_bytes=total)
+    asleep = other_workers_bytes(["trainer"], turns, config, gpu_bytes=total)
     assert 15 * GB < asleep < 20 * GB < beside
     assert resident_memory(turns, config, gpu_bytes=total) == "nothing"
     trainer = trainer_memory(turns, config, gpu_bytes=total)
@@ -191,7 +189,7 @@ def test_an_engine_in_turns_has_the_gpu_but_for_what_a_sleeping_trainer_keeps() 
     )
 
 
-def test_the_room_of_a_handover_is_counted_where_one_gpu_has_all() -> None:
+def test_the_shared_buffer_is_counted_if_one_gpu_has_all() -> None:
     assert ROOM == handle._HALVES * handle._CHUNK_BYTES
     config, total = qwen_7b(), 80 * GB
 
@@ -205,19 +203,19 @@ def test_the_room_of_a_handover_is_counted_where_one_gpu_has_all() -> None:
     assert sent(in_turns(), backend="gloo") == apart
 
 
-def test_what_fits_beside_an_engine_in_turns_stays() -> None:
+def test_state_that_fits_with_a_colocated_engine_stays() -> None:
     turns, config = in_turns(max_running_samples=64), qwen_7b()
     state = state_memory(turns, config, gpu_bytes=300 * GB)
     assert state == 3 * 4 * 7_615_616_512
     totals = [gb * GB for gb in (141, 300, 600)]
     found = [resident_memory(turns, config, gpu_bytes=total) for total in totals]
     assert found == ["nothing", "state", "all"]
-    kept = [memory_of_others(["trainer"], turns, config, gpu_bytes=total) for total in totals]
+    kept = [other_workers_bytes(["trainer"], turns, config, gpu_bytes=total) for total in totals]
     peak = trainer_memory(spec_of(), config, gpu_bytes=600 * GB).used
     assert kept[1:] == [pytest.approx(kept[0] + 1.05 * state), pytest.approx(1.05 * (peak + ROOM))]
     plans = [plan_of(turns, config, gpu_bytes=total, roles=["trainer"]) for total in totals]
     assert [plan.stays_awake for plan in plans] == [False, False, True]
-    assert {plan.kv_tokens for plan in plans} == {most_kv_tokens(turns, config)}
+    assert {plan.kv_tokens for plan in plans} == {required_kv_tokens(turns, config)}
     # Turns are what it is for: elsewhere each has its memory all the time.
     assert resident_memory(spec_of(), config, gpu_bytes=600 * GB) == "nothing"
 
@@ -240,7 +238,7 @@ def test_a_cache_that_is_given_must_fit(engine: str, argument: str, fits: int) -
         return RunSpec.model_validate(document | {"rollout": document["rollout"] | rollout})
 
     plan_of(spec(fits), qwen_7b(), gpu_bytes=80 * GB)
-    with pytest.raises(ValueError, match=rf"{argument} takes \d\d\.\d GB of a GPU.*lower it"):
+    with pytest.raises(ValueError, match=rf"{argument} takes \d\d\.\d GB"):
         plan_of(spec(2 * fits), qwen_7b(), gpu_bytes=80 * GB)
 
 
@@ -259,4 +257,4 @@ def test_an_engine_in_turns_maps_no_more_cache_than_its_places_can_fill() -> Non
         least = max(spec.rollout.max_running_samples * longest, config.max_position_embeddings)
         assert least <= plan.kv_tokens <= 1.2 * least
     apart = plan_of(spec_of(), config, gpu_bytes=total)
-    assert apart.most_kv_tokens == float("inf")
+    assert apart.kv_token_limit == float("inf")

@@ -1,4 +1,4 @@
-"""The experts that an engine chose: told for every token, once, under the weights that sampled it."""
+"""An engine reports the chosen experts of each token once, under the weights that sampled it."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from services.common.models.loading import build_model, stored_tensors
 from services.common.models.routers import RouterWatch
 from services.common.models.routing_shape import RoutingShape, routing_shape
-from services.rollout.engines.request_segments import RequestProgress, TokenChunk, as_told
+from services.rollout.engines.request_segments import RequestProgress, TokenChunk, convert_experts
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.progress_cache import (
@@ -36,7 +36,7 @@ def _engine() -> TorchEngine:
 
 
 def _chosen(tokens: tuple[int, ...], *, seed: int = 0) -> np.ndarray:
-    """What a plain forward pass chooses for all tokens but the last."""
+    """Returns the experts of a plain forward pass for all tokens except the last."""
     model = _model(seed)
     watch = RouterWatch(model)
     with torch.no_grad():
@@ -56,7 +56,7 @@ async def test_experts_of_context_and_response_are_those_of_a_plain_forward_pass
         assert np.array_equal(np.sort(told, 2), _chosen(context + result.token_ids))
 
 
-async def test_what_goes_on_under_new_weights_keeps_the_experts_of_the_old() -> None:
+async def test_a_response_across_an_update_keeps_its_earlier_experts() -> None:
     async with running(engine := _engine()):
         task = asyncio.ensure_future(engine.generate(request("cut", (5, 6, 7), max_tokens=40)))
         await until(lambda: engine.stats().tokens_total >= 6)
@@ -143,7 +143,7 @@ def test_experts_of_a_request_in_parts_are_taken_once() -> None:
     rows = np.arange(7 * 2 * 3, dtype=np.int16).reshape(7, 2, 3)
     assert progress.next_segment("0").experts_from == 1
     progress.extend(TokenChunk(token_ids=(4,), logprobs=(-1.0,), routed_experts=rows[1:3]), 0)
-    # Of what came last before a cut nothing was told; the next part tells of it.
+    # Experts of the last token before an abort are unknown; the next segment reports them.
     progress.extend(TokenChunk(token_ids=(5,), logprobs=(-1.0,)), 0)
     assert np.array_equal(progress.result("aborted").routed_experts, rows[1:3])
     assert progress.next_segment("1").experts_from == 3
@@ -157,5 +157,5 @@ def test_experts_of_a_request_in_parts_are_taken_once() -> None:
 def test_layers_without_experts_are_left_out() -> None:
     shape = RoutingShape(layers=(1, 2), num_chosen=3, num_experts=8)
     told = np.arange(2 * 3 * 3, dtype=np.int32).reshape(2, 3, 3)
-    assert np.array_equal(as_told(told, shape), told[:, 1:])
-    assert as_told(told[:, 1:], shape).dtype == np.uint8
+    assert np.array_equal(convert_experts(told, shape), told[:, 1:])
+    assert convert_experts(told[:, 1:], shape).dtype == np.uint8

@@ -31,6 +31,6 @@ def test_special_tokens_stop_as_tokens() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "<eos>\n", "a<pad>"])
-def test_stop_texts_that_no_response_shows_are_refused(text: str) -> None:
+def test_stop_texts_that_no_response_shows_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="stop text"):
         split_stop_texts([text], TOKENIZER)

@@ -100,7 +100,7 @@ async def generate_together(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-async def test_in_batches_of_one_shape_a_sample_is_the_same_bit_for_bit_whatever_is_beside_it(
+async def test_samples_are_bit_identical_across_batches_of_one_shape(
     dtype: torch.dtype,
 ) -> None:
     def contexts(shift: int) -> list[tuple[int, ...]]:
@@ -216,7 +216,7 @@ async def test_kept_kv_differs_from_recomputed_kv_after_an_update() -> None:
     assert worst["recompute"] < 1e-5 < 1e-2 < worst["keep"]
 
 
-async def test_abort_keeps_the_tokens_and_a_resumed_sample_goes_on_with_its_stream() -> None:
+async def test_an_aborted_sample_keeps_its_tokens_and_resumes_its_random_stream() -> None:
     first, second = make_engine(), make_engine()
     async with running(first), running(second):
         whole = await first.generate(request("whole", (1, 2, 3), max_tokens=60))
@@ -240,7 +240,7 @@ async def test_abort_keeps_the_tokens_and_a_resumed_sample_goes_on_with_its_stre
     assert head.token_ids + tail.token_ids == whole.token_ids
 
 
-async def test_pause_stops_all_tokens_and_resume_goes_on() -> None:
+async def test_pause_stops_all_tokens_and_resume_continues() -> None:
     engine = make_engine()
     async with running(engine):
         task = asyncio.ensure_future(engine.generate(request("r", (1, 2, 3), max_tokens=200)))
@@ -280,7 +280,7 @@ async def test_a_cancelled_caller_frees_its_place() -> None:
         assert engine.stats().num_running == 0
 
 
-async def test_bad_requests_are_refused_alone() -> None:
+async def test_bad_requests_are_rejected_alone() -> None:
     engine = make_engine()
     async with running(engine):
         good = asyncio.ensure_future(engine.generate(request("good", (1, 2))))
@@ -323,7 +323,7 @@ async def test_kv_limit_holds_requests_back_and_loses_none() -> None:
 
 
 async def test_rounding_up_batches_and_spans_changes_nothing(monkeypatch) -> None:
-    """What a GPU needs for its graphs: rows and places that no request has."""
+    """Pads a batch as CUDA graphs do: rows and slots without a request."""
     contexts = [tuple(range(1, 2 + n)) for n in range(5)]
 
     async def decode(is_rounded: bool) -> list[GenerationResult]:

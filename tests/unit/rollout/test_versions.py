@@ -1,4 +1,4 @@
-"""Per-token versions: a model whose output depends on its version tells which one made a token."""
+"""Per-token versions: the output of a test model depends on its version."""
 
 from dataclasses import replace
 

@@ -19,7 +19,7 @@ def arena() -> Iterator[Arena]:
 
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 9000)), max_size=60))
-def test_ranges_never_overlap_and_all_room_comes_back(steps: list[tuple[bool, int]]) -> None:
+def test_ranges_never_overlap_and_all_memory_is_freed(steps: list[tuple[bool, int]]) -> None:
     arena = Arena(1 << 16)
     taken: dict[int, int] = {}
     for is_allocation, number in steps:
@@ -41,7 +41,7 @@ def test_ranges_never_overlap_and_all_room_comes_back(steps: list[tuple[bool, in
     arena.close()
 
 
-def test_a_full_arena_says_so(arena: Arena) -> None:
+def test_a_full_arena_raises_an_error(arena: Arena) -> None:
     assert arena.allocate(1 << 16) == 0
     assert arena.allocate(1) is None
 

@@ -151,7 +151,7 @@ class IndexMachine(RuleBasedStateMachine):
             key for key, fields in self.blobs.items() if any(s == shard for s, _ in fields.values())
         }
         before = len(self.index.losses(PARTITION))
-        self.index.lose_shard(shard)
+        self.index.remove_shard(shard)
         lost = {key for loss in self.index.losses(PARTITION)[before:] for key in loss.keys}
         assert lost == hit - self.acked
         self.forget(hit)

@@ -41,7 +41,7 @@ def partition() -> Partition:
     return Partition("run/train", ["tokens"])
 
 
-def test_a_description_says_where_everything_is() -> None:
+def test_a_description_has_all_locations() -> None:
     target = partition()
     target.add(meta_of("a", "b", group_id=["g", "h"]))
     target.add(meta_of("b", field="extra", blob_id=2))
@@ -127,7 +127,7 @@ def test_a_refused_put_changes_nothing() -> None:
     assert (target.stored_bytes, target.revision) == (8, 1)
 
 
-def test_a_field_that_leaves_its_blob_is_refused() -> None:
+def test_a_field_that_leaves_its_blob_is_rejected() -> None:
     meta = meta_of("a")
     small = BlobRef(shard_id="s", blob_id=1, size_bytes=7, checksum=0)
     outside = KVBatchMeta(partition_id="run/train", keys=("a",), fields=meta.fields, blobs=(small,))

@@ -25,7 +25,7 @@ CHECKSUMS = (codec.checksum(DATA),)
 
 
 class FakeIndex:
-    """Counts charged bytes and remembers commits; fails when told to."""
+    """Counts charged bytes and records commits; fails on request."""
 
     def __init__(self) -> None:
         self.charged = 0
@@ -111,7 +111,7 @@ async def test_a_small_put_goes_in_one_message() -> None:
     ],
     ids=["junk", "other blobs", "other partition", "no checksum", "other bytes"],
 )
-async def test_a_put_that_is_refused_leaves_nothing(
+async def test_a_put_that_is_rejected_leaves_nothing(
     meta: bytes, checksums: tuple[int, ...], error: type[ServiceError]
 ) -> None:
     shard = Shard()
@@ -152,7 +152,7 @@ async def test_a_put_that_was_given_up_cannot_be_committed() -> None:
     await shard.puts.abort(codec.Abort("put"))
     await shard.puts.abort(codec.Abort("put"))
     assert shard.is_clean()
-    with pytest.raises(FailedPreconditionError, match="no room"):
+    with pytest.raises(FailedPreconditionError, match="reserve"):
         await shard.commit()
 
 
@@ -163,12 +163,12 @@ async def test_a_full_shard_gives_the_charge_back() -> None:
         await shard.reserve("second")
     await shard.puts.abort(codec.Abort("first"))
     assert shard.is_clean()
-    with pytest.raises(InvalidArgumentError, match="5000"):
+    with pytest.raises(InvalidArgumentError, match="capacity_bytes"):
         await shard.reserve("third", 5000)
     assert shard.is_clean()
 
 
-async def test_a_put_that_is_given_up_while_it_waits_takes_no_room() -> None:
+async def test_a_put_that_is_cancelled_while_it_waits_takes_no_memory() -> None:
     shard = Shard()
     await shard.reserve("first", 4096)
     waiting = asyncio.ensure_future(

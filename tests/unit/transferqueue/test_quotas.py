@@ -23,10 +23,10 @@ async def test_a_full_run_waits_until_bytes_come_back() -> None:
         waiting = tasks.create_task(accounts.take("run", 8, wait_s=10))
         await asyncio.sleep(0)
         assert not waiting.done()
-        accounts.give_back("run", 8)
+        accounts.credit("run", 8)
 
 
-async def test_the_error_says_what_is_full() -> None:
+async def test_the_error_has_the_full_resource() -> None:
     accounts = quotas(10)
     await accounts.take("run", 8, wait_s=0)
     with pytest.raises(ResourceExhaustedError, match="quota of run: 8 of 10 bytes"):

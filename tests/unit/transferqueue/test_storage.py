@@ -51,7 +51,7 @@ async def test_ids_are_never_used_again() -> None:
         await read(target, first, 0, 1)
 
 
-async def test_bytes_that_changed_on_the_way_are_refused() -> None:
+async def test_bytes_that_changed_on_the_way_are_rejected() -> None:
     target = storage()
     grant = target.reserve([5])
     assert grant is not None
@@ -63,11 +63,11 @@ async def test_bytes_that_changed_on_the_way_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("offset", "size"), [(1, 2), (0, 9), (4, 1)])
-async def test_frames_that_do_not_continue_a_blob_are_refused(offset: int, size: int) -> None:
+async def test_frames_that_do_not_continue_a_blob_are_rejected(offset: int, size: int) -> None:
     target = storage()
     grant = target.reserve([8])
     assert grant is not None
-    with pytest.raises(InvalidArgumentError, match="continue"):
+    with pytest.raises(InvalidArgumentError, match=f"offset {offset}"):
         target.write(grant.blob_ids[0], offset, memoryview(bytes(size)))
 
 
@@ -77,9 +77,9 @@ async def test_a_sealed_blob_cannot_be_written() -> None:
         target.write(await store(target, b"a"), 0, memoryview(b"b"))
 
 
-async def test_a_put_that_can_never_fit_is_refused_and_a_full_shard_is_not_an_error() -> None:
+async def test_a_put_that_can_never_fit_is_rejected_and_a_full_shard_is_not_an_error() -> None:
     target = storage(4096)
-    with pytest.raises(InvalidArgumentError, match="5000"):
+    with pytest.raises(InvalidArgumentError, match="capacity_bytes"):
         target.reserve([5000])
     assert target.reserve([3000]) is not None
     used = target.used_bytes
@@ -104,7 +104,7 @@ async def test_the_oldest_blobs_move_to_disk_when_the_memory_is_full(tmp_path: P
     target = storage(spill=Arena(8192, tmp_path / "spill"))
     first = await store(target, b"1" * 3000)
     assert target.reserve([3000]) is None
-    assert await target.make_room(3000)
+    assert await target.spill(3000)
     second = await store(target, b"2" * 3000)
     assert (await read(target, first, 0, 3000)) == b"1" * 3000
     assert (await read(target, second, 0, 3000)) == b"2" * 3000
@@ -114,19 +114,19 @@ async def test_the_oldest_blobs_move_to_disk_when_the_memory_is_full(tmp_path: P
     assert target.used_bytes == 3008
 
 
-async def test_what_is_read_or_written_does_not_move(tmp_path: Path) -> None:
+async def test_blobs_in_use_are_not_moved(tmp_path: Path) -> None:
     target = storage(spill=Arena(8192, tmp_path / "spill"))
     assert target.reserve([1000]) is not None
     pin = target.pin([(await store(target, b"1" * 3000), 0, 1)])
-    assert not await target.make_room(1)
+    assert not await target.spill(1)
     target.unpin(pin)
-    assert await target.make_room(1)
+    assert await target.spill(1)
 
 
 async def test_a_blob_that_is_released_while_it_moves_leaves_nothing(tmp_path: Path) -> None:
     target = storage(spill=Arena(8192, tmp_path / "spill"))
     first = await store(target, b"1" * 3000)
-    moving = asyncio.ensure_future(target.make_room(3000))
+    moving = asyncio.ensure_future(target.spill(3000))
     await asyncio.sleep(0)
     target.free([first])
     assert await moving

@@ -16,7 +16,7 @@ def test_the_difference_is_the_mean_of_absolute_differences():
     assert difference([-1.0, -2.0], [-1.5, -1.0]) == 0.75
 
 
-def test_what_cannot_be_compared_differs_infinitely():
+def test_incomparable_canaries_differ_infinitely():
     for one, other in (([], []), ([1.0], []), ([math.nan], [1.0])):
         assert difference(one, other) == math.inf
 

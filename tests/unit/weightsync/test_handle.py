@@ -1,4 +1,4 @@
-"""Weights go through a room that the source lends, on a CPU as on a GPU, and only where all can open it."""
+"""Weights go through a buffer that the source exports, on CPUs and GPUs, if all members can open it."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def _small_rooms(monkeypatch):
 
 @pytest.mark.parametrize("num_sources", [1, 2])
 @pytest.mark.parametrize("mode", ["shadow", "inplace", "cpu_async", "delta"])
-async def test_every_mode_brings_what_was_sent(mode, num_sources):
+async def test_every_mode_transfers_the_weights_exactly(mode, num_sources):
     cluster = Cluster(num_sources, mode, backend="handle")
     await cluster.form()
     for version in range(3):
@@ -39,19 +39,19 @@ async def test_every_mode_brings_what_was_sent(mode, num_sources):
     assert not any(sink.is_paused for sink in cluster.sinks)
 
 
-async def test_what_somebody_else_wrote_into_the_room_is_found(monkeypatch):
+async def test_foreign_writes_into_the_buffer_are_detected(monkeypatch):
     cluster = Cluster(backend="handle")
     await cluster.form()
     await cluster.publish(0)
     cluster.weights["embed"].add_(1)
-    honest = handle.SharedRoom._tell
+    honest = handle.SharedBufferGroup._notify
 
-    def overwritten(room, number, chunk):
-        if room._is_source and len(chunk) == 4096 and number == 1:
-            room._half(number, chunk)[77] ^= 1
-        honest(room, number, chunk)
+    def overwritten(buffer, number, chunk):
+        if buffer._is_source and len(chunk) == 4096 and number == 1:
+            buffer._half(number, chunk)[77] ^= 1
+        honest(buffer, number, chunk)
 
-    monkeypatch.setattr(handle.SharedRoom, "_tell", overwritten)
+    monkeypatch.setattr(handle.SharedBufferGroup, "_notify", overwritten)
     await cluster.prepare(1)
     results = await cluster.transfer(1)
     assert all(isinstance(result, DataLossError) for result in results[1:])
@@ -90,7 +90,7 @@ async def test_a_source_that_leaves_in_a_transfer_leaves_the_weights_as_they_wer
     assert cluster.serves_what_was_sent()
 
 
-async def test_a_later_group_uses_the_room_of_the_one_before():
+async def test_a_later_group_reuses_the_buffer_of_the_previous_one():
     cluster = Cluster(backend="handle")
     await cluster.form()
     await cluster.publish(0)
@@ -104,7 +104,7 @@ async def test_a_later_group_uses_the_room_of_the_one_before():
     assert channel._backend._halves[0].data_ptr() == first
 
 
-async def test_members_that_cannot_open_the_room_say_so_to_all(monkeypatch):
+async def test_all_members_learn_that_one_cannot_open_the_buffer(monkeypatch):
     opened = []
 
     def open_file(*_):
@@ -130,36 +130,36 @@ async def test_members_that_cannot_open_the_room_say_so_to_all(monkeypatch):
         assert "no such process" in error.message
 
 
-async def test_a_source_that_has_no_memory_to_lend_says_so_to_all(monkeypatch):
+async def test_all_members_learn_that_the_source_cannot_export_memory(monkeypatch):
     def no_file(*_):
         raise OSError("no memory")
 
-    monkeypatch.setattr(shared_buffers, "_lend_file", no_file)
+    monkeypatch.setattr(shared_buffers, "_export_file", no_file)
     cluster = Cluster(backend="handle")
     with pytest.raises(FailedPreconditionError, match="no memory"):
         await cluster.form()
 
 
-def test_a_room_is_the_same_memory_in_another_process():
-    room = shared_buffers.lend(1 << 16, CPU)
-    room.memory[5] = 7
+def test_an_exported_buffer_is_the_same_memory_in_another_process():
+    buffer = shared_buffers.export_buffer(1 << 16, CPU)
+    buffer.memory[5] = 7
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=_write, args=(room.handle,))
+    process = context.Process(target=_write, args=(buffer.handle,))
     process.start()
     process.join(60)
     assert process.exitcode == 0
-    assert room.memory[6] == 8
+    assert buffer.memory[6] == 8
 
 
 def _write(handle: str) -> None:
-    memory = shared_buffers.open_room(handle, CPU)
+    memory = shared_buffers.open_buffer(handle, CPU)
     assert memory[5] == 7
     memory[6] = 8
 
 
-def test_nothing_but_a_room_is_opened():
-    room = shared_buffers.lend(1 << 12, CPU)
-    honest = json.loads(room.handle)
+def test_only_exported_buffers_can_be_opened():
+    buffer = shared_buffers.export_buffer(1 << 12, CPU)
+    honest = json.loads(buffer.handle)
     other = os.memfd_create("other")
     try:
         for change in (
@@ -169,15 +169,15 @@ def test_nothing_but_a_room_is_opened():
             {"device": "cuda:a"},
             {"num_bytes": None},
         ):
-            with pytest.raises(shared_buffers.RoomError, match="cannot be opened"):
-                shared_buffers.open_room(json.dumps(honest | change), CPU)
+            with pytest.raises(shared_buffers.SharedBufferError):
+                shared_buffers.open_buffer(json.dumps(honest | change), CPU)
     finally:
         os.close(other)
-    with pytest.raises(shared_buffers.RoomError):
-        shared_buffers.open_room("no JSON", CPU)
+    with pytest.raises(shared_buffers.SharedBufferError):
+        shared_buffers.open_buffer("no JSON", CPU)
 
 
-async def test_silent_strangers_are_dropped_and_the_group_forms(monkeypatch, tmp_path):
+async def test_silent_connections_are_dropped_and_the_group_forms(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     strangers: list[socket.socket] = []
     accepted = handle._accepted
@@ -213,9 +213,9 @@ def test_the_line_is_a_file_of_this_user_that_goes_again(tmp_path):
             told[key] = value
 
     folder = tmp_path / ("a" * 90)  # longer than an address of a socket may be
-    with handle._lent(Store(), CPU, folder) as met:
+    with handle._exported(Store(), CPU, folder) as met:
         assert not met.why
-        path = Path(json.loads(told["room"])[1])
+        path = Path(json.loads(told["buffer"])[1])
         assert path.is_relative_to(folder)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -228,7 +228,7 @@ def test_the_line_is_closed_to_other_users(monkeypatch, tmp_path):
             self.told = value
 
     store = Store()
-    with handle._lent(store, CPU, tmp_path) as met:
+    with handle._exported(store, CPU, tmp_path) as met:
         _, path, secret = json.loads(store.told)
         monkeypatch.setattr(handle.os, "geteuid", lambda: os.getuid() + 1)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
@@ -241,7 +241,7 @@ def test_the_line_is_closed_to_other_users(monkeypatch, tmp_path):
 def test_receivers_that_do_not_come_are_waited_for_until_the_deadline(tmp_path):
     class Store:
         def set(self, key, value):
-            """Nobody reads it."""
+            """Ignores the data."""
 
-    with handle._lent(Store(), CPU, tmp_path) as met, pytest.raises(TimeoutError):
+    with handle._exported(Store(), CPU, tmp_path) as met, pytest.raises(TimeoutError):
         handle._accepted(met, 1, 0.1)

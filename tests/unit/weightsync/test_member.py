@@ -8,7 +8,7 @@ from services.weightsync.plan import version_digest
 from tests.helpers.weight_members import Cluster
 
 
-async def test_every_receiver_is_ready_with_exactly_what_was_sent():
+async def test_every_receiver_has_exactly_the_sent_weights():
     cluster = Cluster()
     await cluster.form()
     for version in (0, 1):
@@ -36,15 +36,15 @@ async def test_adopting_a_version_twice_changes_nothing():
     assert cluster.sinks[0].num_adoptions == 1
 
 
-async def test_versions_only_grow():
+async def test_an_older_version_is_rejected():
     cluster = Cluster()
     await cluster.form()
     await cluster.publish(3)
-    with pytest.raises(FailedPreconditionError, match="only grow"):
+    with pytest.raises(FailedPreconditionError, match="version"):
         await cluster.receivers[0].prepare(1, 2, cluster.plan_hash)
 
 
-async def test_an_older_epoch_is_refused():
+async def test_an_older_epoch_is_rejected():
     cluster = Cluster()
     await cluster.form(epoch=2)
     with pytest.raises(FailedPreconditionError, match="epoch"):
@@ -67,7 +67,7 @@ async def test_a_group_is_built_again_without_a_lost_member():
     assert cluster.serves_what_was_sent()
 
 
-async def test_a_version_is_sent_again_from_its_copy_while_training_goes_on():
+async def test_a_version_is_resent_from_its_copy_during_training():
     cluster = Cluster()
     await cluster.form()
     await cluster.publish(0)

@@ -42,7 +42,7 @@ def test_fsdp_shards_cover_every_row_once(num_ranks):
         ((TensorSpec("a", (1,), "complex64"),), "complex64"),
     ],
 )
-def test_bad_tensor_lists_are_refused(tensors, message):
+def test_bad_tensor_lists_are_rejected(tensors, message):
     with pytest.raises(ValueError, match=message):
         make_plan(tensors, 1 << 20)
 

@@ -58,12 +58,12 @@ def test_the_wire_form_grows_by_a_few_bytes_per_key() -> None:
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"junk" * 10])
-def test_junk_is_refused(data: bytes) -> None:
+def test_junk_is_rejected(data: bytes) -> None:
     with pytest.raises(InvalidArgumentError, match="KVBatchMeta"):
         KVBatchMeta.from_bytes(data)
 
 
-def test_columns_that_do_not_fit_are_refused() -> None:
+def test_columns_that_do_not_fit_are_rejected() -> None:
     proto = meta_of("a", "b").to_proto()
     proto.fields[0].blob_indexes[0] = 5
     with pytest.raises(InvalidArgumentError, match="outside"):

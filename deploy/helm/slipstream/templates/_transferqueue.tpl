@@ -78,10 +78,10 @@ spec:
             - name: SLIPSTREAM_TRANSFERQUEUE_SNAPSHOT_FOLDER
               value: /var/lib/slipstream
             {{- if $isIndex }}
-            - name: SLIPSTREAM_TRANSFERQUEUE_KEPT_FOLDER
-              value: /var/lib/slipstream/kept
-            - name: SLIPSTREAM_TRANSFERQUEUE_KEPT_BYTES
-              value: {{ mul (int64 $values.keptMiB) 1048576 | quote }}
+            - name: SLIPSTREAM_TRANSFERQUEUE_SAMPLE_FOLDER
+              value: /var/lib/slipstream/samples
+            - name: SLIPSTREAM_TRANSFERQUEUE_SAMPLE_BYTES
+              value: {{ mul (int64 $values.sampleMiB) 1048576 | quote }}
             {{- end }}
             - name: SLIPSTREAM_TRANSFERQUEUE_LOG_LEVEL
               value: {{ $values.logLevel }}

@@ -25,7 +25,7 @@ from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.store.records import Note
 from services.wire.batch import pick
-from services.wire.rollout import GroupAssignment, TriedPrompt
+from services.wire.rollout import GroupAssignment, PromptHistory
 
 logger = logging.getLogger(__name__)
 # Max consecutive prompts that the curriculum's function may postpone; the next one is dispatched
@@ -261,7 +261,7 @@ class Dispatcher:
             tried=self._tried(group),
         )
 
-    def _tried(self, group: Group) -> TriedPrompt | None:
+    def _tried(self, group: Group) -> PromptHistory | None:
         """Returns the prompt's history for the curriculum's function; None if it is not called."""
         curriculum, difficulty = self._spec.now.data.curriculum, self._order.difficulty
         if curriculum is None or curriculum.function is None or difficulty is None:
@@ -272,7 +272,7 @@ class Dispatcher:
             return None
         known = difficulty.rate_of(group.row)
         step = max(self.published_step, 0)
-        return TriedPrompt(step=step, tries=known.tries, mean_reward=known.rate)
+        return PromptHistory(step=step, tries=known.tries, mean_reward=known.rate)
 
     def _assign_shards(self, group: Group) -> tuple[Mapping[str, Sequence[int]], int]:
         """Returns members by rollout, and the oldest weight version that these rollouts serve.

@@ -133,7 +133,7 @@ class SampleIndex:
 
     async def lost(self) -> AsyncIterator[set[str]]:
         """Yields groups whose samples were lost with a shard, beginning with earlier losses."""
-        async for loss in self._queue.watch_losses(self._partition):
+        async for loss in self._queue.watch_lost_samples(self._partition):
             yield {group_of(key) for key in loss.keys}
 
     def add(self, group: Group, samples: GroupSamples) -> GroupSamples | None:

@@ -198,7 +198,7 @@ class Evaluator:
 
     async def exclude_lost(self) -> None:
         """Excludes groups whose samples were lost with a shard from the scores, until it is cancelled."""
-        async for loss in self._queue.watch_losses(self._partition):
+        async for loss in self._queue.watch_lost_samples(self._partition):
             unseen = (key for key in loss.keys if key not in self._samples)
             self._failed |= self._split_of_group.keys() & {group_of(key) for key in unseen}
             await self._notify()

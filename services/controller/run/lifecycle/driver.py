@@ -20,7 +20,7 @@ from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup, leaves
 from services.controller.launch.launcher import WorkerExit
 from services.controller.rules.run_state import RunEvent, RunState
-from services.controller.run.connections import forget_samples
+from services.controller.run.connections import delete_sample_records
 from services.controller.run.lifecycle.elastic import ElasticSizing, SizeChangedError
 from services.controller.run.lifecycle.loop import Services, connected, train
 from services.controller.run.pipeline import TrainingPipeline
@@ -125,7 +125,7 @@ class RunDriver:
         if self._is_cancelled:
             event, reason = RunEvent.STOPPED, "CancelledByUser"
         self._is_over = True
-        await self._clean_up(keep_samples=event is RunEvent.DRAINED)
+        await self._clean_up(record_samples=event is RunEvent.DRAINED)
         if reason == "ControllerStopped":
             if self._state is RunState.STARTING:
                 return  # the next controller starts it again
@@ -373,11 +373,11 @@ class RunDriver:
                         f"{worker.worker_id} sent no heartbeat for {timeout_s:.0f} s",
                     )
 
-    async def _clean_up(self, *, keep_samples: bool) -> None:
+    async def _clean_up(self, *, record_samples: bool) -> None:
         await self._services.membership.close_run(self._run_id)
         await self._services.launcher.stop(self._run_id)
-        if not keep_samples:
-            await forget_samples(self._services.queue, self._run_id)
+        if not record_samples:
+            await delete_sample_records(self._services.queue, self._run_id)
 
     async def _transition(self, event: RunEvent, reason: str, message: str = "") -> None:
         self._state = await self._move(event, reason, message)

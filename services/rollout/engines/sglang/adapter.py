@@ -27,7 +27,7 @@ from services.rollout.engines.base import EngineCapabilities, RoutedExperts
 from services.rollout.engines.engine_config import write_sglang_config
 from services.rollout.engines.engine_order import EngineConfig
 from services.rollout.engines.external import ExternalEngine
-from services.rollout.engines.request_segments import Segment, TokenChunk, as_told
+from services.rollout.engines.request_segments import Segment, TokenChunk, convert_experts
 
 
 def kernels(order: EngineConfig) -> dict[str, str]:
@@ -188,7 +188,7 @@ class SglangBackend:
             # stream.
             sampling["sampling_seed"] = request.seed % 2**63
         # SGLang aborts by name prefix, so no name may be a prefix of another.
-        name = f"{part.part_id};"
+        name = f"{part.segment_id};"
         wanted = {} if self.routing is None else {"return_routed_experts": True}
         outputs = self._request(
             name,
@@ -205,10 +205,10 @@ class SglangBackend:
         await asyncio.sleep(0)
         return stream
 
-    async def cut(self, part_ids: Collection[str]) -> None:
+    async def abort_segments(self, segment_ids: Collection[str]) -> None:
         """Ends segments after the running step."""
-        for part_id in part_ids:
-            self.abort(f"{part_id};")
+        for segment_id in segment_ids:
+            self.abort(f"{segment_id};")
 
     def abort(self, name: str) -> None:
         """Ends one request."""
@@ -358,7 +358,7 @@ class _Stream:
         num_tokens = info["prompt_tokens"] + info["completion_tokens"] - 1
         if not entries.size or len(entries) % num_tokens:
             return None
-        told = as_told(entries.reshape(num_tokens, -1, routing.num_chosen), routing)
+        told = convert_experts(entries.reshape(num_tokens, -1, routing.num_chosen), routing)
         return told[self._experts_from :]
 
     def fail(self) -> None:

@@ -171,7 +171,7 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 _CAPTURE_AFTER = 4
 """Steps of one shape before a graph is captured; a capture costs about as much as a hundred steps save."""
-_LEAST_SPAN = 128
+_MIN_SPAN = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class DecodeStep:
         num_rows, span = len(inputs.tokens), int(inputs.positions.max()) + 1
         if not self._is_cuda:
             return self._compute(self._move(inputs), span, truncation)
-        size, span = rounded_up(num_rows), max(rounded_up(span), _LEAST_SPAN)
+        size, span = rounded_up(num_rows), max(rounded_up(span), _MIN_SPAN)
         self._cache.reserve(size, span)
         padded = _pad(inputs, size)
         graph = self._graph(size, span) if truncation is None else None
@@ -478,7 +478,7 @@ class DecodeBatch:
                 finished[slot] = reason
         return self._remove(finished)
 
-    def tell(self) -> None:
+    def deliver_tokens(self) -> None:
         """Passes the tokens of the last step to the requests' callbacks."""
         for on_tokens, token, logprob in self._news:
             on_tokens((token,), (logprob,))

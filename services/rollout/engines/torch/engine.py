@@ -164,7 +164,7 @@ class TorchEngine:
                 started_at = time.monotonic()
                 finished = await asyncio.to_thread(self._advance, self._next_requests())
                 self._busy_seconds += time.monotonic() - started_at
-                self._batch.tell()
+                self._batch.deliver_tokens()
                 self._refuse(self._batch.take_refused())
                 self._resolve(finished)
             await self._notify()
@@ -247,13 +247,13 @@ class TorchEngine:
         async with self._between_steps:
             if not self._is_asleep:
                 self._is_asleep = self._is_blank = True
-                await asyncio.to_thread(self._give_memory_up)
+                await asyncio.to_thread(self._release_memory)
 
     async def wake(self) -> None:
         """Allocates the weights' storage again."""
         async with self._between_steps:
             if self._is_asleep:
-                await asyncio.to_thread(self._take_memory_back)
+                await asyncio.to_thread(self._restore_memory)
                 self._is_asleep = False
 
     def weight_specs(self) -> list[TensorSpec]:
@@ -351,7 +351,7 @@ class TorchEngine:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
 
-    def _give_memory_up(self) -> None:
+    def _release_memory(self) -> None:
         """Frees the parameters' storage; their shapes remain."""
         self._batch.forget()
         for name, parameter in self._parameters.items():
@@ -361,7 +361,7 @@ class TorchEngine:
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _take_memory_back(self) -> None:
+    def _restore_memory(self) -> None:
         for name, parameter in self._parameters.items():
             parameter.untyped_storage().resize_(self._weight_bytes[name])
 

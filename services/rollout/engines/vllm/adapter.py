@@ -28,7 +28,12 @@ from services.rollout.engines.base import EngineCapabilities, RoutedExperts, Ver
 from services.rollout.engines.engine_config import engine_config
 from services.rollout.engines.engine_order import EngineConfig
 from services.rollout.engines.external import ExternalEngine
-from services.rollout.engines.request_segments import Segment, TokenChunk, as_told, segment_seed
+from services.rollout.engines.request_segments import (
+    Segment,
+    TokenChunk,
+    convert_experts,
+    segment_seed,
+)
 from services.rollout.engines.vllm.first_token import FirstToken
 from services.rollout.engines.vllm.start import start
 
@@ -116,13 +121,13 @@ class VllmBackend:
     async def submit(self, part: Segment) -> "_Stream":
         """Submits a segment."""
         return await self._ask(
-            part.part_id, part.context_ids, self._sampling(part), part.cache_salt
+            part.segment_id, part.context_ids, self._sampling(part), part.cache_salt
         )
 
-    async def cut(self, part_ids: Collection[str]) -> None:
+    async def abort_segments(self, segment_ids: Collection[str]) -> None:
         """Ends segments; discards their tokens that vLLM has not sent yet."""
-        parts = set(part_ids)
-        ended = [name for name, stream in self._streams.items() if stream.part_id in parts]
+        parts = set(segment_ids)
+        ended = [name for name, stream in self._streams.items() if stream.segment_id in parts]
         with _alive():
             await self.llm.engine_core.abort_requests_async(ended)
         for name in ended:
@@ -243,7 +248,7 @@ class VllmBackend:
         self._num_asked += 1
         unique = f"{name}#{self._num_asked}"
         request = self.llm.input_processor.process_inputs(unique, asked, parameters, ("generate",))
-        stream = self._streams[unique] = _Stream(self, unique, part_id=name)
+        stream = self._streams[unique] = _Stream(self, unique, segment_id=name)
         with _alive():
             await self.llm.engine_core.add_request_async(request)
         return stream
@@ -304,10 +309,10 @@ def _alive() -> Iterator[None]:
 class _Stream:
     """Token stream of one segment."""
 
-    def __init__(self, backend: VllmBackend, name: str, *, part_id: str) -> None:
+    def __init__(self, backend: VllmBackend, name: str, *, segment_id: str) -> None:
         self._backend = backend
         self._name = name
-        self.part_id = part_id
+        self.segment_id = segment_id
         self._outputs: deque[EngineCoreOutput] = deque()
         self._end: TokenChunk | EngineDiedError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -346,7 +351,7 @@ class _Stream:
     def _chunk(self, output: EngineCoreOutput) -> TokenChunk:
         reason = None if output.finish_reason is None else str(output.finish_reason)
         if reason == "error":
-            raise EngineDiedError(f"vLLM aborted {self.part_id!r}; see its log")
+            raise EngineDiedError(f"vLLM aborted {self.segment_id!r}; see its log")
         if output.new_logprobs is None:
             return TokenChunk(token_ids=(), logprobs=(), finish_reason=reason)
         self._backend.first_token.came()
@@ -365,7 +370,7 @@ class _Stream:
         routing, told = self._backend.routing, getattr(output, "routed_experts", None)
         if routing is None or told is None:
             return None
-        return as_told(told, routing)
+        return convert_experts(told, routing)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

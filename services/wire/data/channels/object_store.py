@@ -58,7 +58,7 @@ class ObjectStore:
     """
 
     def __init__(self, address: ObjectStoreAddress, *, host: str, segment_bytes: int) -> None:
-        _demand_master(address, host)
+        _check_master(address, host)
         self._store = MooncakeDistributedStore()
         code = self._store.setup(
             host,
@@ -172,7 +172,7 @@ class ObjectStore:
         return staging
 
 
-def _demand_master(address: ObjectStoreAddress, host: str) -> None:
+def _check_master(address: ObjectStoreAddress, host: str) -> None:
     """Checks that a master answers, in a subprocess that can be killed.
 
     If there is no master, the library tries for minutes and holds the GIL meanwhile.

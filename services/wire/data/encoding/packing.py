@@ -32,7 +32,7 @@ class ColumnPart:
     pieces: Sequence[Tensor]
     """The bytes in order, as one-dimensional CPU tensors of one dtype."""
 
-    def lay_into(self, target: Tensor) -> memoryview:
+    def copy_into(self, target: Tensor) -> memoryview:
         """Copies the part into ``target``, uint8 of ``size``; returns its bytes."""
         values = target.view(self.pieces[0].dtype)
         with torch.no_grad():
@@ -84,11 +84,11 @@ class PackedColumn:
             parts.append(ColumnPart(begin, size, pieces))
         return parts
 
-    def lay_into(self, target: Tensor) -> int:
+    def copy_into(self, target: Tensor) -> int:
         """Copies the column into ``target``, uint8 of ``size_bytes``; returns the checksum."""
         return combine(
             [
-                checksum(part.lay_into(target[part.begin : part.begin + part.size]))
+                checksum(part.copy_into(target[part.begin : part.begin + part.size]))
                 for part in self.parts()
             ]
         )

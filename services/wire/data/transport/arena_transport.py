@@ -52,7 +52,7 @@ class ArenaTransport:
             def fill(placed: tuple[int, ColumnPart]) -> int:
                 position, part = placed
                 _check_time(deadline)
-                return codec.checksum(part.lay_into(self._arena[position : position + part.size]))
+                return codec.checksum(part.copy_into(self._arena[position : position + part.size]))
 
             placed = [
                 (position + part.begin, part)
@@ -103,7 +103,7 @@ class ArenaTransport:
         try:
             digests = await _for_all(copy, parts, sum(extent.size for extent in extents))
         finally:
-            self._connection.let_go(answer)
+            self._connection.release_pin(answer)
         check_whole(extents, digests)
 
 

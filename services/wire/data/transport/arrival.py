@@ -33,7 +33,7 @@ class Arrival:
                 self._hash.update(frame)
             used = 0
             while used < len(frame) and len(self._digests) < len(self._batch):
-                used += self._lay(frame[used:])
+                used += self._copy_part(frame[used:])
             self._num_excess += len(frame) - used
 
     def digests(self, answer: codec.Response) -> list[int]:
@@ -55,7 +55,7 @@ class Arrival:
             )
         return self._digests
 
-    def _lay(self, data: memoryview) -> int:
+    def _copy_part(self, data: memoryview) -> int:
         extent = self._batch[len(self._digests)]
         size = min(extent.size - self._done, len(data))
         begin = extent.position + self._done

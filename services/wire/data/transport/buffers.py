@@ -11,7 +11,7 @@ import weakref
 import torch
 from torch import Tensor
 
-_LEAST_BYTES = 1 << 16
+_MIN_BYTES = 1 << 16
 _HUGE_PAGE_BYTES = 2 << 20
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
@@ -34,25 +34,25 @@ class BufferPool:
         with self._lock:
             block = self._block(size_bytes)
         holder = (ctypes.c_char * max(size_bytes, 1)).from_buffer(block)
-        weakref.finalize(holder, self._give_back, block).atexit = False
+        weakref.finalize(holder, self._return_block, block).atexit = False
         return torch.frombuffer(holder, dtype=torch.uint8, count=max(size_bytes, 1))[:size_bytes]
 
     def _block(self, size_bytes: int) -> mmap.mmap:
         # Prefer the most recently used block: it is still in the cache.
         idle = reversed(self._idle)
-        fitting = [b for b in idle if size_bytes <= len(b) <= 2 * size_bytes + _LEAST_BYTES]
+        fitting = [b for b in idle if size_bytes <= len(b) <= 2 * size_bytes + _MIN_BYTES]
         if fitting:
             block = min(fitting, key=len)
             self._idle.remove(block)
             return block
         if size_bytes < _HUGE_PAGE_BYTES:
-            return mmap.mmap(-1, max(_LEAST_BYTES, size_bytes), flags=_FLAGS | mmap.MAP_POPULATE)
+            return mmap.mmap(-1, max(_MIN_BYTES, size_bytes), flags=_FLAGS | mmap.MAP_POPULATE)
         block = mmap.mmap(-1, size_bytes, flags=_FLAGS)
         # Huge pages cause hundreds of times fewer page faults and are copied a quarter faster.
         block.madvise(mmap.MADV_HUGEPAGE)
         return block
 
-    def _give_back(self, block: mmap.mmap) -> None:
+    def _return_block(self, block: mmap.mmap) -> None:
         with self._lock:
             self._idle.append(block)
             while self._idle and sum(map(len, self._idle)) > self._keep_bytes:

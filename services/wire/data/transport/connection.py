@@ -109,7 +109,7 @@ class ShardConnection:
             if not request.answer.done():
                 request.answer.set_exception(self._gone())
 
-    def tell(self, message: codec.Request, payload: Sequence[Frame] = ()) -> None:
+    def send_request(self, message: codec.Request, payload: Sequence[Frame] = ()) -> None:
         """Sends a message without waiting for its answer.
 
         Raises:
@@ -158,7 +158,7 @@ class ShardConnection:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 # Only this task knows the answer, so release its pin here.
-                self.let_go(waiter.result()[0])
+                self.release_pin(waiter.result()[0])
             raise
         finally:
             del self._pending[request_id]
@@ -169,7 +169,7 @@ class ShardConnection:
     def abort(self, put_id: str) -> None:
         """Aborts a put if the connection is open."""
         if self.is_open:
-            self.tell(codec.Abort(put_id))
+            self.send_request(codec.Abort(put_id))
 
     def _gone(self) -> UnavailableError:
         return UnavailableError(
@@ -191,16 +191,16 @@ class ShardConnection:
             return
         request = self._pending.get(request_id)
         if request is None or request.answer.done() or not isinstance(message, codec.Response):
-            self.let_go(message)
+            self.release_pin(message)
         elif isinstance(message, codec.Data) and not message.is_last and request.take:
             request.take(frames[1:])
         else:
             request.answer.set_result((message, frames[1:]))
 
-    def let_go(self, message: codec.Message) -> None:
+    def release_pin(self, message: codec.Message) -> None:
         """Releases the pin of an answer, if it has one."""
         if self.is_open and isinstance(message, codec.Located | codec.Data) and message.pin_id:
-            self.tell(codec.Unpin(message.pin_id))
+            self.send_request(codec.Unpin(message.pin_id))
 
 
 def _error(failed: codec.Failed) -> ServiceError:

@@ -39,7 +39,7 @@ class ObjectTransport:
 
         def fill(views: Sequence[memoryview]) -> list[int]:
             return [
-                column.lay_into(torch.frombuffer(view, dtype=torch.uint8)) if view else combine(())
+                column.copy_into(torch.frombuffer(view, dtype=torch.uint8)) if view else combine(())
                 for view, column in zip(views, columns, strict=True)
             ]
 

@@ -72,7 +72,7 @@ class SocketTransport:
         async def write(grant: codec.Granted) -> list[int]:
             digests: list[list[int]] = [[] for _ in columns]
             for number, begin, frame, digest in chain(ready, frames):
-                self._connection.tell(codec.Write(grant.blob_ids[number], begin), [frame])
+                self._connection.send_request(codec.Write(grant.blob_ids[number], begin), [frame])
                 digests[number].append(digest)
             return [combine(of_blob) for of_blob in digests]
 
@@ -92,7 +92,7 @@ class SocketTransport:
                 answer, last = await self._connection.ask(
                     request, timeout_s=TIMEOUT_S, take=arrival.take
                 )
-                self._connection.let_go(answer)
+                self._connection.release_pin(answer)
                 arrival.take(last)
             return arrival.digests(answer)
 
@@ -109,7 +109,7 @@ class SocketTransport:
             return zmq.Frame(in_place, copy=False), codec.checksum(in_place)
         # ZeroMQ sends copied memory at once; for memory of others it runs a release callback in its
         # own thread.
-        packed = part.lay_into(self._scratch[: part.size])
+        packed = part.copy_into(self._scratch[: part.size])
         return zmq.Frame(packed, copy=True), codec.checksum(packed)
 
 

@@ -90,7 +90,7 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
     [b"GET / HTTP/1.1\r\nX-Long: ", b"GET /", b"GET / HTTP/1.1\r\n" + b"a:b\r\n" * 101],
     ids=["value", "line", "number"],
 )
-async def test_headers_without_end_are_refused(begin):
+async def test_headers_without_end_are_rejected(begin):
     async with serve_http("127.0.0.1:0", APP) as port, raw(port) as (reader, writer):
         writer.write(begin)
         writer.write(b"a" * (65 << 10))
@@ -122,7 +122,7 @@ async def test_of_large_requests_of_many_connections_the_largest_are_ended():
                 assert await answer(reader) == b"HTTP/1.1 200 OK"
 
 
-async def test_a_body_that_nobody_reads_counts_and_is_forgotten_with_its_connection():
+async def test_an_unread_body_counts_until_its_connection_closes():
     begun, may_end = asyncio.Event(), asyncio.Event()
 
     async def app(scope, receive, send):
@@ -170,7 +170,7 @@ async def test_blank_lines_do_not_keep_a_connection_open():
                 await reader.read()
 
 
-async def test_an_answer_that_nobody_reads_ends_with_its_connection(monkeypatch):
+async def test_an_unread_response_ends_with_its_connection(monkeypatch):
     monkeypatch.setattr(limits, "_READ_DEADLINE_S", 0.1)
     ended = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""What came with a model is evaluated with a deadline and a limit of memory, and this process goes on."""
+"""Files of a model are evaluated with a deadline and a memory limit; this process survives failures."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ def chats() -> Iterator[Evaluator]:
     evaluator.close()
 
 
-def test_a_chat_is_rendered_with_what_is_marked(chats: Evaluator) -> None:
+def test_a_chat_is_rendered_with_its_assistant_mask(chats: Evaluator) -> None:
     marked = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
     template = "{{ bos }}" + marked
     arguments = chat("hé", bos="<s>", return_assistant_tokens_mask=True)
@@ -45,7 +45,7 @@ def test_a_chat_is_rendered_with_what_is_marked(chats: Evaluator) -> None:
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],
 )
-def test_a_template_that_does_not_end_well_says_so(
+def test_a_failing_template_raises_its_reason(
     chats: Evaluator, template: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -87,7 +87,7 @@ def test_the_process_does_not_have_the_secrets_of_this_one(
         {"layer_types": [10**20]},
     ],
 )
-def test_absurd_sizes_of_a_model_are_refused_by_name(
+def test_absurd_sizes_of_a_model_are_rejected_by_name(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **changes}))
@@ -102,7 +102,7 @@ def test_absurd_sizes_of_a_model_are_refused_by_name(
             read()
 
 
-def test_what_a_config_takes_is_limited_whatever_its_keys_are() -> None:
+def test_evaluating_a_config_is_limited_in_time_and_memory() -> None:
     evaluator = Evaluator("config", timeout_s=30.0)
     try:
         large = {"model_type": "qwen2", "num_hidden_layers": 10**9}

@@ -32,19 +32,19 @@ def test_chars_put_pad_and_eos_first() -> None:
     assert tokenizer.encode("ba") == [3, 2]
 
 
-def test_a_character_without_a_token_is_refused() -> None:
+def test_a_character_without_a_token_is_rejected() -> None:
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:ab"))
     with pytest.raises(ValueError, match="'c'"):
         tokenizer.encode("abc")
 
 
-def test_half_a_character_is_refused() -> None:
+def test_half_a_character_is_rejected() -> None:
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m"))
     with pytest.raises(ValueError, match="surrogate"):
         tokenizer.encode("a\ud800b")
 
 
-def test_a_repeated_symbol_is_refused() -> None:
+def test_a_repeated_symbol_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"model\.tokenizer 'chars:aa'"):
         load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:aa"))
 

@@ -1,4 +1,4 @@
-"""Weights that would not be read are told of by file, from the heads of the files alone."""
+"""Unreadable weight files are reported by name, from their headers alone."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a specification names stays inside what an installation allows."""
+"""Paths, code and addresses of a specification stay inside the limits of the installation."""
 
 import os
 import random
@@ -101,7 +101,7 @@ def test_paths_out_of_the_roots_are_named(roots, changes):
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B", "tiny:qwen2-0.4m"])
-def test_what_lies_inside_is_allowed(roots, model):
+def test_paths_inside_the_roots_are_allowed(roots, model):
     spec = spec_with(model__path=model, **source(str(roots[0] / "a" / "train.jsonl")))
     assert strays(spec, roots) == []
 
@@ -172,7 +172,7 @@ def test_tasksets_of_verifiers_are_code_and_name_more_code(roots, monkeypatch):
     assert "allowed_commands" in problem
 
 
-def test_rows_do_not_say_what_verifiers_runs(roots):
+def test_rows_cannot_choose_verifiers_code(roots):
     spec = spec_with(
         **source(str(roots[0] / "train.jsonl")),
         rollout__workflow="agent",
@@ -191,7 +191,7 @@ def test_presets_are_no_modules(roots):
     assert strays_here(spec, roots) == []
 
 
-def test_values_that_look_like_secrets_are_refused():
+def test_values_that_look_like_secrets_are_rejected():
     spec = spec_with(**reward("exact_match", api_key="abc", nested={"password": "x"}, tokens="ok"))
     problems = find_plain_secrets(spec)
     assert [problem.partition(":")[0] for problem in problems] == [
@@ -264,7 +264,7 @@ def test_a_folder_that_is_called_like_a_model_is_a_folder(roots, tmp_path, monke
 
 
 @pytest.mark.parametrize("path", ["~nobody-there/x", "a\0b", "/" * 5000, "http://../../etc"])
-def test_strange_paths_are_refused_and_raise_nothing(roots, path):
+def test_strange_paths_are_rejected_and_raise_nothing(roots, path):
     for judge in (strays, strays_here):
         assert judge(spec_with(**source(path)), roots)
         assert judge(spec_with(model__path=path, **source(str(roots[0] / "x.jsonl"))), roots)
@@ -304,7 +304,7 @@ def test_sets_of_prompts_are_looked_at_one_by_one(roots):
 
 
 def holds_text(annotation: Any) -> bool:
-    """Whether a user can write a text of their own there, beside the keys of a part."""
+    """Returns whether a user can write any text there, besides the keys of a part."""
     if annotation in (str, Any):
         return True
     if get_origin(annotation) is Literal or isinstance(annotation, type):
@@ -319,7 +319,7 @@ def is_part(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def test_every_key_that_holds_a_text_says_how_it_is_judged():
+def test_every_text_key_has_a_kind():
     keys = {key for key, info in fields_of(RunSpec) if holds_text(info.annotation)}
     assert keys - KINDS.keys() == set(), (
         "say in services.common.security.confinement.KINDS what they name"
@@ -327,7 +327,7 @@ def test_every_key_that_holds_a_text_says_how_it_is_judged():
     assert KINDS.keys() - keys == set(), "these keys are gone"
 
 
-def test_the_threat_model_says_which_gate_judges_which_key():
+def test_the_threat_model_lists_the_gate_of_each_key():
     page = Path(__file__).parents[4] / "docs" / "threat-model.md"
     table = page.read_text(encoding="utf-8").partition("## Which gate judges which key")[2]
     lines = {line.split("|")[1].strip(): line for line in table.splitlines() if line[:1] == "|"}
@@ -405,7 +405,7 @@ OUTSIDE = [
 
 
 def problems_of(key, name, allowance):
-    """What keeps a specification with a name below a key from being run."""
+    """Returns the problem that rejects a specification with a name at a key."""
     try:
         return allowance.problems_here(spec_with(**{**rows(), **CODE[key](name)}))
     except SpecError as error:
@@ -427,7 +427,7 @@ def test_no_code_outside_of_the_roots_is_imported(folders, tmp_path, key):
             assert not (tmp_path / "ran").exists()
 
 
-def test_what_the_loader_imports_the_gate_has_judged(folders, tmp_path):
+def test_the_gate_checks_all_code_that_the_loader_imports(folders, tmp_path):
     code, outside = folders
     draw = random.Random(5)
     ran = tmp_path / "ran"
@@ -496,7 +496,7 @@ def test_functions_of_verifiers_are_judged_as_verifiers_loads_them(folders, tmp_
 
 
 @pytest.mark.parametrize("path", ["~/../{inside}/x", "file:/{inside}/x", "~nobody{inside}/x"])
-def test_paths_mean_what_the_loader_of_data_opens(roots, path):
+def test_paths_are_those_that_the_data_loader_opens(roots, path):
     path = path.format(inside=str(roots[0]).lstrip("/"))
     for judge in (strays, strays_here):
         assert len(judge(spec_with(**source(path)), roots)) == 1
@@ -534,7 +534,7 @@ def test_secrets_are_found_under_any_name(arguments):
         assert text not in problem
 
 
-def test_what_is_no_secret_may_be_written():
+def test_ordinary_texts_are_not_taken_for_secrets():
     arguments = {
         "tokens": "ok",
         "eos_token": "</s>",

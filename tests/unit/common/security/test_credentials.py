@@ -39,7 +39,7 @@ def register(server):
 
 
 async def ask(server: Identity, client: Identity, *, scope="run_a/1", peer="controller", run_id=""):
-    """What the server answers the client, or the error."""
+    """Returns the server's response to the client, or the error."""
     with acting_as(server):
         serving = serve("127.0.0.1:0", register)
     with acting_as(server):
@@ -80,7 +80,7 @@ async def test_services_act_for_every_run():
 @pytest.mark.parametrize(
     "client", [Identity(), worker_of("run_a", b"x" * 32), Identity(run_token="slp_user")]
 )
-async def test_callers_without_a_known_token_are_refused(client):
+async def test_callers_without_a_known_token_are_rejected(client):
     assert type(await ask(SERVICE, client)) is errors.UnauthenticatedError
 
 
@@ -117,7 +117,7 @@ async def test_nothing_is_read_of_a_caller_that_is_not_known():
     await serving.__aexit__(None, None, None)
 
 
-async def test_what_is_no_message_is_the_callers_fault():
+async def test_an_invalid_message_is_an_invalid_argument():
     async with (
         serve("127.0.0.1:0", register) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
@@ -129,7 +129,7 @@ async def test_what_is_no_message_is_the_callers_fault():
 
 
 @pytest.mark.parametrize("has_tls", [False, True])
-async def test_a_connection_that_says_nothing_is_ended(certificates, monkeypatch, has_tls):
+async def test_a_silent_connection_is_closed(certificates, monkeypatch, has_tls):
     (limit,) = [option for option in SERVER_OPTIONS if "handshake" in option[0]]
     others = [option for option in SERVER_OPTIONS if option != limit]
     monkeypatch.setattr(server, "SERVER_OPTIONS", (*others, (limit[0], 500)))
@@ -160,7 +160,7 @@ def test_secrets_are_not_shown():
     assert "slr_" not in repr(worker_of("run_a"))
 
 
-def test_a_short_key_is_refused(tmp_path):
+def test_a_short_key_is_rejected(tmp_path):
     (tmp_path / "key").write_text("short")
     with pytest.raises(errors.InvalidArgumentError, match="openssl"):
         read_key(tmp_path / "key")
@@ -201,7 +201,7 @@ async def test_with_tls_both_sides_show_certificates(certificates):
     assert type(await ask(controller, worker_of("run_a"))) is errors.UnavailableError
 
 
-async def test_a_peer_whose_certificate_says_something_else_is_not_called(certificates):
+async def test_a_peer_with_another_certificate_is_not_called(certificates):
     controller = tls_of(certificates, "controller", key=KEY)
     for owner, fits in (("run_a", True), ("any", True), ("run_b", False), ("controller", False)):
         worker = certified_worker(certificates, owner)
@@ -269,7 +269,7 @@ def test_certificates_that_are_being_written_are_taken_when_they_are_whole(certi
         tls_of(tmp_path, "none").tls.current()
 
 
-def test_names_say_what_a_peer_is_and_of_which_run():
+def test_certificate_names_have_role_and_run():
     assert peer_name("controller") == "controller.slipstream"
     assert peer_name("transferqueue", "run_a") == "transferqueue.slipstream"
     assert peer_name("worker", "run_a") == "run-a.worker.slipstream"

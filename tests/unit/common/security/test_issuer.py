@@ -32,7 +32,7 @@ class Clock:
 
 
 def make_issuer(folder, *, above=None, ends_after=timedelta(days=30), is_authority=True):
-    """Write an authority: of its own, or under another one; returns its certificate and key."""
+    """Writes a root or an intermediate authority; returns its certificate and key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, folder.name)])
     signer, signing_key = above or (None, key)
@@ -61,9 +61,7 @@ def ends_of(certificate):
 
 
 @pytest.mark.parametrize("is_under_another", [False, True])
-async def test_a_worker_reaches_a_service_with_what_an_issuer_made_for_its_run(
-    tmp_path, is_under_another
-):
+async def test_a_worker_reaches_a_service_with_an_issued_certificate(tmp_path, is_under_another):
     above = make_issuer(tmp_path / "root") if is_under_another else None
     make_issuer(tmp_path / "issuer", above=above)
     issuer = Issuer(tmp_path / "issuer")

@@ -7,7 +7,7 @@ import pytest
 from services.common.telemetry.logging import RareLog
 
 
-def test_a_message_is_told_once_a_minute_with_how_often_it_happened(
+def test_a_message_is_logged_once_a_minute_with_its_count(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = 0.0

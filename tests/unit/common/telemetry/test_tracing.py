@@ -22,7 +22,7 @@ from slipstream.transferqueue.v1 import transferqueue_pb2_grpc
 
 @pytest.fixture
 def collected():
-    """What goes to the collector when all groups are collected."""
+    """Returns the spans that the collector receives if all groups are collected."""
     exporter = InMemorySpanExporter()
     with tracing.collecting(
         OpenTelemetrySink(SimpleSpanProcessor(exporter), {"service.name": "test"}), ratio=1.0
@@ -61,7 +61,7 @@ def test_a_step_is_linked_to_its_groups(collected):
     assert len(groups) == 2
 
 
-def test_a_span_says_what_ended_it(collected):
+def test_a_span_has_the_error_that_ended_it(collected):
     with pytest.raises(KeyError), tracing.span("step", tracing.of_step("run_1", 1)):
         raise KeyError
     (span,) = collected()

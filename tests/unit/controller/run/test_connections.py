@@ -22,7 +22,7 @@ class Queue:
     async def create_partition(self, name, **_):
         self.revisions.setdefault(name, 0)
 
-    async def keep_samples(self, run_id, **_):
+    async def record_samples(self, run_id, **_):
         pass
 
 

@@ -56,7 +56,7 @@ class Queue:
     async def watch(self, partition, revision):
         yield self.held
 
-    async def watch_losses(self, partition):
+    async def watch_lost_samples(self, partition):
         for keys in self.losses:
             yield LostSamples(keys=keys, shard_id="shard-1")
 

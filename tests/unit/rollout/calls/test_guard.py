@@ -1,4 +1,4 @@
-"""What a process serves to rollouts elsewhere is not for strangers."""
+"""Services for rollouts on other hosts reject unknown callers."""
 
 import argparse
 import asyncio
@@ -70,7 +70,7 @@ class Endless(httpx.AsyncByteStream):
         ({**KNOWN, **JSON}, b"x" * 101, 413),
     ],
 )
-async def test_requests_of_strangers_are_refused(
+async def test_requests_need_a_token_and_json(
     headers: dict[str, str], content: bytes, status: int
 ) -> None:
     encoded = {name: value.encode("latin-1") for name, value in headers.items()}
@@ -79,7 +79,7 @@ async def test_requests_of_strangers_are_refused(
     assert answer.json() == len(content) if status == 200 else "error" in answer.json()
 
 
-async def test_a_body_is_read_up_to_its_limit_and_of_a_stranger_not_at_all() -> None:
+async def test_a_body_is_read_up_to_its_limit_and_not_without_a_token() -> None:
     for headers, status, most in (({**KNOWN, **JSON}, 413, 4), (JSON, 401, 0)):
         body = Endless()
         answer = await client().post("/", content=body, headers=headers)
@@ -101,7 +101,7 @@ async def test_nothing_is_served_to_others_without_a_token(tmp_path: Path) -> No
 
 
 class Echo:
-    """Says what it is asked."""
+    """Returns the request."""
 
     def reset(self, task: object, *, seed: int) -> str:
         return f"{task}"

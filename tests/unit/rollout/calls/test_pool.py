@@ -73,7 +73,7 @@ async def test_user_functions_sync_and_async_are_summed_by_weight(code: str) -> 
         ("sleeps", "timeout", "longer than 0.2 s"),
     ],
 )
-async def test_failures_are_typed_and_the_pool_goes_on(
+async def test_failures_are_typed_and_the_pool_continues(
     code: str, name: str, kind: str, message: str
 ) -> None:
     bad = RewardSpec(name=f"{code}:{name}", timeout_s=0.2, bounds=(0.0, 1.0))

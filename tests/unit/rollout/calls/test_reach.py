@@ -43,7 +43,7 @@ def test_addresses_of_the_internet_are_public(address):
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "localhost", "2130706433", "0x7f000001", "0177.0.0.1", "127.1", "::1"]
 )
-async def test_a_host_of_the_inside_is_refused_however_it_is_written(host):
+async def test_a_host_of_the_inside_is_rejected_however_it_is_written(host):
     with pytest.raises((CallError, BusyError)) as error:
         await AddressPolicy().resolve(host, 80)
     assert isinstance(error.value, BusyError) or "reward_hosts" in error.value.message
@@ -105,7 +105,7 @@ async def test_a_huge_answer_is_not_read():
 
 
 class Bytes(httpx.AsyncByteStream):
-    """What a service sends, as it sends it."""
+    """Returns a service's response unchanged."""
 
     def __init__(self, content: bytes) -> None:
         self.content, self.num_read = content, 0
@@ -136,7 +136,7 @@ async def test_nothing_is_decompressed(encoding):
     assert (caught.value.kind, sent.num_read) == ("invalid_value", 0)
 
 
-async def test_what_is_not_compressed_may_say_so():
+async def test_identity_content_encoding_is_accepted():
     def send(_):
         return httpx.Response(200, headers={"Content-Encoding": "identity"}, json={"score": 1})
 

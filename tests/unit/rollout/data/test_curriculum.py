@@ -1,4 +1,4 @@
-"""The user's function of a curriculum: what it is told, and what its answers mean."""
+"""The user's function of a curriculum: its arguments and the meaning of its results."""
 
 from pathlib import Path
 from textwrap import dedent
@@ -9,7 +9,7 @@ from services.common.runspec.data import CurriculumSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.curriculum import Curriculum
 from services.rollout.failures import GroupError
-from services.wire.rollout import TriedPrompt
+from services.wire.rollout import PromptHistory
 
 MINE = """
 def wants(row, tried, *, answers):
@@ -17,10 +17,10 @@ def wants(row, tried, *, answers):
         raise ValueError(f"{row} {tried}")
     return answers[row["number"]]
 """
-NEW = TriedPrompt(step=4, tries=0, mean_reward=0.0)
+NEW = PromptHistory(step=4, tries=0, mean_reward=0.0)
 
 
-async def answers(folder: Path, row: dict[str, int], tried: TriedPrompt, given: object) -> str:
+async def answers(folder: Path, row: dict[str, int], tried: PromptHistory, given: object) -> str:
     """Reason of the failure, and its message; nothing if the prompt is wanted."""
     (folder / "mine.py").write_text(dedent(MINE))
     spec = CurriculumSpec(function=f"{folder}/mine.py:wants", arguments={"answers": given})
@@ -55,11 +55,11 @@ async def test_only_true_has_a_prompt_answered_and_only_false_has_it_wait(
             raise AssertionError(found)
 
 
-async def test_it_is_told_the_row_and_how_its_prompt_did(tmp_path: Path) -> None:
+async def test_the_function_receives_the_row_and_the_prompts_history(tmp_path: Path) -> None:
     told = await answers(tmp_path, {"number": 7}, NEW, "told")
     assert told.startswith("curriculum_exception: data.curriculum.function: ")
     assert "{'number': 7} {'step': 4, 'tries': 0, 'mean_reward': None}" in told
-    tried = TriedPrompt(step=9, tries=2, mean_reward=0.5)
+    tried = PromptHistory(step=9, tries=2, mean_reward=0.5)
     told = await answers(tmp_path, {"number": 7}, tried, "told")
     assert "{'step': 9, 'tries': 2, 'mean_reward': 0.5}" in told
 

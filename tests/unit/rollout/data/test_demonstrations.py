@@ -51,7 +51,7 @@ def parts(shown: Demonstration, template: str | None = None) -> list[tuple[str, 
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_exactly_what_the_assistant_says_trains(template: str) -> None:
+def test_exactly_the_assistants_tokens_train(template: str) -> None:
     shown = of_chat(TALK, (), tokenizer(template), turns="all")
     assert parts(shown) == [
         ("system: be brief\nuser: 1+1?\nassistant: ", False),
@@ -79,7 +79,7 @@ def test_the_tokens_are_those_of_the_whole_rendered_conversation() -> None:
     assert used.decode(whole[len(found) :]).strip() == ""
 
 
-def test_a_template_that_rewrites_history_is_refused_unless_the_last_answer_trains() -> None:
+def test_a_template_that_rewrites_history_is_rejected_unless_the_last_answer_trains() -> None:
     with pytest.raises(ValueError, match=r"data\.demonstration\.turns.*'last'"):
         of_chat(TALK, (), tokenizer(FORGETFUL), turns="all")
     shown = of_chat(TALK, (), tokenizer(FORGETFUL), turns="last")
@@ -93,7 +93,7 @@ def test_a_template_with_another_generation_prompt_than_answer_start_is_rejected
         of_chat(TALK, (), tokenizer(odd), turns="all")
 
 
-def test_a_template_without_ends_gets_one_behind_the_last_answer() -> None:
+def test_a_template_without_end_tokens_gets_one_after_the_last_answer() -> None:
     shown = of_chat(TALK, (), tokenizer(), turns="last")
     assert parts(shown)[1] == ("3<eos>", True)
 

@@ -1,4 +1,4 @@
-"""Filters: what a row must pass, what is told of filters that cannot be applied."""
+"""Filters select rows; filters that cannot be applied are reported."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_rows_that_do_not_pass_are_left_out(
     assert answers(spec) == kept
 
 
-def test_all_filters_must_be_passed_and_a_limit_counts_what_did(answers: Any) -> None:
+def test_a_limit_counts_the_rows_that_pass_all_filters(answers: Any) -> None:
     both = ({"column": "level", "at_least": 1}, {"column": "prompt", "max_length": 3})
     assert answers(*both) == ["1", "3"]
     assert answers(*both, limit=1) == ["1"]
@@ -89,7 +89,7 @@ def test_a_filter_that_cannot_be_applied_is_named(
         answers(spec)
 
 
-def test_a_damaged_row_is_refused_when_it_is_issued(tmp_path: Path) -> None:
+def test_a_damaged_row_is_rejected_when_it_is_issued(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n{damaged\n")
     part = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl")}
     filters = [{"column": "level", "at_least": 1}]

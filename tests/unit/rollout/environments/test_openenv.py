@@ -84,17 +84,15 @@ async def test_an_openenv_server_shapes_an_episode(port: int) -> None:
         assert episode.earned == {"reward": {"reward": 1.0}, "metrics": {}}
 
 
-async def test_what_an_openenv_server_refuses_is_told_by_its_name(port: int) -> None:
+async def test_errors_of_an_openenv_server_have_its_name(port: int) -> None:
     played = workflow(port)
     async with played.serving(HERE):
-        with pytest.raises(
-            CallError, match=rf"'openenv\+http://127.0.0.1:{port}' refused step: .*loud"
-        ):
+        with pytest.raises(CallError, match=rf"'openenv\+http://127.0.0.1:{port}'.*loud"):
             await played.run(make_episode(Scripted(["raise"])))
     wrong = Environments(
         environment=f"openenv+http://127.0.0.1:{port}", arguments={"observe": "board"}
     )
-    with pytest.raises(ValueError, match="which has no 'board'"):
+    with pytest.raises(ValueError, match="'board'"):
         async with wrong.serving(HERE):
             pass
 

@@ -19,7 +19,7 @@ HERE = AddressPolicy({"127.0.0.1"})
 
 
 class Counting:
-    """Counts what is said; over after three steps."""
+    """Counts messages; done after three steps."""
 
     made = 0
 
@@ -57,7 +57,7 @@ def hosted(make: Any, *, max_episodes: int = 10, **arguments: Any) -> HttpEnviro
     return environment(httpx.ASGITransport(host.app()), timeout_s=1.0, wait_s=0.2)
 
 
-async def test_an_episode_begins_goes_on_and_ends() -> None:
+async def test_an_episode_starts_continues_and_ends() -> None:
     games = hosted(Counting, start=1)
     await games.check()
     session, first = await games.begin({"name": "me"}, seed=3)
@@ -98,7 +98,7 @@ async def test_a_full_environment_is_waited_for_and_a_broken_connection_tried_ag
     assert first.messages[0]["content"] == "go"
 
 
-async def test_no_place_in_time_is_a_failure_that_says_so() -> None:
+async def test_a_missing_episode_slot_is_a_failure_with_the_reason() -> None:
     games = hosted(Counting, max_episodes=1)
     await games.begin({"name": "one"}, seed=0)
     with pytest.raises(CallError, match=r"'games'.*0.2 s") as e:
@@ -106,7 +106,7 @@ async def test_no_place_in_time_is_a_failure_that_says_so() -> None:
     assert e.value.kind == "timeout"
 
 
-async def test_nobody_guesses_the_name_of_an_episode() -> None:
+async def test_episode_ids_cannot_be_guessed() -> None:
     client = httpx.AsyncClient(
         transport=httpx.ASGITransport(Host(Counting, "games", {}).app()), base_url=URL
     )
@@ -118,7 +118,7 @@ async def test_nobody_guesses_the_name_of_an_episode() -> None:
         assert (await client.delete(f"/v1/episodes/{guess}")).status_code == 404
 
 
-async def test_an_episode_that_nobody_goes_on_with_is_closed_and_its_place_is_free() -> None:
+async def test_an_idle_episode_is_closed_and_frees_its_slot() -> None:
     closed = asyncio.Event()
 
     class Closing(Counting):
@@ -137,7 +137,7 @@ async def test_an_episode_that_nobody_goes_on_with_is_closed_and_its_place_is_fr
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{", b"[" * 100_000, b'{"task": {}}'])
-async def test_a_request_that_says_too_little_is_refused(body: bytes) -> None:
+async def test_an_incomplete_request_is_rejected(body: bytes) -> None:
     client = httpx.AsyncClient(
         transport=httpx.ASGITransport(Host(Counting, "games", {}).app()), base_url=URL
     )
@@ -165,9 +165,7 @@ def begun(answer: Any) -> Callable[[httpx.Request], httpx.Response]:
         ({"episode": "e", "messages": "x" * (2 << 20)}, "1048576 bytes"),
     ],
 )
-async def test_wrong_answers_are_failures_that_name_what_is_wrong(
-    answer: Any, message: str
-) -> None:
+async def test_wrong_responses_are_failures_with_the_reason(answer: Any, message: str) -> None:
     with pytest.raises(CallError, match=message) as caught:
         await environment(begun(answer)).begin({}, seed=0)
     assert caught.value.kind == "invalid_value"
@@ -179,7 +177,7 @@ async def test_a_status_without_an_error_is_reported() -> None:
         await environment(lambda _: httpx.Response(302, json={})).begin({}, seed=0)
 
 
-async def test_an_answer_to_another_step_is_refused() -> None:
+async def test_an_answer_to_another_step_is_rejected() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         begin = {"episode": "e", "messages": "go"}
         is_begin = request.url.path == "/v1/episodes"
@@ -190,7 +188,7 @@ async def test_an_answer_to_another_step_is_refused() -> None:
         await session.step({"role": "assistant", "content": ""})
 
 
-async def test_silence_ends_at_the_deadline_and_says_so() -> None:
+async def test_a_silent_peer_fails_at_the_deadline() -> None:
     async def answer(request: httpx.Request) -> httpx.Response:
         await asyncio.Event().wait()
         raise AssertionError
@@ -215,7 +213,9 @@ async def test_another_protocol_version_is_rejected() -> None:
         ({"messages": "a\ud800"}, "surrogates not allowed"),
     ],
 )
-async def test_what_a_class_does_wrong_is_told(result: Any, message: str) -> None:
+async def test_wrong_results_of_an_environment_class_are_reported(
+    result: Any, message: str
+) -> None:
     class Wrong:
         def reset(self, task: Any, *, seed: int) -> Any:
             return result
@@ -232,7 +232,7 @@ async def test_what_a_class_does_wrong_is_told(result: Any, message: str) -> Non
         (ValueError("\ud800 is no text"), r"ValueError: \\ud800 is no text"),
     ],
 )
-async def test_what_a_class_raises_is_told_and_its_place_is_free_again(
+async def test_an_exception_of_an_environment_class_is_reported_and_frees_its_slot(
     error: BaseException, message: str
 ) -> None:
     class Broken:
@@ -245,7 +245,7 @@ async def test_what_a_class_raises_is_told_and_its_place_is_free_again(
             await games.begin({}, seed=0)
 
 
-async def test_an_answer_that_is_nested_without_end_is_none() -> None:
+async def test_a_deeply_nested_answer_is_rejected() -> None:
     deep = httpx.Response(200, content=b"[" * 100_000)
     with pytest.raises(CallError, match="JSON object"):
         await environment(lambda _: deep).begin({}, seed=0)

@@ -9,7 +9,7 @@ import pytest
 from services.common.http.server import serve_http
 from services.common.runspec.rollout import RewardSpec
 from services.rollout.openai.endpoint import Endpoint
-from services.rollout.rewards.terms import add_up, earned_terms
+from services.rollout.rewards.terms import earned_terms, weighted_score
 from tests.unit.rollout.openai.served import Scripted, make_episode
 
 # Loading it takes six seconds of processor time.
@@ -69,7 +69,7 @@ async def test_its_rewards_are_terms_and_its_tokens_are_exact(
         earned = await play(
             f"http://127.0.0.1:{port}/v1", access.api_key, access.model, "say moon", rows[0]
         )
-    score = add_up([earned_terms(RewardSpec(name="environment"), earned)])
+    score = weighted_score([earned_terms(RewardSpec(name="environment"), earned)])
     assert score.value == 2.0
     assert score.terms["says_it"] == 2.0
     assert score.terms["length"] == 8.0

@@ -9,7 +9,7 @@ from services.common.runspec.rollout import RewardSpec
 from services.rollout.calls.reach import AddressPolicy
 from services.rollout.environments.workflow import Environments
 from services.rollout.failures import CallError
-from services.rollout.rewards.terms import add_up, earned_terms
+from services.rollout.rewards.terms import earned_terms, weighted_score
 from services.rollout.workflows.base import Episode, Interrupted
 from services.rollout.workflows.turns import num_sampled
 from tests.unit.rollout.openai.served import TOKENIZER, Scripted, make_episode
@@ -77,7 +77,7 @@ def texts(episode: Episode) -> list[tuple[bool, str]]:
     return [(turn.is_sampled, episode.text(turn)) for turn in episode.turns]
 
 
-async def test_what_the_policy_says_is_trained_and_what_the_environment_says_is_not(
+async def test_only_the_policys_tokens_train(
     games: str,
 ) -> None:
     episode = await play(games, Scripted(["1", "7"]))
@@ -87,7 +87,7 @@ async def test_what_the_policy_says_is_trained_and_what_the_environment_says_is_
     spec = RewardSpec.model_validate(
         {"name": "environment", "terms": {"tries": {"weight": 0.5}, "never_named": {}}}
     )
-    score = add_up([earned_terms(spec, episode.earned)])
+    score = weighted_score([earned_terms(spec, episode.earned)])
     assert score.value == pytest.approx(1.0 - 0.5 * 0.2)
     assert score.terms == pytest.approx(
         {"right": 1.0, "tries": -0.2, "tries_made": 2.0, "calls": 0.0}
@@ -112,7 +112,7 @@ async def test_an_environment_with_other_messages_on_resume_is_rejected(games: s
         await play(games, Scripted([]), recorded=cut.turns)
 
 
-async def test_limits_end_an_episode_with_what_it_earned(games: str) -> None:
+async def test_limits_end_an_episode_with_its_reward(games: str) -> None:
     episode = await play(games, Scripted(["1", "2", "3"]), max_turns=2)
     assert episode.earned["reward"] == pytest.approx({"right": 0.0, "tries": -0.2})  # type: ignore[index]
     episode = await play(games, Scripted(["1", "2", "3"]), room=6)
@@ -179,7 +179,7 @@ async def test_a_wrong_environment_is_found_before_the_run(
         ('"x" * 20000', {"chat": True}, "leaves no room"),
     ],
 )
-async def test_an_episode_in_which_the_policy_cannot_speak_is_a_failure_that_says_so(
+async def test_an_episode_without_room_for_the_policy_fails_with_the_reason(
     games: str, reset: str, changes: Any, message: str
 ) -> None:
     rewritten(games, f"class Guess:\n    def reset(self, task, *, seed):\n        return {reset}\n")

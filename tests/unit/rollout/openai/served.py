@@ -1,4 +1,4 @@
-"""An episode behind the endpoint, with an engine that says given lines."""
+"""An episode with an endpoint and an engine that generates given lines."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +19,7 @@ TOKENIZER = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes"))
 
 
 class Scripted:
-    """Says given lines; a line ends with the end token unless it is cut or asked to be shorter.
+    """Generates given lines; a line ends with the end token unless it is aborted or limited.
 
     The ``cut``-th request is aborted after three tokens.
     """

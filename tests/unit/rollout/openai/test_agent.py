@@ -63,7 +63,7 @@ async def serving(agent: str, **arguments):
 
 
 @pytest.mark.parametrize(("name", "lines"), [("plain", ["a", "b"]), ("coroutine", ["c"])])
-async def test_what_an_agent_samples_becomes_the_sample(agents, name, lines):
+async def test_an_agents_requests_become_the_sample(agents, name, lines):
     async with serving(f"{agents}:{name}") as workflow:
         episodes = [make_episode(Scripted(lines)) for _ in range(8)]
         await asyncio.gather(*[workflow.run(episode) for episode in episodes])
@@ -120,7 +120,7 @@ async def test_an_agent_may_be_a_service():
     ):
         await workflow.run(episode)
     async with serving(f"http://127.0.0.1:{port}/run") as workflow:
-        with pytest.raises(CallError, match="does not answer"):
+        with pytest.raises(CallError, match="does not respond"):
             await workflow.run(make_episode(Scripted([])))
     assert episode.response_text == "hey"
 

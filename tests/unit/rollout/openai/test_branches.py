@@ -1,4 +1,4 @@
-"""Episodes of several conversations: what is kept, what trains, what an interruption leaves."""
+"""Episodes of several conversations: recording, training and interruptions."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +41,7 @@ def shown(conversations: Any) -> list[str]:
 
 
 async def branch(client: Any) -> None:
-    """A first reply, two ways on from it, and a question of its own."""
+    """A first reply, two continuations of it, and an independent question."""
     first = (await chat(client, user("x")))["choices"][0]["message"]
     await chat(client, user("helper"))
     await chat(client, user("x"), first, user("y"))
@@ -112,7 +112,7 @@ async def test_rewards_see_the_other_conversations() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
-async def test_an_interrupted_episode_goes_on_with_all_that_its_conversations_had(cut: int) -> None:
+async def test_an_interrupted_episode_continues_with_all_its_conversations(cut: int) -> None:
     lines = ["first", "helper's", "second", "third"]
     whole = await played(branch, list(lines))
     interrupted = make_episode(Scripted(list(lines), cut=cut))
@@ -164,7 +164,7 @@ def choosers(tmp_path: Path) -> str:
     return str(tmp_path / "choosers.py")
 
 
-async def test_a_function_says_which_conversations_train(choosers: str) -> None:
+async def test_a_function_selects_the_conversations_that_train(choosers: str) -> None:
     episode = await played(branch, ["a", "h", "b", "c"], train=f"{choosers}:helpers")
     assert shown(trained_once(episode.sequences)) == [
         "user: x\nassistant: [a]\nuser: y\nassistant: [b]",
@@ -194,7 +194,7 @@ async def solve(base_url, api_key, model, prompt, row):
 """
 
 
-async def test_an_agent_says_how_many_conversations_it_had(tmp_path: Path) -> None:
+async def test_an_agent_reports_its_number_of_conversations(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     workflow = Agent(agent=f"{tmp_path / 'agent.py'}:solve", train="all")
     episode = make_episode(Scripted(["a", "b"]))

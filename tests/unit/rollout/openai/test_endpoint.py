@@ -49,7 +49,7 @@ from tests.unit.rollout.openai.served import (
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     ],
 )
-async def test_what_cannot_be_recorded_is_refused_in_openais_format(changes, param):
+async def test_unsupported_requests_get_an_error_in_openais_format(changes, param):
     async with client_of(make_episode(Scripted([]))) as client:
         body = {"model": "policy", "messages": [user("x")], **changes}
         response = await client.post("/chat/completions", json=body)
@@ -89,7 +89,7 @@ async def test_a_greedy_evaluation_takes_the_runs_temperature_and_stays_greedy()
     assert engine.requests[0].temperature == 0.0
 
 
-async def test_a_conversation_that_does_not_fit_is_refused_and_the_sample_truncated():
+async def test_a_conversation_that_does_not_fit_is_rejected_and_the_sample_truncated():
     episode = make_episode(Scripted(["abc", "never"]), room=10)
     async with client_of(episode) as client:
         first = await chat(client, user("x"))
@@ -135,7 +135,7 @@ async def test_keys_open_their_own_episode_while_it_lasts_and_nothing_else():
     assert late.json()["error"]["code"] == "invalid_api_key"
 
 
-async def test_other_methods_and_paths_are_refused():
+async def test_other_methods_and_paths_are_rejected():
     async with client_of(make_episode(Scripted([]))) as client:
         assert (await client.get("/chat/completions")).status_code == 405
         assert (await client.post("/embeddings", json={})).status_code == 404
@@ -171,7 +171,7 @@ async def test_streams_are_server_sent_events_that_add_up_to_the_reply():
 
 
 class Slow:
-    """Makes a token whenever it is told to, and says that it did."""
+    """Generates a token on each release of a semaphore."""
 
     def __init__(self, line, *, fails_at=None):
         self.tokens = (*TOKENIZER.encode(line), TOKENIZER.eos_id)
@@ -286,7 +286,7 @@ def test_reasoning_is_streamed_apart(text, is_open, reasoning, content, size):
         (("x <tool_call>{", "}"), ("<tool_call>",), ["x", ""], " <tool_call>{}"),
     ],
 )
-def test_what_may_become_a_mark_is_held_back(parts, marks, seen, rest):
+def test_text_that_may_become_a_marker_is_held_back(parts, marks, seen, rest):
     text = VisibleText(TOKENIZER, marks)
     assert [text.add(TOKENIZER.encode(part)).content for part in parts] == seen
     assert text.rest(_choice("".join(seen) + rest)).content == rest
@@ -326,7 +326,7 @@ async def test_requests_of_an_ended_episode_are_given_up():
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_request_to_an_episode_that_is_ending_is_told_to_wait(is_streamed):
+async def test_a_request_to_an_ending_episode_gets_a_retry(is_streamed):
     body = {"model": "policy", "messages": [user("x")], "stream": is_streamed}
     answers = []
     with pytest.raises(Interrupted):

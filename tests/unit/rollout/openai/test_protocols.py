@@ -153,7 +153,9 @@ async def test_a_response_at_the_limit_is_incomplete() -> None:
         ({"temperature": 0.1}, "temperature"),
     ],
 )
-async def test_messages_refuse_what_they_cannot_apply(changes: dict[str, Any], name: str) -> None:
+async def test_messages_requests_with_unsupported_options_are_rejected(
+    changes: dict[str, Any], name: str
+) -> None:
     async with client_of(make_episode(Scripted(["a"]))) as http:
         body = {"model": "policy", "max_tokens": 5, "messages": [user("x")], **changes}
         response = await http.post("/messages", json=body)
@@ -179,14 +181,16 @@ async def test_messages_refuse_what_they_cannot_apply(changes: dict[str, Any], n
         ({"input": []}, "messages"),
     ],
 )
-async def test_responses_refuse_what_they_cannot_apply(changes: dict[str, Any], name: str) -> None:
+async def test_responses_requests_with_unsupported_options_are_rejected(
+    changes: dict[str, Any], name: str
+) -> None:
     async with client_of(make_episode(Scripted(["a"]))) as http:
         response = await http.post("/responses", json={"model": "policy", "input": "x", **changes})
     assert response.status_code in (400, 404)
     assert name in response.json()["error"]["message"]
 
 
-async def test_a_wrong_key_is_refused_in_each_protocols_form() -> None:
+async def test_a_wrong_key_is_rejected_in_each_protocols_form() -> None:
     async with client_of(make_episode(Scripted(["a"]))) as http:
         http.headers["Authorization"] = "Bearer wrong"
         found = await http.post("/messages", json={})

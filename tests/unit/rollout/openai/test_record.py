@@ -1,4 +1,4 @@
-"""What is recorded: exact tokens, conversation by conversation."""
+"""Records have the exact tokens of each conversation."""
 
 import json
 
@@ -19,7 +19,7 @@ def text(ids):
     return "".join("¶" if token == TOKENIZER.eos_id else TOKENIZER.decode([token]) for token in ids)
 
 
-async def test_a_chat_that_goes_on_continues_the_recorded_tokens():
+async def test_a_continued_chat_keeps_the_recorded_tokens():
     engine = Scripted(["four", "five"])
     episode = make_episode(engine)
     async with client_of(episode) as client:
@@ -43,9 +43,9 @@ async def test_a_chat_that_goes_on_continues_the_recorded_tokens():
     assert episode.response_text == "five"
 
 
-async def test_recorded_tokens_are_kept_where_encoding_the_text_again_would_give_others():
+async def test_recorded_tokens_are_kept_if_encoding_again_would_differ():
     class Odd(Scripted):
-        """Says "ab" with a token that decoding leaves out in the middle."""
+        """Generates "ab" with a token between that decoding drops."""
 
         async def generate(self, request):
             result = await super().generate(request)
@@ -111,7 +111,7 @@ async def test_the_same_tokens_get_the_same_seed_however_they_were_asked():
     assert engine.requests[3].seed == asked.seed
 
 
-async def test_a_token_of_more_bits_than_there_are_is_refused_and_the_episode_goes_on():
+async def test_a_token_id_beyond_64_bits_is_rejected_and_the_episode_continues():
     async with client_of(make_episode(Scripted(["ok"]))) as client:
         body = {"model": "policy", "prompt": [1 << 70]}
         response = await client.post("/completions", json=body)
@@ -196,7 +196,7 @@ async def test_completions_continue_texts_and_tokens():
     assert text(episode.response_ids) == "bcdef¶gh¶"
 
 
-async def test_an_interrupted_agent_goes_on_inside_the_cut_reply_without_sampling_anew():
+async def test_an_interrupted_agent_continues_inside_the_reply_without_resampling():
     async def act(client):
         first = await chat(client, user("x"))
         await chat(client, user("x"), first["choices"][0]["message"], user("y"))
@@ -221,7 +221,7 @@ async def test_an_interrupted_agent_goes_on_inside_the_cut_reply_without_samplin
     assert request.draw_offset == 3
 
 
-async def test_an_agent_that_asks_something_else_after_an_interruption_is_sampled_anew():
+async def test_an_agent_with_another_request_after_an_interruption_is_sampled_again():
     cut = make_episode(Scripted(["first"], cut=1))
     with pytest.raises(Interrupted):
         async with client_of(cut) as client:

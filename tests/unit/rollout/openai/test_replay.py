@@ -1,4 +1,4 @@
-"""What is recorded of an episode is what the engine gives when it is asked the same again."""
+"""A record of an episode equals the engine's response to the same requests."""
 
 from typing import Any
 

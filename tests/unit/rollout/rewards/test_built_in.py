@@ -87,7 +87,7 @@ def test_white_space_is_no_part_of_an_answer_and_takes_no_time(form: str, space:
     assert math_answer("", form % space, GOLD, {}) == 1.0
 
 
-def test_an_answer_longer_than_any_is_wrong_and_a_longer_gold_answer_refused() -> None:
+def test_an_answer_longer_than_any_is_wrong_and_a_longer_gold_answer_rejected() -> None:
     assert math_answer("", r"\boxed{%s}" % ("7" * 2001), "7", {}) == 0.0
     with pytest.raises(ValueError, match="2000 characters"):
         math_answer("", "72", "x" * 2001, {})

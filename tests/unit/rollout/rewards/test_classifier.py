@@ -76,7 +76,7 @@ async def test_scores_over_http_are_those_of_each_text_alone(
         assert score == pytest.approx(float(expected), abs=1e-5)
 
 
-async def test_a_text_that_is_too_long_is_refused_by_name(tmp_path: Path) -> None:
+async def test_a_text_that_is_too_long_is_rejected_by_name(tmp_path: Path) -> None:
     classifier = Classifier(made(tmp_path, num_labels=1), max_tokens=20)
     (error,) = await asked(classifier, "x" * 100)
     assert isinstance(error, CallError)
@@ -89,7 +89,7 @@ def test_a_label_must_fit_the_model(tmp_path: Path, num_labels: int, label: str 
         Classifier(made(tmp_path, num_labels=num_labels), label=label)
 
 
-async def test_a_request_that_is_none_is_answered_400(tmp_path: Path) -> None:
+async def test_an_invalid_request_gets_status_400(tmp_path: Path) -> None:
     service = ClassifierService(Classifier(made(tmp_path, num_labels=1)))
     transport = httpx.ASGITransport(service.app())
     async with httpx.AsyncClient(transport=transport, base_url="http://r") as client:

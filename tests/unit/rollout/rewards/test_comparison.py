@@ -101,7 +101,7 @@ async def test_a_wrong_comparison_is_named_and_never_hangs(
     assert time.monotonic() - begin < 30
 
 
-async def test_a_group_has_the_sum_of_what_each_response_and_the_comparison_give(
+async def test_a_score_is_the_sum_of_response_and_comparison_rewards(
     rewards: str,
 ) -> None:
     specs = [

@@ -100,7 +100,7 @@ async def test_a_reward_that_sleeps_for_ever_costs_no_more_than_its_deadline(rew
         *(1e308, float("inf"), "1", None, [1.0], {"score": "1"}),
     ],
 )
-async def test_what_is_no_finite_number_is_no_score(value: object) -> None:
+async def test_only_finite_numbers_are_scores(value: object) -> None:
     class Judge:
         async def score(self, given: RewardInput, **_: object) -> object:
             return value

@@ -67,7 +67,7 @@ async def test_turns_and_tokens_are_credited_where_they_are_and_summed_elsewhere
         ("holes", "holes of a turn"),
     ],
 )
-async def test_a_list_that_does_not_fit_the_turns_is_refused_by_name(
+async def test_a_list_that_does_not_fit_the_turns_is_rejected_by_name(
     rewards: str, name: str, message: str
 ) -> None:
     with pytest.raises(CallError, match=message) as caught:

@@ -46,7 +46,7 @@ def test_every_number_is_the_kernels(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_names_another_process_is_not_allowed(machine: str) -> None:
+def test_references_to_another_process_are_rejected(machine: str) -> None:
     kernel = numbers_of_the_kernel(machine)
     others = [
         name
@@ -79,7 +79,7 @@ def test_what_names_another_process_is_not_allowed(machine: str) -> None:
 
 
 def answer(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
-    """What the kernel would do: a small interpreter of the instructions that the filter uses."""
+    """Returns the kernel's action: a small interpreter of the filter's instructions."""
     data = struct.pack(
         "IIQ6Q",
         number,

@@ -10,7 +10,7 @@ from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.rewards.scorer import Scorer
-from services.rollout.rewards.terms import MAX_TERMS, add_up
+from services.rollout.rewards.terms import MAX_TERMS, weighted_score
 
 JUDGED = RewardSpec.model_validate(
     {
@@ -22,7 +22,7 @@ JUDGED = RewardSpec.model_validate(
 
 
 def test_terms_are_weighted_and_measured_before_weights() -> None:
-    score = add_up([(JUDGED, {"format": 1.0, "length": 40.0, "right": 0.5})])
+    score = weighted_score([(JUDGED, {"format": 1.0, "length": 40.0, "right": 0.5})])
     assert score == Score(2 * (0.1 + 0.5), {"format": 1.0, "length": 40.0, "right": 0.5})
 
 
@@ -30,7 +30,7 @@ def test_numbers_are_terms_called_like_their_reward_and_no_name_is_lost() -> Non
     exact = RewardSpec(name="exact_match")
     remote = RewardSpec(name="https://judges.example/v1/exact-match")
     values = [(exact, 1.0), (exact, 0.0), (remote, 0.5), (JUDGED, {"format": 0, "length": 1})]
-    assert add_up(values).terms == {
+    assert weighted_score(values).terms == {
         "exact_match": 1.0,
         "exact_match-2": 0.0,
         "exact_match-3": 0.5,
@@ -55,7 +55,7 @@ def test_numbers_are_terms_called_like_their_reward_and_no_name_is_lost() -> Non
 )
 def test_wrong_terms_fail_the_reward(value: Any, message: str) -> None:
     with pytest.raises(CallError, match=message) as caught:
-        add_up([(JUDGED, value)])
+        weighted_score([(JUDGED, value)])
     assert caught.value.kind == "invalid_value"
 
 

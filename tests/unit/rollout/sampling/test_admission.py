@@ -5,7 +5,7 @@ import asyncio
 from services.rollout.sampling.admission import Admission
 
 
-async def test_pressure_halves_what_is_in_work_and_calm_adds_one() -> None:
+async def test_pressure_halves_the_admission_limit_and_calm_adds_one() -> None:
     admission = Admission(100)
     entered = 0
 

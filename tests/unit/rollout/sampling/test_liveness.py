@@ -45,7 +45,7 @@ def test_an_engine_that_sleeps_is_no_stall() -> None:
         watch.check(stats(3, 1), now=111)
 
 
-def test_an_episode_is_stalled_by_what_it_does_not_do_and_never_by_its_age() -> None:
+def test_an_episode_stalls_by_inactivity_and_never_by_age() -> None:
     watch = EpisodeWatch(deadline_s=600)
     day_s = 86_400
     for second in range(0, day_s, 300):

@@ -1,4 +1,4 @@
-"""Answers of responses, by a pattern that somebody else wrote."""
+"""Final answers of responses, by the user's pattern."""
 
 import pytest
 

@@ -176,6 +176,6 @@ def test_results_are_rendered_and_the_next_turn_opened_as_the_template_does(
     ("template", "lack"),
     [(GEMMA, "alternate"), (SILENT, "'tool'"), (UNOPENED, "assistant")],
 )
-def test_a_template_that_cannot_render_results_is_refused(template: str, lack: str) -> None:
+def test_a_template_that_cannot_render_results_is_rejected(template: str, lack: str) -> None:
     with pytest.raises(ValueError, match=lack):
         check_tool_results(made(template, ends=["<e>"]))

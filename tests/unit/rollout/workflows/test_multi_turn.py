@@ -97,7 +97,7 @@ def episode(
     )
 
 
-async def test_a_long_prompt_leaves_the_response_what_the_model_holds() -> None:
+async def test_a_response_is_limited_to_the_rest_of_the_context() -> None:
     engine = Scripted(["it is 5, I am quite sure"])
     async with CallPool(1) as calls:
         done = episode(engine, calls, context=len(PROMPT.token_ids) + 4)
@@ -185,7 +185,7 @@ async def test_results_that_no_template_renders_are_refused(tools: str) -> None:
 
 
 @pytest.mark.parametrize(("spare", "reason"), [(-1, "length"), (0, "length"), (1, "stop")])
-async def test_a_result_that_leaves_no_room_for_an_answer_ends_the_response_by_length(
+async def test_a_result_without_room_for_an_answer_ends_the_response_by_length(
     tools: str, spare: int, reason: str
 ) -> None:
     line = call("add", a=2, b=3)
@@ -205,7 +205,7 @@ async def test_a_result_that_leaves_no_room_for_an_answer_ends_the_response_by_l
         ('<tool_call>{"name": 3}</tool_call>', "name must be text"),
     ],
 )
-async def test_a_failing_tool_tells_the_policy_and_spares_the_sample(
+async def test_a_failing_tool_returns_an_error_to_the_policy(
     tools: str, text: str, result: str
 ) -> None:
     workflow = MultiTurn(
@@ -232,7 +232,7 @@ async def test_turn_and_token_limits_end_the_episode(tools: str) -> None:
         assert full.finish_reason == "length"
 
 
-async def test_a_resumed_episode_repeats_no_call_and_goes_on_inside_the_cut_turn(
+async def test_a_resumed_episode_repeats_no_call_and_continues_inside_the_interrupted_turn(
     tools: str,
 ) -> None:
     lines = [call("add", a=2, b=3), "it is five"]
@@ -280,7 +280,7 @@ def add(a: int, b: int = 1) -> int:
 '''
 
 
-async def test_a_chat_template_is_told_of_the_tools(tmp_path: Path) -> None:
+async def test_a_chat_template_receives_the_tools(tmp_path: Path) -> None:
     (tmp_path / "described.py").write_text(DESCRIBED)
     (tmp_path / "server.py").write_text(SERVER)
     told: list[Any] = []
@@ -316,7 +316,7 @@ async def test_a_chat_template_is_told_of_the_tools(tmp_path: Path) -> None:
     assert TOKENIZER.decode(engine.requests[0].context_ids) == "chat with tools"
 
 
-async def test_tools_that_leave_no_room_are_named(tmp_path: Path) -> None:
+async def test_tools_without_room_for_a_response_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "described.py").write_text(DESCRIBED)
     workflow = MultiTurn(tools=[f"{tmp_path / 'described.py'}:add"])
     async with CallPool(1) as calls:

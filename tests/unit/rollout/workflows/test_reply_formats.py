@@ -182,7 +182,7 @@ def test_arguments_without_a_type_get_that_of_the_schema() -> None:
     assert written("7", "unknown") == 7
 
 
-def test_a_broken_call_says_why_and_stays_content() -> None:
+def test_a_malformed_tool_call_returns_an_error_and_stays_content() -> None:
     text = '<tool_call>{"name": "f", "arguments": {bad}}</tool_call>'
     found = reply_format(TOKENIZER, "hermes").parse(text)
     assert found.content == text
@@ -218,7 +218,7 @@ def test_reasoning_is_split_from_the_rest(
     assert form.split(text, is_open=is_open) == (reasoning, rest)
 
 
-def test_an_unknown_format_is_refused_by_key() -> None:
+def test_an_unknown_format_is_rejected_by_key() -> None:
     check_tool_format("auto")
     with pytest.raises(ValueError, match=r"tool_format.*'hermes'"):
         check_tool_format("hermess")

@@ -8,7 +8,7 @@ from services.wire.data.channels.arena_socket import serve_arena
 LONG_AGO = (0, 0)
 
 
-async def test_sockets_at_which_nobody_listens_any_more_go_at_the_next_start(tmp_path):
+async def test_stale_sockets_are_removed_at_the_next_start(tmp_path):
     def bound(name: str) -> socket.socket:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         made.bind(str(tmp_path / name))

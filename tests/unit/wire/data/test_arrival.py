@@ -44,7 +44,7 @@ def test_bytes_come_to_their_places_however_they_are_cut(sizes: tuple[int, ...])
     ],
     ids=["too little", "nothing", "other bytes", "no data"],
 )
-def test_a_read_that_is_not_what_was_sent_is_an_error(
+def test_a_read_with_a_wrong_checksum_is_an_error(
     sizes: tuple[int, ...], answer: codec.Response
 ) -> None:
     one = arrival(bytearray(100), with_checksum=True)

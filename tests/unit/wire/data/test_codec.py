@@ -52,14 +52,14 @@ def decode_or_refuse(header: bytes) -> None:
 
 @settings(max_examples=500)
 @given(header=st.binary(max_size=200))
-def test_random_bytes_are_refused_or_understood(header: bytes) -> None:
+def test_random_bytes_are_rejected_or_understood(header: bytes) -> None:
     decode_or_refuse(header)
     decode_or_refuse(bytes([codec.VERSION]) + header)
 
 
 @settings(max_examples=500)
 @given(message=MESSAGES, data=st.data())
-def test_damaged_messages_are_refused_or_understood(
+def test_damaged_messages_are_rejected_or_understood(
     message: codec.Message, data: st.DataObject
 ) -> None:
     header = bytearray(codec.encode(message, 1))
@@ -79,11 +79,11 @@ JSONISH = st.recursive(
 
 @settings(max_examples=500)
 @given(op=st.integers(0, 20), fields=st.lists(JSONISH, max_size=6))
-def test_wrong_fields_are_refused_or_understood(op: int, fields: list[object]) -> None:
+def test_wrong_fields_are_rejected_or_understood(op: int, fields: list[object]) -> None:
     decode_or_refuse(bytes([codec.VERSION]) + msgpack.packb([op, 1, *fields]))
 
 
-def test_an_announced_size_is_refused_before_anything_is_allocated() -> None:
+def test_an_announced_size_is_rejected_before_anything_is_allocated() -> None:
     array_of_4_billion = bytes([codec.VERSION, 0xDD, 0xFF, 0xFF, 0xFF, 0xFF])
     text_of_4_gigabytes = bytes([codec.VERSION, 0x93, 1, 1, 0xDB, 0xFF, 0xFF, 0xFF, 0xFF])
     for header in (array_of_4_billion, text_of_4_gigabytes):
@@ -91,7 +91,7 @@ def test_an_announced_size_is_refused_before_anything_is_allocated() -> None:
             codec.decode(header)
 
 
-def test_another_protocol_version_is_refused() -> None:
+def test_another_protocol_version_is_rejected() -> None:
     header = bytearray(codec.encode(codec.Unpin(1), 1))
     header[0] = codec.VERSION + 1
     with pytest.raises(ValueError, match="version"):

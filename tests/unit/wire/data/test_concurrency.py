@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.wire.data.concurrency import NUM_THREADS, map_in_threads, meanwhile
+from services.wire.data.concurrency import NUM_THREADS, map_in_threads, run_while_waiting
 
 
 async def test_results_come_in_the_order_of_the_items() -> None:
@@ -27,7 +27,7 @@ async def test_the_first_error_ends_the_work_and_is_raised_as_it_is(
     assert len(seen) <= NUM_THREADS
 
 
-async def test_cancelled_work_has_ended_when_the_caller_goes_on() -> None:
+async def test_cancelled_work_has_ended_when_the_caller_continues() -> None:
     done: list[int] = []
     working = asyncio.ensure_future(map_in_threads(done.append, range(1000)))
     await asyncio.sleep(0)
@@ -51,7 +51,7 @@ async def test_the_other_work_is_done_while_the_first_waits() -> None:
         waits.set()
         return "description"
 
-    assert await meanwhile(work(), other) == ("answer", "description")
+    assert await run_while_waiting(work(), other) == ("answer", "description")
 
 
 async def test_an_error_of_the_first_work_is_raised_as_it_is() -> None:
@@ -59,4 +59,4 @@ async def test_an_error_of_the_first_work_is_raised_as_it_is() -> None:
         raise KeyError("gone")
 
     with pytest.raises(KeyError):
-        await meanwhile(fail(), lambda: None)
+        await run_while_waiting(fail(), lambda: None)

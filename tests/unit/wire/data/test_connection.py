@@ -62,7 +62,7 @@ async def test_an_answer_that_comes_twice_counts_once() -> None:
     assert channel.sent[-1] == (codec.Unpin(2), 0)
 
 
-async def test_what_is_no_message_ends_the_connection_and_all_that_waits() -> None:
+async def test_an_invalid_message_closes_the_connection_and_fails_waiting_requests() -> None:
     asker, channel = connection()
     asking = asyncio.ensure_future(asker.ask(codec.Read((1, 0, 8), in_arena=True), timeout_s=30))
     await asyncio.sleep(0)

@@ -21,7 +21,7 @@ def test_rows_can_be_selected_in_any_order(lengths: list[int], data: st.DataObje
     assert all(torch.equal(row, source[i]) for row, i in zip(picked, chosen, strict=True))
 
 
-def test_offsets_say_where_rows_begin() -> None:
+def test_offsets_are_the_starts_of_rows() -> None:
     assert Jagged.from_list(rows(1, 2, 3)).offsets().tolist() == [0, 1, 3, 6]
 
 

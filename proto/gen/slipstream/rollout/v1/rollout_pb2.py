@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#slipstream/rollout/v1/rollout.proto\x12\x15slipstream.rollout.v1\"L\n\x12StartGroupsRequest\x12\x36\n\x06groups\x18\x01 \x03(\x0b\x32&.slipstream.rollout.v1.GroupAssignment\"\xe6\x01\n\x0fGroupAssignment\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\r\n\x05split\x18\x03 \x01(\t\x12\x0b\n\x03row\x18\x04 \x01(\x03\x12\x14\n\x0cpartition_id\x18\x05 \x01(\t\x12\r\n\x05seeds\x18\x06 \x03(\x03\x12\x14\n\x0ctemperatures\x18\x07 \x03(\x02\x12\x0f\n\x07members\x18\x08 \x03(\x05\x12\x31\n\x05tried\x18\t \x01(\x0b\x32\".slipstream.rollout.v1.TriedPrompt\x12\x15\n\rfirst_attempt\x18\n \x01(\x05\"?\n\x0bTriedPrompt\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05tries\x18\x02 \x01(\x05\x12\x13\n\x0bmean_reward\x18\x03 \x01(\x02\"\x15\n\x13StartGroupsResponse\"(\n\x13\x43\x61ncelGroupsRequest\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\"\x16\n\x14\x43\x61ncelGroupsResponse\"+\n\x16InterruptGroupsRequest\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\"\x19\n\x17InterruptGroupsResponse\"\x0e\n\x0cSleepRequest\"\x0f\n\rSleepResponse\"\r\n\x0bWakeRequest\"\x0e\n\x0cWakeResponse2\xf6\x03\n\x0eRolloutService\x12\x64\n\x0bStartGroups\x12).slipstream.rollout.v1.StartGroupsRequest\x1a*.slipstream.rollout.v1.StartGroupsResponse\x12g\n\x0c\x43\x61ncelGroups\x12*.slipstream.rollout.v1.CancelGroupsRequest\x1a+.slipstream.rollout.v1.CancelGroupsResponse\x12p\n\x0fInterruptGroups\x12-.slipstream.rollout.v1.InterruptGroupsRequest\x1a..slipstream.rollout.v1.InterruptGroupsResponse\x12R\n\x05Sleep\x12#.slipstream.rollout.v1.SleepRequest\x1a$.slipstream.rollout.v1.SleepResponse\x12O\n\x04Wake\x12\".slipstream.rollout.v1.WakeRequest\x1a#.slipstream.rollout.v1.WakeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#slipstream/rollout/v1/rollout.proto\x12\x15slipstream.rollout.v1\"L\n\x12StartGroupsRequest\x12\x36\n\x06groups\x18\x01 \x03(\x0b\x32&.slipstream.rollout.v1.GroupAssignment\"\xe8\x01\n\x0fGroupAssignment\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\r\n\x05split\x18\x03 \x01(\t\x12\x0b\n\x03row\x18\x04 \x01(\x03\x12\x14\n\x0cpartition_id\x18\x05 \x01(\t\x12\r\n\x05seeds\x18\x06 \x03(\x03\x12\x14\n\x0ctemperatures\x18\x07 \x03(\x02\x12\x0f\n\x07members\x18\x08 \x03(\x05\x12\x33\n\x05tried\x18\t \x01(\x0b\x32$.slipstream.rollout.v1.PromptHistory\x12\x15\n\rfirst_attempt\x18\n \x01(\x05\"A\n\rPromptHistory\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05tries\x18\x02 \x01(\x05\x12\x13\n\x0bmean_reward\x18\x03 \x01(\x02\"\x15\n\x13StartGroupsResponse\"(\n\x13\x43\x61ncelGroupsRequest\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\"\x16\n\x14\x43\x61ncelGroupsResponse\"+\n\x16InterruptGroupsRequest\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\"\x19\n\x17InterruptGroupsResponse\"\x0e\n\x0cSleepRequest\"\x0f\n\rSleepResponse\"\r\n\x0bWakeRequest\"\x0e\n\x0cWakeResponse2\xf6\x03\n\x0eRolloutService\x12\x64\n\x0bStartGroups\x12).slipstream.rollout.v1.StartGroupsRequest\x1a*.slipstream.rollout.v1.StartGroupsResponse\x12g\n\x0c\x43\x61ncelGroups\x12*.slipstream.rollout.v1.CancelGroupsRequest\x1a+.slipstream.rollout.v1.CancelGroupsResponse\x12p\n\x0fInterruptGroups\x12-.slipstream.rollout.v1.InterruptGroupsRequest\x1a..slipstream.rollout.v1.InterruptGroupsResponse\x12R\n\x05Sleep\x12#.slipstream.rollout.v1.SleepRequest\x1a$.slipstream.rollout.v1.SleepResponse\x12O\n\x04Wake\x12\".slipstream.rollout.v1.WakeRequest\x1a#.slipstream.rollout.v1.WakeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,27 +34,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTGROUPSREQUEST']._serialized_start=62
   _globals['_STARTGROUPSREQUEST']._serialized_end=138
   _globals['_GROUPASSIGNMENT']._serialized_start=141
-  _globals['_GROUPASSIGNMENT']._serialized_end=371
-  _globals['_TRIEDPROMPT']._serialized_start=373
-  _globals['_TRIEDPROMPT']._serialized_end=436
-  _globals['_STARTGROUPSRESPONSE']._serialized_start=438
-  _globals['_STARTGROUPSRESPONSE']._serialized_end=459
-  _globals['_CANCELGROUPSREQUEST']._serialized_start=461
-  _globals['_CANCELGROUPSREQUEST']._serialized_end=501
-  _globals['_CANCELGROUPSRESPONSE']._serialized_start=503
-  _globals['_CANCELGROUPSRESPONSE']._serialized_end=525
-  _globals['_INTERRUPTGROUPSREQUEST']._serialized_start=527
-  _globals['_INTERRUPTGROUPSREQUEST']._serialized_end=570
-  _globals['_INTERRUPTGROUPSRESPONSE']._serialized_start=572
-  _globals['_INTERRUPTGROUPSRESPONSE']._serialized_end=597
-  _globals['_SLEEPREQUEST']._serialized_start=599
-  _globals['_SLEEPREQUEST']._serialized_end=613
-  _globals['_SLEEPRESPONSE']._serialized_start=615
-  _globals['_SLEEPRESPONSE']._serialized_end=630
-  _globals['_WAKEREQUEST']._serialized_start=632
-  _globals['_WAKEREQUEST']._serialized_end=645
-  _globals['_WAKERESPONSE']._serialized_start=647
-  _globals['_WAKERESPONSE']._serialized_end=661
-  _globals['_ROLLOUTSERVICE']._serialized_start=664
-  _globals['_ROLLOUTSERVICE']._serialized_end=1166
+  _globals['_GROUPASSIGNMENT']._serialized_end=373
+  _globals['_PROMPTHISTORY']._serialized_start=375
+  _globals['_PROMPTHISTORY']._serialized_end=440
+  _globals['_STARTGROUPSRESPONSE']._serialized_start=442
+  _globals['_STARTGROUPSRESPONSE']._serialized_end=463
+  _globals['_CANCELGROUPSREQUEST']._serialized_start=465
+  _globals['_CANCELGROUPSREQUEST']._serialized_end=505
+  _globals['_CANCELGROUPSRESPONSE']._serialized_start=507
+  _globals['_CANCELGROUPSRESPONSE']._serialized_end=529
+  _globals['_INTERRUPTGROUPSREQUEST']._serialized_start=531
+  _globals['_INTERRUPTGROUPSREQUEST']._serialized_end=574
+  _globals['_INTERRUPTGROUPSRESPONSE']._serialized_start=576
+  _globals['_INTERRUPTGROUPSRESPONSE']._serialized_end=601
+  _globals['_SLEEPREQUEST']._serialized_start=603
+  _globals['_SLEEPREQUEST']._serialized_end=617
+  _globals['_SLEEPRESPONSE']._serialized_start=619
+  _globals['_SLEEPRESPONSE']._serialized_end=634
+  _globals['_WAKEREQUEST']._serialized_start=636
+  _globals['_WAKEREQUEST']._serialized_end=649
+  _globals['_WAKERESPONSE']._serialized_start=651
+  _globals['_WAKERESPONSE']._serialized_end=665
+  _globals['_ROLLOUTSERVICE']._serialized_start=668
+  _globals['_ROLLOUTSERVICE']._serialized_end=1170
 # @@protoc_insertion_point(module_scope)

@@ -85,7 +85,7 @@ class GroupAssignment(_message.Message):
         """Index of each sample in the group, from 0."""
 
     @_builtins.property
-    def tried(self) -> Global___TriedPrompt:
+    def tried(self) -> Global___PromptHistory:
         """History of the prompt. If it is set, the curriculum's function is called first; if that rejects
         the prompt, the group ends with the reason "set_aside".
         """
@@ -101,7 +101,7 @@ class GroupAssignment(_message.Message):
         seeds: _abc.Iterable[_builtins.int] | None = ...,
         temperatures: _abc.Iterable[_builtins.float] | None = ...,
         members: _abc.Iterable[_builtins.int] | None = ...,
-        tried: Global___TriedPrompt | None = ...,
+        tried: Global___PromptHistory | None = ...,
         first_attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tried", b"tried"]  # noqa: Y015
@@ -113,7 +113,7 @@ class GroupAssignment(_message.Message):
 Global___GroupAssignment: _TypeAlias = GroupAssignment  # noqa: Y015
 
 @_typing.final
-class TriedPrompt(_message.Message):
+class PromptHistory(_message.Message):
     """Results of a prompt so far."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -140,7 +140,7 @@ class TriedPrompt(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TriedPrompt: _TypeAlias = TriedPrompt  # noqa: Y015
+Global___PromptHistory: _TypeAlias = PromptHistory  # noqa: Y015
 
 @_typing.final
 class StartGroupsResponse(_message.Message):

@@ -217,7 +217,7 @@ class WatchBatchesResponse(_message.Message):
 Global___WatchBatchesResponse: _TypeAlias = WatchBatchesResponse  # noqa: Y015
 
 @_typing.final
-class WatchLossesRequest(_message.Message):
+class WatchLostSamplesRequest(_message.Message):
     """Request to watch losses."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -236,10 +236,10 @@ class WatchLossesRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WatchLossesRequest: _TypeAlias = WatchLossesRequest  # noqa: Y015
+Global___WatchLostSamplesRequest: _TypeAlias = WatchLostSamplesRequest  # noqa: Y015
 
 @_typing.final
-class WatchLossesResponse(_message.Message):
+class WatchLostSamplesResponse(_message.Message):
     """Lost samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -264,7 +264,7 @@ class WatchLossesResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WatchLossesResponse: _TypeAlias = WatchLossesResponse  # noqa: Y015
+Global___WatchLostSamplesResponse: _TypeAlias = WatchLostSamplesResponse  # noqa: Y015
 
 @_typing.final
 class AcquireBatchRequest(_message.Message):
@@ -775,7 +775,7 @@ class RestoreSnapshotResponse(_message.Message):
 Global___RestoreSnapshotResponse: _TypeAlias = RestoreSnapshotResponse  # noqa: Y015
 
 @_typing.final
-class KeepSamplesRequest(_message.Message):
+class RecordSamplesRequest(_message.Message):
     """Request to record the samples of a run, with limits."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -802,10 +802,10 @@ class KeepSamplesRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___KeepSamplesRequest: _TypeAlias = KeepSamplesRequest  # noqa: Y015
+Global___RecordSamplesRequest: _TypeAlias = RecordSamplesRequest  # noqa: Y015
 
 @_typing.final
-class KeepSamplesResponse(_message.Message):
+class RecordSamplesResponse(_message.Message):
     """Empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -819,10 +819,10 @@ class KeepSamplesResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___KeepSamplesResponse: _TypeAlias = KeepSamplesResponse  # noqa: Y015
+Global___RecordSamplesResponse: _TypeAlias = RecordSamplesResponse  # noqa: Y015
 
 @_typing.final
-class ReadSamplesRequest(_message.Message):
+class ReadSampleRecordsRequest(_message.Message):
     """Request for sample records."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -928,10 +928,10 @@ class ReadSamplesRequest(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_version) -> _WhichOneofReturnType__weight_version | None: ...
 
-Global___ReadSamplesRequest: _TypeAlias = ReadSamplesRequest  # noqa: Y015
+Global___ReadSampleRecordsRequest: _TypeAlias = ReadSampleRecordsRequest  # noqa: Y015
 
 @_typing.final
-class ReadSamplesResponse(_message.Message):
+class ReadSampleRecordsResponse(_message.Message):
     """Chunk of the JSON lines, which may end within a line."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -950,10 +950,10 @@ class ReadSamplesResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReadSamplesResponse: _TypeAlias = ReadSamplesResponse  # noqa: Y015
+Global___ReadSampleRecordsResponse: _TypeAlias = ReadSampleRecordsResponse  # noqa: Y015
 
 @_typing.final
-class ForgetSamplesRequest(_message.Message):
+class DeleteSampleRecordsRequest(_message.Message):
     """Id of the run."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -972,10 +972,10 @@ class ForgetSamplesRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ForgetSamplesRequest: _TypeAlias = ForgetSamplesRequest  # noqa: Y015
+Global___DeleteSampleRecordsRequest: _TypeAlias = DeleteSampleRecordsRequest  # noqa: Y015
 
 @_typing.final
-class ForgetSamplesResponse(_message.Message):
+class DeleteSampleRecordsResponse(_message.Message):
     """Empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -989,7 +989,7 @@ class ForgetSamplesResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ForgetSamplesResponse: _TypeAlias = ForgetSamplesResponse  # noqa: Y015
+Global___DeleteSampleRecordsResponse: _TypeAlias = DeleteSampleRecordsResponse  # noqa: Y015
 
 @_typing.final
 class RegisterShardRequest(_message.Message):

@@ -55,10 +55,10 @@ class TransferQueueServiceStub:
                 request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchBatchesRequest.SerializeToString,
                 response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchBatchesResponse.FromString,
                 _registered_method=True)
-        self.WatchLosses = channel.unary_stream(
-                '/slipstream.transferqueue.v1.TransferQueueService/WatchLosses',
-                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchLossesRequest.SerializeToString,
-                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchLossesResponse.FromString,
+        self.WatchLostSamples = channel.unary_stream(
+                '/slipstream.transferqueue.v1.TransferQueueService/WatchLostSamples',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchLostSamplesRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchLostSamplesResponse.FromString,
                 _registered_method=True)
         self.AcquireBatch = channel.unary_unary(
                 '/slipstream.transferqueue.v1.TransferQueueService/AcquireBatch',
@@ -130,7 +130,7 @@ class TransferQueueServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WatchLosses(self, request, context):
+    def WatchLostSamples(self, request, context):
         """Streams the keys of samples that were lost with a storage shard before a consumer acknowledged
         them.
         """
@@ -213,10 +213,10 @@ def add_TransferQueueServiceServicer_to_server(servicer, server):
                     request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchBatchesRequest.FromString,
                     response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchBatchesResponse.SerializeToString,
             ),
-            'WatchLosses': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchLosses,
-                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchLossesRequest.FromString,
-                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchLossesResponse.SerializeToString,
+            'WatchLostSamples': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchLostSamples,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchLostSamplesRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchLostSamplesResponse.SerializeToString,
             ),
             'AcquireBatch': grpc.unary_unary_rpc_method_handler(
                     servicer.AcquireBatch,
@@ -374,7 +374,7 @@ class TransferQueueService:
             _registered_method=True)
 
     @staticmethod
-    def WatchLosses(request,
+    def WatchLostSamples(request,
             target,
             options=(),
             channel_credentials=None,
@@ -387,9 +387,9 @@ class TransferQueueService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/slipstream.transferqueue.v1.TransferQueueService/WatchLosses',
-            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchLossesRequest.SerializeToString,
-            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchLossesResponse.FromString,
+            '/slipstream.transferqueue.v1.TransferQueueService/WatchLostSamples',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchLostSamplesRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.WatchLostSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -590,7 +590,7 @@ class TransferQueueService:
             _registered_method=True)
 
 
-class KeptSampleServiceStub:
+class SampleRecordServiceStub:
     """Records samples of each run with their texts for people to read, beyond the life of their keys.
     """
 
@@ -600,42 +600,42 @@ class KeptSampleServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.KeepSamples = channel.unary_unary(
-                '/slipstream.transferqueue.v1.KeptSampleService/KeepSamples',
-                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.KeepSamplesRequest.SerializeToString,
-                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.KeepSamplesResponse.FromString,
+        self.RecordSamples = channel.unary_unary(
+                '/slipstream.transferqueue.v1.SampleRecordService/RecordSamples',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RecordSamplesRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RecordSamplesResponse.FromString,
                 _registered_method=True)
-        self.ReadSamples = channel.unary_stream(
-                '/slipstream.transferqueue.v1.KeptSampleService/ReadSamples',
-                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSamplesRequest.SerializeToString,
-                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSamplesResponse.FromString,
+        self.ReadSampleRecords = channel.unary_stream(
+                '/slipstream.transferqueue.v1.SampleRecordService/ReadSampleRecords',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSampleRecordsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSampleRecordsResponse.FromString,
                 _registered_method=True)
-        self.ForgetSamples = channel.unary_unary(
-                '/slipstream.transferqueue.v1.KeptSampleService/ForgetSamples',
-                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ForgetSamplesRequest.SerializeToString,
-                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ForgetSamplesResponse.FromString,
+        self.DeleteSampleRecords = channel.unary_unary(
+                '/slipstream.transferqueue.v1.SampleRecordService/DeleteSampleRecords',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DeleteSampleRecordsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DeleteSampleRecordsResponse.FromString,
                 _registered_method=True)
 
 
-class KeptSampleServiceServicer:
+class SampleRecordServiceServicer:
     """Records samples of each run with their texts for people to read, beyond the life of their keys.
     """
 
-    def KeepSamples(self, request, context):
-        """Starts to record samples that are put into the partition "kept" of a run. Safe to repeat.
+    def RecordSamples(self, request, context):
+        """Starts to record samples that are put into the partition "records" of a run. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReadSamples(self, request, context):
+    def ReadSampleRecords(self, request, context):
         """Streams sample records as JSON lines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ForgetSamples(self, request, context):
+    def DeleteSampleRecords(self, request, context):
         """Deletes the sample records of a run. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -643,37 +643,37 @@ class KeptSampleServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
 
-def add_KeptSampleServiceServicer_to_server(servicer, server):
+def add_SampleRecordServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'KeepSamples': grpc.unary_unary_rpc_method_handler(
-                    servicer.KeepSamples,
-                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.KeepSamplesRequest.FromString,
-                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.KeepSamplesResponse.SerializeToString,
+            'RecordSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordSamples,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RecordSamplesRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RecordSamplesResponse.SerializeToString,
             ),
-            'ReadSamples': grpc.unary_stream_rpc_method_handler(
-                    servicer.ReadSamples,
-                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSamplesRequest.FromString,
-                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSamplesResponse.SerializeToString,
+            'ReadSampleRecords': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadSampleRecords,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSampleRecordsRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSampleRecordsResponse.SerializeToString,
             ),
-            'ForgetSamples': grpc.unary_unary_rpc_method_handler(
-                    servicer.ForgetSamples,
-                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ForgetSamplesRequest.FromString,
-                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ForgetSamplesResponse.SerializeToString,
+            'DeleteSampleRecords': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteSampleRecords,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DeleteSampleRecordsRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DeleteSampleRecordsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'slipstream.transferqueue.v1.KeptSampleService', rpc_method_handlers)
+            'slipstream.transferqueue.v1.SampleRecordService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('slipstream.transferqueue.v1.KeptSampleService', rpc_method_handlers)
+    server.add_registered_method_handlers('slipstream.transferqueue.v1.SampleRecordService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class KeptSampleService:
+class SampleRecordService:
     """Records samples of each run with their texts for people to read, beyond the life of their keys.
     """
 
     @staticmethod
-    def KeepSamples(request,
+    def RecordSamples(request,
             target,
             options=(),
             channel_credentials=None,
@@ -686,9 +686,9 @@ class KeptSampleService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/slipstream.transferqueue.v1.KeptSampleService/KeepSamples',
-            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.KeepSamplesRequest.SerializeToString,
-            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.KeepSamplesResponse.FromString,
+            '/slipstream.transferqueue.v1.SampleRecordService/RecordSamples',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RecordSamplesRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RecordSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -700,7 +700,7 @@ class KeptSampleService:
             _registered_method=True)
 
     @staticmethod
-    def ReadSamples(request,
+    def ReadSampleRecords(request,
             target,
             options=(),
             channel_credentials=None,
@@ -713,9 +713,9 @@ class KeptSampleService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/slipstream.transferqueue.v1.KeptSampleService/ReadSamples',
-            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSamplesRequest.SerializeToString,
-            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSamplesResponse.FromString,
+            '/slipstream.transferqueue.v1.SampleRecordService/ReadSampleRecords',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSampleRecordsRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSampleRecordsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -727,7 +727,7 @@ class KeptSampleService:
             _registered_method=True)
 
     @staticmethod
-    def ForgetSamples(request,
+    def DeleteSampleRecords(request,
             target,
             options=(),
             channel_credentials=None,
@@ -740,9 +740,9 @@ class KeptSampleService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/slipstream.transferqueue.v1.KeptSampleService/ForgetSamples',
-            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ForgetSamplesRequest.SerializeToString,
-            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ForgetSamplesResponse.FromString,
+            '/slipstream.transferqueue.v1.SampleRecordService/DeleteSampleRecords',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DeleteSampleRecordsRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DeleteSampleRecordsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,7 +43,7 @@ class TransferQueueServiceStub:
     """Streams samples that have all required fields: first those that changed after the given
     revision, then new and changed ones.
     """
-    WatchLosses: _grpc.UnaryStreamMultiCallable[_transferqueue_pb2.WatchLossesRequest, _transferqueue_pb2.WatchLossesResponse]
+    WatchLostSamples: _grpc.UnaryStreamMultiCallable[_transferqueue_pb2.WatchLostSamplesRequest, _transferqueue_pb2.WatchLostSamplesResponse]
     """Streams the keys of samples that were lost with a storage shard before a consumer acknowledged
     them.
     """
@@ -83,7 +83,7 @@ class TransferQueueServiceAsyncStub(TransferQueueServiceStub):
     """Streams samples that have all required fields: first those that changed after the given
     revision, then new and changed ones.
     """
-    WatchLosses: _aio.UnaryStreamMultiCallable[_transferqueue_pb2.WatchLossesRequest, _transferqueue_pb2.WatchLossesResponse]  # type: ignore[assignment]
+    WatchLostSamples: _aio.UnaryStreamMultiCallable[_transferqueue_pb2.WatchLostSamplesRequest, _transferqueue_pb2.WatchLostSamplesResponse]  # type: ignore[assignment]
     """Streams the keys of samples that were lost with a storage shard before a consumer acknowledged
     them.
     """
@@ -146,11 +146,11 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def WatchLosses(
+    def WatchLostSamples(
         self,
-        request: _transferqueue_pb2.WatchLossesRequest,
+        request: _transferqueue_pb2.WatchLostSamplesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_transferqueue_pb2.WatchLossesResponse], _abc.AsyncIterator[_transferqueue_pb2.WatchLossesResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_transferqueue_pb2.WatchLostSamplesResponse], _abc.AsyncIterator[_transferqueue_pb2.WatchLostSamplesResponse]]:
         """Streams the keys of samples that were lost with a storage shard before a consumer acknowledged
         them.
         """
@@ -219,60 +219,60 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
 
 def add_TransferQueueServiceServicer_to_server(servicer: TransferQueueServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
-class KeptSampleServiceStub:
+class SampleRecordServiceStub:
     """Records samples of each run with their texts for people to read, beyond the life of their keys."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> KeptSampleServiceAsyncStub: ...
-    KeepSamples: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.KeepSamplesRequest, _transferqueue_pb2.KeepSamplesResponse]
-    """Starts to record samples that are put into the partition "kept" of a run. Safe to repeat."""
-    ReadSamples: _grpc.UnaryStreamMultiCallable[_transferqueue_pb2.ReadSamplesRequest, _transferqueue_pb2.ReadSamplesResponse]
+    def __new__(cls, channel: _aio.Channel) -> SampleRecordServiceAsyncStub: ...
+    RecordSamples: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.RecordSamplesRequest, _transferqueue_pb2.RecordSamplesResponse]
+    """Starts to record samples that are put into the partition "records" of a run. Safe to repeat."""
+    ReadSampleRecords: _grpc.UnaryStreamMultiCallable[_transferqueue_pb2.ReadSampleRecordsRequest, _transferqueue_pb2.ReadSampleRecordsResponse]
     """Streams sample records as JSON lines."""
-    ForgetSamples: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.ForgetSamplesRequest, _transferqueue_pb2.ForgetSamplesResponse]
+    DeleteSampleRecords: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.DeleteSampleRecordsRequest, _transferqueue_pb2.DeleteSampleRecordsResponse]
     """Deletes the sample records of a run. Safe to repeat."""
 
 @_typing.type_check_only
-class KeptSampleServiceAsyncStub(KeptSampleServiceStub):
+class SampleRecordServiceAsyncStub(SampleRecordServiceStub):
     """Records samples of each run with their texts for people to read, beyond the life of their keys."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    KeepSamples: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.KeepSamplesRequest, _transferqueue_pb2.KeepSamplesResponse]  # type: ignore[assignment]
-    """Starts to record samples that are put into the partition "kept" of a run. Safe to repeat."""
-    ReadSamples: _aio.UnaryStreamMultiCallable[_transferqueue_pb2.ReadSamplesRequest, _transferqueue_pb2.ReadSamplesResponse]  # type: ignore[assignment]
+    RecordSamples: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.RecordSamplesRequest, _transferqueue_pb2.RecordSamplesResponse]  # type: ignore[assignment]
+    """Starts to record samples that are put into the partition "records" of a run. Safe to repeat."""
+    ReadSampleRecords: _aio.UnaryStreamMultiCallable[_transferqueue_pb2.ReadSampleRecordsRequest, _transferqueue_pb2.ReadSampleRecordsResponse]  # type: ignore[assignment]
     """Streams sample records as JSON lines."""
-    ForgetSamples: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.ForgetSamplesRequest, _transferqueue_pb2.ForgetSamplesResponse]  # type: ignore[assignment]
+    DeleteSampleRecords: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.DeleteSampleRecordsRequest, _transferqueue_pb2.DeleteSampleRecordsResponse]  # type: ignore[assignment]
     """Deletes the sample records of a run. Safe to repeat."""
 
-class KeptSampleServiceServicer(metaclass=_abc_1.ABCMeta):
+class SampleRecordServiceServicer(metaclass=_abc_1.ABCMeta):
     """Records samples of each run with their texts for people to read, beyond the life of their keys."""
 
     @_abc_1.abstractmethod
-    def KeepSamples(
+    def RecordSamples(
         self,
-        request: _transferqueue_pb2.KeepSamplesRequest,
+        request: _transferqueue_pb2.RecordSamplesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_transferqueue_pb2.KeepSamplesResponse, _abc.Awaitable[_transferqueue_pb2.KeepSamplesResponse]]:
-        """Starts to record samples that are put into the partition "kept" of a run. Safe to repeat."""
+    ) -> _typing.Union[_transferqueue_pb2.RecordSamplesResponse, _abc.Awaitable[_transferqueue_pb2.RecordSamplesResponse]]:
+        """Starts to record samples that are put into the partition "records" of a run. Safe to repeat."""
 
     @_abc_1.abstractmethod
-    def ReadSamples(
+    def ReadSampleRecords(
         self,
-        request: _transferqueue_pb2.ReadSamplesRequest,
+        request: _transferqueue_pb2.ReadSampleRecordsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_transferqueue_pb2.ReadSamplesResponse], _abc.AsyncIterator[_transferqueue_pb2.ReadSamplesResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_transferqueue_pb2.ReadSampleRecordsResponse], _abc.AsyncIterator[_transferqueue_pb2.ReadSampleRecordsResponse]]:
         """Streams sample records as JSON lines."""
 
     @_abc_1.abstractmethod
-    def ForgetSamples(
+    def DeleteSampleRecords(
         self,
-        request: _transferqueue_pb2.ForgetSamplesRequest,
+        request: _transferqueue_pb2.DeleteSampleRecordsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_transferqueue_pb2.ForgetSamplesResponse, _abc.Awaitable[_transferqueue_pb2.ForgetSamplesResponse]]:
+    ) -> _typing.Union[_transferqueue_pb2.DeleteSampleRecordsResponse, _abc.Awaitable[_transferqueue_pb2.DeleteSampleRecordsResponse]]:
         """Deletes the sample records of a run. Safe to repeat."""
 
-def add_KeptSampleServiceServicer_to_server(servicer: KeptSampleServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_SampleRecordServiceServicer_to_server(servicer: SampleRecordServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class ShardRegistryServiceStub:
     """Registers storage shards of other processes. Called only by shards."""

@@ -15,7 +15,7 @@ from services.controller.run.dispatch.sample_index import SampleIndex
 from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.state.requests import CurrentSpec
 from services.wire.controller import GroupFailure
-from services.wire.rollout import TriedPrompt
+from services.wire.rollout import PromptHistory
 from tests.helpers.specs import spec_with
 
 SPEC = spec_with(
@@ -160,8 +160,8 @@ async def test_the_function_of_a_curriculum_is_asked_before_a_prompt_is_tried():
     await dispatch(dispatcher)
     tried = [assignment.tried for assignment in rollouts.assignments]
     assert tried[:2] == [
-        TriedPrompt(step=0, tries=1, mean_reward=0.5),
-        TriedPrompt(step=0, tries=0, mean_reward=0.0),
+        PromptHistory(step=0, tries=1, mean_reward=0.5),
+        PromptHistory(step=0, tries=0, mean_reward=0.0),
     ]
     # One that failed is asked for again; one that was wanted and interrupted goes on.
     failed, interrupted = ledger.running()[:2]

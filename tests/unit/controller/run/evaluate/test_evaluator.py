@@ -28,7 +28,7 @@ class Queue:
         while True:
             yield await self.batches.get()
 
-    async def watch_losses(self, partition):
+    async def watch_lost_samples(self, partition):
         while True:
             yield await self.losses.get()
 

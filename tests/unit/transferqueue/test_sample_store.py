@@ -1,4 +1,4 @@
-"""The store of kept samples: what was told, found again, within its bounds."""
+"""The store of sample records: queries and limits."""
 
 import json
 from array import array
@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import NotFoundError
 from services.transferqueue.samples.store import SampleRecord, SampleStore
-from services.wire.transferqueue.types import KeptSampleQuery
+from services.wire.transferqueue.types import SampleRecordQuery
 
 NO_BOUND = {"max_bytes": 1 << 30, "max_steps": 0}
 
@@ -55,7 +55,7 @@ def store(tmp_path):
 
 
 def ids(store, **query):
-    lines = [line for some in store.lines(KeptSampleQuery(**query)) for line in some]
+    lines = [line for some in store.lines(SampleRecordQuery(**query)) for line in some]
     return [json.loads(line)["id"] for line in lines]
 
 
@@ -64,11 +64,11 @@ def test_a_store_without_a_file_holds_nothing(store):
 
 
 @pytest.mark.parametrize("is_trainer_first", [False, True])
-def test_what_rollout_and_trainer_told_is_one_sample(store, is_trainer_first):
+def test_records_of_rollout_and_trainer_form_one_sample(store, is_trainer_first):
     told = [made(1), trained(1, step=7)]
     for each in reversed(told) if is_trainer_first else told:
         store.write([each], **NO_BOUND)
-    query = KeptSampleQuery(step=7, with_turns=True, with_tokens=True)
+    query = SampleRecordQuery(step=7, with_turns=True, with_tokens=True)
     ((line,),) = store.lines(query)
     sample = json.loads(line)
     assert (sample["step"], sample["staleness"], sample["advantage"]) == (7, 1, 1.5)
@@ -85,7 +85,7 @@ def test_what_rollout_and_trainer_told_is_one_sample(store, is_trainer_first):
     }
 
 
-def test_filters_and_orders_find_what_they_say(store):
+def test_queries_return_the_filtered_and_ordered_samples(store):
     told = [made(n, split="heldout" if n == 3 else "train", version=n) for n in range(5)]
     told[2].record["facts"]["reward"] = None
     store.write([*told, made(9, reward=-2.0, response="100% SURE")], **NO_BOUND)
@@ -129,7 +129,7 @@ def test_the_oldest_go_when_bytes_or_steps_are_used_up(store):
 
 def test_a_list_shows_the_beginnings_of_texts_and_no_tokens(store):
     store.write([made(1)], **NO_BOUND)
-    ((line,),) = store.lines(KeptSampleQuery(excerpt=2))
+    ((line,),) = store.lines(SampleRecordQuery(excerpt=2))
     sample = json.loads(line)
     assert (sample["prompt"], sample["response"]) == ("pr", "so")
     assert "tokens" not in sample and "turns" not in sample

@@ -7,7 +7,7 @@ from services.rollout.engines.slots import Slots
 from tests.helpers.engines import request
 
 
-async def test_what_was_begun_under_an_old_version_gets_the_next_place() -> None:
+async def test_groups_of_an_older_version_get_the_next_slot() -> None:
     async def work(name: str, oldest_version: int | None) -> None:
         async with places.take(request(name, (1,), oldest_version=oldest_version)) as is_admitted:
             assert is_admitted
@@ -23,7 +23,7 @@ async def test_what_was_begun_under_an_old_version_gets_the_next_place() -> None
         assert (places.running, places.num_waiting) == ({"a"}, 3)
         release.set()
     assert order == ["a", "d", "c", "b"]
-    await places.emptied()
+    await places.wait_until_empty()
 
 
 async def two_that_wait() -> tuple[Slots, list[asyncio.Future[bool]]]:
@@ -40,9 +40,9 @@ async def two_that_wait() -> tuple[Slots, list[asyncio.Future[bool]]]:
     return places, waiting
 
 
-async def test_those_who_wait_can_be_turned_away() -> None:
+async def test_waiting_requests_can_be_rejected() -> None:
     places, waiting = await two_that_wait()
-    places.turn_away({"a"})
+    places.reject_waiting({"a"})
     places.open()
     assert [await task for task in waiting] == [False, True]
 
@@ -55,7 +55,7 @@ async def test_a_place_skips_callers_that_were_cancelled_at_the_same_moment() ->
     assert places.num_waiting == len(places.running) == 0
 
 
-async def test_a_gate_closes_behind_those_inside_and_holds_back_the_others() -> None:
+async def test_a_closed_gate_lets_tasks_inside_finish_and_holds_others() -> None:
     async def passenger(name: str) -> None:
         async with gate.passage(give_up=lambda: False):
             events.append(f"{name} in")
@@ -77,7 +77,7 @@ async def test_a_gate_closes_behind_those_inside_and_holds_back_the_others() -> 
     assert events.index("c in") > events.index("alone")
 
 
-async def test_a_held_gate_lets_only_those_through_who_give_up_and_can_be_closed() -> None:
+async def test_a_held_gate_passes_only_tasks_that_give_up() -> None:
     async def passenger(name: str) -> None:
         async with gate.passage(give_up=lambda: name in quitting):
             events.append(name)
@@ -91,7 +91,7 @@ async def test_a_held_gate_lets_only_those_through_who_give_up_and_can_be_closed
         quitting.add("b")
         async with gate.closed():
             events.append("alone")
-        await gate.reconsider()
+        await gate.recheck()
         await asyncio.sleep(0.001)
         events.append("released")
         await gate.release()

@@ -1,4 +1,4 @@
-"""What commands that were killed left on this machine: it goes at the next start, and nothing else does."""
+"""Leftovers of killed commands are removed at the next start, and nothing else is."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from services.cli import known_tokens
 from services.cli.state_directory import process_folder
-from services.common.host import own_identity
+from services.common.host import process_identity
 
 # Both commands hold a folder and a token, say so, and wait.
 PROGRAM = """
@@ -41,7 +41,7 @@ def begin(port: int) -> tuple[subprocess.Popen, Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_what_a_killed_command_left_goes_and_what_a_living_one_has_stays():
+def test_leftovers_of_killed_commands_are_removed_and_those_of_running_ones_stay():
     (killed, left), (living, kept) = begin(1), begin(2)
     try:
         killed.kill()
@@ -62,10 +62,10 @@ def test_what_a_killed_command_left_goes_and_what_a_living_one_has_stays():
 
 
 @pytest.mark.parametrize("owner", ["nobody", "elsewhere", "unreadable"])
-def test_what_may_be_in_use_stays(tmp_path, owner):
+def test_files_that_may_be_in_use_stay(tmp_path, owner):
     folder = tmp_path / "TMPDIR" / "slipstream-foreign"
     folder.mkdir()
-    gone = {**own_identity(), "start_time": 0.0}
+    gone = {**process_identity(), "start_time": 0.0}
     if owner != "nobody":
         text = json.dumps({**gone, "host": "elsewhere"}) if owner == "elsewhere" else "pid 17"
         (folder / "owner").write_text(text)
@@ -80,7 +80,7 @@ def test_what_may_be_in_use_stays(tmp_path, owner):
 
 
 @pytest.mark.parametrize("text", ["slp_of_an_older_release", "[]", "{}", ""])
-def test_a_token_file_that_cannot_be_read_is_none(tmp_path, text):
+def test_an_unreadable_token_file_counts_as_missing(tmp_path, text):
     folder = tmp_path / "HOME" / ".slipstream" / "tokens"
     folder.mkdir(parents=True)
     (folder / "127.0.0.1:1").write_text(text)

@@ -1,4 +1,4 @@
-"""What each tracker has of a run whose process was killed and which was told some things twice."""
+"""Data of each tracker after its process was killed and received some events twice."""
 
 import json
 
@@ -19,7 +19,7 @@ def kept(kind, folder):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_curve_goes_on_behind_a_kill_without_a_gap_or_a_repetition(kind, tmp_path, monkeypatch):
+def test_a_curve_continues_after_a_kill_without_gap_or_repetition(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     write(kind, tmp_path, [1, 2, 3], is_killed=True)
     write(kind, tmp_path, [1, 2, 3, 4, 5])
@@ -32,7 +32,7 @@ def test_a_curve_goes_on_behind_a_kill_without_a_gap_or_a_repetition(kind, tmp_p
 
 
 @needs("wandb")
-def test_wandb_keeps_each_event_once_that_it_is_told_twice_before_and_behind_a_kill(tmp_path):
+def test_wandb_keeps_repeated_events_once_across_a_kill(tmp_path):
     write("wandb", tmp_path, [1, 2], is_killed=True)
     write("wandb", tmp_path, [1, 2, 2, 1, 3])
     write("wandb", tmp_path, [1, 2, 3, 4, 5])
@@ -49,7 +49,7 @@ def test_tables_of_samples_are_files_of_an_mlflow_run(tmp_path):
 
 
 @needs("tensorboard")
-def test_what_a_model_wrote_is_no_markdown(tmp_path):
+def test_text_of_a_model_is_not_rendered_as_markdown(tmp_path):
     write("tensorboard", tmp_path, [1, 2])
     (path,) = tmp_path.rglob("events.out.tfevents.*")
     assert b"\\| what \xe2\x8f\x8e it wrote \\|" in path.read_bytes()

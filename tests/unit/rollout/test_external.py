@@ -32,7 +32,7 @@ class ScriptedStream:
     async def next(self) -> TokenChunk:
         await self._backend.step.wait()
         await asyncio.sleep(0)
-        if self.part.part_id in self._backend.cuts:
+        if self.part.segment_id in self._backend.cuts:
             return TokenChunk(token_ids=(), logprobs=(), finish_reason="abort")
         self._num_done += 1
         is_last = self._num_done == self.part.max_tokens
@@ -42,7 +42,7 @@ class ScriptedStream:
         )
 
     async def close(self) -> None:
-        self._backend.running.discard(self.part.part_id)
+        self._backend.running.discard(self.part.segment_id)
 
 
 class ScriptedBackend:
@@ -72,11 +72,11 @@ class ScriptedBackend:
 
     async def submit(self, part: Segment) -> ScriptedStream:
         self.parts.append(part)
-        self.running.add(part.part_id)
+        self.running.add(part.segment_id)
         return ScriptedStream(part, self)
 
-    async def cut(self, part_ids: Collection[str]) -> None:
-        self.cuts |= set(part_ids)
+    async def abort_segments(self, segment_ids: Collection[str]) -> None:
+        self.cuts |= set(segment_ids)
         self.step.set()
 
     async def load(self, description: str) -> None:
@@ -141,7 +141,7 @@ async def test_parts_of_different_adoptions_never_share_a_prefix() -> None:
     assert engine.stats().recomputed_tokens_total == second.draw_offset
 
 
-async def test_what_was_computed_again_is_shared_unless_older_blocks_are_still_there() -> None:
+async def test_recomputed_blocks_are_shared_unless_older_ones_remain() -> None:
     backend = FreezingBackend()
     engine = make_engine(backend)
     salts = []
@@ -245,23 +245,23 @@ async def test_an_engine_that_does_not_end_a_request_is_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Stuck(ScriptedBackend):
-        async def cut(self, part_ids: Collection[str]) -> None:
+        async def abort_segments(self, segment_ids: Collection[str]) -> None:
             """Ignore it."""
 
-    monkeypatch.setattr("services.rollout.engines.external._CUT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("services.rollout.engines.external._ABORT_TIMEOUT_S", 0.01)
     backend = Stuck()
     backend.step.clear()
     engine = make_engine(backend)
     async with running(engine):
         task = asyncio.ensure_future(engine.generate(request("r", (1,), max_tokens=400)))
         await until(lambda: bool(backend.running))
-        with pytest.raises(EngineDiedError, match="did not end 1 requests"):
+        with pytest.raises(EngineDiedError, match="1 requests"):
             await engine.adopt_weights(1, WEIGHTS)
         assert backend.running_at_load == []
         task.cancel()
 
 
-async def test_what_the_engine_cannot_do_is_refused_with_its_name() -> None:
+async def test_unsupported_features_of_an_engine_are_rejected() -> None:
     engine = make_engine(ScriptedBackend())
     async with running(engine):
         for changes in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
