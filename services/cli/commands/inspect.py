@@ -140,7 +140,7 @@ def events(
     state_directory: StateDirectory = DEFAULT_STATE,
     url: Url = None,
 ) -> None:
-    """Show what happened to a run."""
+    """Show the events of a run."""
 
     def show(event: EventView) -> None:
         if as_json:
@@ -170,7 +170,7 @@ def logs(
     state_directory: StateDirectory = DEFAULT_STATE,
     url: Url = None,
 ) -> None:
-    """Show what the workers of a run wrote."""
+    """Show the logs of a run's workers."""
 
     async def work(api: Api, found: str) -> None:
         is_empty = True
@@ -203,7 +203,7 @@ def metrics(
     state_directory: StateDirectory = DEFAULT_STATE,
     url: Url = None,
 ) -> None:
-    """Show a number of each step, or which numbers there are."""
+    """Show one number for each step, or list the available numbers."""
 
     async def work(api: Api) -> tuple[str, MetricPage]:
         found, number = await _run_and_number(api, run_id, name)
@@ -251,7 +251,7 @@ def groups(
     state_directory: StateDirectory = DEFAULT_STATE,
     url: Url = None,
 ) -> None:
-    """List the groups that steps trained, then those in flight and those that were given up."""
+    """List the groups that steps trained, then groups in flight and dropped groups."""
     columns = ("group", "row", "attempt", "state", "step", "staleness", "why")
     table = Table(*columns, box=None, pad_edge=False)
     page = ask(
@@ -313,7 +313,7 @@ def workers(
     state_directory: StateDirectory = DEFAULT_STATE,
     url: Url = None,
 ) -> None:
-    """List the workers of a run and what they are doing."""
+    """List the workers of a run and their current activity."""
     found = ask(url, GetTopology, state_directory=state_directory, run_id=run_id).items
     if as_json:
         _write_json(found)
