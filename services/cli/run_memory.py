@@ -104,7 +104,7 @@ def _planned(
 
 
 def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
-    """Returns the roles that share a GPU with the trainer, and with the first rollout, on a machine of this size."""
+    """Returns the roles that share a GPU with the trainer, and those that share one with a rollout."""
     roles: dict[str, str] = {worker: role for role, worker in worker_names(spec)}
     host = HostGpus([str(number) for number in range(gpus)])
     host.assign(spec.name, gpu_needs(spec), hosts=gpu_hosts(spec))
