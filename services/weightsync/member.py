@@ -283,7 +283,7 @@ class WeightMember:
                     f"version {version} is not staged here (staged: {self._staged}); transfer it first"
                 )
             if self._staged[1] != digest:
-                metrics.REFUSED.labels("digest").inc()
+                metrics.REJECTED.labels("digest").inc()
                 raise DataLossError(
                     f"version {version} is rejected: its digest is {self._staged[1][:12]}, expected "
                     f"{digest[:12]}",
@@ -327,7 +327,7 @@ class WeightMember:
         found = difference(canary.logprobs, scored) if scored else 0.0
         metrics.CANARY_DIFFERENCE.set(found)
         if found > tolerance:
-            metrics.REFUSED.labels("canary").inc()
+            metrics.REJECTED.labels("canary").inc()
             message = (
                 f"under version {version} the canary's logprobs differ from the trainer's by {found:.3g} "
                 f"on average, more than {tolerance:.3g}; weights were written to wrong positions"

@@ -200,7 +200,7 @@ async def test_a_result_without_room_for_an_answer_ends_the_response_by_length(
     [
         (call("broken"), "KeyError: 'no luck'"),
         (call("slow"), "longer than 0.5 s"),
-        (call("nobody"), "there is no tool 'nobody'; tools: broken, slow"),
+        (call("nobody"), "'nobody'; tools: broken, slow"),
         ("<tool_call>{bad}</tool_call>", "a call must be JSON"),
         ('<tool_call>{"name": 3}</tool_call>', "name must be text"),
     ],
