@@ -38,6 +38,19 @@ VARIANTS = {
     "reinforce++": Variant(settings=("algorithm.advantage=reinforce_pp",)),
     "gspo": Variant(settings=("algorithm.loss=gspo",)),
     "cispo": Variant(settings=("algorithm.loss=cispo",)),
+    "dppo, total variation": Variant(settings=("algorithm.loss=dppo",)),
+    "dppo, divergence": Variant(
+        settings=(
+            "algorithm.loss=dppo",
+            "algorithm.loss_arguments.divergence=kl",
+            "algorithm.clip_low=0.05",
+            "algorithm.clip_high=0.05",
+        )
+    ),
+    "gmpo": Variant(settings=("algorithm.loss=gmpo",)),
+    "clip-cov": Variant(settings=("algorithm.loss=clip_cov",)),
+    "kl-cov": Variant(settings=("algorithm.loss=kl_cov",)),
+    "maxrl": Variant(settings=("algorithm.advantage=maxrl",)),
     "decoupled ppo, 4 mini-batches": Variant(
         settings=("trainer.updates_per_step=4", "trainer.optimizer.learning_rate=1.5e-4")
     ),
