@@ -178,7 +178,7 @@ def test_a_record_file_grows_during_a_run_and_is_rewritten_after_a_rewind(
 @pytest.mark.parametrize(
     ("states", "reason", "shown"),
     [
-        ([], "", "starting, 5 s: the workers are started"),
+        ([], "", "starting, 5 s: the workers are starting"),
         ([("loading", "loading the model")], "", "starting, 5 s: w-0 loading the model"),
         ([("READY", ""), ("loading", "")], "no step", "starting, 5 s: w-0 ready, w-1 loading"),
         ([("READY", "")], "", "first step, 5 s: all workers are ready"),

@@ -33,6 +33,28 @@ def test_only_the_service_of_runs_is_routed_to_users_of_grpc() -> None:
     assert rule["backendRefs"] == [{"name": "demo-slipstream-controller", "port": 50051}]
 
 
+def test_metrics_of_every_service_may_need_a_token_which_the_monitor_sends() -> None:
+    secret = "monitoring.tokenSecret.name=scrape,monitoring.tokenSecret.key=bearer"
+    manifests = render(*EVERYTHING, "--set", secret)
+    for component, pod in pods(manifests).items():
+        (container, *_) = pod["spec"]["containers"]
+        found = {item["name"]: item.get("value") for item in container.get("env", [])}
+        files = [value for name, value in found.items() if name.endswith("_METRICS_TOKEN_FILE")]
+        if component in ("test", "fetch", "trackers", "monitoring"):
+            assert not files, component
+            continue
+        assert files == ["/etc/slipstream/metrics/token"], component
+        mounts = {item["name"]: item["mountPath"] for item in container["volumeMounts"]}
+        assert mounts["metrics-token"] == "/etc/slipstream/metrics"
+        (volume,) = [each for each in pod["spec"]["volumes"] if each["name"] == "metrics-token"]
+        items = [{"key": "bearer", "path": "token"}]
+        assert volume["secret"] == {"secretName": "scrape", "items": items}
+    (monitor,) = [each for each in manifests if each["kind"] == "PodMonitor"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["authorization"]["credentials"] == {"name": "scrape", "key": "bearer"}
+    assert "metrics-token" not in json.dumps(render(*EVERYTHING))
+
+
 def test_keys_of_trackers_reach_their_pod_alone() -> None:
     for component, pod in pods(render(*EVERYTHING)).items():
         assert ("tracker-keys" in json.dumps(pod)) is (component == "trackers"), component

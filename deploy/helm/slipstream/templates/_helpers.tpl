@@ -178,3 +178,26 @@ slipstream.dev/worker: "true"
 - name: {{ .prefix }}_ALLOWED_COMMANDS
   value: {{ $workers.allowedCommands | toJson | quote }}
 {{- end -}}
+
+{{/* Environment of a pod whose metrics need a token. Needs: root, prefix */}}
+{{- define "slipstream.metricsEnv" -}}
+{{- if .root.Values.monitoring.tokenSecret.name }}
+- name: {{ .prefix }}_METRICS_TOKEN_FILE
+  value: /etc/slipstream/metrics/token
+{{- end }}
+{{- end -}}
+
+{{- define "slipstream.metricsMount" -}}
+{{- if .Values.monitoring.tokenSecret.name }}
+- {name: metrics-token, mountPath: /etc/slipstream/metrics, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "slipstream.metricsVolume" -}}
+{{- with .Values.monitoring.tokenSecret }}
+{{- if .name }}
+- name: metrics-token
+  secret: {secretName: {{ .name }}, items: [{key: {{ .key }}, path: token}]}
+{{- end }}
+{{- end }}
+{{- end -}}

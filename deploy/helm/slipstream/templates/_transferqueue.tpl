@@ -93,6 +93,7 @@ spec:
             - name: SLIPSTREAM_TRANSFERQUEUE_TLS_ISSUER
               value: /etc/slipstream/tls
             {{- end }}
+            {{- include "slipstream.metricsEnv" (dict "root" .root "prefix" "SLIPSTREAM_TRANSFERQUEUE") | nindent 12 }}
             {{- include "slipstream.tracingEnv" .root | nindent 12 }}
             {{- include "slipstream.env" $values.env | nindent 12 }}
           ports:
@@ -123,7 +124,9 @@ spec:
             - {name: snapshots, mountPath: /var/lib/slipstream}
             - {name: service-key, mountPath: /etc/slipstream/service-key, readOnly: true}
             {{- include "slipstream.tlsMount" .root | nindent 12 }}
+            {{- include "slipstream.metricsMount" .root | nindent 12 }}
       volumes:
+        {{- include "slipstream.metricsVolume" .root | nindent 8 }}
         - name: tmp
           emptyDir: {sizeLimit: 1Gi}
         - name: spill

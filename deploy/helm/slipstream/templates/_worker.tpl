@@ -118,6 +118,7 @@ spec:
         # NVLink SHARP needs multicast rights that shared nodes do not give.
         - name: NCCL_NVLS_ENABLE
           value: "0"
+        {{- include "slipstream.metricsEnv" (dict "root" .root "prefix" $prefix) | nindent 8 }}
         {{- include "slipstream.tracingEnv" .root | nindent 8 }}
         {{- include "slipstream.env" (merge (deepCopy $own.env) $workers.env) | nindent 8 }}
       {{- with $workers.envFromSecrets }}
@@ -133,6 +134,7 @@ spec:
         - {name: cache, mountPath: /var/cache/slipstream}
         - {name: runs, mountPath: /var/lib/slipstream}
         {{- include "slipstream.tlsMount" .root | nindent 8 }}
+        {{- include "slipstream.metricsMount" .root | nindent 8 }}
         {{- if $workers.secrets }}
         - {name: secrets, mountPath: /etc/slipstream/secrets, readOnly: true}
         {{- end }}
@@ -140,6 +142,7 @@ spec:
         - {name: code, mountPath: /opt/slipstream/code, readOnly: true}
         {{- end }}
   volumes:
+    {{- include "slipstream.metricsVolume" .root | nindent 4 }}
     - name: tmp
       emptyDir: {sizeLimit: {{ $workers.scratch | quote }}}
     - name: shm
