@@ -38,15 +38,15 @@ from services.trainer.batch.packing import pack
 from services.trainer.batch.plan import Bounds, StepPlan, plan_step, shard_of
 from services.trainer.batch.samples import Samples
 from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.collectives import join_processes
+from services.trainer.engines.fsdp.engine import FsdpEngine
 from services.trainer.engines.fsdp.parallel import (
     RankTopology,
     build_topology,
     distribute,
-    join_processes,
 )
 from services.trainer.model.flops import peak_flops
 from services.trainer.model.policy import Policy
-from services.trainer.ranks.build import sequence_cost
 from services.trainer.steps.step import StepRunner
 
 RESULTS = Path(__file__).parents[1] / "results" / "trainer.json"
@@ -161,11 +161,11 @@ def prepare(
     spec = spec_of(scale, **trainer)
     model = build_model(scale.config, dtype=torch.float32, device=device)
     policy = Policy(model, temperature=1.0)
-    cost = sequence_cost(policy)
     topology = build_topology(
         spec.trainer, device=device, rank=launch.rank, world_size=launch.world_size
     )
     distribute(policy, spec.trainer, topology)
+    engine = FsdpEngine(policy, spec=spec, topology=topology)
     samples, cohort = make_samples(scale)
     shares = spec.trainer.share_prefixes
     rows = shard_of(
@@ -173,7 +173,7 @@ def prepare(
         num_updates=1,
         rank=topology.data.rank,
         num_ranks=topology.data.size,
-        cost=cost,
+        cost=engine.model.cost,
         shares_prefixes=shares,
     )
     share = samples.select(rows.rows)
@@ -184,7 +184,7 @@ def prepare(
         ranks=topology.data,
         shares_prefixes=shares,
     )
-    runner = StepRunner(policy, reference=None, spec=spec, ranks=topology.data, device=device)
+    runner = StepRunner(engine, reference=None, spec=spec)
     return lambda: runner.run(1, share, cohort, plan), runner, plan, topology
 
 
@@ -269,7 +269,7 @@ def measure_checkpoint(runner: StepRunner, topology: RankTopology) -> dict[str, 
     """Measures the time for which a save blocks training, asynchronous and synchronous."""
     # All ranks need the same path.
     root = Path(tempfile.gettempdir()) / "slipstream-bench-checkpoints"
-    checkpointer = Checkpointer(runner.parts(), root=root, keep=1, topology=topology)
+    checkpointer = Checkpointer(runner.trained(), root=root, keep=1, ranks=topology.data)
     checkpointer.snapshot(1, runner.facts())  # allocates the buffers, once in a run
     start = time.perf_counter()
     snapshot = checkpointer.snapshot(1, runner.facts())

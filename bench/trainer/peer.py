@@ -35,6 +35,8 @@ from services.trainer.batch import flash
 from services.trainer.batch.packing import Work
 from services.trainer.batch.plan import StepPlan, plan_step, shard_of
 from services.trainer.batch.samples import BatchFacts, Samples, pack_samples
+from services.trainer.engines.base import ModelFacts
+from services.trainer.engines.fsdp.engine import FsdpEngine
 from services.trainer.engines.fsdp.parallel import (
     RankTopology,
     build_topology,
@@ -42,7 +44,6 @@ from services.trainer.engines.fsdp.parallel import (
 )
 from services.trainer.model.flops import active_weights, peak_flops, training_flops
 from services.trainer.model.policy import Policy
-from services.trainer.ranks.build import sequence_cost
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.step import StepRunner
 
@@ -126,10 +127,10 @@ class _Sides:
             recomputes=trainer["activation_checkpointing"],
         )
         self._policy = Policy(model, temperature=1.0)
-        self._cost = sequence_cost(self._policy)
         self._weights = active_weights(self._policy, scale.config)
         self._topology = build_topology(self._spec.trainer, device=device, rank=0, world_size=1)
         distribute(self._policy, self._spec.trainer, self._topology)
+        self._cost = ModelFacts(scale.config, self._weights).cost
 
     def measure(self, samples: Samples, cohort: BatchFacts, *, rounds: int) -> dict[str, Any]:
         """Measures both sides with one shape."""
@@ -222,14 +223,11 @@ class _OurStep:
         samples: Samples,
         cohort: BatchFacts,
     ) -> None:
-        self._runner = StepRunner(
-            policy, reference=None, spec=spec, ranks=topology.data, device=topology.device
-        )
+        engine = FsdpEngine(policy, spec=spec, topology=topology)
+        self._runner = StepRunner(engine, reference=None, spec=spec)
         heard: list[tuple[Samples, Tensor]] = []
         # Not a method, so that the runner and its moments are freed with this step.
-        self._runner.set_trained_callback(
-            lambda part, logprobs: heard.append((part, logprobs.detach()))
-        )
+        self._runner.on_trained = lambda part, logprobs: heard.append((part, logprobs))
         self._spec = spec
         self._ranks = topology.data
         self._cost = cost
@@ -261,7 +259,7 @@ class _OurStep:
         plan = plan_step(
             share,
             samples,
-            bounds=self._runner.oom_limits.bounds,
+            bounds=self._runner.engine.bounds,
             ranks=self._ranks,
             shares_prefixes=self._spec.shares_prefixes,
         )

@@ -21,14 +21,16 @@ from services.common.models.loading import build_model
 from services.trainer.batch import flash
 from services.trainer.batch.plan import Bounds, plan_step, shard_of
 from services.trainer.batch.samples import BatchFacts, Samples
+from services.trainer.engines.base import ModelFacts
 from services.trainer.engines.fsdp.compiling import compile_ahead
+from services.trainer.engines.fsdp.engine import FsdpEngine
 from services.trainer.engines.fsdp.parallel import (
     RankTopology,
     build_topology,
     distribute,
 )
+from services.trainer.model.flops import active_weights
 from services.trainer.model.policy import Policy
-from services.trainer.ranks.build import sequence_cost
 from services.trainer.steps.step import StepRunner
 from services.wire.data.jagged import Jagged
 
@@ -76,7 +78,7 @@ def measure_shapes(
     """Measures both variants with all shapes."""
     model = build_model(scale.config, dtype=torch.float32, device=device)
     policy = Policy(model, temperature=1.0)
-    cost = sequence_cost(policy)
+    cost = ModelFacts(scale.config, active_weights(policy, scale.config)).cost
     spec = spec_of(scale, **trainer).trainer
     topology = build_topology(spec, device=device, rank=0, world_size=1)
     distribute(policy, spec, topology)
@@ -125,10 +127,8 @@ class _Step:
         shares: bool,
     ) -> None:
         spec = spec_of(scale, **trainer, share_prefixes=shares)
-        ranks = topology.data
-        self._runner = StepRunner(
-            policy, reference=None, spec=spec, ranks=ranks, device=topology.device
-        )
+        engine = FsdpEngine(policy, spec=spec, topology=topology)
+        self._runner = StepRunner(engine, reference=None, spec=spec)
         self._cohort = cohort
         share = shard_of(
             cohort, num_updates=1, rank=0, num_ranks=1, cost=cost, shares_prefixes=shares
@@ -138,7 +138,7 @@ class _Step:
             share,
             self._samples,
             bounds=Bounds(max_tokens=spec.trainer.tokens_per_micro_batch),
-            ranks=ranks,
+            ranks=topology.data,
             shares_prefixes=shares,
         )
         self.metrics: dict[str, float] = {}

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from services.trainer.algorithm import logprobs
+from services.trainer.engines.fsdp import engine as engine_module
 from services.trainer.engines.fsdp.parallel import begin_micro_batch
-from services.trainer.steps import gradients as gradients_module
 
 _TURNS = 3
 _KINDS = {
@@ -94,7 +94,7 @@ def _exchanging() -> Iterator[None]:
     def begin(module: Any, *, is_last: bool, **arguments: Any) -> None:
         begin_micro_batch(module, is_last=True, **arguments)
 
-    with patch.object(gradients_module, "begin_micro_batch", begin):
+    with patch.object(engine_module, "begin_micro_batch", begin):
         yield
 
 

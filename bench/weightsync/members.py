@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from services.common.runspec.trainer import TrainerSpec
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.weights import WeightReceiver
+from services.trainer.engines.base import WeightLayout
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Policy
@@ -30,8 +32,21 @@ from services.weightsync.server import WeightSyncServicer
 from services.wire.controller import open_rendezvous
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
-_NOT_TRAINED = object()
-"""Placeholder for a rank's training part, which is not measured here."""
+
+class _UntrainedRank:
+    """A rank that exports weights and trains nothing, with as much of an engine as that needs."""
+
+    def __init__(self, export: WeightExport) -> None:
+        self._export = export
+        self.runner = SimpleNamespace(engine=self)
+        self.weights = WeightLayout(export.weight_specs(), export.sends_rows)
+
+    def check_awake(self) -> None:
+        """Does nothing."""
+
+    def export_weights(self, *, rows: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the weights."""
+        return self._export.weight_rows() if rows else self._export.weight_tensors()
 
 
 def run_trainer_rank(rank: int, options: Any, controller: str, port: int, members: Any) -> None:
@@ -53,9 +68,7 @@ def run_trainer_rank(rank: int, options: Any, controller: str, port: int, member
     topology = build_topology(spec, device=device, rank=rank, world_size=options.trainers)
     policy = Policy(_model(options, torch.float32, device), temperature=1.0)
     distribute(policy, spec, topology)
-    weights = WeightExport(
-        policy, dtype=getattr(torch, options.dtype), device=device, senders=options.senders
-    )
+    weights = WeightExport(policy, dtype=getattr(torch, options.dtype), senders=options.senders)
     command_group = CommandGroup(options.trainers)
     threading.Thread(
         target=_step_when_told,
@@ -74,11 +87,12 @@ async def _serve_rank(
     members: Any,
 ) -> None:
     source: Leader | Follower
+    untrained = cast("Any", _UntrainedRank(weights))
     if rank == 0:
         source = Leader()
-        source.attach(cast("Any", _NOT_TRAINED), command_group, weights=weights)
+        source.attach(untrained, command_group)
     else:
-        source = Follower(command_group, cast("Any", _NOT_TRAINED), weights=weights)
+        source = Follower(command_group, untrained)
     async with _member(controller, device, source=source) as (member, port):
         addresses = await asyncio.to_thread(command_group.gather, f"127.0.0.1:{port}")
         if weights.sends_rows:

@@ -26,7 +26,7 @@ from services.common.settings import set_defaults
 from services.common.task_group import leaves
 from services.common.telemetry.logging import configure
 from services.trainer.algorithm.own import OwnFunctionError
-from services.trainer.engines.fsdp.parallel import join_processes
+from services.trainer.collectives import join_processes
 from services.trainer.ranks.build import device_of
 from services.trainer.ranks.command_group import CommandGroup, RankFailedError
 from services.trainer.ranks.start import FollowerStart, connect_data

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import Tensor, distributed
@@ -11,6 +12,34 @@ from services.common.errors import DataLossError, NotFoundError, ServiceError, U
 
 _SHARED = (NotFoundError, UnavailableError)
 """Failures that mean the same on every rank: samples were released, or the transferqueue is unreachable."""
+
+
+_MAX_PAUSE = timedelta(hours=24)
+"""Max time between two commands of rank 0, after which the other ranks give up."""
+
+
+def join_processes(*, device: torch.device, rank: int, world_size: int) -> None:
+    """Initializes torch's default process group: Gloo for CPU tensors and, on GPUs, NCCL for theirs.
+
+    Several processes find each other through the environment of ``torchrun``.
+    """
+    distributed.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=distributed.HashStore() if world_size == 1 else None,  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+        timeout=_MAX_PAUSE,
+    )
+
+
+def abort_processes() -> None:
+    """Aborts all process groups of this process, so that NCCL operations in its other threads fail at once.
+
+    Gloo has no abort: when this process ends, its connections close and fail on the other ranks. Safe to
+    repeat.
+    """
+    if distributed.is_initialized():
+        distributed.distributed_c10d._abort_process_group()  # noqa: SLF001 -- there is no public name
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +54,8 @@ class Ranks:
     """Process group that reduces CPU tensors; None for a single rank."""
     everyone: "Ranks | None" = None
     """These ranks and all others that hold the same samples; None if there are no others."""
+    is_first_of_peers: bool = True
+    """True if this process is the first of those that hold the same samples."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Returns the sum over ranks on the device of ``values``.

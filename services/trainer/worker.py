@@ -60,11 +60,9 @@ async def serve_trainer(settings: TrainerSettings) -> None:
         addresses = await asyncio.to_thread(
             command_group.gather, f"{settings.advertise_host}:{port}"
         )
-        if built.weights.sends_rows:
+        if built.rank.runner.engine.weights.sends_rows:
             member.source_addresses = addresses
-        leader.attach(
-            built.rank, command_group, weights=built.weights, state=built.state, step=built.step
-        )
+        leader.attach(built.rank, command_group, step=built.step)
         if session.spec.topology.is_colocated:  # rollouts load next, into the same GPU memory
             await leader.sleep()
         report_ready(settings.ready_file, {"role": "trainer", "gpus": ",".join(gpu_names())})
@@ -76,7 +74,7 @@ async def serve_trainer(settings: TrainerSettings) -> None:
 async def follow_trainer(start: FollowerStart) -> None:
     """Executes the commands of rank 0 of the trainer."""
     built = await start.build(build_rank)
-    follower = Follower(start.command_group, built.rank, weights=built.weights, state=built.state)
+    follower = Follower(start.command_group, built.rank)
     async with _serve_rows(start.settings, follower) as address:
         await asyncio.to_thread(start.command_group.gather, address)
         await asyncio.to_thread(follower.follow)

@@ -16,8 +16,6 @@ from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Policy
-from services.trainer.ranks.rank import Rank
-from services.trainer.steps.step import StepRunner
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
@@ -117,16 +115,7 @@ def test_every_option_trains_and_exports_weights(options: dict[str, Any]) -> Non
         add_adapters(policy.model, spec.trainer.lora)
         begin_adapters(policy, seed=spec.seed)
     distribute(policy, spec.trainer, topology)
-    runner = StepRunner(policy, reference=None, spec=spec, ranks=topology.data, device=device)
-    whole = rank_of(spec, policy_of(spec), queue)
-    rank = Rank(
-        runner,
-        fetch=queue.fetch,
-        spec=spec,
-        ranks=topology.data,
-        cost=float,
-        checkpointer=whole.checkpointer,
-    )
+    rank = rank_of(spec, policy, queue, topology=topology)
     for step in (1, 2):
         metrics = rank.train(step, queue.meta).metrics
         assert math.isfinite(metrics["loss"])

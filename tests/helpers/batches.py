@@ -12,8 +12,11 @@ from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import pack
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
+from services.trainer.engines.base import TrainEngine
+from services.trainer.engines.fsdp.engine import FsdpEngine
+from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.engines.fsdp.parallel import RankTopology
-from services.trainer.model.policy import Critic, Policy
+from services.trainer.model.policy import Critic, Policy, freeze
 from services.trainer.ranks.rank import NO_PROFILES, Rank, StepProfiler
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.step import StepRunner
@@ -138,38 +141,45 @@ def random_queue(
     return queue_of(fields, tags)
 
 
+def engine_of(
+    module: Policy | Critic,
+    spec: RunSpec,
+    *,
+    topology: RankTopology | None = None,
+    oom_limits: OomLimits | None = None,
+) -> FsdpEngine:
+    topology = topology or RankTopology(device=CPU, data=Ranks())
+    return FsdpEngine(module, spec=spec, topology=topology, oom_limits=oom_limits)
+
+
 def rank_of(
     spec: RunSpec,
-    policy: Policy,
+    policy: Policy | TrainEngine,
     queue: Queue,
     *,
-    ranks: Ranks | None = None,
+    topology: RankTopology | None = None,
     root: Path | None = None,
     profiler: StepProfiler = NO_PROFILES,
     reference: Policy | None = None,
-    saves_frozen: bool = True,
 ) -> Rank:
-    ranks = ranks or Ranks()
+    """Returns a rank that trains a policy, by default with the fsdp engine."""
+    engine = engine_of(policy, spec, topology=topology) if isinstance(policy, Policy) else policy
+    limits = getattr(engine, "oom_limits", None)
     critic = None
     if spec.algorithm.advantage_kind.needs_critic:
         module = Critic(policy_of(spec).model)
-        critic = CriticRunner(module, spec=spec, ranks=ranks, device=CPU)
+        critic = CriticRunner(
+            engine_of(module, spec, topology=topology, oom_limits=limits), spec=spec
+        )
     runner = StepRunner(
-        policy, reference=reference, critic=critic, spec=spec, ranks=ranks, device=CPU
+        engine,
+        reference=None
+        if reference is None
+        else engine_of(freeze(reference), spec, topology=topology, oom_limits=limits),
+        critic=critic,
+        spec=spec,
     )
     checkpointer = Checkpointer(
-        runner.parts(),
-        root=root or Path("no-checkpoints"),
-        keep=2,
-        topology=RankTopology(device=CPU, data=ranks),
-        saves_frozen=saves_frozen,
+        runner.trained(), root=root or Path("no-checkpoints"), keep=2, ranks=engine.ranks
     )
-    return Rank(
-        runner,
-        fetch=queue.fetch,
-        spec=spec,
-        ranks=ranks,
-        cost=float,
-        checkpointer=checkpointer,
-        profiler=profiler,
-    )
+    return Rank(runner, fetch=queue.fetch, spec=spec, checkpointer=checkpointer, profiler=profiler)

@@ -71,9 +71,9 @@ def _train(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     if spec.needs_reference:
         reference = freeze(teacher_of(spec))
         distribute(reference, spec.trainer, topology)
-    trained = rank_of(spec, policy, queue, ranks=topology.data, reference=reference)
+    trained = rank_of(spec, policy, queue, topology=topology, reference=reference)
     recorder: Any = Recorder(policy)
-    trained.runner.optimizer = recorder
+    trained.runner.engine.optimizer = recorder
     result = trained.train(1, queue.meta)
     if rank == 0:
         outcome = {"metrics": result.metrics, "gradients": recorder.gradients}

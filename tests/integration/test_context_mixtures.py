@@ -90,10 +90,10 @@ def _train(family: str, spec: RunSpec, rank: int = 0) -> dict[str, Any]:
         spec.trainer, device=CPU, rank=rank, world_size=spec.trainer.world_size
     )
     distribute(policy, spec.trainer, topology)
-    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    trained = rank_of(spec, policy, queue, topology=topology)
     recorder: Any = Recorder(policy)
     runner: Any = trained.runner
-    runner.optimizer = recorder
+    runner.engine.optimizer = recorder
     metrics = trained.train(1, queue.meta).metrics
     biases = {
         name: value.clone()

@@ -237,7 +237,7 @@ def _fetch(rank: int, store: str, shared: str) -> None:
     distribute(policy, spec.trainer, topology)
     own = _Away(queue.meta, queue.fields) if rank == 1 else queue
     with pytest.raises(UnavailableError, match="is away" if rank == 1 else "another rank"):
-        rank_of(spec, policy, own, ranks=topology.data).train(1, queue.meta)
-    result = rank_of(spec, policy, queue, ranks=topology.data).train(1, queue.meta)
+        rank_of(spec, policy, own, topology=topology).train(1, queue.meta)
+    result = rank_of(spec, policy, queue, topology=topology).train(1, queue.meta)
     assert not result.skipped
     distributed.destroy_process_group()

@@ -16,6 +16,7 @@ from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.checkpoint import manifest
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
+from services.trainer.engines.fsdp.checkpoint import ModelCheckpoint
 from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters, merged_parameters
 from services.trainer.engines.fsdp.optim import build_optimizer, clip_gradients, gradient_norm
 from services.trainer.engines.fsdp.parallel import RankTopology, build_topology, distribute
@@ -173,15 +174,20 @@ def test_what_ranks_load_send_and_save_is_the_whole_model(
     policy = _policy(name)
     optimizer = build_optimizer(policy, _spec_alone().optimizer)
     alone = Checkpointer(
-        {"": (policy, optimizer)},
+        {"": _saving(policy, optimizer, RankTopology(device=_CPU, data=Ranks()))},
         root=tmp_path / "run",
         keep=1,
-        topology=RankTopology(device=_CPU, data=Ranks()),
+        ranks=Ranks(),
     )
     alone.load()
     trained = torch.load(tmp_path / "trained.pt")
     for key, value in stored_tensors(policy.model).items():
         assert torch.equal(value, trained[key]), key
+
+
+def _saving(policy: Policy, optimizer: Any, topology: RankTopology) -> Any:
+    """The part of an engine that saves and loads."""
+    return ModelCheckpoint(policy, optimizer, topology=topology)
 
 
 def _spec_alone() -> TrainerSpec:
@@ -204,7 +210,7 @@ def _load_and_save(rank: int, folder: str, name: str, shared: int, ranks: int) -
     # An update moves them; the rows of all ranks are then the whole again.
     optimizer = build_optimizer(policy, spec.optimizer)
     checkpointer = Checkpointer(
-        {"": (policy, optimizer)}, root=root / "run", keep=1, topology=topology
+        {"": _saving(policy, optimizer, topology)}, root=root / "run", keep=1, ranks=topology.data
     )
     _run(policy, [rank], scale=ranks)
     norm = gradient_norm(list(policy.parameters()))

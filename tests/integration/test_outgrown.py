@@ -44,10 +44,10 @@ def _train(rank: int, folder: str, spec_json: str) -> None:
         policy = policy_of(spec, scale=1.5)
         topology = build_topology(spec.trainer, device=CPU, rank=0, world_size=1)
         distribute(policy, spec.trainer, topology)
-        trained = rank_of(spec, policy, queue, ranks=topology.data)
+        trained = rank_of(spec, policy, queue, topology=topology)
         recorder: Any = Recorder(policy)
         runner: Any = trained.runner
-        runner.optimizer = recorder
+        runner.engine.optimizer = recorder
         if kind != "whole":
             limited(policy, 40, **how)
         divided = trained.train(1, queue.meta).metrics["divided_micro_batches"]
@@ -55,7 +55,7 @@ def _train(rank: int, folder: str, spec_json: str) -> None:
         # Nothing of a pass that broke is left for the next step.
         trained.train(2, queue.meta)
         if kind == "scores":
-            divided = float(runner.oom_limits.has_learned)
+            divided = float(runner.engine.oom_limits.has_learned)
         found.append((divided, first, _flat(recorder.gradients)))
         distributed.destroy_process_group()
     torch.save(found, f"{folder}/found.pt")
@@ -75,7 +75,7 @@ def _short_of_memory(rank: int, ranks: int, folder: str, spec_json: str) -> None
     queue = random_queue(policy_of(spec))
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=ranks)
     distribute(policy, spec.trainer, topology)
-    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    trained = rank_of(spec, policy, queue, topology=topology)
     command_group = CommandGroup(ranks)
     if rank == 1:
         limited(policy, 1, in_backward=False)
@@ -135,11 +135,11 @@ def _leave_out(rank: int, folder: str, spec_json: str) -> None:
     queue = random_queue(policy_of(spec, seed=1, scale=1.5), num_groups=4)
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=2)
     distribute(policy, spec.trainer, topology)
-    trained = rank_of(spec, policy, queue, ranks=topology.data)
-    trained.runner.oom_limits.learn(Bounds(max_tokens=40, too_long=_longest(queue)))
+    trained = rank_of(spec, policy, queue, topology=topology)
+    trained.runner.engine.oom_limits.learn(Bounds(max_tokens=40, too_long=_longest(queue)))
     recorder: Any = Recorder(policy)
     runner: Any = trained.runner
-    runner.optimizer = recorder
+    runner.engine.optimizer = recorder
     # No rank computes more at once than what is known to fit.
     limited(policy, 40, in_backward=False)
     result = trained.train(1, queue.meta)
@@ -210,7 +210,7 @@ def test_ranks_leave_out_what_is_known_not_to_fit(tmp_path: Path, context_parall
     trained = rank_of(alone, policy, queue.replaced(response_mask=Jagged.from_list(rows)))
     recorder: Any = Recorder(policy)
     runner: Any = trained.runner
-    runner.optimizer = recorder
+    runner.engine.optimizer = recorder
     expected = trained.train(1, queue.meta).metrics
     wanted = _flat(recorder.gradients)
     assert (actual - wanted).norm() <= 1e-6 * wanted.norm()

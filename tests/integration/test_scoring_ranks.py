@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from services.trainer.engines.fsdp.scorer import UNSCORED
 from torch import distributed
 
 from services.common.errors import NotFoundError, UnavailableError
 from services.common.runspec.run import RunSpec
-from services.trainer.engines.fsdp.scorer import UNSCORED
 from services.trainer.ranks.command_group import CommandGroup, RankFailedError
 from services.trainer.scoring.build import BuiltScorer, build_policy, build_reference
 from services.trainer.scoring.leader import ScoringLeader, follow
@@ -126,7 +126,7 @@ def _outgrow(rank: int, folder: str, spec_json: str, limit: int) -> None:
     scorer = built(spec, Path(folder), role="ref_logp", rank=rank)
     cause = "a rank is gone.*: rank 1: a micro-batch of .* does not fit into memory"
     if rank > 0:
-        limited(scorer.scorer._policy, limit, scores=True)
+        limited(scorer.scorer._engine.module, limit, scores=True)
         with pytest.raises(RankFailedError, match=cause):
             follow(CommandGroup(2), scorer.scorer, scorer.fields)
         return

@@ -26,9 +26,9 @@ def _train(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     queue, _ = branched_episodes(policy_of(spec, seed=1, scale=1.5))
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=world_size)
     distribute(policy, spec.trainer, topology)
-    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    trained = rank_of(spec, policy, queue, topology=topology)
     recorder: Any = Recorder(policy)
-    trained.runner.optimizer = recorder
+    trained.runner.engine.optimizer = recorder
     trained.train(1, queue.meta)
     if rank == 0:
         torch.save(recorder.gradients, f"{folder}/gradients.pt")

@@ -11,10 +11,10 @@ from services.common.models.configs import preset_config
 from services.common.models.loading import build_model, load_folder
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import pack
+from services.trainer.engines.fsdp.build import Loader, load_policy
 from services.trainer.engines.fsdp.parallel import build_topology
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Critic, Policy
-from services.trainer.ranks.build import Loader, load_policy
 from services.trainer.settings import TrainerSettings
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, spec_of

@@ -8,9 +8,7 @@ import torch
 from torch import distributed
 
 from services.common.runspec.run import RunSpec
-from services.trainer.engines.fsdp.host_copy import OffloadedState
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
-from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
@@ -28,16 +26,16 @@ def _train(rank: int, folder: str, spec_json: str, sleeps: bool) -> None:
     policy, queue = policy_of(spec), random_queue(policy_of(spec))
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=size)
     distribute(policy, spec.trainer, topology)
-    trained = rank_of(spec, policy, queue, ranks=topology.data)
-    state = OffloadedState([policy], [trained.runner.optimizer], device=CPU)
-    weights, command_group = WeightExport(policy, dtype=torch.float32), CommandGroup(size)
+    trained = rank_of(spec, policy, queue, topology=topology)
+    command_group = CommandGroup(size)
     if rank > 0:
-        Follower(command_group, trained, weights=weights, state=state).follow()
+        Follower(command_group, trained).follow()
     else:
         leader = Leader()
-        leader.attach(trained, command_group, weights=weights, state=state)
+        leader.attach(trained, command_group)
         asyncio.run(_lead(leader, queue, sleeps=sleeps))
-    torch.save(dict(weights.weight_rows()), Path(folder) / f"rows-{sleeps}-{rank}.pt")
+    rows = dict(trained.runner.engine.export_weights(rows=True))
+    torch.save(rows, Path(folder) / f"rows-{sleeps}-{rank}.pt")
     distributed.destroy_process_group()
 
 

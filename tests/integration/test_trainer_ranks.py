@@ -14,14 +14,13 @@ from torch.distributed.tensor import DTensor
 from services.common.errors import UnavailableError
 from services.common.runspec.run import RunSpec, WeightSyncSpec
 from services.trainer.batch.samples import IncompleteBatchError
-from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
-from services.trainer.ranks.rank import Rank
-from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
+from services.trainer.ranks.rank import Rank, canary_of
+from tests.helpers.batches import CPU, Queue, engine_of, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.pages import example
 from tests.helpers.ranks import run_ranks
 
@@ -55,9 +54,9 @@ def train_once(spec: RunSpec, *, rank: int = 0, world_size: int = 1) -> Outcome:
     queue.fields["response_mask"].values[: int(lengths[0])] = False
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=world_size)
     distribute(policy, spec.trainer, topology)
-    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    trained = rank_of(spec, policy, queue, topology=topology)
     recorder: Any = Recorder(policy)
-    trained.runner.optimizer = recorder
+    trained.runner.engine.optimizer = recorder
     if spec.trainer.accumulate_early:
         for rows in ([8, 9, 10, 11], [0, 1, 2, 3, 12, 13, 14, 15]):
             trained.accumulate(queue.meta.select(rows), weight_version=0)
@@ -77,9 +76,7 @@ def _child(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     distributed.destroy_process_group()
 
 
-def _rank_of_several(
-    rank: int, world_size: int, folder: str, spec_json: str
-) -> tuple[Rank, WeightExport, Queue]:
+def _rank_of_several(rank: int, world_size: int, folder: str, spec_json: str) -> tuple[Rank, Queue]:
     """One rank that trains a random batch and saves to the folder."""
     spec = RunSpec.model_validate_json(spec_json)
     distributed.init_process_group(
@@ -89,12 +86,8 @@ def _rank_of_several(
     queue = random_queue(policy_of(spec))
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=world_size)
     distribute(policy, spec.trainer, topology)
-    trained = rank_of(spec, policy, queue, ranks=topology.data)
-    trained.checkpointer = Checkpointer(
-        trained.runner.parts(), root=Path(folder) / "checkpoints", keep=1, topology=topology
-    )
-    weights = WeightExport(policy, dtype=torch.float32, senders=spec.weight_sync.senders)
-    return trained, weights, queue
+    root = Path(folder) / "checkpoints"
+    return rank_of(spec, policy, queue, topology=topology, root=root), queue
 
 
 def _score_twice(rank: int, folder: str, spec_json: str) -> None:
@@ -103,20 +96,20 @@ def _score_twice(rank: int, folder: str, spec_json: str) -> None:
     policy = policy_of(spec, scale=1.5)
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=1)
     distribute(policy, spec.trainer, topology)
-    weights = WeightExport(policy, dtype=torch.bfloat16)
-    scores = [weights.score_canary().logprobs]
+    engine = engine_of(policy, spec, topology=topology)
+    scores = [canary_of(engine).logprobs]
     with torch.no_grad():
-        for name, rows in weights.weight_rows():
+        for name, rows in engine.export_weights(rows=True):
             if ".layers." in name:
                 rows.zero_()
-    scores.append(weights.score_canary().logprobs)
+    scores.append(canary_of(engine).logprobs)
     (Path(folder) / "scores.json").write_text(json.dumps(scores))
     distributed.destroy_process_group()
 
 
 def _save(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     """Train one step on several ranks and save it."""
-    trained, _, queue = _rank_of_several(rank, world_size, folder, spec_json)
+    trained, queue = _rank_of_several(rank, world_size, folder, spec_json)
     trained.train(1, queue.meta)
     trained.checkpointer.write(trained.snapshot(1))
     distributed.destroy_process_group()
@@ -124,29 +117,30 @@ def _save(rank: int, world_size: int, folder: str, spec_json: str) -> None:
 
 def _serve(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     """Rank 0 trains, gathers weights, saves and stops; the other one follows."""
-    trained, weights, queue = _rank_of_several(rank, world_size, folder, spec_json)
+    trained, queue = _rank_of_several(rank, world_size, folder, spec_json)
     command_group = CommandGroup(world_size)
     if rank > 0:
-        follower = Follower(command_group, trained, weights=weights)
+        follower = Follower(command_group, trained)
         follower.follow()
         torch.save(dict(follower.weight_tensors()), Path(folder) / "rows-1.pt")
     else:
         leader = Leader()
-        leader.attach(trained, command_group, weights=weights)
+        leader.attach(trained, command_group)
         asyncio.run(_lead(leader, queue, Path(folder)))
     distributed.destroy_process_group()
 
 
 def _lose(rank: int, world_size: int, folder: str, spec_json: str, is_midway: bool) -> None:
     """Rank 1 is gone before the first step, or between the layers of its forward pass."""
-    trained, weights, queue = _rank_of_several(rank, world_size, folder, spec_json)
+    trained, queue = _rank_of_several(rank, world_size, folder, spec_json)
     if rank > 0:
         if is_midway:
-            trained.runner._policy.forward = lambda *_, **__: os._exit(0)
-            Follower(CommandGroup(world_size), trained, weights=weights).follow()
+            engine: Any = trained.runner.engine
+            engine.module.forward = lambda *_, **__: os._exit(0)
+            Follower(CommandGroup(world_size), trained).follow()
         return
     leader = Leader()
-    leader.attach(trained, CommandGroup(world_size), weights=weights)
+    leader.attach(trained, CommandGroup(world_size))
     with pytest.raises(UnavailableError, match="a rank is gone"):
         asyncio.run(leader.train_step(1, queue.meta))
 
@@ -327,7 +321,7 @@ def test_the_other_ranks_follow_rank_0(tmp_path: Path, senders: str) -> None:
         )
         torch.testing.assert_close(found, value, rtol=0, atol=1e-5)
     canary = json.loads((tmp_path / "canary.json").read_text())
-    assert canary == pytest.approx(export.score_canary().logprobs, abs=1e-4)
+    assert canary == pytest.approx(canary_of(rank.runner.engine).logprobs, abs=1e-4)
     assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").is_file()
 
 

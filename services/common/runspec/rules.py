@@ -20,6 +20,7 @@ from services.common.runspec.placement_rules import placement
 from services.common.runspec.rollout import RewardSpec
 from services.common.runspec.run import TINY_PREFIX, RunSpec
 from services.common.runspec.suggestions import did_you_mean
+from services.common.runspec.train_engines import train_engine_kind
 from services.common.runspec.trainer import CriticSpec, LoraSpec
 from services.common.runspec.weight_modes import HANDLE, MODES, transport_of
 from services.common.runspec.workers import apart
@@ -492,6 +493,10 @@ def _parallelism(spec: RunSpec) -> Iterator[str]:
         yield "trainer.lora.target_modules is empty, so nothing would be trained; add modules such as q_proj"
 
 
+def _train_engine(spec: RunSpec) -> Iterator[str]:
+    yield from train_engine_kind(spec.trainer.engine).problems(spec)
+
+
 _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
     models,
     teacher,
@@ -505,6 +510,7 @@ _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
     _early_groups,
     demonstrations,
     _parallelism,
+    _train_engine,
     quota,
     weight_sync,
     placement,

@@ -146,7 +146,10 @@ def empty_samples(fields: Sequence[str]) -> Samples:
 
 
 def idle_samples() -> Samples:
-    """Returns one untrained token, with which a rank without work joins the collectives of the others."""
+    """Returns one untrained token, with which a rank without work joins the collectives of the others.
+
+    It belongs to no sample: its row is -1.
+    """
     one_row = Jagged(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
     zero, no = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
     names = (
@@ -155,7 +158,7 @@ def idle_samples() -> Samples:
     tokens: dict[str, Tensor] = dict.fromkeys(names, zero)
     tokens |= {"response_mask": no, "loss_mask": no}
     return Samples(
-        rows=torch.zeros(1, dtype=torch.int64),
+        rows=torch.full((1,), -1),
         numbers=torch.zeros(1, dtype=torch.int64),
         prompts=one_row,
         responses=one_row,

@@ -20,8 +20,10 @@ from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.loader import load_spec
 from services.common.runspec.run import RunSpec
 from services.trainer.checkpoint import manifest
-from services.trainer.checkpoint.checkpointer import MODEL_PREFIX
 from services.trainer.engines.fsdp.lora import add_adapters, merged_parameters
+
+_PREFIX = "model."
+"""Prefix of the weights' names in a checkpoint."""
 
 
 def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
@@ -54,7 +56,7 @@ def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
             frozen = {name for name, each in trained.named_parameters() if not each.requires_grad}
             saved = {name: value for name, value in saved.items() if name not in frozen}
     load_shards(
-        {MODEL_PREFIX + name: value.detach() for name, value in saved.items()},
+        {_PREFIX + name: value.detach() for name, value in saved.items()},
         storage_reader=HuggingFaceStorageReader(str(checkpoint)),
         no_dist=True,
     )

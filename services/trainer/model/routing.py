@@ -153,13 +153,3 @@ class Routing:
         if getattr(router, "norm_topk_prob", True):
             weights = weights / (weights.sum(1, keepdim=True) + _LEAST_SUM)
         return weights * getattr(router, "routed_scaling_factor", 1.0)
-
-
-def imbalance(counts: Tensor) -> tuple[float, float]:
-    """Returns mean and max over layers of the most chosen expert's load, relative to the layer's mean load.
-
-    Args:
-        counts: ``[layers, E]``.
-    """
-    ratios = counts.max(1).values / counts.double().mean(1).clamp(min=1.0)
-    return float(ratios.mean()), float(ratios.max())

@@ -23,8 +23,8 @@ import torch
 from torch import distributed
 
 from services.common.errors import UnavailableError
-from services.trainer.engines.fsdp.oom import OomLimitError
-from services.trainer.engines.fsdp.parallel import abort_processes
+from services.trainer.collectives import abort_processes
+from services.trainer.engines.base import OomLimitError
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from services.common.errors import FailedPreconditionError, ServiceError
-from services.trainer.engines.fsdp.host_copy import OffloadedState
-from services.trainer.engines.fsdp.oom import OomLimitError
-from services.trainer.engines.fsdp.weights import WeightExport
+from services.trainer.engines.base import OomLimitError
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
-from services.trainer.ranks.rank import Rank
+from services.trainer.ranks.rank import Rank, canary_of
 from services.trainer.steps.fields import FieldScoring
 from services.weightsync.canary import Canary
 from services.weightsync.plan import TensorSpec
@@ -28,9 +26,7 @@ class Follower:
     Args:
         command_group: Receives the commands.
         rank: This process's part in training.
-        weights: Exports the policy's weights; None for a critic, whose weights are not published.
         values: Scores batches; only for a critic.
-        state: The policy's training state, which can move to host memory.
     """
 
     def __init__(
@@ -38,15 +34,12 @@ class Follower:
         command_group: CommandGroup,
         rank: Rank,
         *,
-        weights: WeightExport | None = None,
         values: FieldScoring | None = None,
-        state: OffloadedState | None = None,
     ) -> None:
         self._command_group = command_group
         self._rank = rank
-        self._weights = weights
+        self._engine = rank.runner.engine
         self._values = values
-        self._state = state
         # A transfer copies the rows that training changes, and both run in threads.
         self._turn = threading.Lock()
 
@@ -73,14 +66,13 @@ class Follower:
 
     def weight_specs(self) -> list[TensorSpec]:
         """Returns the specifications of all tensors of the model, in sending order."""
-        return self._exported().weight_specs()
+        return list(self._engine.weights.specs)
 
     def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the rows of this rank; training waits until all are read."""
         with self._turn:
-            if self._state is not None:
-                self._state.check_here()
-            yield from self._exported().weight_rows()
+            self._rank.check_awake()
+            yield from self._engine.export_weights(rows=True)
 
     def score_canary(self) -> Canary:
         """Raises, because only rank 0 answers this; this rank scores when rank 0 sends the command.
@@ -112,22 +104,18 @@ class Follower:
             meta = KVBatchMeta.from_bytes(order.payload)
             self._rank.accumulate(meta, weight_version=order.weight_version)
         elif order.kind is CommandKind.GATHER:
-            for _ in self._exported().weight_tensors():
+            for _ in self._engine.export_weights():
                 pass
-        elif order.kind is CommandKind.SLEEP and self._state is not None:
-            self._state.put_away()
+        elif order.kind is CommandKind.SLEEP:
+            self._rank.sleep()
             self._command_group.gather("moved")
-        elif order.kind is CommandKind.WAKE and self._state is not None:
-            self._state.bring_back()
+        elif order.kind is CommandKind.WAKE:
+            self._rank.wake()
             self._command_group.gather("moved")
         elif order.kind is CommandKind.SCORE:
-            self._exported().score_canary()
+            canary_of(self._engine)
         elif order.kind is CommandKind.ADD_FIELD and self._values is not None:
             self._values.add(KVBatchMeta.from_bytes(order.payload))
-
-    def _exported(self) -> WeightExport:
-        assert self._weights is not None, "a critic is in no weight group"
-        return self._weights
 
 
 def _await_written(writing: Future[Path]) -> None:

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.trainer.checkpoint.checkpointer import Snapshot
-from services.trainer.engines.fsdp.host_copy import OffloadedState
-from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.phases import IdleClock, PhaseTimer
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
-from services.trainer.ranks.rank import Rank
+from services.trainer.ranks.rank import Rank, canary_of
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.steps.step import StepResult
 from services.weightsync.canary import Canary
@@ -53,9 +51,7 @@ class Leader:
     def __init__(self, *, may_miss_steps: bool = False) -> None:
         self._may_miss_steps = may_miss_steps
         self._rank: Rank | None = None
-        self._weights: WeightExport | None = None
         self._values: FieldScoring | None = None
-        self._state: OffloadedState | None = None
         self._command_group = CommandGroup(1)
         self._newest: tuple[int, StepResult | None] = (0, None)
         self._newest_version = 0
@@ -72,9 +68,7 @@ class Leader:
         rank: Rank,
         command_group: CommandGroup,
         *,
-        weights: WeightExport | None = None,
         values: FieldScoring | None = None,
-        state: OffloadedState | None = None,
         step: int = 0,
     ) -> None:
         """Starts to answer calls, with the other ranks ready to execute commands.
@@ -82,16 +76,12 @@ class Leader:
         Args:
             rank: This process's part in training.
             command_group: All ranks of the worker.
-            weights: Exports the policy's weights; None for a critic, whose weights are not published.
             values: Scores batches; only for a critic.
-            state: The policy's training state, which can move to host memory.
             step: Newest trained step.
         """
         self._newest = (step, None)
         self._command_group = command_group
-        self._weights = weights
         self._values = values
-        self._state = state
         self._rank = rank
 
     async def train_step(
@@ -262,37 +252,34 @@ class Leader:
         await asyncio.to_thread(self._move, CommandKind.WAKE)
 
     def _move(self, kind: CommandKind) -> None:
-        self._attached()
-        assert self._state is not None, "only the policy's trainer shares GPUs"
+        rank = self._attached()
         with self._turn, self._command_group.guard():
             self._command_group.broadcast(Command(kind))
             if kind is CommandKind.SLEEP:
-                self._state.put_away()
+                rank.sleep()
             else:
-                self._state.bring_back()
+                rank.wake()
             self._command_group.gather("moved")  # returns once all ranks have moved
 
     def weight_specs(self) -> list[TensorSpec]:
         """Returns the specifications of all exported tensors, in sending order."""
-        weights = self._exported()
-        return weights.weight_specs()
+        return list(self._attached().runner.engine.weights.specs)
 
     def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the current weights, or this rank's rows of them; training waits until all are read."""
-        weights = self._exported()
+        engine = self._attached().runner.engine
         with self._turn, self._awake():
-            if weights.sends_rows:
-                yield from weights.weight_rows()
-            else:
+            sends_rows = engine.weights.sends_rows
+            if not sends_rows:
                 self._command_group.broadcast(Command(CommandKind.GATHER))
-                yield from weights.weight_tensors()
+            yield from engine.export_weights(rows=sends_rows)
 
     def score_canary(self) -> Canary:
         """Scores a short text under the current weights, with all ranks."""
-        weights = self._exported()
+        engine = self._attached().runner.engine
         with self._turn, self._awake():
             self._command_group.broadcast(Command(CommandKind.SCORE))
-            return weights.score_canary()
+            return canary_of(engine)
 
     def stop(self) -> None:
         """Stops the other ranks."""
@@ -306,9 +293,7 @@ class Leader:
         Raises:
             FailedPreconditionError: If the state is in host memory.
         """
-        self._attached()
-        if self._state is not None:
-            self._state.check_here()
+        self._attached().check_awake()
         with self._command_group.guard():
             yield
 
@@ -316,11 +301,6 @@ class Leader:
         if self._rank is None:
             raise UnavailableError("the trainer still loads its model; ask again when it is loaded")
         return self._rank
-
-    def _exported(self) -> WeightExport:
-        self._attached()
-        assert self._weights is not None, "a critic is in no weight group"
-        return self._weights
 
 
 async def _shielded(work: "Future[_T]") -> _T:
@@ -335,6 +315,6 @@ def _saved(folder: Path, seconds: Mapping[str, float]) -> SavedCheckpoint:
     return SavedCheckpoint(
         folder=folder,
         seconds=seconds,
-        num_bytes=sum(file.stat().st_size for file in folder.iterdir()),
+        num_bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
         free_bytes=shutil.disk_usage(folder).free,
     )

@@ -1,16 +1,16 @@
 """One rank's part in training: plans a batch, fetches its share of the samples and trains them."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.guard import NonFiniteGuard, nonfinite_inputs
 from services.trainer.batch.plan import StepPlan, plan_step, shard_of
@@ -22,12 +22,12 @@ from services.trainer.batch.samples import (
     wanted_fields,
 )
 from services.trainer.checkpoint.checkpointer import Checkpointer, Snapshot
-from services.trainer.collectives import Ranks
-from services.trainer.engines.fsdp.oom import OomLimitError, OomLimits
+from services.trainer.engines.base import OomLimitError, TrainEngine, score_text
 from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.training_recorder import TrainingRecorder
-from services.trainer.steps.step import StepResult, StepRunner
+from services.trainer.steps.step import StepResult
 from services.trainer.transfers import Fetch, fetch_model_inputs
+from services.weightsync.canary import Canary, canary_text
 from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged
 
@@ -72,16 +72,27 @@ class Runner(Protocol):
 
     num_steps: int
     """Steps of the whole run, over which learning rates are scheduled."""
-    oom_limits: OomLimits
-    """Micro-batch sizes that are known to exceed memory."""
+    engine: TrainEngine
+    """Engine of the model."""
+
+    def accumulate(
+        self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
+    ) -> None:
+        """Accumulates gradients of some groups of the next batch."""
+
+    def forget(self) -> None:
+        """Drops all accumulated gradients."""
 
     def run(
         self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
     ) -> StepResult:
         """Trains one batch."""
 
-    def parts(self) -> dict[str, tuple[nn.Module, torch.optim.AdamW]]:
-        """Returns each trained module with its optimizer, by the prefix of its parameter names."""
+    def trained(self) -> dict[str, TrainEngine]:
+        """Returns the engines that train, by the subfolder of their checkpoint."""
+
+    def engines(self) -> list[TrainEngine]:
+        """Returns all engines."""
 
     def facts(self) -> dict[str, float]:
         """Returns the numbers that a checkpoint stores besides the tensors."""
@@ -110,9 +121,7 @@ class Rank:
         runner: Trains the fetched samples.
         fetch: Fetches samples from the transferqueue.
         spec: The run.
-        ranks: Data-parallel ranks.
-        cost: Returns the relative cost of a sequence of a given length, to balance ranks.
-        checkpointer: Saves and loads the trained modules.
+        checkpointer: Saves and loads the engines that train.
         profiler: Writes profiles of chosen steps.
         recorder: Records how samples were trained, for people to read; None on other ranks.
     """
@@ -123,8 +132,6 @@ class Rank:
         *,
         fetch: Fetch,
         spec: RunSpec,
-        ranks: Ranks,
-        cost: Callable[[int], float],
         checkpointer: Checkpointer,
         profiler: StepProfiler = NO_PROFILES,
         recorder: TrainingRecorder | None = None,
@@ -134,8 +141,8 @@ class Rank:
         self._fetch = fetch
         self._recorder = recorder
         self._spec = spec
-        self._ranks = ranks
-        self._cost = cost
+        self._ranks = runner.engine.ranks
+        self._is_asleep = False
         self._profiler = profiler
         self._guard = NonFiniteGuard(
             spec.algorithm.max_nonfinite_steps, suspects=spec.algorithm.own_functions
@@ -156,7 +163,6 @@ class Rank:
             IncompleteBatchError: If the groups lack what the algorithm needs.
         """
         runner = self.runner
-        assert isinstance(runner, StepRunner), "only the policy is trained early"
         if self._early[0] != weight_version:
             self._forget_early()
         samples = _samples_of(meta)
@@ -180,8 +186,7 @@ class Rank:
         self._early = weight_version, self._early[1] | frozenset(samples)
 
     def _forget_early(self) -> None:
-        if isinstance(self.runner, StepRunner):
-            self.runner.forget()
+        self.runner.forget()
         self._early = (-1, frozenset())
         if self._recorder is not None:
             self._recorder.forget()
@@ -281,6 +286,27 @@ class Rank:
         self.runner.restore(facts)
         return int(facts["step"])
 
+    def sleep(self) -> None:
+        """Releases device memory for other processes, until :meth:`wake`. Safe to repeat."""
+        self._is_asleep = True
+        for engine in self.runner.engines():
+            engine.sleep()
+
+    def wake(self) -> None:
+        """Restores the state of all engines to the device. Safe to repeat."""
+        for engine in self.runner.engines():
+            engine.wake()
+        self._is_asleep = False
+
+    def check_awake(self) -> None:
+        """Checks that this rank has its device.
+
+        Raises:
+            FailedPreconditionError: If other processes have it.
+        """
+        if self._is_asleep:
+            raise FailedPreconditionError("the trainer sleeps; wake it first")
+
     def _share(self, meta: KVBatchMeta, weight_version: int, *, num_updates: int) -> "_Share":
         """Plans a batch and fetches this rank's samples; fails on all ranks if one cannot fetch its own."""
         if self._recorder is not None:
@@ -292,7 +318,7 @@ class Rank:
             num_updates=num_updates,
             rank=self._ranks.rank,
             num_ranks=self._ranks.size,
-            cost=self._cost,
+            cost=self.runner.engine.model.cost,
             shares_prefixes=self._spec.shares_prefixes,
             keeps_groups=self._spec.algorithm.loss_kind.compares_members,
         )
@@ -317,7 +343,7 @@ class Rank:
             samples,
             ranks=self._ranks,
             shares_prefixes=self._spec.shares_prefixes,
-            bounds=self.runner.oom_limits.bounds,
+            bounds=self.runner.engine.bounds,
         )
         return _Share(cohort, plan, samples)
 
@@ -329,6 +355,12 @@ class Rank:
     def _any(self, condition: bool) -> bool:
         """Returns True if the condition holds on any rank. All ranks must call it."""
         return bool(self._ranks.sum(torch.tensor([int(condition)])).item())
+
+
+def canary_of(engine: TrainEngine) -> Canary:
+    """Scores a short text at temperature 1. All ranks must call it."""
+    token_ids = canary_text(engine.model.config.vocab_size)
+    return Canary(token_ids, tuple(score_text(engine, token_ids)))
 
 
 def _samples_of(meta: KVBatchMeta) -> list[_Sample]:

@@ -10,7 +10,7 @@ from services.common.lifetime import wait_for_shutdown
 from services.common.runspec.loader import canonical_json
 from services.common.runspec.run import RunSpec
 from services.common.task_group import until_first
-from services.trainer.model.warm_start import Progress
+from services.trainer.engines.base import Progress
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
 from services.trainer.settings import TrainerSettings
 from services.trainer.transfers import QueueTransfers

@@ -7,12 +7,14 @@ from transformers import PreTrainedModel
 from services.common.models.teachers import check_teacher
 from services.common.runspec.run import RunSpec
 from services.trainer.collectives import Ranks
+from services.trainer.engines.base import Progress
+from services.trainer.engines.fsdp.build import Loader
+from services.trainer.engines.fsdp.engine import FsdpEngine
 from services.trainer.engines.fsdp.oom import recall
 from services.trainer.engines.fsdp.parallel import RankTopology, build_topology
-from services.trainer.engines.fsdp.scorer import Scorer
 from services.trainer.model.policy import Policy, freeze
-from services.trainer.model.warm_start import Progress
-from services.trainer.ranks.build import Loader, device_of, sequence_cost
+from services.trainer.ranks.build import device_of
+from services.trainer.scoring.scorer import Scorer
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.transfers import QueueTransfers, of_vocabulary
@@ -75,23 +77,15 @@ def _build(
 
     policy = loader.load(make) if is_reference else loader.shape(make)
     oom_limits = recall(settings, spec.trainer, ranks=topology.data)
-    scorer = Scorer(
-        policy,
-        device=topology.device,
-        shares_prefixes=spec.shares_prefixes,
-        oom_limits=oom_limits,
-    )
+    engine = FsdpEngine(policy, spec=spec, topology=topology, oom_limits=oom_limits)
     fields = FieldScoring(
         "ref_logprobs" if is_reference else "proximal_logprobs",
-        scorer.logprobs,
-        fetch=of_vocabulary(transfers.fetch, policy.model.config.vocab_size),
+        engine,
+        fetch=of_vocabulary(transfers.fetch, engine.model.config.vocab_size),
         add=transfers.add,
-        ranks=topology.data,
-        cost=sequence_cost(policy),
         shares_prefixes=spec.shares_prefixes,
-        oom_limits=oom_limits,
     )
-    return BuiltScorer(scorer, fields)
+    return BuiltScorer(Scorer(engine), fields)
 
 
 def _scoring_spec(spec: RunSpec) -> RunSpec:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from services.common.errors import FailedPreconditionError, ServiceError
-from services.trainer.engines.fsdp.oom import OomLimitError
-from services.trainer.engines.fsdp.scorer import Scorer
+from services.trainer.engines.base import OomLimitError
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
+from services.trainer.scoring.scorer import Scorer
 from services.trainer.steps.fields import FieldScoring, lacking
 from services.wire.batch import KVBatchMeta
 

@@ -4,35 +4,34 @@ import time
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
+from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import BatchFacts, Samples
-from services.trainer.collectives import MetricTotals, Ranks
-from services.trainer.engines.fsdp.scorer import without_unscored
+from services.trainer.checkpoint.checkpointer import counter
+from services.trainer.collectives import MetricTotals
+from services.trainer.engines.base import TrainEngine
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.critic import CriticRunner
-from services.trainer.steps.step import StepResult
+from services.trainer.steps.step import StepResult, without_unscored
 
 
 class CriticStepRunner:
     """Trains the critic on one batch after another, towards the returns that the policy is trained with.
 
     Args:
-        critic: Scores and trains the critic.
+        critic: Trains the critic.
         spec: The run.
-        ranks: The critic's data-parallel ranks.
     """
 
-    def __init__(self, critic: CriticRunner, *, spec: RunSpec, ranks: Ranks) -> None:
+    def __init__(self, critic: CriticRunner, *, spec: RunSpec) -> None:
         self.critic = critic
-        self.oom_limits = critic.oom_limits
+        self.engine = critic.engine
         self.num_steps = spec.trainer.steps or 1
         self._spec = spec
-        self._ranks = ranks
         self._credit = CreditAssigner(
-            spec.algorithm, ranks, max_response_tokens=spec.rollout.max_response_tokens
+            spec.algorithm, self.engine.ranks, max_response_tokens=spec.rollout.max_response_tokens
         )
 
     def run(
@@ -57,19 +56,36 @@ class CriticStepRunner:
             self.critic.update(samples, work, tally=tally, num_steps=self.num_steps)
             for work in plan.updates
         ]
-        metrics = tally.reduce(self._ranks)
+        metrics = tally.reduce(self.engine.ranks)
         metrics["seconds_critic"] = time.perf_counter() - begin
         metrics["nonfinite_critic"] = float(applied.count(False))
         return StepResult(metrics=metrics, skipped=not any(applied))
 
-    def parts(self) -> dict[str, tuple[nn.Module, torch.optim.AdamW]]:
-        """Returns the critic with its optimizer, by the prefix of its parameter names."""
-        return {"critic.": (self.critic.critic, self.critic.optimizer)}
+    def accumulate(
+        self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
+    ) -> None:
+        """Raises, because the critic's targets are those of a whole batch.
+
+        Raises:
+            FailedPreconditionError: Always.
+        """
+        raise FailedPreconditionError("a critic trains whole steps; only the policy trains early")
+
+    def forget(self) -> None:
+        """Does nothing, because nothing is accumulated."""
+
+    def trained(self) -> dict[str, TrainEngine]:
+        """Returns the critic's engine; its checkpoint needs no subfolder."""
+        return {"": self.engine}
+
+    def engines(self) -> list[TrainEngine]:
+        """Returns the critic's engine."""
+        return [self.engine]
 
     def facts(self) -> dict[str, float]:
         """Returns the numbers that a checkpoint stores besides the tensors."""
-        return {"critic.num_updates": self.critic.num_updates}
+        return {counter(""): self.critic.updates.count}
 
     def restore(self, facts: Mapping[str, float]) -> None:
         """Restores the numbers of a checkpoint."""
-        self.critic.num_updates = int(facts["critic.num_updates"])
+        self.critic.updates.count = int(facts[counter("")])

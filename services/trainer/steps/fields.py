@@ -1,23 +1,18 @@
 """Adds a computed field to stored samples, with all ranks of a worker: fetch, score, store."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from services.common.fields import ROUTED_EXPERTS
-from services.trainer.batch.plan import StepPlan, plan_step, shard_of
+from services.trainer.batch.plan import plan_step, shard_of
 from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.batch.sequences import sequences_of
-from services.trainer.collectives import Ranks
-from services.trainer.engines.fsdp.oom import OomLimits
+from services.trainer.engines.base import TrainEngine
 from services.trainer.transfers import Add, Fetch, fetch_model_inputs
 from services.wire.batch import MISSING, KVBatchMeta
 from services.wire.data.jagged import Jagged
 from services.wire.data.model_inputs import ModelInputs
-
-Score = Callable[[Samples, StepPlan], Tensor]
-"""Returns ``[R]`` float32 on the CPU: one number for each response token of a rank's samples."""
 
 VERSION_OF = {"proximal_logprobs": "proximal_version"}
 """Name of the field that stores the weight version of another field."""
@@ -31,35 +26,27 @@ class FieldScoring:
 
     Args:
         field: ``values``, ``ref_logprobs`` or ``proximal_logprobs``.
-        score: Computes the field; all ranks call it, including those without samples.
+        engine: Engine that computes the field; all ranks call it, including those without samples.
         fetch: Fetches samples from the transferqueue.
         add: Adds the field to the stored samples.
-        ranks: The worker's data-parallel ranks.
-        cost: Returns the relative cost of a sequence of a given length, to balance ranks.
-        oom_limits: Token budget of a forward pass, and sizes that are known to exceed memory.
         shares_prefixes: True if tokens that samples have in common are computed once.
     """
 
     def __init__(
         self,
         field: str,
-        score: Score,
+        engine: TrainEngine,
         *,
         fetch: Fetch,
         add: Add,
-        ranks: Ranks,
-        cost: Callable[[int], float],
-        oom_limits: OomLimits,
         shares_prefixes: bool,
     ) -> None:
         self.field = field
-        self._score = score
+        self._engine = engine
         self._fetch = fetch
         self._add = add
-        self._ranks = ranks
-        self._cost = cost
+        self._ranks = engine.ranks
         self._shares_prefixes = shares_prefixes
-        self._oom_limits = oom_limits
 
     def add(self, meta: KVBatchMeta, *, version: int = 0) -> None:
         """Adds the field to samples that do not have it. Blocks; runs in a thread.
@@ -77,7 +64,7 @@ class FieldScoring:
             num_updates=1,
             rank=self._ranks.rank,
             num_ranks=self._ranks.size,
-            cost=self._cost,
+            cost=self._engine.model.cost,
             shares_prefixes=self._shares_prefixes,
         )
         own = meta.select(share.rows)
@@ -105,9 +92,9 @@ class FieldScoring:
             samples,
             ranks=self._ranks,
             shares_prefixes=self._shares_prefixes,
-            bounds=self._oom_limits.bounds,
+            bounds=self._engine.bounds,
         )
-        scored = found.joined(self._score(samples, plan))
+        scored = found.joined(self._engine.forward_logprobs(samples, plan))
         scores = Jagged(scored, inputs["response_ids"].lengths)
         fields = {self.field: scores.unbind()}
         if self.field in VERSION_OF:

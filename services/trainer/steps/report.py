@@ -1,19 +1,104 @@
-"""Metrics of a step."""
+"""Metrics of a step, and the state that they are accumulated in."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 
 import torch
-from transformers import PretrainedConfig
+from torch import Tensor
+from torch._dynamo.utils import counters
 
 from services.common.runspec.run import RunSpec
 from services.trainer.algorithm import diagnostics
+from services.trainer.batch.packing import Work
+from services.trainer.batch.plan import num_tokens
 from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.collectives import MetricTotals, Ranks
-from services.trainer.engines.fsdp.compiling import num_compiled
+from services.trainer.engines.base import TrainEngine
 from services.trainer.model.flops import peak_flops, training_flops
-from services.trainer.steps.gradients import Early
+from services.trainer.phases import PhaseTimer
+
+
+def num_compiled() -> int:
+    """Returns the number of graphs that this process has compiled so far, each for one kind of sizes."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Sequences that a step left out."""
+
+    num_sequences: int = 0
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """Tokens left out, by sample key."""
+
+    def __add__(self, other: "LeftOut") -> "LeftOut":
+        return LeftOut(self.num_sequences + other.num_sequences, {**self.tokens, **other.tokens})
+
+
+def left_out_of(
+    positions: Collection[int], samples: Samples, cohort: BatchFacts, ranks: Ranks
+) -> LeftOut:
+    """Counts the sequences that all ranks left out. All ranks must call it.
+
+    Args:
+        positions: Positions of the sequences that this rank left out.
+        samples: This rank's samples.
+        cohort: The whole batch.
+        ranks: Data-parallel ranks.
+    """
+    counts = torch.zeros(len(cohort.keys), 2, dtype=torch.int64)
+    for position in positions:
+        tokens = num_tokens(samples.select([position]))
+        counts[int(samples.rows[position])] += torch.tensor([1, tokens])
+    counts = ranks.sum(counts)
+    tokens_of = dict(zip(cohort.keys, counts[:, 1].tolist(), strict=True))
+    return LeftOut(int(counts[:, 0].sum()), {k: count for k, count in tokens_of.items() if count})
+
+
+@dataclass(slots=True)
+class Early:
+    """Accumulated state of a step: metrics of its groups so far and denominators of their gradients."""
+
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    tally: MetricTotals = field(default_factory=MetricTotals)
+    unit: Tensor | None = None
+    """``[2]`` tokens and sequences that the gradients were divided by; None before the first group.
+
+    The counts of the whole update are known only at its end.
+    """
+    counts: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
+    """``[2]`` tokens and sequences that train, over all ranks."""
+    loss: Tensor | float = 0.0
+    """This rank's share of the loss."""
+    sizes: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.int64))
+    """``[4]`` samples, tokens, response tokens and trained tokens of this rank."""
+    num_samples: int = 0
+    """Samples of all ranks."""
+    work: Work = field(default_factory=Work)
+    """Work of this rank's forward and backward passes."""
+    left_out: LeftOut = field(default_factory=LeftOut)
+    """Sequences that did not fit into memory, on all ranks."""
+    num_divided: int = 0
+    """Micro-batches that were divided because they did not fit into memory."""
+    seconds: float = 0.0
+    """Seconds that the groups took."""
+    compiled_before: int = field(default_factory=num_compiled)
+
+    def add(self, samples: Samples, cohort: BatchFacts, *, seconds: float) -> None:
+        """Counts this rank's samples, and those of ``cohort`` over all ranks."""
+        prompts, responses = samples.prompts.values, samples.responses.values
+        trained = int(samples.tokens["loss_mask"].sum())
+        self.sizes += torch.tensor(
+            [
+                int(samples.is_first.sum()),
+                len(prompts) + len(responses),
+                len(responses),
+                trained,
+            ]
+        )
+        self.num_samples += len(cohort.lengths)
+        self.seconds += seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +111,8 @@ class Update:
     applied: bool
     is_empty: bool = False
     critic_applied: bool = True
+    expert_counts: Tensor | None = None
+    """``[layers, experts]`` tokens that chose each expert; None for a dense model."""
 
 
 def describe_updates(updates: Sequence[Update]) -> dict[str, float]:
@@ -41,7 +128,26 @@ def describe_updates(updates: Sequence[Update]) -> dict[str, float]:
         "nonfinite_grad": float(unapplied - nonfinite_losses),
         "empty_updates": float(sum(update.is_empty for update in updates)),
         "nonfinite_critic": float(sum(not update.critic_applied for update in updates)),
+        **_expert_load(updates),
     }
+
+
+def imbalance(counts: Tensor) -> tuple[float, float]:
+    """Returns mean and max over layers of the most chosen expert's load, relative to the layer's mean load.
+
+    Args:
+        counts: ``[layers, E]``.
+    """
+    ratios = counts.max(1).values / counts.double().mean(1).clamp(min=1.0)
+    return float(ratios.mean()), float(ratios.max())
+
+
+def _expert_load(updates: Sequence[Update]) -> dict[str, float]:
+    counts = [each.expert_counts for each in updates if each.expert_counts is not None]
+    if not counts:
+        return {}
+    mean, worst = imbalance(torch.stack(counts).sum(0))
+    return {"expert_load_max": mean, "expert_load_worst": worst}
 
 
 def describe_batch(
@@ -118,38 +224,32 @@ def derive(means: Mapping[str, float], spec: RunSpec) -> dict[str, float]:
     return metrics
 
 
-def utilization(
-    early: Early,
-    config: PretrainedConfig,
-    *,
-    active_weights: float,
-    ranks: Ranks,
-    device: torch.device,
-    num_gpus: int,
-) -> dict[str, float]:
+def utilization(early: Early, engine: TrainEngine, *, num_gpus: int) -> dict[str, float]:
     """Returns shared prefixes, compilations and, on GPUs, peak memory and MFU. All ranks must call it.
 
     Args:
         early: Accumulated state of the whole step.
-        config: Configuration of the model.
-        active_weights: :func:`~services.trainer.model.flops.active_weights` of the model.
-        ranks: Data-parallel ranks.
-        device: Device of this rank.
+        engine: Engine of the policy.
         num_gpus: GPUs of all ranks.
     """
-    total = ranks.sum(torch.tensor(astuple(early.work), dtype=torch.float64)).tolist()
-    sequence_tokens, tokens, squares, predictions = total
+    work = torch.tensor(astuple(early.work), dtype=torch.float64)
+    sequence_tokens, tokens, squares, predictions = engine.ranks.sum(work).tolist()
     used = {
         "shared_token_fraction": 1.0 - tokens / max(sequence_tokens, 1.0),
         "compilations": float(num_compiled() - early.compiled_before),
     }
+    device = engine.device
     if device.type != "cuda":
         return used
     used["gpu_memory_peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
     peak = peak_flops(device)
     if peak is not None:
         flops = training_flops(
-            config, active_weights, tokens=tokens, squares=squares, predictions=predictions
+            engine.model.config,
+            engine.model.active_weights,
+            tokens=tokens,
+            squares=squares,
+            predictions=predictions,
         )
         used["mfu"] = flops / early.seconds / peak / num_gpus
     return used

@@ -10,35 +10,37 @@ ranks run the same collectives, however many samples each one has.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from services.common.runspec.run import RunSpec
 from services.trainer.algorithm.loss import adapted_kl, kl_penalty
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import BatchFacts, Samples
-from services.trainer.collectives import MetricTotals, Ranks
-from services.trainer.engines.fsdp import optim
-from services.trainer.engines.fsdp.balancing import Balancer
-from services.trainer.engines.fsdp.oom import Fitting, Micros, OomLimits, oom_in
-from services.trainer.engines.fsdp.scorer import score_tokens, without_unscored
-from services.trainer.model.flops import active_weights
-from services.trainer.model.policy import Policy, trainable
+from services.trainer.checkpoint.checkpointer import counter
+from services.trainer.collectives import MetricTotals
+from services.trainer.engines.base import UNSCORED, Micros, Passes, TrainEngine
 from services.trainer.phases import PhaseTimer
 from services.trainer.steps.credit import CreditAssigner
-from services.trainer.steps.critic import CriticRunner
-from services.trainer.steps.gradients import Added, Early, Gradients, Objective, OnTrained
+from services.trainer.steps.critic import CRITIC, CriticRunner
+from services.trainer.steps.objective import Objective, PolicyLoss, num_counted
 from services.trainer.steps.report import (
+    Early,
     Update,
     derive,
     describe_batch,
     describe_updates,
+    left_out_of,
     utilization,
 )
+from services.trainer.steps.updates import Updates
+
+OnTrained = Callable[[Samples, Tensor], None]
+"""Called with each trained micro-batch and its logprobs ``[R]``, computed before the update."""
+_SCORED = ("proximal_logprobs", "ref_logprobs", "values")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,37 +59,29 @@ class StepRunner:
     """Trains the policy on one batch after another.
 
     Args:
-        policy: The policy, wrapped for its parallelism.
-        reference: Frozen policy for a KL penalty, or None.
+        engine: Engine of the policy.
+        reference: Engine of the frozen policy for a KL penalty, or None.
         critic: Critic for GAE, or None.
         spec: The run.
-        ranks: Data-parallel ranks.
-        device: Device of the model.
-        oom_limits: Micro-batch sizes that are known to exceed memory.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        engine: TrainEngine,
         *,
-        reference: Policy | None,
+        reference: TrainEngine | None,
         critic: CriticRunner | None = None,
         spec: RunSpec,
-        ranks: Ranks,
-        device: torch.device,
-        oom_limits: OomLimits | None = None,
     ) -> None:
-        self._policy = policy
+        self.engine = engine
         self._reference = reference
         self.critic = critic
+        self.on_trained: OnTrained | None = None
         self._spec = spec
-        self._ranks = ranks
-        self._device = device
-        self._parameters = trainable(policy)
-        self._active_weights = active_weights(policy, policy.model.config)
-        in_host = spec.trainer.cpu_offload == "optimizer"
-        self.optimizer = optim.build_optimizer(policy, spec.trainer.optimizer, in_host=in_host)
-        self._balancer = Balancer(policy, spec, ranks)
+        self._ranks = ranks = engine.ranks
+        self._updates = Updates(
+            engine, spec.trainer.optimizer, updates_per_step=spec.trainer.updates_per_step
+        )
         self._credit = CreditAssigner(
             spec.algorithm, ranks, max_response_tokens=spec.rollout.max_response_tokens
         )
@@ -99,22 +93,13 @@ class StepRunner:
         self._kl_in_loss = kl.coefficient > 0 and kl.placement == "loss"
         self._needs_proximal = spec.needs_proximal
         self.kl_coefficient = kl.coefficient
-        self.num_updates, self.num_steps = 0, spec.trainer.steps or 1
+        self.num_steps = spec.trainer.steps or 1
         self._early = Early()
-        self.oom_limits = oom_limits or oom_in(spec.trainer)
-        self._fitting = Fitting(policy, spec, device=device, oom_limits=self.oom_limits)
-        self._gradients = Gradients(
-            policy,
-            self._objective,
-            balancer=self._balancer,
-            spec=spec,
-            ranks=ranks,
-            device=device,
-        )
 
-    def set_trained_callback(self, on_trained: OnTrained) -> None:
-        """Sets a function that is called with each trained micro-batch."""
-        self._gradients.on_trained = on_trained
+    @property
+    def num_updates(self) -> int:
+        """Number of optimizer updates until now."""
+        return self._updates.count
 
     def accumulate(
         self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
@@ -133,16 +118,16 @@ class StepRunner:
         begin, early = time.perf_counter(), self._early
         samples, plan = self._prepared(weight_version, samples, cohort, plan)
         (work,) = plan.updates
-        added, _ = self._add(samples, work, early, once=True)
-        early.unit, early.counts = added.unit, added.counts
-        early.loss += added.loss
+        passes = self._add(samples, work, early, may_repeat=False)
+        early.unit, early.counts = passes.loss_of.unit, passes.loss_of.counts
+        early.loss += passes.loss
         early.add(samples, cohort, seconds=time.perf_counter() - begin)
-        early.left_out += self._fitting.left_out_of(samples, cohort, self._ranks)
+        early.left_out += left_out_of(plan.left_out, samples, cohort, self._ranks)
 
     def forget(self) -> None:
         """Drops all accumulated gradients."""
         self._early = Early()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.engine.optimizer_step(None)
 
     def run(
         self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
@@ -161,12 +146,14 @@ class StepRunner:
         begin, early = time.perf_counter(), self._early
         samples, plan = self._prepared(weight_version, samples, cohort, plan)
         trains_policy = weight_version >= self._spec.critic.warmup_steps
-        updates = [
-            self._update(samples, work, early, trains_policy=trains_policy) for work in plan.updates
-        ]
+        updates, left_out = [], set(plan.left_out)
+        for work in plan.updates:
+            update, passes = self._update(samples, work, early, trains_policy=trains_policy)
+            updates.append(update)
+            left_out |= passes.left_out
         self._early = Early()
-        early.add(self._fitting.kept(samples), cohort, seconds=time.perf_counter() - begin)
-        early.left_out += self._fitting.left_out_of(samples, cohort, self._ranks)
+        early.add(_kept(samples, left_out), cohort, seconds=time.perf_counter() - begin)
+        early.left_out += left_out_of(left_out, samples, cohort, self._ranks)
         with early.timer("metrics"):
             metrics = self._summary(updates, early)
         self.kl_coefficient = adapted_kl(
@@ -176,38 +163,35 @@ class StepRunner:
             num_samples=early.num_samples,
         )
         metrics |= {f"seconds_{phase}": spent for phase, spent in early.timer.seconds.items()}
-        metrics |= utilization(
-            early,
-            self._policy.model.config,
-            active_weights=self._active_weights,
-            ranks=self._ranks,
-            device=self._device,
-            num_gpus=self._spec.trainer.world_size,
-        )
+        metrics |= utilization(early, self.engine, num_gpus=self._spec.trainer.world_size)
         return StepResult(
             metrics=metrics,
             skipped=not any(update.applied for update in updates),
             left_out=early.left_out.tokens,
         )
 
-    def parts(self) -> dict[str, tuple[nn.Module, torch.optim.AdamW]]:
-        """Returns each trained module with its optimizer, by the prefix of its parameter names."""
-        parts: dict[str, tuple[nn.Module, torch.optim.AdamW]] = {"": (self._policy, self.optimizer)}
-        if self.critic is not None:
-            parts["critic."] = (self.critic.critic, self.critic.optimizer)
-        return parts
+    def trained(self) -> dict[str, TrainEngine]:
+        """Returns the engines that train, by the subfolder of their checkpoint."""
+        if self.critic is None:
+            return {"": self.engine}
+        return {"": self.engine, CRITIC: self.critic.engine}
+
+    def engines(self) -> list[TrainEngine]:
+        """Returns all engines."""
+        frozen = [] if self._reference is None else [self._reference]
+        return [*self.trained().values(), *frozen]
 
     def facts(self) -> dict[str, float]:
         """Returns the numbers that a checkpoint stores besides the tensors."""
-        critic = {} if self.critic is None else {"critic.num_updates": self.critic.num_updates}
-        return {"num_updates": self.num_updates, "kl_coefficient": self.kl_coefficient, **critic}
+        critic = {} if self.critic is None else {counter(CRITIC): self.critic.updates.count}
+        return {counter(""): self.num_updates, "kl_coefficient": self.kl_coefficient, **critic}
 
     def restore(self, facts: Mapping[str, float]) -> None:
         """Restores the numbers of a checkpoint."""
-        self.num_updates = int(facts["num_updates"])
+        self._updates.count = int(facts[counter("")])
         self.kl_coefficient = float(facts["kl_coefficient"])
         if self.critic is not None:
-            self.critic.num_updates = int(facts["critic.num_updates"])
+            self.critic.updates.count = int(facts[counter(CRITIC)])
 
     def _prepared(
         self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
@@ -216,7 +200,6 @@ class StepRunner:
         timer, tally = self._early.timer, self._early.tally
         samples = self._with_frozen_logprobs(samples, plan, timer)
         samples, plan = without_unscored(samples, plan)
-        self._fitting.begin(plan.left_out)
         if self._spec.interpolates_proximal:
             age = (weight_version - samples.tokens["token_versions"]).clamp(min=0)
             samples = samples.with_tokens(age=age.float())
@@ -236,28 +219,18 @@ class StepRunner:
         """Adds the logprobs and values that no update of the step changes."""
         if self._needs_proximal and "proximal_logprobs" not in samples.tokens:
             with timer("old_logprob"):
-                scored = self._score(self._policy, samples, plan)
+                scored = self.engine.forward_logprobs(samples, plan)
             samples = samples.with_tokens(proximal_logprobs=scored)
         if self._reference is not None and "ref_logprobs" not in samples.tokens:
             with timer("ref_logprob"):
-                scored = self._score(self._reference, samples, plan)
+                scored = self._reference.forward_logprobs(samples, plan)
             samples = samples.with_tokens(ref_logprobs=scored)
         if self.critic is not None:
             with timer("critic"):
-                samples = samples.with_tokens(values=self.critic.values(samples, plan))
+                samples = samples.with_tokens(
+                    values=self.critic.engine.forward_logprobs(samples, plan)
+                )
         return samples
-
-    def _score(self, policy: Policy, samples: Samples, plan: StepPlan) -> Tensor:
-        """Returns ``[R]`` logprobs on the CPU, without gradients."""
-        return score_tokens(
-            policy,
-            lambda packed: policy(packed)[0],
-            samples,
-            plan,
-            device=self._device,
-            shares_prefixes=self._spec.shares_prefixes,
-            oom_limits=self.oom_limits,
-        )
 
     def _with_advantages(
         self, samples: Samples, cohort: BatchFacts, tally: MetricTotals
@@ -288,73 +261,99 @@ class StepRunner:
         early: Early,
         *,
         trains_policy: bool,
-    ) -> Update:
-        timer, tally = early.timer, early.tally
-        added, work = self._add(samples, work, early, once=early.unit is not None)
-        loss = early.loss + added.loss
+    ) -> tuple[Update, Passes[PolicyLoss]]:
+        passes = self._add(samples, work, early, may_repeat=early.unit is None)
+        counts, scale = passes.loss_of.counts, None
+        share = early.loss + passes.loss
         if early.unit is not None:
-            scale = self._objective.rescaling(added.unit, added.counts).to(self._device)
-            optim.scale_gradients(self._parameters, scale)
-            loss = loss * scale
-        moves = trains_policy and bool(added.counts[0])
-        with timer("optimizer"):
-            update = replace(self._apply(loss, moves=moves), is_empty=not added.counts[0])
-        self._balancer.updated(moved=update.applied and moves)
+            scale = self._objective.rescaling(passes.loss_of.unit, counts).to(self.engine.device)
+            share = share * scale
+        # Without trained tokens, momentum and decay alone would change the weights.
+        moves = trains_policy and bool(counts[0])
+        with early.timer("optimizer"):
+            loss = self._ranks.sum(share.reshape(1).double()).item()
+            taken, rate = self._updates.apply(
+                moves=moves and math.isfinite(loss), num_steps=self.num_steps, scale=scale
+            )
+        update = Update(
+            loss=loss,
+            grad_norm=taken.grad_norm,
+            learning_rate=rate,
+            applied=math.isfinite(loss) and math.isfinite(taken.grad_norm),
+            is_empty=not counts[0],
+            expert_counts=taken.expert_counts,
+        )
         if self.critic is not None and update.applied:
-            with timer("critic"):
-                applied = self.critic.update(samples, work, tally=tally, num_steps=self.num_steps)
+            with early.timer("critic"):
+                applied = self.critic.update(
+                    samples, passes.micros, tally=early.tally, num_steps=self.num_steps
+                )
             update = replace(update, critic_applied=applied)
-        return update
+        return update, passes
 
     def _add(
-        self, samples: Samples, work: Micros, early: Early, *, once: bool
-    ) -> tuple[Added, Micros]:
-        """Adds the gradients of an update or a part of it; returns them and the micro-batches that fitted."""
-        add = partial(
-            self._gradients.add,
-            samples,
-            before=early.counts,
-            unit=early.unit,
-            kl_coefficient=self.kl_coefficient if self._kl_in_loss else 0.0,
-        )
-        with early.timer("forward_backward"):
-            added, work = self._fitting.fitted(add, samples, work, once=once)
-        early.tally.merge(added.tally)
-        early.work += added.work
-        return added, work
+        self, samples: Samples, work: Micros, early: Early, *, may_repeat: bool
+    ) -> Passes[PolicyLoss]:
+        """Adds the gradients of an update or a part of it."""
 
-    def _apply(self, share: Tensor, *, moves: bool) -> Update:
-        """Clips the gradients and updates the weights, unless a number is not finite.
-
-        Args:
-            share: This rank's share of the loss.
-            moves: True if weights may change. Without trained tokens, momentum and decay alone would do it.
-        """
-        spec = self._spec.trainer
-        norm = optim.gradient_norm(self._parameters)
-        loss = self._ranks.sum(share.reshape(1).double()).item()
-        applied = math.isfinite(loss) and math.isfinite(norm.item())
-        rate = 0.0
-        if applied and moves:
-            self.num_updates += 1
-            rate = optim.learning_rate(
-                spec.optimizer,
-                update=self.num_updates,
-                num_updates=self.num_steps * spec.updates_per_step,
+        def make_loss(micros: Micros) -> PolicyLoss:
+            counts = early.counts + num_counted(samples.counted, samples, micros, self._ranks)
+            return PolicyLoss(
+                self._objective,
+                counts=counts,
+                unit=counts if early.unit is None else early.unit,
+                kl_coefficient=self.kl_coefficient if self._kl_in_loss else 0.0,
+                keeps_logprobs=self.on_trained is not None,
             )
-            optim.set_learning_rate(self.optimizer, rate)
-            optim.clip_gradients(self._parameters, norm, spec.optimizer.max_grad_norm)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return Update(loss=loss, grad_norm=norm.item(), learning_rate=rate, applied=applied)
+
+        with early.timer("forward_backward"):
+            passes = self.engine.forward_backward(samples, work, make_loss, may_repeat=may_repeat)
+        if self.on_trained is not None:
+            for part, logprobs in passes.loss_of.trained:
+                self.on_trained(part, logprobs)
+        early.tally.merge(passes.loss_of.tally)
+        early.work += passes.work
+        early.num_divided += passes.num_divided
+        return passes
 
     def _summary(self, updates: Sequence[Update], early: Early) -> dict[str, float]:
         names = ("samples", "tokens", "response_tokens", "trained_tokens")
         metrics = dict(zip(names, map(float, self._ranks.sum(early.sizes)), strict=True))
         metrics |= early.tally.reduce(self._ranks)
-        metrics = derive(metrics, self._spec) | self._balancer.metrics()
+        metrics = derive(metrics, self._spec)
         metrics |= describe_updates(updates)
         metrics["kl_coefficient"] = self.kl_coefficient
-        metrics |= self._fitting.metrics()
+        metrics["divided_micro_batches"] = float(early.num_divided)
         metrics["left_out_sequences"] = float(early.left_out.num_sequences)
         return metrics
+
+
+def _kept(samples: Samples, left_out: Collection[int]) -> Samples:
+    """Masks the tokens of left-out sequences from the loss."""
+    trains = torch.ones(len(samples.rows), dtype=torch.bool)
+    trains[list(left_out)] = False
+    mask = samples.tokens["loss_mask"] & samples.segments.spread(trains)
+    return samples.with_tokens(loss_mask=mask)
+
+
+def without_unscored(samples: Samples, plan: StepPlan) -> tuple[Samples, StepPlan]:
+    """Leaves out of a step the sequences that its plan excludes or that some model could not score."""
+    columns = [samples.tokens[name] for name in _SCORED if name in samples.tokens]
+    left_out = torch.zeros(len(samples.rows), dtype=torch.bool)
+    left_out[list(plan.left_out)] = True
+    for column in columns:
+        left_out |= samples.segments.count(column == UNSCORED) > 0
+    if not left_out.any():
+        return samples, plan
+    if samples.groups is not None:
+        # Members of a group that are compared with each other train all together or not at all.
+        left_out = torch.isin(samples.groups, samples.groups[left_out])
+    gone = samples.segments.spread(left_out)
+    # Equal logprobs and values mean no penalty; the reward still counts in its group.
+    wiped = {
+        name: torch.where(gone, 0.0, samples.tokens[name])
+        for name in _SCORED
+        if name in samples.tokens
+    }
+    samples = samples.with_tokens(**wiped, loss_mask=samples.tokens["loss_mask"] & ~gone)
+    return samples, plan.without(left_out.nonzero().flatten().tolist())

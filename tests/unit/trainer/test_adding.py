@@ -15,7 +15,7 @@ from services.common.security.confinement import CodePolicy
 from services.trainer.batch.guard import NotFiniteError
 from services.trainer.collectives import Ranks
 from services.trainer.steps.credit import CreditAssigner
-from services.trainer.steps.gradients import Objective
+from services.trainer.steps.objective import Objective
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 from tests.helpers.pages import example
 

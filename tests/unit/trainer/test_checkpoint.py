@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.errors import FailedPreconditionError, NotFoundError
 from services.trainer.batch.guard import NotFiniteError
-from services.trainer.checkpoint import checkpointer, manifest
+from services.trainer.checkpoint import manifest
 from services.trainer.checkpoint.export import export_checkpoint
+from services.trainer.engines.fsdp import checkpoint
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.rank import Rank
 from tests.helpers.batches import Queue, policy_of, random_queue, rank_of, spec_of
@@ -23,11 +24,11 @@ def _trained(root: Path, *, seed: int = 0) -> tuple[Policy, Rank, Queue]:
     return policy, rank_of(SPEC, policy, queue, root=root), queue
 
 
-@pytest.mark.parametrize("file_bytes", [checkpointer.FILE_BYTES, 100_000])
+@pytest.mark.parametrize("file_bytes", [checkpoint.FILE_BYTES, 100_000])
 def test_training_goes_on_exactly_where_the_checkpoint_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_bytes: int
 ) -> None:
-    monkeypatch.setattr(checkpointer, "FILE_BYTES", file_bytes)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", file_bytes)
     policy, rank, queue = _trained(tmp_path)
     for step in (1, 2):
         rank.train(step, queue.meta)
@@ -46,16 +47,16 @@ def test_a_checkpoint_under_way_tells_how_many_of_its_bytes_are_written(
 ) -> None:
     _, rank, queue = _trained(tmp_path)
     rank.train(1, queue.meta)
-    snapshot, seen, write_file = rank.snapshot(1), [], checkpointer._write
-    monkeypatch.setattr(checkpointer, "FILE_BYTES", 100_000)
-    monkeypatch.setattr(checkpointer, "THREADS", 1)
+    snapshot, seen, write_file = rank.snapshot(1), [], checkpoint._write
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)
+    monkeypatch.setattr(checkpoint, "THREADS", 1)
 
     def write(*arguments) -> None:
         seen.append(rank.checkpointer.progress())
         write_file(*arguments)
         seen.append(rank.checkpointer.progress())
 
-    monkeypatch.setattr(checkpointer, "_write", write)
+    monkeypatch.setattr(checkpoint, "_write", write)
     assert rank.checkpointer.progress() == (0, 0)
     rank.checkpointer.write(snapshot)
     written = [progress[0] for progress in seen]
@@ -71,9 +72,11 @@ def test_the_snapshot_is_not_touched_by_later_steps(tmp_path: Path) -> None:
     _, rank, queue = _trained(tmp_path)
     rank.train(1, queue.meta)
     snapshot = rank.snapshot(1)
-    before = {name: value.clone() for name, value in snapshot.tensors.items()}
+    before = {name: value.clone() for name, value in snapshot.parts[""].tensors.items()}
     rank.train(2, queue.meta)
-    assert all(torch.equal(value, before[name]) for name, value in snapshot.tensors.items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in snapshot.parts[""].tensors.items()
+    )
 
 
 def test_named_checkpoints_are_kept_besides_the_newest(tmp_path: Path) -> None:

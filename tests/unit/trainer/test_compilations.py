@@ -2,8 +2,7 @@
 
 import torch
 
-from services.trainer.engines.fsdp.compiling import num_compiled
-from services.trainer.steps.gradients import Early
+from services.trainer.steps.report import Early, num_compiled
 
 
 def test_compilations_are_those_since_the_step_began() -> None:

@@ -10,7 +10,6 @@ from services.trainer.batch.plan import Bounds
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
 from services.trainer.engines.fsdp.oom import OomLimits
-from services.trainer.engines.fsdp.parallel import RankTopology
 from services.trainer.model.policy import Critic
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.leader import Leader
@@ -19,7 +18,7 @@ from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.critic_step import CriticStepRunner
 from services.trainer.steps.fields import FieldScoring
 from services.wire.data.jagged import Jagged
-from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.batches import Queue, engine_of, policy_of, random_queue, rank_of, spec_of
 
 GAE = {"advantage": "gae", "gae_lambda": 0.9}
 
@@ -30,27 +29,20 @@ class Apart:
     def __init__(self, queue: Queue, root: Path) -> None:
         spec = spec_of(algorithm=GAE, trainer={"updates_per_step": 2})
         self.queue = queue
-        self.critic = CriticRunner(
-            Critic(policy_of(spec).model), spec=spec, ranks=Ranks(), device=CPU
-        )
-        runner = CriticStepRunner(self.critic, spec=spec, ranks=Ranks())
-        topology = RankTopology(device=CPU, data=Ranks())
+        limits = OomLimits(Bounds(50))
+        self.engine = engine_of(Critic(policy_of(spec).model), spec, oom_limits=limits)
+        runner = CriticStepRunner(CriticRunner(self.engine, spec=spec), spec=spec)
         self.rank = Rank(
             runner,
             fetch=lambda meta, fields: self.queue.fetch(meta, fields),
             spec=spec,
-            ranks=Ranks(),
-            cost=float,
-            checkpointer=Checkpointer(runner.parts(), root=root, keep=2, topology=topology),
+            checkpointer=Checkpointer(runner.trained(), root=root, keep=2, ranks=Ranks()),
         )
         self.values = FieldScoring(
             "values",
-            self.critic.values,
+            self.engine,
             fetch=queue.fetch,
             add=self._add,
-            ranks=Ranks(),
-            cost=float,
-            oom_limits=OomLimits(Bounds(50)),
             shares_prefixes=True,
         )
 
@@ -63,7 +55,7 @@ class Apart:
         return self.rank.train(step, self.queue.meta).metrics
 
     def weights(self) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for p in self.critic.critic.parameters()])
+        return torch.cat([p.detach().flatten() for p in self.engine.module.parameters()])
 
 
 @pytest.fixture
@@ -80,7 +72,7 @@ def test_a_critic_apart_learns_what_one_inside_the_trainer_does(
     for step in (1, 2, 3):
         expected = inside.train(step, queue.meta).metrics["value_loss"]
         assert apart.train(step)["value_loss"] == pytest.approx(expected, rel=1e-5)
-    critic = inside.runner.parts()["critic."][0]
+    critic = inside.runner.trained()["critic"].module
     weights = torch.cat([parameter.detach().flatten() for parameter in critic.parameters()])
     torch.testing.assert_close(apart.weights(), weights)
 

@@ -13,18 +13,17 @@ from torch import Tensor
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import Bounds
 from services.trainer.collectives import Ranks
+from services.trainer.engines.base import UNSCORED, OomLimitError
 from services.trainer.engines.fsdp.oom import (
     Fitting,
-    OomLimitError,
     OomLimits,
     fitting,
     oom_in,
     recall,
 )
-from services.trainer.engines.fsdp.scorer import UNSCORED, without_unscored
 from services.trainer.model.policy import Policy
 from services.trainer.settings import TrainerSettings
-from services.trainer.steps.step import StepResult
+from services.trainer.steps.step import StepResult, without_unscored
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.shortage import limited
@@ -60,7 +59,7 @@ def trained(
     rank = rank_of(spec, policy, queue)
     recorder: Any = Recorder(policy)
     runner: Any = rank.runner
-    runner.optimizer = recorder
+    runner.engine.optimizer = recorder
     if limit is not None:
         limited(policy, limit, in_backward=in_backward)
     if spec.trainer.accumulate_early:
@@ -171,10 +170,10 @@ def scored(
     rank = rank_of(spec, policy, queue, reference=reference if spec.needs_reference else None)
     recorder: Any = Recorder(policy)
     runner: Any = rank.runner
-    runner.optimizer = recorder
+    runner.engine.optimizer = recorder
     if limit is not None:
         modules = [policy, reference]
-        modules += [runner.critic.critic] if runner.critic is not None else []
+        modules += [runner.critic.engine.module] if runner.critic is not None else []
         for module in modules:
             limited(module, limit, scores=True)
     return rank.train(1, queue.meta), recorder.gradients
@@ -273,11 +272,11 @@ def test_a_critic_leaves_out_what_it_cannot_learn_from() -> None:
     rank = rank_of(spec, policy_of(spec), queue)
     runner: Any = rank.runner
     critic = runner.critic
-    limited(critic.critic, 12, in_backward=True)
+    limited(critic.engine.module, 12, in_backward=True)
     metrics = rank.train(1, queue.meta).metrics
     assert metrics["critic_left_out_sequences"] >= 1
     assert metrics["left_out_sequences"] == 0
-    assert critic.num_updates == 1
+    assert critic.updates.count == 1
 
 
 def test_a_model_that_fits_not_even_without_samples_is_said() -> None:

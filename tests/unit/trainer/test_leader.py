@@ -20,8 +20,7 @@ async def test_steps_are_trained_once_and_in_order() -> None:
     leader = Leader()
     with pytest.raises(UnavailableError, match="still loads"):
         await leader.train_step(1, queue.meta)
-    weights = WeightExport(policy, dtype=torch.float32)
-    leader.attach(rank_of(spec, policy, queue), CommandGroup(1), weights=weights)
+    leader.attach(rank_of(spec, policy, queue), CommandGroup(1))
     with pytest.raises(FailedPreconditionError, match="train step 1 next"):
         await leader.train_step(2, queue.meta)
     first, repeated = await asyncio.gather(
@@ -49,7 +48,6 @@ async def test_only_the_newest_step_is_saved(tmp_path: Path) -> None:
     leader.attach(
         rank_of(spec, policy, queue, root=tmp_path),
         CommandGroup(1),
-        weights=WeightExport(policy, dtype=torch.float32),
     )
     await leader.train_step(1, queue.meta)
     saved = await leader.save(1)

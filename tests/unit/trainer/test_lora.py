@@ -20,10 +20,11 @@ from services.common.runspec.run import ModelSpec, RunSpec
 from services.common.runspec.trainer import LoraSpec
 from services.rollout.frozen_weights import FrozenWeights
 from services.trainer.checkpoint.export import export_checkpoint
+from services.trainer.engines.fsdp.build import fitted_to_gpu
 from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Policy
-from services.trainer.ranks.build import build_rank, fitted_to_gpu
+from services.trainer.ranks.build import build_rank
 from services.trainer.settings import TrainerSettings
 from services.weightsync.adapters import frozen_digest
 from services.weightsync.group import Channel, Work
@@ -235,8 +236,8 @@ def test_a_rank_holds_frozen_weights_in_the_dtype_that_it_computes_in_and_nothin
     nothing: Any = SimpleNamespace(fetch=None, store_records=None)
     built = build_rank(spec, settings, transfers=nothing, progress=lambda *_: None)
     try:
-        modules = [module for module, _ in built.rank.checkpointer._parts.values()]
-        parameters = [each for module in modules for each in module.parameters()]
+        engine: Any = built.rank.runner.engine
+        parameters = list(engine.module.parameters())
         assert {p.dtype for p in parameters if p.requires_grad} == {torch.float32}
         assert {p.dtype for p in parameters if not p.requires_grad} == {torch.bfloat16}
         # FSDP2 would gather what it manages into memory of its own.
@@ -247,7 +248,7 @@ def test_a_rank_holds_frozen_weights_in_the_dtype_that_it_computes_in_and_nothin
         frozen = [p for p in parameters if not p.requires_grad]
         assert parts.parts["weights, float32"] == 4 * sum(p.numel() for p in trained)
         assert parts.parts["weights, frozen"] == sum(p.nbytes for p in frozen)
-        sent = sum(value.nbytes for _, value in built.weights.weight_tensors())
+        sent = sum(value.nbytes for _, value in engine.export_weights())
         assert parts.parts["weights in transfer"] == sent - 32
     finally:
         distributed.destroy_process_group()
@@ -264,7 +265,7 @@ def test_a_checkpoint_holds_what_is_trained_alone_and_goes_on_and_is_exported(
     )
     policy = _adapted(spec)
     queue = random_queue(policy)
-    rank = rank_of(spec, policy, queue, root=tmp_path / "checkpoints", saves_frozen=False)
+    rank = rank_of(spec, policy, queue, root=tmp_path / "checkpoints")
     rank.train(1, queue.meta)
     saved = rank.checkpointer.write(rank.snapshot(1))
     names = set(HuggingFaceStorageReader(str(saved)).read_metadata().state_dict_metadata)
@@ -272,7 +273,7 @@ def test_a_checkpoint_holds_what_is_trained_alone_and_goes_on_and_is_exported(
     assert all("lora_" in name for name in names)
 
     again = _adapted(spec)
-    resumed = rank_of(spec, again, queue, root=tmp_path / "checkpoints", saves_frozen=False)
+    resumed = rank_of(spec, again, queue, root=tmp_path / "checkpoints")
     assert resumed.restore() == 1
     rank.train(2, queue.meta)
     resumed.train(2, queue.meta)

@@ -10,7 +10,7 @@ from torch import Tensor
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.steps.credit import CreditAssigner
-from services.trainer.steps.gradients import Objective
+from services.trainer.steps.objective import Objective
 from tests.unit.trainer.plain_formulas import (
     HORIZON,
     Batch,

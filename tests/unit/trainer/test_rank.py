@@ -247,7 +247,7 @@ def test_in_its_warm_up_the_critic_alone_is_trained_at_its_own_rate() -> None:
     errors = [rank.train(step, queue.meta).metrics["value_loss"] for step in (1, 2)]
     assert errors[1] < errors[0]
     assert all(torch.equal(value, before[key]) for key, value in policy.state_dict().items())
-    (_, optimizer) = rank.runner.parts()["critic."]
+    optimizer = rank.runner.trained()["critic"].optimizer
     assert optimizer.param_groups[0]["lr"] == 1e-3
     assert rank.runner.facts()["num_updates"] == 0
     assert rank.runner.facts()["critic.num_updates"] == 2
@@ -260,7 +260,7 @@ def test_a_critic_whose_gradient_is_no_number_is_counted_and_left_as_it_is() -> 
     policy = policy_of(spec)
     queue = random_queue(policy)
     rank = rank_of(spec, policy, queue)
-    critic, _ = rank.runner.parts()["critic."]
+    critic = rank.runner.trained()["critic"].module
     with torch.no_grad():
         critic.get_submodule("head").weight.fill_(1e30)
     before = [parameter.clone() for parameter in critic.parameters()]

@@ -13,7 +13,7 @@ from services.common.models.routers import RouterWatch
 from services.common.models.routing_shape import RoutingShape, routing_shape
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.policy import Policy
-from services.trainer.model.routing import imbalance
+from services.trainer.steps.report import imbalance
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.mixtures import tiny_config

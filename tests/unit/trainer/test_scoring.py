@@ -5,14 +5,14 @@ import torch
 
 from services.common.errors import FailedPreconditionError
 from services.trainer.batch.plan import Bounds
-from services.trainer.collectives import Ranks
+from services.trainer.engines.base import UNSCORED
 from services.trainer.engines.fsdp.oom import OomLimits
-from services.trainer.engines.fsdp.scorer import UNSCORED, Scorer
 from services.trainer.model.policy import freeze
 from services.trainer.scoring.leader import ScoringLeader
+from services.trainer.scoring.scorer import Scorer
 from services.trainer.steps.fields import FieldScoring
 from services.wire.data.jagged import Jagged
-from tests.helpers.batches import CPU, policy_of, queue_of, random_queue, rank_of, spec_of
+from tests.helpers.batches import engine_of, policy_of, queue_of, random_queue, rank_of, spec_of
 from tests.helpers.shortage import limited
 
 
@@ -21,19 +21,16 @@ class Apart:
 
     def __init__(self, policy, queue, *, field="proximal_logprobs", version, max_tokens=100):
         oom_limits = self.oom_limits = OomLimits(Bounds(max_tokens))
-        scorer = Scorer(freeze(policy), device=CPU, shares_prefixes=True, oom_limits=oom_limits)
+        engine = engine_of(freeze(policy), spec_of(), oom_limits=oom_limits)
         self.added = {}
         fields = FieldScoring(
             field,
-            scorer.logprobs,
+            engine,
             fetch=queue.fetch,
             add=self._add,
-            ranks=Ranks(),
-            cost=float,
-            oom_limits=oom_limits,
             shares_prefixes=True,
         )
-        self.leader = ScoringLeader(scorer, fields, version=version)
+        self.leader = ScoringLeader(Scorer(engine), fields, version=version)
 
     def _add(self, meta, fields):
         self.added = {

@@ -13,15 +13,13 @@ from services.rollout.rewards.base import Score
 from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields
 from services.rollout.workflows.conversations import flattened
 from services.rollout.workflows.turns import Turn, observed, token_ids
-from services.trainer.batch.plan import Bounds
 from services.trainer.batch.samples import BatchFacts, build_samples
 from services.trainer.batch.sequences import sequences_of
 from services.trainer.collectives import Ranks
-from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.fields import FieldScoring
 from services.wire.data.jagged import Jagged
-from tests.helpers.batches import policy_of, rank_of, spec_of
+from tests.helpers.batches import engine_of, policy_of, rank_of, spec_of
 from tests.helpers.episodes import branched_episodes
 
 
@@ -83,14 +81,13 @@ def test_advantages_are_those_of_whole_episodes(advantage: str) -> None:
 def test_scores_of_sequences_come_back_as_those_of_samples() -> None:
     queue, _ = branched_episodes(policy_of(spec_of()))
     added: dict[str, list[torch.Tensor]] = {}
+    engine: Any = engine_of(policy_of(spec_of()), spec_of())
+    engine.forward_logprobs = lambda samples, _: samples.responses.values.float()
     scoring = FieldScoring(
         "ref_logprobs",
-        lambda samples, _: samples.responses.values.float(),
+        engine,
         fetch=queue.fetch,
         add=lambda _, fields: added.update(fields),
-        ranks=Ranks(),
-        cost=float,
-        oom_limits=OomLimits(Bounds(50)),
         shares_prefixes=True,
     )
     scoring.add(queue.meta)

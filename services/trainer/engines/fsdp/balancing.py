@@ -10,7 +10,6 @@ from services.common.runspec.run import RunSpec
 from services.trainer.batch.samples import Samples
 from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.model.policy import Policy
-from services.trainer.model.routing import imbalance
 
 
 class Balancer:
@@ -31,7 +30,6 @@ class Balancer:
         config: Mapping[str, Any] = policy.model.config.to_dict()
         self._coefficient = self._spec.coefficient or config.get("router_aux_loss_coef") or 0.0
         self._update: Tensor | None = None
-        self._step: Tensor | None = None
 
     def begin_update(self) -> None:
         """Clears the counts before an update's first micro-batch, also if the update is repeated."""
@@ -61,23 +59,18 @@ class Balancer:
         share = part.counted.sum() / num_trained.clamp(min=1)
         return self._coefficient * loss * share.to(loss.device)
 
-    def updated(self, *, moved: bool) -> None:
-        """Sums the counts of an update and moves the routers' biases. All ranks must call it.
+    def updated(self, *, moved: bool) -> Tensor | None:
+        """Moves the routers' biases; returns the counts of an update. All ranks must call it.
 
         Args:
             moved: True if the update changed weights.
+
+        Returns:
+            ``[layers, experts]`` tokens that chose each expert, over all ranks; None for a dense model.
         """
         if self._routing is None or self._update is None:
-            return
+            return None
         counts, self._update = self._ranks.sum(self._update), None
         if self._spec.kind == "bias" and moved:
             self._routing.move_biases(counts, self._spec.bias_rate)
-        self._step = counts if self._step is None else self._step + counts
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the expert load of the step and clears it."""
-        if self._step is None:
-            return {}
-        mean, worst = imbalance(self._step)
-        self._step = None
-        return {"expert_load_max": mean, "expert_load_worst": worst}
+        return counts

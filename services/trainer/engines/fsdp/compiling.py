@@ -8,7 +8,6 @@ kind would wait for a compilation. So each kind is run here, while the engines s
 from collections.abc import Iterator
 
 import torch
-from torch._dynamo.utils import counters
 
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
@@ -38,11 +37,6 @@ def compile_ahead(module: Policy | Critic, spec: TrainerSpec, *, device: torch.d
             # The gradients of squares have the same layout as those of a loss.
             torch.stack([part.square().sum() for part in parts_of(scores)]).sum().backward()
             module.zero_grad(set_to_none=True)
-
-
-def num_compiled() -> int:
-    """Returns the number of graphs that this process has compiled so far, each for one kind of sizes."""
-    return int(counters["stats"]["unique_graphs"])
 
 
 def parts_of(scores: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from services.common.errors import FailedPreconditionError
 from services.common.models.turns_memory import Stays
 from services.trainer.engines.fsdp.parallel import free_gathered
 from services.trainer.model.local_parts import local_part
@@ -46,15 +45,6 @@ class OffloadedState:
     def is_away(self) -> bool:
         """True if other processes have the device."""
         return self._is_away
-
-    def check_here(self) -> None:
-        """Checks that this rank has the device.
-
-        Raises:
-            FailedPreconditionError: If other processes have it.
-        """
-        if self.is_away:
-            raise FailedPreconditionError("the trainer sleeps; wake it first")
 
     @torch.no_grad()
     def put_away(self) -> None:

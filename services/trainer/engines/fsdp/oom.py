@@ -9,51 +9,26 @@ leave out whatever is as large before they compute it.
 import gc
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from services.common.errors import InternalError
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.plan import Bounds, bounds_of, cut, num_tokens
-from services.trainer.batch.samples import BatchFacts, Samples, idle_samples, pack_samples
+from services.trainer.batch.samples import Samples, idle_samples, pack_samples
 from services.trainer.collectives import Ranks
+from services.trainer.engines.base import Micros, OomLimitError
 from services.trainer.engines.fsdp.compiling import parts_of
 from services.trainer.engines.fsdp.parallel import begin_micro_batch
 from services.trainer.model.policy import Critic, Policy
 from services.trainer.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
-
-_REMEDY = (
-    "lower trainer.tokens_per_micro_batch or rollout.max_response_tokens, or set "
-    "trainer.activation_checkpointing, trainer.activation_offloading or trainer.context_parallel"
-)
-
-
-class OomLimitError(InternalError):
-    """A micro-batch does not fit into memory, and the update or pass that it belongs to cannot be repeated.
-
-    Args:
-        told: Description of the micro-batch.
-        why: Message of the device.
-        then: Consequence, for the message.
-    """
-
-    reason = "OUT_OF_MEMORY"
-
-    def __init__(
-        self, told: str, why: str, *, then: str = "what it is a part of cannot go on without it"
-    ) -> None:
-        super().__init__(
-            f"a micro-batch of {told} does not fit into memory: {why}; {then}; {_REMEDY}"
-        )
 
 
 class OomLimits:
@@ -157,8 +132,6 @@ def oom_in(trainer: TrainerSpec) -> OomLimits:
     return OomLimits(budget_of(trainer), is_alone=trainer.world_size == 1)
 
 
-Micros = tuple[tuple[int, ...], ...]
-"""Micro-batches of an update, each with positions in a rank's sequences."""
 _T = TypeVar("_T")
 
 
@@ -177,18 +150,6 @@ def fitting(number: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise _TooLargeError(number, str(error).partition("\n")[0]) from None
-
-
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """Sequences that a step left out."""
-
-    num_sequences: int = 0
-    tokens: Mapping[str, int] = field(default_factory=dict)
-    """Tokens left out, by sample key."""
-
-    def __add__(self, other: "LeftOut") -> "LeftOut":
-        return LeftOut(self.num_sequences + other.num_sequences, {**self.tokens, **other.tokens})
 
 
 class Fitting:
@@ -216,35 +177,13 @@ class Fitting:
         self._can_begin_anew = spec.trainer.world_size == 1 and can_recover
         self._oom_limits = oom_limits
         self.left_out: set[int] = set()
-        """Positions of the sequences that the step leaves out."""
-        self._num_divided = 0
+        """Positions of the sequences that did not fit even alone."""
+        self.num_divided = 0
+        """Micro-batches that were divided."""
 
-    def begin(self, left_out: Collection[int] = ()) -> None:
-        """Starts a step, or a part of it, whose plan leaves out some sequences."""
-        self.left_out, self._num_divided = set(left_out), 0
-
-    def metrics(self) -> dict[str, float]:
-        """Returns metrics of the step."""
-        return {"divided_micro_batches": float(self._num_divided)}
-
-    def left_out_of(self, samples: Samples, cohort: BatchFacts, ranks: Ranks) -> LeftOut:
-        """Returns the sequences that the step left out on all ranks. All ranks must call it."""
-        counts = torch.zeros(len(cohort.keys), 2, dtype=torch.int64)
-        for position in self.left_out:
-            tokens = num_tokens(samples.select([position]))
-            counts[int(samples.rows[position])] += torch.tensor([1, tokens])
-        counts = ranks.sum(counts)
-        tokens_of = dict(zip(cohort.keys, counts[:, 1].tolist(), strict=True))
-        return LeftOut(
-            int(counts[:, 0].sum()), {k: count for k, count in tokens_of.items() if count}
-        )
-
-    def kept(self, samples: Samples) -> Samples:
-        """Masks the tokens of left-out sequences from the loss."""
-        trains = torch.ones(len(samples.rows), dtype=torch.bool)
-        trains[list(self.left_out)] = False
-        mask = samples.tokens["loss_mask"] & samples.segments.spread(trains)
-        return samples.with_tokens(loss_mask=mask)
+    def begin(self) -> None:
+        """Starts the passes of an update, or of a part of it."""
+        self.left_out, self.num_divided = set(), 0
 
     def fitted(
         self, attempt: Callable[[Micros], _T], samples: Samples, work: Micros, *, once: bool = False
@@ -283,7 +222,7 @@ class Fitting:
             self.left_out.update(micro)
             # A step without any work still has one update.
             return (*work[:number], *work[number + 1 :]) or ((),)
-        self._num_divided += 1
+        self.num_divided += 1
         self._oom_limits.learn(bounds)
         # Other micro-batches of this size would fail as well.
         return self._within_budget(samples, work)

@@ -1,6 +1,5 @@
-"""AdamW, its learning-rate schedule, and gradient clipping."""
+"""AdamW and gradient clipping."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from services.common.runspec.trainer import OptimizerSpec
 from services.trainer.engines.fsdp.host_optimizer import HostAdamW
 from services.trainer.model.local_parts import local_part
-
-_FINAL_FRACTION = 0.1
 
 
 def build_optimizer(
@@ -51,24 +48,6 @@ def decays(name: str, parameter: Tensor) -> bool:
     biases of fused experts have two dimensions and are recognized by name.
     """
     return parameter.ndim > 1 and not name.endswith("bias")
-
-
-def learning_rate(spec: OptimizerSpec, *, update: int, num_updates: int) -> float:
-    """Returns the learning rate of an update.
-
-    Args:
-        spec: Peak, warm-up and shape.
-        update: Number of the update, from 1.
-        num_updates: Updates of the whole run.
-    """
-    if update <= spec.warmup_steps:
-        return spec.learning_rate * update / spec.warmup_steps
-    if spec.schedule == "constant":
-        return spec.learning_rate
-    length = max(1, num_updates - spec.warmup_steps)
-    done = min(1.0, (update - spec.warmup_steps) / length)
-    left = 1.0 - done if spec.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return spec.learning_rate * (_FINAL_FRACTION + (1.0 - _FINAL_FRACTION) * left)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

@@ -11,7 +11,6 @@ order  tensor and expert parallelism -> activation memory (``activations.py``) -
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,13 +35,11 @@ from services.common.host import missing_compiler
 from services.common.models.families import check_trainer, is_mixture
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.context import ContextRanks
-from services.trainer.collectives import Ranks
+from services.trainer.collectives import Ranks, join_processes
 from services.trainer.engines.fsdp.activations import arrange
 from services.trainer.model.experts import ExpertRanks, share_experts
 from services.trainer.model.policy import Critic, Policy
 
-_LONGEST_PAUSE = timedelta(hours=24)
-"""Max time between two commands of rank 0, after which the other ranks give up."""
 _MOST_KINDS = 64
 """Max compilations of a layer: without and with gradients, for a few kinds of sizes."""
 
@@ -73,36 +70,6 @@ class RankTopology:
             return self.data
         dp = self.mesh["dp"]
         return Ranks(rank=dp.get_local_rank(), size=dp.size(), group=dp.get_group())
-
-    @property
-    def is_first_of_pack(self) -> bool:
-        """True if this process is the first of those that hold the same samples."""
-        is_first = self.context is None or self.context.rank == 0
-        return is_first and (self.mesh is None or self.mesh.get_local_rank("tp") == 0)
-
-
-def join_processes(*, device: torch.device, rank: int, world_size: int) -> None:
-    """Initializes torch's default process group: Gloo for CPU tensors and, on GPUs, NCCL for theirs.
-
-    Several processes find each other through the environment of ``torchrun``.
-    """
-    distributed.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=distributed.HashStore() if world_size == 1 else None,  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=world_size,
-        timeout=_LONGEST_PAUSE,
-    )
-
-
-def abort_processes() -> None:
-    """Aborts all process groups of this process, so that NCCL operations in its other threads fail at once.
-
-    Gloo has no abort: when this process ends, its connections close and fail on the other ranks. Safe to
-    repeat.
-    """
-    if distributed.is_initialized():
-        distributed.distributed_c10d._abort_process_group()  # noqa: SLF001 -- there is no public name
 
 
 def build_topology(
@@ -138,6 +105,8 @@ def build_topology(
             size=data.size(),
             group=data.get_group(),
             everyone=everyone if data.size() < world_size else None,
+            is_first_of_peers=mesh.get_local_rank("tp") == 0
+            and (packs is None or packs.get_local_rank("context") == 0),
         ),
         rank=rank,
         world_size=world_size,

@@ -1,14 +1,12 @@
 """Export of the policy's weights for rollouts: Hugging Face names, one dtype, a fixed order."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from services.common.models.loading import stored_buffers, stored_tensors
-from services.trainer.batch.packing import pack
 from services.trainer.collectives import Ranks
 from services.trainer.engines.fsdp.lora import (
     adapter_parameters,
@@ -16,14 +14,10 @@ from services.trainer.engines.fsdp.lora import (
     merged_parameters,
     merged_shapes,
 )
-from services.trainer.engines.fsdp.parallel import free_gathered
 from services.trainer.model.policy import Policy
 from services.weightsync.adapters import DIGEST_SPEC, FROZEN_DIGEST, frozen_digest
-from services.weightsync.canary import Canary, canary_text
 from services.weightsync.plan import TensorSpec
-from services.wire.data.jagged import Jagged
 
-_CPU = torch.device("cpu")
 _ALONE = Ranks()
 
 
@@ -33,7 +27,6 @@ class WeightExport:
     Args:
         policy: The policy, sharded or not.
         dtype: Element type of the sent parameters.
-        device: Device of the policy.
         ranks: Ranks that the weights are sharded over.
         senders: Value of ``weight_sync.senders``.
         sends_adapters: True if adapters are sent without their frozen weights. All ranks must then construct
@@ -45,14 +38,12 @@ class WeightExport:
         policy: Policy,
         *,
         dtype: torch.dtype,
-        device: torch.device = _CPU,
         ranks: Ranks = _ALONE,
         senders: str = "ranks",
         sends_adapters: bool = False,
     ) -> None:
         self._policy = policy
         self._dtype = dtype
-        self._device = device
         # The tensors stay the same objects; searching all modules takes longer than a GPU's copy.
         self._tensors = stored_tensors(policy.model)
         self._buffers = stored_buffers(policy.model)
@@ -114,19 +105,6 @@ class WeightExport:
     def _dtype_of(self, name: str) -> torch.dtype:
         """Buffers keep their dtype: training changes them by less than half precision can represent."""
         return self._tensors[name].dtype if name in self._buffers else self._dtype
-
-    @torch.no_grad()
-    def score_canary(self) -> Canary:
-        """Scores a short text at temperature 1. All ranks must call it if the weights are sharded."""
-        config: Any = self._policy.model.config
-        token_ids = canary_text(config.vocab_size)
-        tokens = torch.tensor(token_ids, dtype=torch.int32)
-        packed = pack(
-            Jagged.from_list([tokens[:1]]), Jagged.from_list([tokens[1:]]), device=self._device
-        )
-        logprobs, _ = self._policy(packed, temperature=1.0)
-        free_gathered(self._policy)
-        return Canary(token_ids, tuple(logprobs.tolist()))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -1,7 +1,6 @@
-"""Gradients of the policy: forward pass, objective and backward pass of each micro-batch."""
+"""Loss of the policy: compares a micro-batch with the policies that sampled it, corrects and aggregates."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -9,19 +8,12 @@ from torch import Tensor
 
 from services.common.callables import bind_callable
 from services.common.runspec.algorithm import AlgorithmSpec
-from services.common.runspec.run import RunSpec
 from services.trainer.algorithm import correction, diagnostics, loss
 from services.trainer.algorithm.own import OwnFunction
-from services.trainer.batch.packing import Work
-from services.trainer.batch.samples import BatchFacts, Samples, idle_samples, pack_samples
+from services.trainer.batch.samples import Samples, idle_samples
 from services.trainer.batch.segments import Segments, on_device
 from services.trainer.collectives import MetricTotals, Ranks
-from services.trainer.engines.fsdp.balancing import Balancer
-from services.trainer.engines.fsdp.compiling import num_compiled
-from services.trainer.engines.fsdp.oom import LeftOut, Micros, fitting
-from services.trainer.engines.fsdp.parallel import begin_micro_batch
-from services.trainer.model.policy import Policy
-from services.trainer.phases import PhaseTimer
+from services.trainer.engines.base import Micros
 
 Correction = Literal["bypass", "decoupled", "none"]
 
@@ -286,105 +278,56 @@ class Objective:
         tally.mean("is_clipped_fraction", (raw > self._spec.correction_cap).float(), mask)
 
 
-OnTrained = Callable[[Samples, Tensor], None]
-"""Called with each trained micro-batch and its logprobs ``[R]``, computed before the update."""
-
-
-@dataclass(slots=True)
-class Added:
-    """Gradients added to an update: loss, counts and metrics."""
-
-    loss: Tensor
-    """This rank's share of the loss."""
-    unit: Tensor
-    """``[2]`` tokens and sequences that the loss was divided by."""
-    counts: Tensor
-    """``[2]`` tokens and sequences that train in the update so far, over all ranks."""
-    tally: MetricTotals = field(default_factory=MetricTotals)
-    work: Work = field(default_factory=Work)
-
-
-class Gradients:
-    """Accumulates the gradients of updates.
+class PolicyLoss:
+    """Loss of one update of the policy.
 
     Args:
-        policy: The policy, wrapped for its parallelism.
-        objective: Computes the loss.
-        balancer: Balances the policy's experts.
-        spec: The run.
-        ranks: Data-parallel ranks.
-        device: Device of the policy.
+        objective: Computes the loss of a micro-batch.
+        counts: ``[2]`` tokens and sequences that train in the update so far, over all ranks.
+        unit: ``[2]`` counts that the loss is divided by.
+        kl_coefficient: Weight of the KL penalty in the loss.
+        keeps_logprobs: True if each micro-batch's logprobs are kept in :attr:`trained`.
     """
 
     def __init__(
         self,
-        policy: Policy,
         objective: Objective,
         *,
-        balancer: Balancer,
-        spec: RunSpec,
-        ranks: Ranks,
-        device: torch.device,
-    ) -> None:
-        self._policy = policy
-        self._objective = objective
-        self._balancer = balancer
-        self._spec = spec
-        self._ranks = ranks
-        self._device = device
-        self.on_trained: OnTrained | None = None
-
-    def add(
-        self,
-        samples: Samples,
-        work: Micros,
-        *,
-        before: Tensor,
-        unit: Tensor | None,
+        counts: Tensor,
+        unit: Tensor,
         kl_coefficient: float,
-    ) -> Added:
-        """Adds the gradients of micro-batches to the accumulated ones.
+        keeps_logprobs: bool,
+    ) -> None:
+        self.counts = counts
+        self.unit = unit
+        self.tally = MetricTotals()
+        self.trained: list[tuple[Samples, Tensor]] = []
+        """Micro-batches with their logprobs ``[R]`` under the weights before the update."""
+        self._denominators: loss.Denominators | None = None
+        self._objective = objective
+        self._kl_coefficient = kl_coefficient
+        self._keeps_logprobs = keeps_logprobs
 
-        Args:
-            samples: This rank's samples, with all columns that their loss needs.
-            work: The micro-batches. All ranks have the same number.
-            before: ``[2]`` tokens and sequences of the update that were accumulated before.
-            unit: ``[2]`` counts that the accumulated gradients were divided by; None if there are none.
-            kl_coefficient: Weight of the KL penalty in the loss.
-        """
-        counts = before + num_counted(samples.counted, samples, work, self._ranks)
-        found = Added(
-            torch.zeros((), device=self._device), counts if unit is None else unit, counts
+    @property
+    def num_trained(self) -> Tensor:
+        """Scalar: number of tokens that the loss is divided by, over all ranks."""
+        return self.unit[0]
+
+    def __call__(self, part: Samples, scores: Tensor, entropy: Tensor | None) -> Tensor:
+        """Returns a micro-batch's share of the loss."""
+        assert entropy is not None, "the policy returns its entropy"
+        if self._keeps_logprobs:
+            self.trained.append((part, scores.detach()))
+        if self._denominators is None:
+            self._denominators = self._objective.denominators(*self.unit.to(scores.device).unbind())
+        return self._objective(
+            scores,
+            entropy,
+            part.to(scores.device),
+            denominators=self._denominators,
+            kl_coefficient=self._kl_coefficient,
+            tally=self.tally,
         )
-        if unit is None:
-            self._balancer.begin_update()
-        denominators = self._objective.denominators(*found.unit.to(self._device).unbind())
-        for number, micro in enumerate(work):
-            begin_micro_batch(
-                self._policy, is_last=number + 1 == len(work), spec=self._spec.trainer
-            )
-            part = samples.select(micro) if micro else idle_samples()
-            with fitting(number):
-                packed = pack_samples(
-                    part, self._device, shares_prefixes=self._spec.shares_prefixes
-                )
-                logprobs, entropy = self._policy(packed)
-                loss = self._objective(
-                    logprobs,
-                    entropy,
-                    part.to(self._device),
-                    denominators=denominators,
-                    kl_coefficient=kl_coefficient,
-                    tally=found.tally,
-                )
-                loss += self._balancer.loss(part, found.unit[0], found.tally)
-                # Data parallelism averages gradients over ranks, but the loss is a sum over them.
-                (loss * self._ranks.size).backward()
-            if micro and self.on_trained is not None:
-                self.on_trained(part, logprobs)
-            found.loss += loss.detach()
-            found.work += packed.work
-        return found
 
 
 def num_counted(mask: Tensor, samples: Samples, work: Micros, ranks: Ranks) -> Tensor:
@@ -392,46 +335,3 @@ def num_counted(mask: Tensor, samples: Samples, work: Micros, ranks: Ranks) -> T
     own = [position for micro in work for position in micro]
     counts = samples.segments.count(mask)[own]
     return ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
-
-
-@dataclass(slots=True)
-class Early:
-    """Accumulated state of a step: metrics of its groups so far and denominators of their gradients."""
-
-    timer: PhaseTimer = field(default_factory=PhaseTimer)
-    tally: MetricTotals = field(default_factory=MetricTotals)
-    unit: Tensor | None = None
-    """``[2]`` tokens and sequences that the gradients were divided by; None before the first group.
-
-    The counts of the whole update are known only at its end.
-    """
-    counts: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
-    """``[2]`` tokens and sequences that train, over all ranks."""
-    loss: Tensor | float = 0.0
-    """This rank's share of the loss."""
-    sizes: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.int64))
-    """``[4]`` samples, tokens, response tokens and trained tokens of this rank."""
-    num_samples: int = 0
-    """Samples of all ranks."""
-    work: Work = field(default_factory=Work)
-    """Work of this rank's forward and backward passes."""
-    left_out: LeftOut = field(default_factory=LeftOut)
-    """Sequences that did not fit into memory, on all ranks."""
-    seconds: float = 0.0
-    """Seconds that the groups took."""
-    compiled_before: int = field(default_factory=num_compiled)
-
-    def add(self, samples: Samples, cohort: BatchFacts, *, seconds: float) -> None:
-        """Counts this rank's samples, and those of ``cohort`` over all ranks."""
-        prompts, responses = samples.prompts.values, samples.responses.values
-        trained = int(samples.tokens["loss_mask"].sum())
-        self.sizes += torch.tensor(
-            [
-                int(samples.is_first.sum()),
-                len(prompts) + len(responses),
-                len(responses),
-                trained,
-            ]
-        )
-        self.num_samples += len(cohort.lengths)
-        self.seconds += seconds

@@ -1,0 +1,89 @@
+"""Training engines that a run can name, and the settings that each supports. Imports no engine.
+
+A new engine needs a package in ``services/trainer/engines/`` and an entry in ``ENGINES`` (docs/adding.md).
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from services.common.runspec.suggestions import did_you_mean
+from services.common.runspec.workers import apart
+
+if TYPE_CHECKING:
+    from services.common.runspec.run import RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainEngineKind:
+    """A training engine."""
+
+    build: str
+    """Reference ``module:function`` of a function that takes an ``EngineOrder`` and returns a
+    ``TrainEngine`` for each model."""
+    supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Values that the engine supports, by key; other keys of a run may have any value."""
+    serves_own_gpus: bool = True
+    """True if the engine serves workers of the trainer's program with GPUs of their own."""
+
+    def problems(self, spec: "RunSpec") -> Iterator[str]:
+        """Yields the settings of a run that the engine does not support."""
+        name = spec.trainer.engine
+        for key, values in self.supported.items():
+            value: Any = spec
+            for part in key.split("."):
+                value = getattr(value, part)
+            if value not in values:
+                known = " or ".join(map(_shown, values))
+                yield (
+                    f"trainer.engine {name!r} supports {key} {known} only, but it is {_shown(value)}; "
+                    f"set {key} to {_shown(values[0])}, or trainer.engine to 'fsdp'"
+                )
+        own = [role for role, kind in apart(spec.topology).items() if kind.program == "trainer"]
+        if own and not self.serves_own_gpus:
+            yield (
+                f"trainer.engine {name!r} computes all models in the trainer, but topology.task_groups gives "
+                f"{', '.join(own)} GPUs of their own; remove these groups, or set trainer.engine to 'fsdp'"
+            )
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as it is written in a specification."""
+    return json.dumps(value) if value is None or isinstance(value, bool | str) else str(value)
+
+
+ENGINES: Final[Mapping[str, TrainEngineKind]] = {
+    "fsdp": TrainEngineKind(build="services.trainer.engines.fsdp.build:build"),
+    "reference": TrainEngineKind(
+        build="services.trainer.engines.reference:build",
+        supported={
+            "trainer.world_size": (1,),
+            "trainer.dtype": ("float32",),
+            "trainer.lora": (None,),
+            "trainer.compile": (False,),
+            "trainer.cpu_offload": (False,),
+            "trainer.activation_offloading": (False,),
+            "trainer.activation_checkpointing": ("auto", False),
+            "trainer.balancing.kind": ("none",),
+            "rollout.routing_replay": ("off",),
+            "topology.placement": ("disaggregated",),
+        },
+        serves_own_gpus=False,
+    ),
+}
+"""The engines by the value of ``trainer.engine``."""
+
+
+def train_engine_kind(name: str) -> TrainEngineKind:
+    """Returns the engine with a name.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    if name not in ENGINES:
+        raise ValueError(
+            f"trainer.engine must be one of {', '.join(map(repr, ENGINES))}, but is {name!r}."
+            + did_you_mean(name, tuple(ENGINES))
+        )
+    return ENGINES[name]

@@ -1,0 +1,299 @@
+"""Protocol of a training engine: computes, updates, exports and saves one model on one rank.
+
+A step and the ranks know engines through :class:`TrainEngine` only. One process has an engine for each of
+its models: the policy, and depending on the algorithm the reference and the critic. ``ENGINES`` in
+``services/common/runspec/train_engines.py`` has the engines that a run can name.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, Final, Generic, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from services.common.errors import InternalError
+from services.common.runspec.run import RunSpec
+from services.common.runspec.train_engines import train_engine_kind
+from services.trainer.batch.packing import Work
+from services.trainer.batch.plan import Bounds, StepPlan
+from services.trainer.batch.samples import Samples
+from services.trainer.collectives import MetricTotals, Ranks
+from services.trainer.settings import TrainerSettings
+from services.weightsync.plan import TensorSpec
+from services.wire.data.jagged import Jagged
+
+ModelRole = Literal["policy", "reference", "critic"]
+Micros = tuple[tuple[int, ...], ...]
+"""Micro-batches of an update, each with positions in a rank's sequences."""
+UNSCORED: Final = torch.finfo(torch.float32).max
+"""Score of each token of a sequence that did not fit into memory."""
+_REMEDY = (
+    "lower trainer.tokens_per_micro_batch or rollout.max_response_tokens, or set "
+    "trainer.activation_checkpointing, trainer.activation_offloading or trainer.context_parallel"
+)
+
+
+class OomLimitError(InternalError):
+    """A micro-batch does not fit into memory, and the update or pass that it belongs to cannot be repeated.
+
+    Args:
+        told: Description of the micro-batch.
+        why: Message of the device.
+        then: Consequence, for the message.
+    """
+
+    reason = "OUT_OF_MEMORY"
+
+    def __init__(
+        self, told: str, why: str, *, then: str = "what it is a part of cannot go on without it"
+    ) -> None:
+        super().__init__(
+            f"a micro-batch of {told} does not fit into memory: {why}; {then}; {_REMEDY}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts about a model that batches are planned with."""
+
+    config: Any
+    """Its Hugging Face configuration."""
+    active_weights: float
+    """Number of layer weights that a token passes."""
+
+    def cost(self, length: int) -> float:
+        """Returns the relative cost of a sequence: linear layers plus attention.
+
+        For each token, a forward pass takes about ``2 P`` operations in the ``P`` weights of the layers, and
+        ``2 n h`` in the ``n`` attention layers of width ``h`` for each earlier token, half of the length on
+        average.
+        """
+        width = self.config.num_hidden_layers * self.config.hidden_size
+        return float(length * (1.0 + length * width / (2.0 * self.active_weights)))
+
+
+class UpdateLoss(Protocol):
+    """Loss of one update, whose micro-batches are known."""
+
+    tally: MetricTotals
+    """Receives the metrics."""
+
+    @property
+    def num_trained(self) -> Tensor:
+        """Scalar: number of tokens that the loss is divided by, over all ranks."""
+
+    def __call__(self, part: Samples, scores: Tensor, entropy: Tensor | None) -> Tensor:
+        """Returns a micro-batch's share of the loss, a scalar with gradient.
+
+        Args:
+            part: The micro-batch, on the CPU.
+            scores: ``[R]`` float32 with gradient: logprobs of a policy, values of a critic.
+            entropy: ``[R]`` float32 with gradient; None for a critic.
+        """
+
+
+LossT = TypeVar("LossT", bound=UpdateLoss)
+
+
+@dataclass(slots=True)
+class Passes(Generic[LossT]):
+    """Forward and backward passes of an update, or of a part of it."""
+
+    loss_of: LossT
+    """The loss, made for ``micros``."""
+    micros: Micros
+    """Micro-batches that were computed."""
+    loss: Tensor
+    """Scalar: this rank's share of the loss."""
+    work: Work
+    """Work of this rank."""
+    left_out: frozenset[int] = frozenset()
+    """Positions of the sequences that did not fit into memory."""
+    num_divided: int = 0
+    """Micro-batches that were divided because they did not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """Outcome of an optimizer step."""
+
+    grad_norm: float
+    """Norm of the gradients before they are clipped, over all ranks; NaN if they were dropped."""
+    moved: bool
+    """True if weights changed."""
+    expert_counts: Tensor | None = None
+    """``[layers, experts]`` tokens that chose each expert in the update, over all ranks; None for a dense
+    model.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """Describes the tensors that :meth:`TrainEngine.export_weights` yields."""
+
+    specs: Sequence[TensorSpec]
+    """All tensors, in sending order."""
+    sends_rows: bool = False
+    """True if every rank sends its own rows; otherwise rank 0 sends whole tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSave:
+    """A copy of an engine's training state in host memory, valid until the next one."""
+
+    num_bytes: int
+    """Bytes of all ranks' parts."""
+    write: Callable[[Path], None]
+    """Writes safetensors to a folder, and creates it. Blocks, while training may continue; raises ``OSError``
+    if it fails. All ranks must call it.
+    """
+    tensors: Mapping[str, Tensor]
+    """This rank's part of each tensor, by name."""
+
+
+class TrainEngine(Protocol):
+    """One model of one rank. All ranks must make the same calls in the same order."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """Data-parallel ranks, one for each micro-batch that is computed at a time."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+
+    @property
+    def model(self) -> ModelFacts:
+        """Facts about the model."""
+
+    @property
+    def bounds(self) -> Bounds:
+        """Token budget of a micro-batch, and sizes that are known to exceed memory."""
+
+    @property
+    def weights(self) -> WeightLayout:
+        """Layout of the exported weights."""
+
+    def forward_logprobs(
+        self, samples: Samples, plan: StepPlan, *, temperature: float | None = None
+    ) -> Tensor:
+        """Scores samples without gradients: logprobs of a policy, values of a critic.
+
+        Args:
+            samples: This rank's samples.
+            plan: Micro-batches of the samples. All ranks have the same number.
+            temperature: Divides the logits; None uses the sampling temperature.
+
+        Returns:
+            ``[R]`` float32 on the CPU; :data:`UNSCORED` for tokens of sequences that do not fit into memory.
+
+        Raises:
+            OomLimitError: If a micro-batch does not fit and the ranks cannot repeat the pass.
+        """
+
+    def forward_backward(
+        self,
+        samples: Samples,
+        micros: Micros,
+        make_loss: Callable[[Micros], LossT],
+        *,
+        may_repeat: bool = True,
+    ) -> Passes[LossT]:
+        """Adds the gradients of micro-batches to the accumulated ones.
+
+        The gradients are those of the sum of the losses of all ranks.
+
+        Args:
+            samples: This rank's samples, with all columns that their loss needs.
+            micros: The micro-batches. All ranks have the same number; an empty one has no samples.
+            make_loss: Returns the loss of an update with these micro-batches. It is called again if
+                micro-batches had to be divided. All ranks call it equally often.
+            may_repeat: False if gradients were accumulated before, which a repetition would lose.
+
+        Raises:
+            OomLimitError: If a micro-batch does not fit into memory and the passes cannot be repeated.
+        """
+
+    def optimizer_step(
+        self, learning_rate: float | None, *, scale: Tensor | None = None
+    ) -> OptimizerStep:
+        """Clips the accumulated gradients, updates the weights with them, and drops them.
+
+        Weights and optimizer state stay unchanged if the gradients are not finite.
+
+        Args:
+            learning_rate: Learning rate of the update. 0 measures the gradients and changes nothing. None
+                drops them, and is the only value with which ranks need not call together.
+            scale: Scalar that multiplies the gradients first; None for 1.
+        """
+
+    def export_weights(self, *, rows: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights that rollouts receive, by their Hugging Face names.
+
+        Args:
+            rows: True for the rows that this rank holds, without communication; False for whole tensors,
+                for which all ranks must iterate.
+        """
+
+    def save(self) -> PendingSave:
+        """Copies weights and optimizer state to host memory."""
+
+    def load(self, folder: Path, *, num_updates: int) -> None:
+        """Loads weights and optimizer state in place.
+
+        Args:
+            folder: Folder that a :class:`PendingSave` of this engine wrote, with any number of ranks.
+            num_updates: Optimizer updates until then.
+        """
+
+    def sleep(self) -> None:
+        """Releases device memory for other processes. Safe to repeat; :meth:`save` still works."""
+
+    def wake(self) -> None:
+        """Restores the state to the device. Safe to repeat."""
+
+
+Progress = Callable[[int, int], None]
+"""Called with the number of finished steps of a warm start and of all its steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOrder:
+    """Everything that an engine is built from."""
+
+    spec: RunSpec
+    settings: TrainerSettings
+    device: torch.device
+    roles: Sequence[ModelRole]
+    """Models to load."""
+    progress: Progress = lambda step, steps: None
+
+
+def build_engines(order: EngineOrder) -> dict[ModelRole, TrainEngine]:
+    """Loads the models of a process with the engine that the run names. Blocks. All ranks must call it.
+
+    Raises:
+        ValueError: If a model does not load, cannot be trained, or does not fit into memory.
+    """
+    build: Callable[[EngineOrder], dict[ModelRole, TrainEngine]] = resolve_name(
+        train_engine_kind(order.spec.trainer.engine).build
+    )
+    return build(order)
+
+
+def score_text(engine: TrainEngine, token_ids: Sequence[int]) -> list[float]:
+    """Returns the logprob of each token except the first, at temperature 1. All ranks must call it."""
+    text = torch.tensor(token_ids, dtype=torch.int64)
+    samples = Samples(
+        rows=torch.zeros(1, dtype=torch.int64),
+        numbers=torch.zeros(1, dtype=torch.int64),
+        prompts=Jagged.from_list([text[:1]]),
+        responses=Jagged.from_list([text[1:]]),
+        rewards=torch.zeros(1),
+        tokens={},
+    )
+    plan = StepPlan(updates=(((0,),),))
+    return [float(value) for value in engine.forward_logprobs(samples, plan, temperature=1.0)]

@@ -1,0 +1,206 @@
+"""Training engine on FSDP2: packs without padding, sharded over processes.
+
+One process computes its micro-batches one after the other; several exchange weights and gradients. Sizes that
+exceed memory are divided (``oom.py``).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.common.models.turns_memory import Stays
+from services.common.runspec.run import RunSpec
+from services.trainer.batch.packing import Work
+from services.trainer.batch.plan import Bounds, StepPlan
+from services.trainer.batch.samples import Samples, idle_samples, pack_samples
+from services.trainer.engines.base import (
+    LossT,
+    Micros,
+    ModelFacts,
+    OptimizerStep,
+    Passes,
+    PendingSave,
+    WeightLayout,
+)
+from services.trainer.engines.fsdp import optim
+from services.trainer.engines.fsdp.balancing import Balancer
+from services.trainer.engines.fsdp.checkpoint import ModelCheckpoint
+from services.trainer.engines.fsdp.compiling import parts_of
+from services.trainer.engines.fsdp.host_copy import OffloadedState
+from services.trainer.engines.fsdp.oom import Fitting, OomLimits, fitting, oom_in
+from services.trainer.engines.fsdp.parallel import RankTopology, begin_micro_batch
+from services.trainer.engines.fsdp.scoring import score_tokens
+from services.trainer.engines.fsdp.weights import WeightExport
+from services.trainer.model.flops import active_weights
+from services.trainer.model.policy import Critic, Policy, trainable
+
+
+class FsdpEngine:
+    """Implements :class:`~services.trainer.engines.base.TrainEngine`.
+
+    Args:
+        module: The policy or critic, distributed over the processes. A frozen one only scores.
+        spec: The run.
+        topology: Parallelism of the worker's processes.
+        oom_limits: Micro-batch sizes that are known to exceed memory; shared by the engines of a process.
+        stays: State that has room on the device while other processes use it.
+    """
+
+    def __init__(
+        self,
+        module: Policy | Critic,
+        *,
+        spec: RunSpec,
+        topology: RankTopology,
+        oom_limits: OomLimits | None = None,
+        stays: Stays = "nothing",
+    ) -> None:
+        self.module = module
+        self.ranks = topology.data
+        self.device = topology.device
+        self.model = ModelFacts(module.model.config, active_weights(module, module.model.config))
+        self.oom_limits = oom_limits or oom_in(spec.trainer)
+        self._spec = spec
+        self._fitting = Fitting(module, spec, device=self.device, oom_limits=self.oom_limits)
+        self._parameters = trainable(module)
+        self._has_gradients = False
+        self._balancer = self._export = None
+        optimizers = []
+        if self._parameters:
+            in_host = spec.trainer.cpu_offload == "optimizer"
+            self.optimizer = optim.build_optimizer(module, spec.trainer.optimizer, in_host=in_host)
+            optimizers.append(self.optimizer)
+        self._state = OffloadedState([module], optimizers, device=self.device, stays=stays)
+        if self._parameters:
+            self._checkpoint = ModelCheckpoint(
+                module,
+                self.optimizer,
+                topology=topology,
+                read=self._state.read,
+                # Built again on another machine, a preset's frozen weights may differ.
+                saves_frozen=spec.model.is_tiny,
+            )
+        if self._parameters and isinstance(module, Policy):
+            self._balancer = Balancer(module, spec, self.ranks)
+            self._export = WeightExport(
+                module,
+                dtype=getattr(torch, spec.trainer.dtype),
+                ranks=topology.sharding,
+                senders=spec.weight_sync.senders,
+                sends_adapters=spec.sends_adapters,
+            )
+
+    @property
+    def bounds(self) -> Bounds:
+        """Token budget of a micro-batch, and sizes that are known to exceed memory."""
+        return self.oom_limits.bounds
+
+    @property
+    def weights(self) -> WeightLayout:
+        """Layout of the exported weights, of a policy that trains."""
+        return WeightLayout(self._exported().weight_specs(), self._exported().sends_rows)
+
+    def forward_logprobs(
+        self, samples: Samples, plan: StepPlan, *, temperature: float | None = None
+    ) -> Tensor:
+        """Scores samples without gradients: logprobs of a policy, values of a critic."""
+        options = {} if temperature is None else {"temperature": temperature}
+        return score_tokens(
+            self.module,
+            lambda packed: parts_of(self.module(packed, **options))[0],
+            samples,
+            plan,
+            device=self.device,
+            shares_prefixes=self._spec.shares_prefixes,
+            oom_limits=self.oom_limits,
+        )
+
+    def forward_backward(
+        self,
+        samples: Samples,
+        micros: Micros,
+        make_loss: Callable[[Micros], LossT],
+        *,
+        may_repeat: bool = True,
+    ) -> Passes[LossT]:
+        """Adds the gradients of micro-batches; divides and repeats them if they exceed memory."""
+        self._fitting.begin()
+        attempt = partial(self._attempt, samples, make_loss)
+        passes, _ = self._fitting.fitted(attempt, samples, micros, once=not may_repeat)
+        passes.left_out = frozenset(self._fitting.left_out)
+        passes.num_divided = self._fitting.num_divided
+        self._has_gradients = True
+        return passes
+
+    def _attempt(
+        self, samples: Samples, make_loss: Callable[[Micros], LossT], micros: Micros
+    ) -> Passes[LossT]:
+        loss_of = make_loss(micros)
+        passes = Passes(loss_of, micros, torch.zeros((), device=self.device), Work())
+        if self._balancer is not None and not self._has_gradients:
+            self._balancer.begin_update()
+        for number, micro in enumerate(micros):
+            is_last = number + 1 == len(micros)
+            begin_micro_batch(self.module, is_last=is_last, spec=self._spec.trainer)
+            part = samples.select(micro) if micro else idle_samples()
+            with fitting(number):
+                packed = pack_samples(part, self.device, shares_prefixes=self._spec.shares_prefixes)
+                scores, *entropy = parts_of(self.module(packed))
+                loss = loss_of(part, scores, entropy[0] if entropy else None)
+                if self._balancer is not None:
+                    loss += self._balancer.loss(part, loss_of.num_trained, loss_of.tally)
+                # Data parallelism averages gradients over ranks, but the loss is a sum over them.
+                (loss * self.ranks.size).backward()
+            passes.loss += loss.detach()
+            passes.work += packed.work
+        return passes
+
+    def optimizer_step(
+        self, learning_rate: float | None, *, scale: Tensor | None = None
+    ) -> OptimizerStep:
+        """Clips the accumulated gradients, updates the weights with them, and drops them."""
+        self._has_gradients = False
+        if learning_rate is None:
+            self.optimizer.zero_grad(set_to_none=True)
+            return OptimizerStep(math.nan, moved=False)
+        if scale is not None:
+            optim.scale_gradients(self._parameters, scale.to(self.device))
+        norm = optim.gradient_norm(self._parameters)
+        grad_norm = norm.item()
+        moved = learning_rate > 0 and math.isfinite(grad_norm)
+        if moved:
+            optim.set_learning_rate(self.optimizer, learning_rate)
+            optim.clip_gradients(self._parameters, norm, self._spec.trainer.optimizer.max_grad_norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        counts = None if self._balancer is None else self._balancer.updated(moved=moved)
+        return OptimizerStep(grad_norm, moved=moved, expert_counts=counts)
+
+    def export_weights(self, *, rows: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights of the policy, or the rows that this rank holds of them."""
+        export = self._exported()
+        return export.weight_rows() if rows else export.weight_tensors()
+
+    def save(self) -> PendingSave:
+        """Copies weights and optimizer state to host memory, also while the engine sleeps."""
+        return self._checkpoint.save()
+
+    def load(self, folder: Path, *, num_updates: int) -> None:
+        """Loads weights and optimizer state in place."""
+        self._checkpoint.load(folder, num_updates=num_updates)
+
+    def sleep(self) -> None:
+        """Moves the state that does not stay to host memory."""
+        self._state.put_away()
+
+    def wake(self) -> None:
+        """Moves the state back to the device."""
+        self._state.bring_back()
+
+    def _exported(self) -> WeightExport:
+        assert self._export is not None, "only the policy's weights are published"
+        return self._export
