@@ -19,11 +19,8 @@ from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.sampling.group import GroupServices, RunningGroup
 from services.rollout.workflows.single_turn import SingleTurn
 from services.trainer.batch.packing import PackedTokens
-from services.trainer.batch.plan import Bounds, StepPlan
-from services.trainer.batch.samples import Samples
-from services.trainer.collectives import Ranks
+from services.trainer.batch.plan import Bounds
 from services.trainer.engines.fsdp.oom import OomLimits
-from services.trainer.engines.fsdp.scorer import score_tokens
 from services.trainer.model.policy import Policy
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.transfers import QueueTransfers
@@ -33,7 +30,7 @@ from services.wire.batch import KVBatchMeta
 from services.wire.data.client import DataClient
 from services.wire.rollout import GroupAssignment
 from services.wire.transferqueue.client import TransferQueueClient
-from tests.helpers.batches import CPU, Queue, rank_of, spec_of
+from tests.helpers.batches import Queue, engine_of, rank_of, spec_of
 from tests.helpers.engines import running
 from tests.helpers.features import HIDDEN, PLACEHOLDER, feature_model
 
@@ -201,26 +198,12 @@ def add_proximal_logprobs(
 ) -> KVBatchMeta:
     """Adds the policy's logprobs to the samples, as the workers of the role logp do."""
     limits = OomLimits(Bounds(max_tokens=1000))
-
-    def score(samples: Samples, plan: StepPlan) -> torch.Tensor:
-        return score_tokens(
-            policy,
-            lambda packed: policy(packed)[0],
-            samples,
-            plan,
-            device=CPU,
-            shares_prefixes=True,
-            oom_limits=limits,
-        )
-
+    engine = engine_of(policy, spec_of(), oom_limits=limits)
     scoring = FieldScoring(
         "proximal_logprobs",
-        score,
+        engine,
         fetch=transfers.fetch,
         add=transfers.add,
-        ranks=Ranks(),
-        cost=float,
-        oom_limits=limits,
         shares_prefixes=True,
     )
     scoring.add(batch)

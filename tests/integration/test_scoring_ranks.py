@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from services.trainer.engines.fsdp.scorer import UNSCORED
 from torch import distributed
 
 from services.common.errors import NotFoundError, UnavailableError
 from services.common.runspec.run import RunSpec
+from services.trainer.engines.base import UNSCORED
 from services.trainer.ranks.command_group import CommandGroup, RankFailedError
 from services.trainer.scoring.build import BuiltScorer, build_policy, build_reference
 from services.trainer.scoring.leader import ScoringLeader, follow

@@ -37,13 +37,16 @@ from services.trainer.engines.base import (
 from services.trainer.model.flops import active_weights
 from services.trainer.model.warm_start import load_base_model
 from services.weightsync.plan import TensorSpec
+from services.wire.data.model_inputs import model_arguments
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FILE = "model.safetensors"
 
 
-def build(order: EngineOrder) -> dict[ModelRole, TrainEngine]:
-    """Loads the models. Blocks.
+def build(
+    order: EngineOrder, make: "type[ReferenceEngine] | None" = None
+) -> dict[ModelRole, TrainEngine]:
+    """Loads the models as engines of this class or a given one. Blocks.
 
     Raises:
         ValueError: If a model does not load.
@@ -59,7 +62,7 @@ def build(order: EngineOrder) -> dict[ModelRole, TrainEngine]:
             cache=order.settings.model_cache.expanduser(),
             progress=order.progress,
         )
-        engines[role] = ReferenceEngine(model, order.spec, role=role)
+        engines[role] = (make or ReferenceEngine)(model, order.spec, role=role)
     return engines
 
 
@@ -167,13 +170,15 @@ class ReferenceEngine:
         response = samples.responses.select([position]).values.to(self.device, torch.int64)
         tokens = torch.cat([prompt, response])[None]
         model: Any = self.module.model
+        given = samples.inputs[position : position + 1]
+        arguments = {"use_cache": False, **model_arguments(model.get_decoder(), given, self.device)}
         # The state before a token predicts it.
         predictors = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
         if self.module.head is not None:
-            states = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+            states = model.get_decoder()(input_ids=tokens, **arguments).last_hidden_state
             values: Tensor = self.module.head(states[0, predictors]).squeeze(-1)
             return values.float(), None
-        logits = model(input_ids=tokens, use_cache=False).logits[0, predictors].float()
+        logits = model(input_ids=tokens, **arguments).logits[0, predictors].float()
         logprobs = torch.log_softmax(logits / temperature, dim=-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, response[:, None]).squeeze(1), entropy

@@ -1,23 +1,29 @@
-"""A loss and an advantage of the user's own, as docs/adding.md shows them."""
+"""A loss, an advantage and a training engine as docs/adding.md shows them."""
 
+import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed
 
+from services.common.runspec import train_engines
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.runspec.run import RunSpec
 from services.common.security.confinement import CodePolicy
 from services.trainer.batch.guard import NotFiniteError
 from services.trainer.collectives import Ranks
+from services.trainer.engines.base import EngineOrder, build_engines
+from services.trainer.settings import TrainerSettings
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.objective import Objective
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 from tests.helpers.pages import example
+from tests.unit.trainer import test_engines
 
 PPO = {"loss": "ppo", "dual_clip": None, "clip_low": 0.2, "clip_high": 0.28}
 
@@ -257,3 +263,46 @@ def test_code_outside_of_the_allowed_folders_is_refused(key: str) -> None:
 
     assert refused("/code/mine.py") == []
     assert "/data/mine.py" in refused("/data/mine.py")[0]
+
+
+@pytest.fixture
+def sgd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Adds the engine to the tables, as the page says; returns its class."""
+    example("adding.md", "sgd.py", tmp_path)
+    entry = example("adding.md", "train_engines.py", tmp_path).read_text()
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = entry.replace("services.trainer.engines.sgd", "sgd")
+    for name, kind in eval(f"{{{entry}}}", vars(train_engines)).items():
+        monkeypatch.setitem(train_engines.ENGINES, name, kind)
+    made = resolve_name("sgd:SgdEngine")
+    monkeypatch.setitem(
+        test_engines.BUILD, "sgd", lambda model, role, spec: made(model, spec, role=role)
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, each in vars(test_engines).items()
+        if test_engines.each_engine.mark in getattr(each, "pytestmark", [])
+    ],
+)
+def test_the_engine_of_the_page_keeps_the_contract(name: str, sgd: Any, tmp_path: Path) -> None:
+    contract = getattr(test_engines, name)
+    takes = inspect.signature(contract).parameters
+    contract("sgd", **({"tmp_path": tmp_path} if "tmp_path" in takes else {}))
+
+
+def test_a_run_may_name_the_engine_of_the_page(sgd: Any, tmp_path: Path) -> None:
+    spec = spec_of(trainer={"engine": "sgd"})
+    settings = TrainerSettings(
+        controller_address="none", run_id="r", worker_id="t", state_directory=tmp_path
+    )
+    device = torch.device("cpu")
+    engines = build_engines(EngineOrder(spec, settings, device, ["policy", "reference"]))
+    assert all(isinstance(each, sgd) for each in engines.values())
+    queue = random_queue(policy_of(spec, seed=1))
+    rank = rank_of(spec, engines["policy"], queue)
+    assert not rank.train(1, queue.meta).skipped
