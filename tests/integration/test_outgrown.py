@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import Bounds
+from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.ranks.command_group import CommandGroup, RankFailedError
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.wire.data.jagged import Jagged
-from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of
+from tests.helpers.batches import CPU, Queue, engine_of, policy_of, random_queue, rank_of
 from tests.helpers.cli import train
 from tests.helpers.ledger_check import check_run
 from tests.helpers.ports import free_port
@@ -135,8 +136,8 @@ def _leave_out(rank: int, folder: str, spec_json: str) -> None:
     queue = random_queue(policy_of(spec, seed=1, scale=1.5), num_groups=4)
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=2)
     distribute(policy, spec.trainer, topology)
-    trained = rank_of(spec, policy, queue, topology=topology)
-    trained.runner.engine.oom_limits.learn(Bounds(max_tokens=40, too_long=_longest(queue)))
+    known = OomLimits(Bounds(max_tokens=40, too_long=_longest(queue)), is_alone=False)
+    trained = rank_of(spec, engine_of(policy, spec, topology=topology, oom_limits=known), queue)
     recorder: Any = Recorder(policy)
     runner: Any = trained.runner
     runner.engine.optimizer = recorder
