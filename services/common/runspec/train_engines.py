@@ -5,10 +5,12 @@ A new engine needs a package in ``services/trainer/engines/`` and an entry in ``
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from services.common.runspec.suggestions import did_you_mean
+from services.common.runspec.task_groups import TaskGroupError
 from services.common.runspec.workers import apart
 
 if TYPE_CHECKING:
@@ -40,12 +42,16 @@ class TrainEngineKind:
                     f"trainer.engine {name!r} supports {key} {known} only, but it is {_shown(value)}; "
                     f"set {key} to {_shown(values[0])}, or trainer.engine to 'fsdp'"
                 )
-        own = [role for role, kind in apart(spec.topology).items() if kind.program == "trainer"]
-        if own and not self.serves_own_gpus:
-            yield (
-                f"trainer.engine {name!r} computes all models in the trainer, but topology.task_groups gives "
-                f"{', '.join(own)} GPUs of their own; remove these groups, or set trainer.engine to 'fsdp'"
-            )
+        if self.serves_own_gpus:
+            return
+        with suppress(TaskGroupError):  # another rule reports impossible groups
+            own = [role for role, kind in apart(spec.topology).items() if kind.program == "trainer"]
+            if own:
+                yield (
+                    f"trainer.engine {name!r} computes all models in the trainer, but topology.task_groups "
+                    f"gives {', '.join(own)} GPUs of their own; remove these groups, or set trainer.engine "
+                    "to 'fsdp'"
+                )
 
 
 def _shown(value: Any) -> str:

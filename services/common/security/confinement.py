@@ -92,6 +92,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "algorithm.advantage_arguments": "text",
     "algorithm.loss": "code",
     "algorithm.loss_arguments": "text",
+    "trainer.engine": "free",
     "trainer.lora.target_modules": "text",
     "trainer.checkpoint.best.set": "free",
     "trainer.checkpoint.best.metric": "free",

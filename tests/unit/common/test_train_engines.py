@@ -35,6 +35,17 @@ def test_settings_that_an_engine_does_not_support_are_refused_by_key(
     assert f"supports {key} " in str(caught.value)
 
 
+def test_models_with_gpus_of_their_own_are_refused() -> None:
+    topology = {
+        "task_groups": ["train", "generate", "ref_logp"],
+        "ratios": [0.5, 0.25, 0.25],
+        "gpus": 4,
+    }
+    changes = {"algorithm": {"kl": {"coefficient": 0.1}}, "trainer": {"engine": "reference"}}
+    with pytest.raises(SpecError, match="ref_logp"):
+        parse_spec(changed(topology=topology, **changes))
+
+
 def test_an_unknown_engine_is_refused_by_key() -> None:
     with pytest.raises(SpecError, match=r"trainer\.engine"):
         parse_spec(changed(trainer={"engine": "fdsp"}))
