@@ -86,7 +86,7 @@ async def test_a_comparison_may_see_whole_episodes(rewards: str) -> None:
         ("short", {}, "invalid_value", r"short.*list of 2 numbers.*\[1.0\]"),
         ("mapped", {}, "invalid_value", "mapped.*list of 2 numbers"),
         ("holes", {}, "invalid_value", "holes.*finite number"),
-        ("sure", {"sees": "pairs"}, "invalid_value", "sure of a pair.*within 0.0 and 1.0"),
+        ("sure", {"sees": "pairs"}, "invalid_value", r"sure of a pair.*within \[0.0, 1.0\]"),
         ("raising", {}, "exception", "raising.*KeyError"),
         ("hanging", {"timeout_s": 0.3}, "timeout", "hanging.*longer than 0.3 s"),
     ],
