@@ -20,8 +20,12 @@ from services.common.runspec.trainer import TrainerSpec
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.weights import WeightReceiver
-from services.trainer.engines.base import WeightLayout
+from services.trainer.batch.plan import Bounds, StepPlan
+from services.trainer.batch.samples import Samples
+from services.trainer.engines.base import ModelFacts, WeightLayout
+from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
+from services.trainer.engines.fsdp.scoring import score_tokens
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
@@ -34,10 +38,16 @@ from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
 
 class _UntrainedRank:
-    """A rank that exports weights and trains nothing, with as much of an engine as that needs."""
+    """A rank that exports and scores weights and trains nothing.
 
-    def __init__(self, export: WeightExport) -> None:
+    It is its own engine, because an engine's optimizer would take memory.
+    """
+
+    def __init__(self, policy: Policy, export: WeightExport, device: torch.device) -> None:
+        self._policy = policy
         self._export = export
+        self._device = device
+        self.model = ModelFacts(policy.model.config, 1.0)
         self.runner = SimpleNamespace(engine=self)
         self.weights = WeightLayout(export.weight_specs(), export.sends_rows)
 
@@ -47,6 +57,20 @@ class _UntrainedRank:
     def export_weights(self, *, rows: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the weights."""
         return self._export.weight_rows() if rows else self._export.weight_tensors()
+
+    def forward_logprobs(
+        self, samples: Samples, plan: StepPlan, *, temperature: float
+    ) -> torch.Tensor:
+        """Scores the canary."""
+        return score_tokens(
+            self._policy,
+            lambda packed: self._policy(packed, temperature=temperature)[0],
+            samples,
+            plan,
+            device=self._device,
+            shares_prefixes=False,
+            oom_limits=OomLimits(Bounds()),
+        )
 
 
 def run_trainer_rank(rank: int, options: Any, controller: str, port: int, members: Any) -> None:
@@ -75,19 +99,20 @@ def run_trainer_rank(rank: int, options: Any, controller: str, port: int, member
         args=(policy, weights, command_group, rank, options, store),
         daemon=True,
     ).start()
-    asyncio.run(_serve_rank(rank, command_group, weights, device, controller, members))
+    asyncio.run(_serve_rank(rank, command_group, policy, weights, device, controller, members))
 
 
 async def _serve_rank(
     rank: int,
     command_group: CommandGroup,
+    policy: Policy,
     weights: WeightExport,
     device: torch.device,
     controller: str,
     members: Any,
 ) -> None:
     source: Leader | Follower
-    untrained = cast("Any", _UntrainedRank(weights))
+    untrained = cast("Any", _UntrainedRank(policy, weights, device))
     if rank == 0:
         source = Leader()
         source.attach(untrained, command_group)
