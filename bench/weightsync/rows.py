@@ -2,8 +2,10 @@
 
 import asyncio
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,6 +82,7 @@ class Bench:
             host="127.0.0.1",
             device=self._device,
             timeout_s=120,
+            folder=Path(tempfile.gettempdir()),
         )
         channel = group.channels[0]
         is_source = self._source == 0

@@ -142,7 +142,7 @@ class AdmissionProxy:
 
     def end(self, connection: "_Connection", reason: str) -> None:
         """Closes a connection that is not admitted."""
-        self._log.warning("a connection was ended", peer=connection.peer, reason=reason)
+        self._log.warning("closed a connection", peer=connection.peer, reason=reason)
         connection.close()
 
     def forget(self, connection: "_Connection") -> None:

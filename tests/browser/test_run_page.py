@@ -314,7 +314,7 @@ async def test_only_what_a_role_may_is_offered(open_page, controller):
     async def offered(role, run):
         page = await open_page(f"/runs/{run}", role=role)
         await expect(page.locator("#state")).not_to_be_empty()
-        await page.wait_for_function("document.getElementById('actions').dataset.shape")
+        await page.wait_for_function("document.getElementById('actions').dataset.key")
         return await page.locator("#actions button").all_inner_texts()
 
     assert await offered("viewer", controller.running) == []
@@ -331,7 +331,7 @@ async def test_a_run_is_changed_and_a_refusal_is_told(open_page, controller):
     dialog = page.get_by_role("dialog")
     await dialog.get_by_label("save every").fill("5")
     await dialog.get_by_role("button", name="Change").click()
-    await expect(page.locator("#said")).to_have_text("Change: the controller has it.")
+    await expect(page.locator("#said")).to_have_text("Change: request accepted.")
     spec = json.loads(controller.store.get(controller.running).spec_json)
     assert spec["trainer"]["checkpoint"]["every"] == 5
     await page.get_by_role("button", name="Change").click()

@@ -157,7 +157,7 @@ def test_connections_that_ask_nothing_keep_nobody_out(tmp_path):
         assert is_closed(idle[0])
         assert is_closed(idle[1])
         assert honest.get("/v1/version").status_code == 200
-        told = running.log.read_text().count("a connection was ended")
+        told = running.log.read_text().count("closed a connection")
         assert told == 1
 
 

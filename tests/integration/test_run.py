@@ -110,7 +110,7 @@ def test_a_killed_service_ends_the_run_and_says_so(plumbing, tmp_path, service):
         victim.kill()
         out, _ = process.communicate(timeout=ENDS_WITHIN_S)
         assert process.returncode == 1
-        assert re.search(rf"{service}\S* ended with", "".join(lines) + out), out
+        assert re.search(rf"{service}\S* exited with", "".join(lines) + out), out
         assert_all_gone(children)
 
 

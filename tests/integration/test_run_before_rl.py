@@ -41,7 +41,7 @@ def test_a_run_that_samples_nothing_sends_weights_to_nobody(system, tmp_path):
     assert done.code == 0, done.out + done.err
     assert (done.summary["steps"], done.summary["weight_version"]) == (3, 3)
     told = slipstream("events", done.folder.name, "--url", system.url)
-    assert "weight version 3 is sent to nobody" in told.out
+    assert "weight version 3 has no receivers" in told.out
 
 
 def test_pairs_of_answers_teach_which_is_preferred(system, tmp_path):

@@ -89,7 +89,7 @@ def test_a_run_that_has_ended_is_written_when_somebody_asks(system, plumbing, tm
     done = system.train(plumbing)
     run_id = Path(done.out.splitlines()[-1]).parent.name
     arguments = ("track", run_id, "--url", system.url, "--folder", tmp_path)
-    assert "names no trackers" in slipstream(*arguments).err
+    assert "has no trackers" in slipstream(*arguments).err
     for _ in range(2):
         told = slipstream(*arguments, "--to", "tensorboard")
         assert told.code == 0, told.out + told.err

@@ -198,7 +198,7 @@ async def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
         path = tmp_path / "run_1" / "s.tq"
         path.write_bytes(path.read_bytes()[:-30])
         await metadata.drop_partition(TRAIN)
-        with pytest.raises(DataLossError, match="damaged"):
+        with pytest.raises(DataLossError, match="corrupted"):
             await metadata.restore_snapshot("run_1", "s")
         with pytest.raises(NotFoundError):
             await metadata.restore_snapshot("run_1", "t")
