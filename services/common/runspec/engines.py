@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
-from services.common.runspec.suggestions import did_you_mean
+from services.common.runspec.suggestions import look_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,9 +310,4 @@ def engine_kind(name: str) -> EngineKind:
     Raises:
         ValueError: If the name is unknown.
     """
-    if name not in ENGINES:
-        raise ValueError(
-            f"rollout.engine must be one of {', '.join(map(repr, ENGINES))}, got {name!r}."
-            + did_you_mean(name, tuple(ENGINES))
-        )
-    return ENGINES[name]
+    return look_up(ENGINES, name, key="rollout.engine")

@@ -1,7 +1,24 @@
 """Suggestions for misspelled names."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from typing import TypeVar
+
+_Entry = TypeVar("_Entry")
+
+
+def look_up(table: Mapping[str, _Entry], name: str, *, key: str) -> _Entry:
+    """Returns the entry of a table that the value of a key names.
+
+    Raises:
+        ValueError: If there is no such entry; the message has the key, the known names and the value.
+    """
+    if name not in table:
+        raise ValueError(
+            f"{key} must be one of {', '.join(map(repr, table))}, got {name!r}."
+            + did_you_mean(name, tuple(table))
+        )
+    return table[name]
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from services.common.runspec.suggestions import did_you_mean
+from services.common.runspec.suggestions import look_up
 from services.common.runspec.task_groups import TaskGroupError
 from services.common.runspec.workers import apart
 
@@ -87,9 +87,4 @@ def train_engine_kind(name: str) -> TrainEngineKind:
     Raises:
         ValueError: If the name is unknown.
     """
-    if name not in ENGINES:
-        raise ValueError(
-            f"trainer.engine must be one of {', '.join(map(repr, ENGINES))}, but is {name!r}."
-            + did_you_mean(name, tuple(ENGINES))
-        )
-    return ENGINES[name]
+    return look_up(ENGINES, name, key="trainer.engine")
