@@ -18,8 +18,9 @@ from services.rollout.openai.requests import (
     ToolCall,
     invalid,
     parse_body,
+    single_reply,
 )
-from services.rollout.openai.streaming import Piece
+from services.rollout.openai.streaming import NewTokens, Piece
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {
@@ -88,8 +89,7 @@ class MessagesRequest(BaseModel):
             messages += _messages(message, f"messages.{place}")
         ignored = {"metadata", "service_tier", "inference_geo", "context_management"}
         more = {key: value for key, value in (self.model_extra or {}).items() if key not in ignored}
-        return parse_body(
-            ChatRequest,
+        return single_reply(
             {
                 **more,
                 "model": self.model,
@@ -112,6 +112,10 @@ class MessagesRequest(BaseModel):
                 ],
             },
         )
+
+
+class _CountRequest(MessagesRequest):
+    max_tokens: int = Field(1, ge=1)
 
 
 class MessagesFormatter:
@@ -153,18 +157,9 @@ class MessagesFormatter:
         stop = {"stop_reason": None, "stop_sequence": None}
         yield _event("message_start", message={**self._head, "content": [], **stop, "usage": usage})
 
-    def tokens_events(
-        self,
-        index: int,
-        piece: Piece,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        *,
-        begin: int,
-    ) -> Iterator[str]:
+    def tokens_events(self, new: NewTokens) -> Iterator[str]:
         """Yields deltas of the block that the new text belongs to."""
-        del index, tokens, logprobs, begin
-        yield from self._texts(piece)
+        yield from self._texts(new.piece)
 
     def end_events(self, index: int, choice: Choice, rest: Piece) -> Iterator[str]:
         """Yields the rest of the text, blocks of tool calls, and ``message_delta``."""
@@ -225,13 +220,7 @@ def parse_messages(body: bytes) -> MessagesRequest:
 
 def parse_count(body: bytes) -> ChatRequest:
     """Parses a request to count tokens. Raises ApiError naming the invalid parameter."""
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is no JSON ({error})") from error
-    if not isinstance(given, dict):
-        raise invalid("the body must be a JSON object")
-    return parse_body(MessagesRequest, {"max_tokens": 1, **given}).as_chat()
+    return parse_body(_CountRequest, body).as_chat()
 
 
 def error_body(error: ApiError) -> dict[str, Any]:

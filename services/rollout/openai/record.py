@@ -31,9 +31,6 @@ from services.rollout.workflows.turns import Turn, num_tokens, observed, token_i
 if TYPE_CHECKING:
     from hashlib import _Hash
 
-# A begin mark of reasoning is a few tokens.
-_MAX_MARK_TOKENS = 16
-
 
 class Listener(Protocol):
     """Receives replies while they are sampled."""
@@ -121,10 +118,7 @@ class EpisodeRecord:
         self._episode.num_rewritten += any(message.role == "assistant" for message in added)
         turns = self._chat_turns(request, earlier)
         asked = _hash(turns, earlier)
-        end = self._episode.tokenizer.decode(
-            turns[-1].token_ids[-_MAX_MARK_TOKENS:], keeps_special=True
-        )
-        is_open = self.format.opens_reasoning(end)
+        is_open = self.format.opens_reasoning(self._episode.tokenizer, turns[-1].token_ids)
         if listener is not None:
             listener.begin(num_prompt_tokens=num_tokens(turns), is_open=is_open)
         sampled = await self._sample(turns, asked, request, request.reply_tokens, listener)

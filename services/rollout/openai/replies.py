@@ -7,7 +7,7 @@ from typing import Any
 from services.common.models.tokenizer import Tokenizer
 from services.rollout.openai.record import Choice, Replies
 from services.rollout.openai.requests import ApiError, ChatRequest, CompletionRequest, Message
-from services.rollout.openai.streaming import Piece
+from services.rollout.openai.streaming import NewTokens, Piece
 
 _DONE = "data: [DONE]\n\n"
 
@@ -48,21 +48,13 @@ class CompletionFormatter:
             delta = {"role": "assistant", "content": ""}
             yield self._event([{"index": index, "delta": delta, "finish_reason": None}])
 
-    def tokens_events(
-        self,
-        index: int,
-        piece: Piece,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        *,
-        begin: int,
-    ) -> Iterator[str]:
+    def tokens_events(self, new: NewTokens) -> Iterator[str]:
         """Yields an event with new tokens of a reply."""
         part = {
-            "index": index,
-            **({"delta": _delta(piece)} if self._is_chat else {"text": piece.content}),
+            "index": new.reply_index,
+            **({"delta": _delta(new.piece)} if self._is_chat else {"text": new.piece.content}),
             "finish_reason": None,
-            "logprobs": self._logprobs(tokens, logprobs, begin=begin),
+            "logprobs": self._logprobs(new.token_ids, new.logprobs, begin=new.begin),
         }
         yield self._event([part])
 

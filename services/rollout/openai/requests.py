@@ -261,6 +261,16 @@ def parse_completion(body: bytes) -> CompletionRequest:
     return parse_body(CompletionRequest, body)
 
 
+def single_reply(fields: Mapping[str, Any]) -> ChatRequest:
+    """Validates a chat of a protocol whose answers have one reply. Raises ApiError naming the parameter."""
+    request = parse_body(ChatRequest, fields)
+    if request.n != 1:
+        raise invalid(
+            f"n={request.n} is not supported: the answer has one reply; leave n out", param="n"
+        )
+    return request
+
+
 def parse_body(kind: type[_Request], body: bytes | Mapping[str, Any]) -> _Request:
     """Validates a request, as JSON or as an object. Raises ApiError naming the invalid parameter."""
     try:

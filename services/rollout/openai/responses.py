@@ -18,8 +18,9 @@ from services.rollout.openai.requests import (
     ToolCall,
     invalid,
     parse_body,
+    single_reply,
 )
-from services.rollout.openai.streaming import Piece
+from services.rollout.openai.streaming import NewTokens, Piece
 
 # Parameters that affect neither sampling nor rendering.
 _IGNORED = frozenset(
@@ -81,8 +82,7 @@ class ResponsesRequest(BaseModel):
         messages = [*earlier, *_messages(self.input)]
         if self.instructions:
             messages.insert(0, Message(role="system", content=self.instructions))
-        return parse_body(
-            ChatRequest,
+        return single_reply(
             {
                 **extra,
                 "model": self.model,
@@ -124,18 +124,9 @@ class ResponsesFormatter:
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response([]))
 
-    def tokens_events(
-        self,
-        index: int,
-        piece: Piece,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        *,
-        begin: int,
-    ) -> Iterator[str]:
+    def tokens_events(self, new: NewTokens) -> Iterator[str]:
         """Yields deltas of the item that the new text belongs to."""
-        del index, tokens, logprobs, begin
-        yield from self._texts(piece)
+        yield from self._texts(new.piece)
 
     def end_events(self, index: int, choice: Choice, rest: Piece) -> Iterator[str]:
         """Yields the rest of the text and the function calls."""

@@ -21,6 +21,20 @@ class Piece(NamedTuple):
     reasoning: str = ""
 
 
+class NewTokens(NamedTuple):
+    """New tokens of a reply."""
+
+    reply_index: int
+    """Index of the reply."""
+    piece: Piece
+    """New text that the agent may see."""
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Logprob of each token."""
+    begin: int
+    """Number of characters of the reply's tokens before."""
+
+
 class Formatter(Protocol):
     """Formats the answers to one request of one protocol."""
 
@@ -30,24 +44,8 @@ class Formatter(Protocol):
     def begin_events(self, num_replies: int, *, num_prompt_tokens: int) -> Iterator[str]:
         """Yields the events before the first token."""
 
-    def tokens_events(
-        self,
-        index: int,
-        piece: Piece,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        *,
-        begin: int,
-    ) -> Iterator[str]:
-        """Yields the events for new tokens of a reply.
-
-        Args:
-            index: Index of the reply.
-            piece: New text that the agent may see.
-            tokens: New tokens.
-            logprobs: Logprob of each new token.
-            begin: Number of characters of the tokens before.
-        """
+    def tokens_events(self, new: NewTokens) -> Iterator[str]:
+        """Yields the events for new tokens of a reply."""
 
     def end_events(self, index: int, choice: Choice, rest: Piece) -> Iterator[str]:
         """Yields the last events of a reply: text that was held back, tool calls, finish reason."""
@@ -148,8 +146,8 @@ class ReplyStream:
     ) -> Iterator[str]:
         text = self._texts[index]
         begin = text.num_characters
-        piece = text.add(tokens)
-        yield from self._formatter.tokens_events(index, piece, tokens, logprobs, begin=begin)
+        new = NewTokens(index, text.add(tokens), tokens, logprobs, begin)
+        yield from self._formatter.tokens_events(new)
 
     def _last(self, index: int, choice: Choice) -> Iterator[str]:
         """Yields events for the tokens that the engine did not stream, and the reply's last events."""

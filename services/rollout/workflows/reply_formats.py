@@ -19,6 +19,8 @@ from services.common.runspec.suggestions import did_you_mean
 _DECODER = json.JSONDecoder()
 _NO_JSON = (ValueError, RecursionError)
 _LLAMA_CALL = re.compile(r'\{\s*"(?:name|type|parameters|arguments)"')
+# A begin mark of reasoning is a few tokens.
+_MAX_MARK_TOKENS = 16
 # Bounds the time for a text that begins thousands of objects and ends none.
 _MAX_FAILED = 64
 Tools = Sequence[Mapping[str, Any]]
@@ -140,9 +142,12 @@ class ReplyFormat:
         content = text[: reported[0].place].strip() if reported else text
         return ParsedReply(self._plain(content), self._plain(reasoning), calls)
 
-    def opens_reasoning(self, prompt_end: str) -> bool:
-        """Returns True if a prompt whose last text this is has opened the reasoning."""
-        return self.reasoning is not None and prompt_end.rstrip().endswith(self.reasoning.begin)
+    def opens_reasoning(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
+        """Returns True if a prompt that ends with these tokens has opened the reasoning."""
+        if self.reasoning is None:
+            return False
+        end = tokenizer.decode(prompt_ids[-_MAX_MARK_TOKENS:], keeps_special=True)
+        return end.rstrip().endswith(self.reasoning.begin)
 
     def _plain(self, text: str) -> str:
         if self.has_special_marks:

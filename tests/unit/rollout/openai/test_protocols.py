@@ -150,6 +150,7 @@ async def test_a_response_at_the_limit_is_incomplete() -> None:
         ({"messages": []}, "messages"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"model": "claude"}, "claude"),
+        ({"n": 2}, "n=2"),
         ({"temperature": 0.1}, "temperature"),
     ],
 )
@@ -179,6 +180,7 @@ async def test_messages_requests_with_unsupported_options_are_rejected(
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"previous_response_id": "resp_x"}, "resp_x"),
         ({"input": []}, "messages"),
+        ({"n": 2}, "n=2"),
     ],
 )
 async def test_responses_requests_with_unsupported_options_are_rejected(
