@@ -20,7 +20,7 @@ def main() -> None:
         points = run["curve"]
         greedy = [point["greedy"] for point in points]
         by_samples.plot([p["samples"] for p in points], greedy, label=name, marker="o")
-        # The initial model is evaluated before the first step, at a time that is not told.
+        # The initial model is evaluated before the first step, at a time that is not recorded.
         begin = run["seconds_to_first_step"]
         seconds = [max(0.0, point["seconds"] - begin) for point in points]
         by_seconds.plot(seconds, greedy, label=name, marker="o")

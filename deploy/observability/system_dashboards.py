@@ -141,7 +141,7 @@ FLEET = Dashboard(
         ),
         Panel(
             "Transferqueue shards",
-            "Shards that the index hears of. When one is lost, its samples are generated again.",
+            "Shards that report to the index. When one is lost, its samples are generated again.",
             [("max(slipstream_tq_shards)", "shards")],
         ),
         Panel(

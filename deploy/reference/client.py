@@ -116,7 +116,7 @@ def _models(schemas: Mapping[str, _Schema], operations: list[_Operation]) -> str
             {found for field in fields for found in _names(_type(field))} & set(schemas)
         ) - needed
     lines = [
-        f'"""What a controller answers.{_NOTE}"""',
+        f'"""Answers of a controller, as pydantic models.{_NOTE}"""',
         "from __future__ import annotations",
         "from datetime import datetime",
         "from typing import Any",

@@ -1,4 +1,4 @@
-"""What a controller answers.
+"""Answers of a controller, as pydantic models.
 
 Written by deploy/reference/client.py: `make docs` keeps it current.
 """

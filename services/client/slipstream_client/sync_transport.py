@@ -50,10 +50,10 @@ class Transport:
         self._http.close()
 
     def content(self, request: Request) -> bytes:
-        """What is answered.
+        """Sends a request and returns the body of the answer.
 
         Raises:
-            ApiError: If the request is refused, or nobody answers.
+            ApiError: If the controller refuses the request or does not answer.
         """
         deadline = time.monotonic() + self._patience_s
         while True:
@@ -69,14 +69,14 @@ class Transport:
         return response.content
 
     def page_link(self) -> str:
-        """A link to the run page that signs one browser in, once, as this caller."""
+        """Returns a link to the run page that signs one browser in, once, as this caller."""
         content = self.content(Request(method="POST", path="/page/links", makes_no_second=True))
         return f"{self.url}{json.loads(content)['path']}"
 
     def stream(
         self, request: Request, *, silence_s: float = _SILENCE_S
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What is answered bit by bit: kind and content of each event, or ``line`` and an object.
+        """Yields a streamed answer: kind and content of each event, or ``line`` and an object.
 
         Raises:
             ApiError: If the request is refused.
@@ -100,17 +100,17 @@ class Transport:
     def watch(
         self, run_id: str, *, after_seq: int = 0, timeout_s: float | None = None
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Events of a run as they come: ``(type, event)``; the last one is ``("end", run)``.
+        """Yields the events of a run as they occur: ``(type, event)``; the last one is ``("end", run)``.
 
-        A controller that is started again is found again, and no event is missed or told twice.
+        It reconnects if the controller restarts; no event is missed or repeated.
 
         Args:
             run_id: The run.
-            after_seq: Number of the event behind which it begins.
-            timeout_s: How long the run may take to end.
+            after_seq: Number of the last event to skip.
+            timeout_s: Max seconds until the run ends; None for no limit.
 
         Raises:
-            ApiError: If the request is refused, or nobody answers for a minute.
+            ApiError: If the controller refuses the request or does not answer for a minute.
             TimeoutError: If the run takes longer.
         """
         begin = last_heartbeat = time.monotonic()
@@ -136,7 +136,7 @@ class Transport:
                 last_heartbeat = time.monotonic()
             except httpx.TransportError as error:
                 now = time.monotonic()
-                # A run that has nothing to tell is silent for long: what was cut off was there until now.
+                # A stream without events may be idle for long; until it broke, the controller was reachable.
                 if isinstance(error, _CUT_OFF) and now - asked > _ASK_AGAIN_S:
                     last_heartbeat = now
                 elif now - last_heartbeat > _SILENCE_S:
