@@ -192,7 +192,7 @@ class MembershipService:
 
 
 class RendezvousServiceStub:
-    """Lets the members of a weight group meet, over the authenticated control plane.
+    """Key-value store through which the members of a weight group find each other.
     """
 
     def __init__(self, channel):
@@ -219,7 +219,7 @@ class RendezvousServiceStub:
 
 
 class RendezvousServiceServicer:
-    """Lets the members of a weight group meet, over the authenticated control plane.
+    """Key-value store through which the members of a weight group find each other.
     """
 
     def SetValue(self, request, context):
@@ -271,7 +271,7 @@ def add_RendezvousServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RendezvousService:
-    """Lets the members of a weight group meet, over the authenticated control plane.
+    """Key-value store through which the members of a weight group find each other.
     """
 
     @staticmethod

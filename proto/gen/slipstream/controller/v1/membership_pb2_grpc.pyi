@@ -94,7 +94,7 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_MembershipServiceServicer_to_server(servicer: MembershipServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class RendezvousServiceStub:
-    """Lets the members of a weight group meet, over the authenticated control plane."""
+    """Key-value store through which the members of a weight group find each other."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -111,7 +111,7 @@ class RendezvousServiceStub:
 
 @_typing.type_check_only
 class RendezvousServiceAsyncStub(RendezvousServiceStub):
-    """Lets the members of a weight group meet, over the authenticated control plane."""
+    """Key-value store through which the members of a weight group find each other."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SetValue: _aio.UnaryUnaryMultiCallable[_membership_pb2.SetValueRequest, _membership_pb2.SetValueResponse]  # type: ignore[assignment]
@@ -124,7 +124,7 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     """Adds to a counter and returns its new value."""
 
 class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Lets the members of a weight group meet, over the authenticated control plane."""
+    """Key-value store through which the members of a weight group find each other."""
 
     @_abc_1.abstractmethod
     def SetValue(

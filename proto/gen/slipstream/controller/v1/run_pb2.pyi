@@ -43,13 +43,13 @@ class Run(_message.Message):
         STATE_PAUSING: Run._State.ValueType  # 4
         """Drains before a pause."""
         STATE_PAUSED: Run._State.ValueType  # 5
-        """Does not generate or train, until it is resumed."""
+        """Does not generate or train until a user resumes it."""
         STATE_RECOVERING: Run._State.ValueType  # 6
         """Replaces lost workers."""
         STATE_CANCELLING: Run._State.ValueType  # 7
         """Stops its workers after a cancel."""
         STATE_SUCCEEDED: Run._State.ValueType  # 8
-        """Ended with all steps trained."""
+        """Trained all its steps."""
         STATE_FAILED: Run._State.ValueType  # 9
         """Ended with an error."""
         STATE_CANCELLED: Run._State.ValueType  # 10
@@ -69,13 +69,13 @@ class Run(_message.Message):
     STATE_PAUSING: Run.State.ValueType  # 4
     """Drains before a pause."""
     STATE_PAUSED: Run.State.ValueType  # 5
-    """Does not generate or train, until it is resumed."""
+    """Does not generate or train until a user resumes it."""
     STATE_RECOVERING: Run.State.ValueType  # 6
     """Replaces lost workers."""
     STATE_CANCELLING: Run.State.ValueType  # 7
     """Stops its workers after a cancel."""
     STATE_SUCCEEDED: Run.State.ValueType  # 8
-    """Ended with all steps trained."""
+    """Trained all its steps."""
     STATE_FAILED: Run.State.ValueType  # 9
     """Ended with an error."""
     STATE_CANCELLED: Run.State.ValueType  # 10
@@ -1020,7 +1020,7 @@ class ListGroupsResponse(_message.Message):
         state: _builtins.str
         """State in the ledger."""
         step: _builtins.int
-        """Step that trained it; 0 if none did."""
+        """Step that trained it; 0 if no step did."""
         oldest_version: _builtins.int
         """Oldest weight version; -1 if it has none."""
         reason: _builtins.str

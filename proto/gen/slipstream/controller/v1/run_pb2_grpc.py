@@ -240,7 +240,7 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """Streams the events of a run, from the one after after_seq to the one that ends it.
+        """Streams the events of a run after after_seq, until the run ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -261,7 +261,7 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadLogs(self, request, context):
-        """Returns the ends of the workers' logs, and with follow also new lines.
+        """Returns the last lines of the workers' logs and, with follow, new lines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -58,13 +58,13 @@ class RunServiceStub:
     ForkRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.ForkRunRequest, _run_pb2.Run]
     """Creates a run that continues from a checkpoint of another one."""
     WatchRun: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.RunEvent]
-    """Streams the events of a run, from the one after after_seq to the one that ends it."""
+    """Streams the events of a run after after_seq, until the run ends."""
     WatchRuns: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRunsRequest, _run_pb2.RunEvent]
     """Streams new events of all runs of the project."""
     ListEvents: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListEventsRequest, _run_pb2.ListEventsResponse]
     """Lists events of a run, in order."""
     ReadLogs: _grpc.UnaryStreamMultiCallable[_run_pb2.ReadLogsRequest, _run_pb2.LogLine]
-    """Returns the ends of the workers' logs, and with follow also new lines."""
+    """Returns the last lines of the workers' logs and, with follow, new lines."""
     ListMetrics: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListMetricsRequest, _run_pb2.ListMetricsResponse]
     """Lists metrics of a run's steps, in order."""
     ListGroups: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListGroupsRequest, _run_pb2.ListGroupsResponse]
@@ -114,13 +114,13 @@ class RunServiceAsyncStub(RunServiceStub):
     ForkRun: _aio.UnaryUnaryMultiCallable[_run_pb2.ForkRunRequest, _run_pb2.Run]  # type: ignore[assignment]
     """Creates a run that continues from a checkpoint of another one."""
     WatchRun: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.RunEvent]  # type: ignore[assignment]
-    """Streams the events of a run, from the one after after_seq to the one that ends it."""
+    """Streams the events of a run after after_seq, until the run ends."""
     WatchRuns: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRunsRequest, _run_pb2.RunEvent]  # type: ignore[assignment]
     """Streams new events of all runs of the project."""
     ListEvents: _aio.UnaryUnaryMultiCallable[_run_pb2.ListEventsRequest, _run_pb2.ListEventsResponse]  # type: ignore[assignment]
     """Lists events of a run, in order."""
     ReadLogs: _aio.UnaryStreamMultiCallable[_run_pb2.ReadLogsRequest, _run_pb2.LogLine]  # type: ignore[assignment]
-    """Returns the ends of the workers' logs, and with follow also new lines."""
+    """Returns the last lines of the workers' logs and, with follow, new lines."""
     ListMetrics: _aio.UnaryUnaryMultiCallable[_run_pb2.ListMetricsRequest, _run_pb2.ListMetricsResponse]  # type: ignore[assignment]
     """Lists metrics of a run's steps, in order."""
     ListGroups: _aio.UnaryUnaryMultiCallable[_run_pb2.ListGroupsRequest, _run_pb2.ListGroupsResponse]  # type: ignore[assignment]
@@ -239,7 +239,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.WatchRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_run_pb2.RunEvent], _abc.AsyncIterator[_run_pb2.RunEvent]]:
-        """Streams the events of a run, from the one after after_seq to the one that ends it."""
+        """Streams the events of a run after after_seq, until the run ends."""
 
     @_abc_1.abstractmethod
     def WatchRuns(
@@ -263,7 +263,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ReadLogsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_run_pb2.LogLine], _abc.AsyncIterator[_run_pb2.LogLine]]:
-        """Returns the ends of the workers' logs, and with follow also new lines."""
+        """Returns the last lines of the workers' logs and, with follow, new lines."""
 
     @_abc_1.abstractmethod
     def ListMetrics(

@@ -450,7 +450,7 @@ Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
 
 @_typing.final
 class GetStatsResponse(_message.Message):
-    """Returns the fill."""
+    """Returns the usage."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -458,11 +458,11 @@ class GetStatsResponse(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartitionStats]:
-        """Fill of each partition."""
+        """Usage of each partition."""
 
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardStats]:
-        """Fill of each shard."""
+        """Usage of each shard."""
 
     def __init__(
         self,
@@ -480,7 +480,7 @@ Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
 
 @_typing.final
 class PartitionStats(_message.Message):
-    """Fill of a partition."""
+    """Usage of a partition."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -526,7 +526,7 @@ Global___PartitionStats: _TypeAlias = PartitionStats  # noqa: Y015
 
 @_typing.final
 class ShardStats(_message.Message):
-    """Fill of a shard."""
+    """Usage of a shard."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -611,7 +611,6 @@ class Shard(_message.Message):
     PUBLIC_KEY_FIELD_NUMBER: _builtins.int
     ARENA_SOCKET_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    OBJECT_STORE_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
     """Id of the shard."""
     endpoint: _builtins.str
@@ -622,10 +621,6 @@ class Shard(_message.Message):
     """Path of the Unix socket that passes on the shared memory; empty if there is none."""
     instance_id: _builtins.str
     """Id of the current lifetime of the shard's process."""
-    @_builtins.property
-    def object_store(self) -> Global___ObjectStoreAddress:
-        """Store that holds its bytes, if they are in Mooncake Store."""
-
     def __init__(
         self,
         *,
@@ -634,45 +629,14 @@ class Shard(_message.Message):
         public_key: _builtins.str = ...,
         arena_socket: _builtins.str = ...,
         instance_id: _builtins.str = ...,
-        object_store: Global___ObjectStoreAddress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["object_store", b"object_store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_socket", b"arena_socket", "endpoint", b"endpoint", "instance_id", b"instance_id", "object_store", b"object_store", "public_key", b"public_key", "shard_id", b"shard_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_socket", b"arena_socket", "endpoint", b"endpoint", "instance_id", b"instance_id", "public_key", b"public_key", "shard_id", b"shard_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Shard: _TypeAlias = Shard  # noqa: Y015
-
-@_typing.final
-class ObjectStoreAddress(_message.Message):
-    """Address of a Mooncake Store."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MASTER_FIELD_NUMBER: _builtins.int
-    PROTOCOL_FIELD_NUMBER: _builtins.int
-    REPLICA_COUNT_FIELD_NUMBER: _builtins.int
-    master: _builtins.str
-    """Master as "host:port"; empty if Mooncake Store is not used."""
-    protocol: _builtins.str
-    """Transport: "tcp" or "rdma"."""
-    replica_count: _builtins.int
-    """Number of copies of each object."""
-    def __init__(
-        self,
-        *,
-        master: _builtins.str = ...,
-        protocol: _builtins.str = ...,
-        replica_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["master", b"master", "protocol", b"protocol", "replica_count", b"replica_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ObjectStoreAddress: _TypeAlias = ObjectStoreAddress  # noqa: Y015
 
 @_typing.final
 class SaveSnapshotRequest(_message.Message):

@@ -162,15 +162,15 @@ class TransferQueueServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Returns the fill of partitions and shards.
+        """Returns the usage of partitions and shards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ConnectClient(self, request, context):
-        """Admits a client to the data sockets for as long as the stream is open, and streams the list of
-        shards, at once and after each change.
+        """Admits a client to the data sockets while the stream is open. Streams the list of shards at the
+        start and after each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -591,7 +591,7 @@ class TransferQueueService:
 
 
 class SampleRecordServiceStub:
-    """Records samples of each run with their texts for people to read, beyond the life of their keys.
+    """Keeps readable records of each run's samples after their keys are deleted.
     """
 
     def __init__(self, channel):
@@ -618,7 +618,7 @@ class SampleRecordServiceStub:
 
 
 class SampleRecordServiceServicer:
-    """Records samples of each run with their texts for people to read, beyond the life of their keys.
+    """Keeps readable records of each run's samples after their keys are deleted.
     """
 
     def RecordSamples(self, request, context):
@@ -669,7 +669,7 @@ def add_SampleRecordServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SampleRecordService:
-    """Records samples of each run with their texts for people to read, beyond the life of their keys.
+    """Keeps readable records of each run's samples after their keys are deleted.
     """
 
     @staticmethod

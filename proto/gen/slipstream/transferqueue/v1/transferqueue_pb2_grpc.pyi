@@ -58,10 +58,10 @@ class TransferQueueServiceStub:
     ReleaseKeys: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.ReleaseKeysRequest, _transferqueue_pb2.ReleaseKeysResponse]
     """Deletes samples. Safe to repeat: keys that do not exist are not counted."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.GetStatsRequest, _transferqueue_pb2.GetStatsResponse]
-    """Returns the fill of partitions and shards."""
+    """Returns the usage of partitions and shards."""
     ConnectClient: _grpc.UnaryStreamMultiCallable[_transferqueue_pb2.ConnectClientRequest, _transferqueue_pb2.ConnectClientResponse]
-    """Admits a client to the data sockets for as long as the stream is open, and streams the list of
-    shards, at once and after each change.
+    """Admits a client to the data sockets while the stream is open. Streams the list of shards at the
+    start and after each change.
     """
     SaveSnapshot: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.SaveSnapshotRequest, _transferqueue_pb2.SaveSnapshotResponse]
     """Saves the samples of a run in the service's snapshot folder."""
@@ -98,10 +98,10 @@ class TransferQueueServiceAsyncStub(TransferQueueServiceStub):
     ReleaseKeys: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.ReleaseKeysRequest, _transferqueue_pb2.ReleaseKeysResponse]  # type: ignore[assignment]
     """Deletes samples. Safe to repeat: keys that do not exist are not counted."""
     GetStats: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.GetStatsRequest, _transferqueue_pb2.GetStatsResponse]  # type: ignore[assignment]
-    """Returns the fill of partitions and shards."""
+    """Returns the usage of partitions and shards."""
     ConnectClient: _aio.UnaryStreamMultiCallable[_transferqueue_pb2.ConnectClientRequest, _transferqueue_pb2.ConnectClientResponse]  # type: ignore[assignment]
-    """Admits a client to the data sockets for as long as the stream is open, and streams the list of
-    shards, at once and after each change.
+    """Admits a client to the data sockets while the stream is open. Streams the list of shards at the
+    start and after each change.
     """
     SaveSnapshot: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.SaveSnapshotRequest, _transferqueue_pb2.SaveSnapshotResponse]  # type: ignore[assignment]
     """Saves the samples of a run in the service's snapshot folder."""
@@ -189,7 +189,7 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.GetStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.GetStatsResponse, _abc.Awaitable[_transferqueue_pb2.GetStatsResponse]]:
-        """Returns the fill of partitions and shards."""
+        """Returns the usage of partitions and shards."""
 
     @_abc_1.abstractmethod
     def ConnectClient(
@@ -197,8 +197,8 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.ConnectClientRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transferqueue_pb2.ConnectClientResponse], _abc.AsyncIterator[_transferqueue_pb2.ConnectClientResponse]]:
-        """Admits a client to the data sockets for as long as the stream is open, and streams the list of
-        shards, at once and after each change.
+        """Admits a client to the data sockets while the stream is open. Streams the list of shards at the
+        start and after each change.
         """
 
     @_abc_1.abstractmethod
@@ -220,7 +220,7 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_TransferQueueServiceServicer_to_server(servicer: TransferQueueServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class SampleRecordServiceStub:
-    """Records samples of each run with their texts for people to read, beyond the life of their keys."""
+    """Keeps readable records of each run's samples after their keys are deleted."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -235,7 +235,7 @@ class SampleRecordServiceStub:
 
 @_typing.type_check_only
 class SampleRecordServiceAsyncStub(SampleRecordServiceStub):
-    """Records samples of each run with their texts for people to read, beyond the life of their keys."""
+    """Keeps readable records of each run's samples after their keys are deleted."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     RecordSamples: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.RecordSamplesRequest, _transferqueue_pb2.RecordSamplesResponse]  # type: ignore[assignment]
@@ -246,7 +246,7 @@ class SampleRecordServiceAsyncStub(SampleRecordServiceStub):
     """Deletes the sample records of a run. Safe to repeat."""
 
 class SampleRecordServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Records samples of each run with their texts for people to read, beyond the life of their keys."""
+    """Keeps readable records of each run's samples after their keys are deleted."""
 
     @_abc_1.abstractmethod
     def RecordSamples(

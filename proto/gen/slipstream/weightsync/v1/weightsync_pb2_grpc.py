@@ -112,15 +112,15 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PrepareTransfer(self, request, context):
-        """Asks if the member can take part in a transfer now; no collective starts before all can. A
-        source copies its weights here.
+        """Checks that the member can take part in a transfer now; no collective starts before all members
+        can. A source copies its weights here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TransferWeights(self, request, context):
-        """Sends or receives a version. Receivers verify it and hold it beside the live weights.
+        """Sends or receives a version. Receivers verify it and hold it next to the live weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,15 +134,15 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ScoreWeights(self, request, context):
-        """Makes the trainer score a short text of its choice under the sent weights.
+        """The trainer scores a short text of its choice under the sent weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckWeights(self, request, context):
-        """Makes a receiver score the same text; if its logprobs differ too much, it is no longer ready
-        and fails with DATA_LOSS. Safe to repeat.
+        """A receiver scores the same text. If its logprobs differ too much, it stops serving and fails with
+        DATA_LOSS. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

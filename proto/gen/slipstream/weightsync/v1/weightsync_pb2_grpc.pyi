@@ -43,18 +43,18 @@ class WeightSyncServiceStub:
     FormGroup: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.FormGroupRequest, _weightsync_pb2.FormGroupResponse]
     """Forms the collective group of an epoch. The controller calls all members at the same time."""
     PrepareTransfer: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.PrepareTransferRequest, _weightsync_pb2.PrepareTransferResponse]
-    """Asks if the member can take part in a transfer now; no collective starts before all can. A
-    source copies its weights here.
+    """Checks that the member can take part in a transfer now; no collective starts before all members
+    can. A source copies its weights here.
     """
     TransferWeights: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.TransferWeightsRequest, _weightsync_pb2.TransferWeightsResponse]
-    """Sends or receives a version. Receivers verify it and hold it beside the live weights."""
+    """Sends or receives a version. Receivers verify it and hold it next to the live weights."""
     AdoptWeights: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.AdoptWeightsRequest, _weightsync_pb2.AdoptWeightsResponse]
     """Puts a received version into service. Safe to repeat."""
     ScoreWeights: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ScoreWeightsRequest, _weightsync_pb2.ScoreWeightsResponse]
-    """Makes the trainer score a short text of its choice under the sent weights."""
+    """The trainer scores a short text of its choice under the sent weights."""
     CheckWeights: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.CheckWeightsRequest, _weightsync_pb2.CheckWeightsResponse]
-    """Makes a receiver score the same text; if its logprobs differ too much, it is no longer ready
-    and fails with DATA_LOSS. Safe to repeat.
+    """A receiver scores the same text. If its logprobs differ too much, it stops serving and fails with
+    DATA_LOSS. Safe to repeat.
     """
     AbortGroup: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.AbortGroupRequest, _weightsync_pb2.AbortGroupResponse]
     """Aborts an epoch; live weights stay unchanged. Safe to repeat."""
@@ -74,18 +74,18 @@ class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
     FormGroup: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.FormGroupRequest, _weightsync_pb2.FormGroupResponse]  # type: ignore[assignment]
     """Forms the collective group of an epoch. The controller calls all members at the same time."""
     PrepareTransfer: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.PrepareTransferRequest, _weightsync_pb2.PrepareTransferResponse]  # type: ignore[assignment]
-    """Asks if the member can take part in a transfer now; no collective starts before all can. A
-    source copies its weights here.
+    """Checks that the member can take part in a transfer now; no collective starts before all members
+    can. A source copies its weights here.
     """
     TransferWeights: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.TransferWeightsRequest, _weightsync_pb2.TransferWeightsResponse]  # type: ignore[assignment]
-    """Sends or receives a version. Receivers verify it and hold it beside the live weights."""
+    """Sends or receives a version. Receivers verify it and hold it next to the live weights."""
     AdoptWeights: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.AdoptWeightsRequest, _weightsync_pb2.AdoptWeightsResponse]  # type: ignore[assignment]
     """Puts a received version into service. Safe to repeat."""
     ScoreWeights: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ScoreWeightsRequest, _weightsync_pb2.ScoreWeightsResponse]  # type: ignore[assignment]
-    """Makes the trainer score a short text of its choice under the sent weights."""
+    """The trainer scores a short text of its choice under the sent weights."""
     CheckWeights: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.CheckWeightsRequest, _weightsync_pb2.CheckWeightsResponse]  # type: ignore[assignment]
-    """Makes a receiver score the same text; if its logprobs differ too much, it is no longer ready
-    and fails with DATA_LOSS. Safe to repeat.
+    """A receiver scores the same text. If its logprobs differ too much, it stops serving and fails with
+    DATA_LOSS. Safe to repeat.
     """
     AbortGroup: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.AbortGroupRequest, _weightsync_pb2.AbortGroupResponse]  # type: ignore[assignment]
     """Aborts an epoch; live weights stay unchanged. Safe to repeat."""
@@ -126,8 +126,8 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.PrepareTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.PrepareTransferResponse, _abc.Awaitable[_weightsync_pb2.PrepareTransferResponse]]:
-        """Asks if the member can take part in a transfer now; no collective starts before all can. A
-        source copies its weights here.
+        """Checks that the member can take part in a transfer now; no collective starts before all members
+        can. A source copies its weights here.
         """
 
     @_abc_1.abstractmethod
@@ -136,7 +136,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.TransferWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.TransferWeightsResponse, _abc.Awaitable[_weightsync_pb2.TransferWeightsResponse]]:
-        """Sends or receives a version. Receivers verify it and hold it beside the live weights."""
+        """Sends or receives a version. Receivers verify it and hold it next to the live weights."""
 
     @_abc_1.abstractmethod
     def AdoptWeights(
@@ -152,7 +152,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.ScoreWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.ScoreWeightsResponse, _abc.Awaitable[_weightsync_pb2.ScoreWeightsResponse]]:
-        """Makes the trainer score a short text of its choice under the sent weights."""
+        """The trainer scores a short text of its choice under the sent weights."""
 
     @_abc_1.abstractmethod
     def CheckWeights(
@@ -160,8 +160,8 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.CheckWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.CheckWeightsResponse, _abc.Awaitable[_weightsync_pb2.CheckWeightsResponse]]:
-        """Makes a receiver score the same text; if its logprobs differ too much, it is no longer ready
-        and fails with DATA_LOSS. Safe to repeat.
+        """A receiver scores the same text. If its logprobs differ too much, it stops serving and fails with
+        DATA_LOSS. Safe to repeat.
         """
 
     @_abc_1.abstractmethod
