@@ -152,12 +152,10 @@ class KVBatchMeta:
 
     @property
     def num_keys(self) -> int:
-        """Number of samples."""
         return len(self.keys)
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        """Names of the fields."""
         return tuple(column.name for column in self.fields)
 
     def column(self, name: str) -> FieldColumn:

@@ -40,7 +40,6 @@ _T = TypeVar("_T")
 
 
 def state_number(state: WorkerState) -> worker_pb2.WorkerState.ValueType:
-    """Returns the protobuf value of a state."""
     return worker_pb2.WorkerState.Value(f"WORKER_STATE_{state.upper()}")
 
 
@@ -81,8 +80,6 @@ class WorkerSession:
 
     Args:
         settings: Address of the controller, and the run and id of this worker.
-        role: Role of the worker in the run, a key of ``WORKERS``.
-        port: Port of the worker's own gRPC server.
     """
 
     spec: RunSpec
@@ -277,7 +274,6 @@ class Rendezvous:
         self._scope = scope
 
     def set(self, key: str, value: bytes) -> None:
-        """Stores a value."""
         self._run(self._set(key, value), _CALL_TIMEOUT_S)
 
     def get(self, key: str, timeout_s: float) -> bytes:

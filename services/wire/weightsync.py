@@ -105,7 +105,7 @@ class WeightSyncClient:
         )
         return from_message(response, Agreed)
 
-    async def form(
+    async def form_group(
         self,
         epoch: int,
         *,
@@ -193,7 +193,6 @@ class WeightSyncClient:
         return response.difference
 
     async def abort(self, epoch: int, reason: str, *, timeout_s: float) -> None:
-        """Makes the member abort an epoch."""
         await call(
             self._stub.AbortGroup,
             pb.AbortGroupRequest(epoch=epoch, reason=reason),

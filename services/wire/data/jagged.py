@@ -67,7 +67,6 @@ class Jagged:
         return cls(torch.cat(list(rows)), lengths)
 
     def __len__(self) -> int:
-        """Returns the number of rows."""
         return len(self.lengths)
 
     def offsets(self) -> Tensor:
@@ -77,7 +76,6 @@ class Jagged:
         return offsets
 
     def unbind(self) -> list[Tensor]:
-        """Returns the rows as views."""
         if self.is_scalar:
             return list(self.values.unbind())
         return list(self.values.split(self.lengths.tolist()))

@@ -28,6 +28,7 @@ _RESERVED = frozenset(
         "use_cache",
         "layout",
         "context",
+        "prompts",
     }
 )
 """Arguments of the forward pass that engines and trainer compute themselves."""
@@ -110,7 +111,6 @@ def model_arguments(
         model: Module whose forward pass takes the tensors.
         bundles: Bundles in the order in which their prompts occur in the input. Tensors of one name are
             concatenated along their first dimension, as models of transformers expect.
-        device: Device of the model.
 
     Raises:
         ValueError: If the model does not take a tensor.

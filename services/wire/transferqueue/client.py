@@ -10,7 +10,6 @@ from services.common.errors import from_rpc_error
 from services.common.messages import from_message, to_message
 from services.common.rpc.client import call, open_channel
 from services.wire.batch import KVBatchMeta
-from services.wire.transferqueue.registry_client import shard_from_proto
 from services.wire.transferqueue.types import (
     AcquireRequest,
     LostSamples,
@@ -22,6 +21,68 @@ from services.wire.transferqueue.types import (
 )
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
+
+
+class ShardRegistryClient:
+    """Calls the index on behalf of a shard in another process.
+
+    Args:
+        instance_id: Identifies one lifetime of the shard's process; the index rejects requests of a
+            lifetime that it has given up.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, shard_id: str, instance_id: str) -> None:
+        self._life = {"shard_id": shard_id, "instance_id": instance_id}
+        self._stub = pb_grpc.ShardRegistryServiceStub(channel)
+
+    async def register(self, shard: Shard, *, capacity_bytes: int) -> None:
+        request = pb.RegisterShardRequest(
+            shard=to_message(shard, pb.Shard), capacity_bytes=capacity_bytes
+        )
+        await call(self._stub.RegisterShard, request, timeout_s=_TIMEOUT_S, idempotent=True)
+
+    async def heartbeat(self, *, stored_bytes: int, num_deleted: int) -> tuple[int, ...]:
+        """Keeps the shard registered; returns the blobs to delete after the first ``num_deleted``.
+
+        Raises:
+            NotFoundError: If the index gave the shard up.
+        """
+        request = pb.HeartbeatShardRequest(
+            **self._life, stored_bytes=stored_bytes, deleted_count=num_deleted
+        )
+        response = await call(
+            self._stub.HeartbeatShard, request, timeout_s=_TIMEOUT_S, idempotent=True
+        )
+        return tuple(response.blob_ids)
+
+    async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
+        """Charges the quota of a run; waits until there is space."""
+        request = pb.ReserveBytesRequest(
+            **self._life, partition_id=partition_id, size_bytes=size_bytes, wait_s=wait_s
+        )
+        await call(self._stub.ReserveBytes, request, timeout_s=wait_s + _TIMEOUT_S)
+
+    async def cancel(self, partition_id: str, size_bytes: int) -> None:
+        """Reverts a charge of ``reserve``."""
+        request = pb.CancelBytesRequest(
+            **self._life, partition_id=partition_id, size_bytes=size_bytes
+        )
+        await call(self._stub.CancelBytes, request, timeout_s=_TIMEOUT_S)
+
+    async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
+        """Makes a put visible; returns the partition's revision."""
+        request = pb.CommitPutRequest(**self._life, put_id=put_id, batch=meta.to_proto())
+        response = await call(self._stub.CommitPut, request, timeout_s=_TIMEOUT_S, idempotent=True)
+        return response.revision
+
+    async def admitted_as(self, public_key: str) -> str | None:
+        """Returns the run of a client that may use the data sockets; None if it may not."""
+        request = pb.CheckClientRequest(public_key=public_key)
+        response = await call(
+            self._stub.CheckClient, request, timeout_s=_TIMEOUT_S, idempotent=True
+        )
+        return response.run_id if response.admitted else None
+
 
 _TIMEOUT_S = 30.0
 _SNAPSHOT_TIMEOUT_S = 600.0
@@ -181,7 +242,7 @@ class TransferQueueClient:
         request = pb.ConnectClientRequest(public_key=public_key)
         try:
             async for response in self._stub.ConnectClient(request):
-                yield tuple(map(shard_from_proto, response.shards))
+                yield tuple(from_message(each, Shard) for each in response.shards)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, "ConnectClient") from error
 
@@ -189,7 +250,6 @@ class TransferQueueClient:
         """Saves the samples of a run in the service's snapshot folder; returns their number.
 
         Args:
-            run_id: The run.
             snapshot_id: Name of the snapshot, for example that of the checkpoint it belongs to.
         """
         request = pb.SaveSnapshotRequest(run_id=run_id, snapshot_id=snapshot_id)
@@ -216,7 +276,6 @@ class TransferQueueClient:
         """Starts to record samples put into a run's partition ``records``; a repeated call sets new limits.
 
         Args:
-            run_id: The run.
             max_bytes: Max. bytes of the run's sample records; the oldest are deleted first.
             max_steps: Number of newest steps whose samples stay; 0 for all.
         """
@@ -241,6 +300,5 @@ class TransferQueueClient:
             raise from_rpc_error(error, "ReadSampleRecords") from error
 
     async def delete_sample_records(self, run_id: str) -> None:
-        """Deletes the sample records of a run."""
         request = pb.DeleteSampleRecordsRequest(run_id=run_id)
         await call(self._kept.DeleteSampleRecords, request, timeout_s=_TIMEOUT_S, idempotent=True)

@@ -41,18 +41,6 @@ class PartitionStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectStoreAddress:
-    """Address of a Mooncake Store."""
-
-    master: str
-    """``host:port`` of the store's master."""
-    protocol: str = "tcp"
-    """``tcp`` or ``rdma``."""
-    num_replicas: int = 1
-    """Number of copies of each object."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     """Address of a storage shard."""
 
@@ -65,8 +53,6 @@ class Shard:
     """Unix socket that passes on the shard's shared memory; empty if there is none."""
     instance_id: str = ""
     """Identifies one lifetime of the shard's process."""
-    object_store: ObjectStoreAddress | None = None
-    """Store that holds the bytes; None if the shard holds them itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

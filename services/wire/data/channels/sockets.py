@@ -74,7 +74,6 @@ class MessageSocket:
         self._receive_soon()
 
     def close(self) -> None:
-        """Closes the socket and drops unsent messages."""
         self._loop.remove_reader(self._fd)
         self._socket.close(linger=0)
 

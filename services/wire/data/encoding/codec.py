@@ -274,7 +274,6 @@ _FIELDS: Final = {
 
 
 def encode(message: Message, request_id: int) -> bytes:
-    """Encodes a message as its header frame."""
     cls = type(message)
     fields = [_OPS[cls], request_id, *(getattr(message, name) for name, _ in _FIELDS[cls])]
     packed: bytes = msgpack.packb(fields)

@@ -68,7 +68,6 @@ class PackedColumn:
 
     @property
     def size_bytes(self) -> int:
-        """Total size of all pieces."""
         return self.bounds[-1]
 
     def parts(self) -> list[ColumnPart]:

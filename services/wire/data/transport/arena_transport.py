@@ -29,12 +29,9 @@ class ArenaTransport:
     """Transport with one memory copy per put and one per get.
 
     Args:
-        connection: Connection to the shard.
         arena: The shard's shared memory.
         fallback: Reads small ranges and those that the shard has moved to disk.
     """
-
-    takes_small_puts = True
 
     def __init__(self, connection: ShardConnection, arena: mmap.mmap, fallback: Transport) -> None:
         self._connection = connection
@@ -80,7 +77,7 @@ class ArenaTransport:
         deadline = time.monotonic() + codec.PIN_S / 2
         numbers = tuple([n for e in extents for n in (e.blob.blob_id, e.offset, e.size)])
         request = codec.Read(numbers, in_arena=True)
-        answer, _ = await self._connection.ask(request, timeout_s=TIMEOUT_S)
+        answer, _ = await self._connection.request(request, timeout_s=TIMEOUT_S)
         if not isinstance(answer, codec.Located):
             raise InternalError(f"expected Located, the shard sent {type(answer).__name__}")
         if not answer.positions:

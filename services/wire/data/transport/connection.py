@@ -16,7 +16,7 @@ from services.common.errors import (
     UnavailableError,
     from_reason,
 )
-from services.wire.data.channels.local_channel import LocalChannel
+from services.wire.data.channels.arena_socket import LocalChannel
 from services.wire.data.channels.sockets import Frame, MessageSocket, set_limits
 from services.wire.data.encoding import codec
 from services.wire.transferqueue.types import Shard
@@ -44,11 +44,7 @@ class _Request:
 
 
 class ShardConnection:
-    """Sends requests to one shard; many can be pending at once.
-
-    Args:
-        shard: The shard.
-    """
+    """Sends requests to one shard; many can be pending at once."""
 
     _channel: Channel
 
@@ -70,7 +66,6 @@ class ShardConnection:
 
         Args:
             context: ZeroMQ context of the client.
-            shard: The shard.
             key_pair: CURVE public and secret key of the client, in Z85.
         """
         socket = context.socket(zmq.DEALER)
@@ -119,7 +114,7 @@ class ShardConnection:
             raise self._gone()
         self._channel.send([codec.encode(message, 0), *payload])
 
-    async def ask(
+    async def request(
         self,
         message: codec.Request,
         payload: Sequence[Frame] = (),
@@ -130,8 +125,6 @@ class ShardConnection:
         """Sends a request and waits for its answer.
 
         Args:
-            message: The request.
-            payload: Payload frames of the request.
             timeout_s: Max. seconds to wait for the answer.
             take: Receives the payloads of all but the last part of the answer, as they arrive.
 
@@ -167,7 +160,6 @@ class ShardConnection:
         return answer, received
 
     def abort(self, put_id: str) -> None:
-        """Aborts a put if the connection is open."""
         if self.is_open:
             self.send_request(codec.Abort(put_id))
 
@@ -198,7 +190,6 @@ class ShardConnection:
             request.answer.set_result((message, frames[1:]))
 
     def release_pin(self, message: codec.Message) -> None:
-        """Releases the pin of an answer, if it has one."""
         if self.is_open and isinstance(message, codec.Located | codec.Data) and message.pin_id:
             self.send_request(codec.Unpin(message.pin_id))
 

@@ -49,7 +49,6 @@ class Links:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The shards that are alive."""
         return self._shards
 
     async def to(self, shard_id: str) -> Link:
@@ -73,15 +72,24 @@ class Links:
 
     @asynccontextmanager
     async def opened(self, metadata: TransferQueueClient) -> AsyncIterator[None]:
-        """Connects to the shards and follows their changes until the block ends."""
+        """Connects to the shards and follows their changes until the block ends.
+
+        Raises:
+            UnavailableError: If the index does not answer in time.
+        """
         self._context = zmq.Context()
         connected = asyncio.Event()
         try:
             with unwrapped():
                 async with TaskGroup() as tasks:
                     following = tasks.create_task(self._follow(metadata, connected))
-                    async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                        await connected.wait()
+                    try:
+                        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                            await connected.wait()
+                    except TimeoutError:
+                        raise UnavailableError(
+                            f"the transferqueue did not answer within {_CONNECT_TIMEOUT_S:.0f} s"
+                        ) from None
                     yield
                     following.cancel()
         finally:
@@ -151,17 +159,12 @@ class Links:
 
     async def _open_network(self, shard: Shard) -> Link:
         connection = ShardConnection.over_network(self._context, shard, self._key_pair)
-        if shard.object_store is not None:
-            # Imported only if used: the package is an optional extra.
-            from services.wire.data.transport.object_transport import open_transport
-
-            return Link(connection, await asyncio.to_thread(open_transport, shard))
         keep_freed_memory()
         return Link(connection, SocketTransport(connection))
 
 
 async def _listens(endpoint: str) -> bool:
-    """Returns whether a process listens at ``tcp://host:port``; ZeroMQ would wait for one to appear."""
+    """Returns True if a process listens at ``tcp://host:port``; ZeroMQ would wait for one to appear."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
         async with asyncio.timeout(_PROBE_S):

@@ -6,16 +6,76 @@ from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
+import xxhash
 import zmq
 from torch import Tensor
 
-from services.common.task_group import together
+from services.common.errors import DataLossError
+from services.common.task_group import gather_in_group
 from services.wire.data.encoding import codec
 from services.wire.data.encoding.codec import combine
 from services.wire.data.encoding.packing import ColumnPart, PackedColumn
 from services.wire.data.encoding.readplan import Extent, check_whole
-from services.wire.data.transport.arrival import Arrival
 from services.wire.data.transport.connection import ShardConnection
+
+
+class Arrival:
+    """Assembles the answer to one read.
+
+    Args:
+        batch: Parts of extents, which arrive one after the other.
+        with_checksum: Also compute the checksum of all frames.
+    """
+
+    def __init__(self, batch: Sequence[Extent], view: memoryview, *, with_checksum: bool) -> None:
+        self._batch = batch
+        self._view = view
+        self._hash = xxhash.xxh3_64() if with_checksum else None
+        self._digests: list[int] = []
+        self._done = 0
+        self._num_excess = 0
+
+    def copy_frames(self, frames: Sequence[memoryview]) -> None:
+        """Copies frames; computes each complete part's checksum while the part is in the cache."""
+        for frame in frames:
+            if self._hash is not None:
+                self._hash.update(frame)
+            used = 0
+            while used < len(frame) and len(self._digests) < len(self._batch):
+                used += self._copy_part(frame[used:])
+            self._num_excess += len(frame) - used
+
+    def digests(self, answer: codec.Response) -> list[int]:
+        """Returns the checksums of the parts; call it after the last frame.
+
+        Raises:
+            DataLossError: If the frames differ from those requested and sent.
+        """
+        is_right = (
+            isinstance(answer, codec.Data)
+            and len(self._digests) == len(self._batch)
+            and self._num_excess == 0
+            and (self._hash is None or self._hash.intdigest() == answer.checksum)
+        )
+        if not is_right:
+            shard_id = self._batch[0].blob.shard_id
+            raise DataLossError(
+                f"a read from shard {shard_id} arrived corrupted; retry", shard_id=shard_id
+            )
+        return self._digests
+
+    def _copy_part(self, data: memoryview) -> int:
+        extent = self._batch[len(self._digests)]
+        size = min(extent.size - self._done, len(data))
+        begin = extent.position + self._done
+        self._view[begin : begin + size] = data[:size]
+        self._done += size
+        if self._done == extent.size:
+            part = self._view[extent.position : extent.position + extent.size]
+            self._digests.append(codec.checksum(part))
+            self._done = 0
+        return size
+
 
 TIMEOUT_S = 60.0
 """Deadline of a request that does not wait for space."""
@@ -29,9 +89,6 @@ Writing = Callable[[codec.Granted], Coroutine[Any, Any, list[int]]]
 
 class Transport(Protocol):
     """Interface that moves bytes between tensors and the blobs of one shard."""
-
-    takes_small_puts: bool
-    """True if a small put may go to the shard in one message."""
 
     def prepare(self, columns: Sequence[PackedColumn]) -> Writing:
         """Does the work that needs no space yet; returns a function that fills the granted blobs.
@@ -51,13 +108,7 @@ class Transport(Protocol):
 
 
 class SocketTransport:
-    """Transport of frames of about 1 MiB over ZeroMQ.
-
-    Args:
-        connection: Connection to the shard.
-    """
-
-    takes_small_puts = True
+    """Transport of frames of about 1 MiB over ZeroMQ."""
 
     def __init__(self, connection: ShardConnection) -> None:
         self._connection = connection
@@ -89,21 +140,20 @@ class SocketTransport:
             request = codec.Read(numbers, in_arena=False, with_checksum=with_checksum)
             arrival = Arrival(batch, view, with_checksum=with_checksum)
             async with window:
-                answer, last = await self._connection.ask(
-                    request, timeout_s=TIMEOUT_S, take=arrival.take
+                answer, last = await self._connection.request(
+                    request, timeout_s=TIMEOUT_S, take=arrival.copy_frames
                 )
                 self._connection.release_pin(answer)
-                arrival.take(last)
+                arrival.copy_frames(last)
             return arrival.digests(answer)
 
-        digests = await together([fetch(batch) for batch in _batches(extents)])
+        digests = await gather_in_group([fetch(batch) for batch in _batches(extents)])
         check_whole(extents, list(chain.from_iterable(digests)))
 
     def close(self) -> None:
         """Does nothing: the transport has no resources."""
 
     def _frame(self, part: ColumnPart) -> tuple[zmq.Frame, int]:
-        """Returns the frame of a part, and its checksum."""
         in_place = part.in_place()
         if in_place is not None:
             return zmq.Frame(in_place, copy=False), codec.checksum(in_place)

@@ -1,14 +1,121 @@
-"""Typed gRPC clients of the trainer and of the role logp, used by the controller. Does not import torch."""
+"""Typed gRPC clients of a run's workers (rollouts, trainer, role logp), used by the controller. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import grpc
 
+from services.common.messages import to_message
 from services.common.rpc.client import call
 from services.wire.batch import KVBatchMeta
-from slipstream.trainer.v1 import scoring_pb2, scoring_pb2_grpc, trainer_pb2_grpc
-from slipstream.trainer.v1 import trainer_pb2 as pb
+from slipstream.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from slipstream.trainer.v1 import scoring_pb2, scoring_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+
+DEFERRED: Final = "deferred"
+"""Failure reason of groups that were not started because the curriculum's function deferred their prompts."""
+
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptHistory:
+    """History of a prompt, on which the curriculum's function decides."""
+
+    step: int
+    """Step whose weights are served."""
+    tries: int
+    """Number of the prompt's groups with a reward."""
+    mean_reward: float
+    """Running mean of those groups' mean rewards; 0 without any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAssignment:
+    """A group, or a shard of it, that one replica generates; the prompt is identified by its row."""
+
+    group_id: str
+    """The group's id; its samples get the keys ``{group_id}.{member}``."""
+    attempt: int
+    """Number of this attempt, from 1."""
+    split: str
+    """Set of prompts: ``train`` or ``heldout``; if there are several, ``train.NAME`` or ``heldout.NAME``."""
+    row: int
+    """Row in the set, from 0."""
+    partition_id: str
+    """Partition that stores the samples."""
+    members: tuple[int, ...]
+    """Indices of the samples in the group, from 0."""
+    seeds: tuple[int, ...]
+    """Sampling seed of each sample."""
+    temperatures: tuple[float, ...]
+    """Temperature of each sample; 0 is greedy."""
+    tried: PromptHistory | None = None
+    """History that the curriculum's function receives before sampling; None skips the function."""
+    first_attempt: int = 1
+    """First attempt whose cached tokens may be resumed; tokens of earlier attempts are discarded."""
+
+
+class RolloutClient:
+    """Client of one rollout worker."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+
+    async def start_groups(self, groups: Sequence[GroupAssignment]) -> None:
+        """Starts groups and returns at once. Safe to repeat.
+
+        Raises:
+            InvalidArgumentError: If a group is invalid; then no group was started.
+            UnavailableError: If the worker is still loading.
+        """
+        await call(
+            self._stub.StartGroups,
+            rollout_pb2.StartGroupsRequest(
+                groups=[
+                    to_message(
+                        each,
+                        rollout_pb2.GroupAssignment,
+                        tried=each.tried and to_message(each.tried, rollout_pb2.PromptHistory),
+                    )
+                    for each in groups
+                ]
+            ),
+            timeout_s=_TIMEOUT_S,
+            idempotent=True,
+        )
+
+    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
+        """Ends groups without results. Safe to repeat."""
+        await call(
+            self._stub.CancelGroups,
+            rollout_pb2.CancelGroupsRequest(group_ids=group_ids),
+            timeout_s=_TIMEOUT_S,
+            idempotent=True,
+        )
+
+    async def interrupt_groups(self, group_ids: Sequence[str] = ()) -> None:
+        """Stops groups (none named: all) and caches their tokens, so that any worker can resume them.
+
+        The worker reports them as failed with reason ``interrupted`` before the call returns. Safe
+        to repeat.
+        """
+        await call(
+            self._stub.InterruptGroups,
+            rollout_pb2.InterruptGroupsRequest(group_ids=group_ids),
+            timeout_s=_TIMEOUT_S,
+            idempotent=True,
+        )
+
+    async def sleep(self, *, timeout_s: float) -> None:
+        """Releases the engine's GPU memory; groups are parked meanwhile. Safe to repeat."""
+        await call(
+            self._stub.Sleep, rollout_pb2.SleepRequest(), timeout_s=timeout_s, idempotent=True
+        )
+
+    async def wake(self, *, timeout_s: float) -> None:
+        """Takes the engine's GPU memory back; groups continue after the next weights. Safe to repeat."""
+        await call(self._stub.Wake, rollout_pb2.WakeRequest(), timeout_s=timeout_s, idempotent=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +154,6 @@ class TrainerClient:
             batch: Whole groups, oldest first.
             weight_version: Version of the weights that the step starts from.
             num_steps: Steps of the whole run.
-            timeout_s: Deadline in seconds.
             waits: Seconds that the run has waited since the last step, by reason.
 
         Raises:
@@ -57,7 +163,7 @@ class TrainerClient:
         """
         response = await call(
             self._stub.TrainStep,
-            pb.TrainStepRequest(
+            trainer_pb2.TrainStepRequest(
                 step=step,
                 batch=batch.to_proto(),
                 weight_version=weight_version,
@@ -85,7 +191,6 @@ class TrainerClient:
             step: Number of the step that the groups belong to.
             groups: Whole groups.
             weight_version: Version of the weights that the step starts from.
-            timeout_s: Deadline in seconds.
 
         Raises:
             InvalidArgumentError: If the groups lack what the algorithm needs.
@@ -94,7 +199,7 @@ class TrainerClient:
         """
         await call(
             self._stub.AccumulateStep,
-            pb.AccumulateStepRequest(
+            trainer_pb2.AccumulateStepRequest(
                 step=step, batch=groups.to_proto(), weight_version=weight_version
             ),
             timeout_s=timeout_s,
@@ -105,7 +210,7 @@ class TrainerClient:
         """Returns the newest trained step, or 0 before the first. Waits for a step that is being trained."""
         response = await call(
             self._stub.GetNewestStep,
-            pb.GetNewestStepRequest(),
+            trainer_pb2.GetNewestStepRequest(),
             timeout_s=timeout_s,
             idempotent=True,
         )
@@ -117,16 +222,14 @@ class TrainerClient:
         """Saves the training state of the newest step; returns the checkpoint's folder and its size in bytes.
 
         Args:
-            step: The newest step.
             keep_steps: Steps whose checkpoints are kept besides the newest ones.
-            timeout_s: Deadline in seconds.
 
         Raises:
             FailedPreconditionError: If ``step`` is not the newest one.
         """
         response = await call(
             self._stub.SaveCheckpoint,
-            pb.SaveCheckpointRequest(step=step, keep_steps=keep_steps),
+            trainer_pb2.SaveCheckpointRequest(step=step, keep_steps=keep_steps),
             timeout_s=timeout_s,
             idempotent=True,
         )
@@ -134,11 +237,13 @@ class TrainerClient:
 
     async def sleep(self, *, timeout_s: float) -> None:
         """Moves the training state of all ranks to host memory, after the running step. Safe to retry."""
-        await call(self._stub.Sleep, pb.SleepRequest(), timeout_s=timeout_s, idempotent=True)
+        await call(
+            self._stub.Sleep, trainer_pb2.SleepRequest(), timeout_s=timeout_s, idempotent=True
+        )
 
     async def wake(self, *, timeout_s: float) -> None:
         """Moves the training state of all ranks back to their GPUs. Safe to retry."""
-        await call(self._stub.Wake, pb.WakeRequest(), timeout_s=timeout_s, idempotent=True)
+        await call(self._stub.Wake, trainer_pb2.WakeRequest(), timeout_s=timeout_s, idempotent=True)
 
 
 class ScoringClient:
@@ -154,8 +259,6 @@ class ScoringClient:
 
         Args:
             batch: The samples; those that already have the field are skipped.
-            weight_version: Version of the weights to score with.
-            timeout_s: Deadline in seconds.
 
         Raises:
             FailedPreconditionError: If the worker holds another weight version.
