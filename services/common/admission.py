@@ -64,8 +64,6 @@ class AdmissionProxy:
     Args:
         max_bytes: Max. bytes that are read of each connection that is not admitted. It may wait for
             its admission or for the server's refusal afterwards.
-        max_connections: Limit on their number.
-        deadline_s: Limit on the seconds of each of them.
         admitting: Bytes by which the server itself admits a peer at the beginning of a connection;
             it sends them to no other one. Empty if :meth:`admit` is called.
     """
@@ -137,16 +135,13 @@ class AdmissionProxy:
                 self._pending[connection] = self._loop.call_later(_ANSWER_S, connection.close)
 
     def add(self, connection: "_Connection") -> None:
-        """Registers a connection to the server."""
         self._open[connection.address] = connection
 
-    def end(self, connection: "_Connection", reason: str) -> None:
-        """Closes a connection that is not admitted."""
+    def close_connection(self, connection: "_Connection", reason: str) -> None:
         self._log.warning("closed a connection", peer=connection.peer, reason=reason)
         connection.close()
 
-    def forget(self, connection: "_Connection") -> None:
-        """Drops a closed connection."""
+    def remove(self, connection: "_Connection") -> None:
         self._open.pop(connection.address, None)
         if (deadline := self._pending.pop(connection, None)) is not None:
             deadline.cancel()
@@ -167,11 +162,14 @@ class AdmissionProxy:
                 return
             connection = _Connection(self, client, peer=str(address[0]))
             self._pending[connection] = self._loop.call_later(
-                self._deadline_s, self.end, connection, "it did not authenticate in time"
+                self._deadline_s,
+                self.close_connection,
+                connection,
+                "it did not authenticate in time",
             )
             if len(self._pending) > self._max_connections:
                 oldest = next(iter(self._pending))
-                self.end(oldest, "too many others did not authenticate either")
+                self.close_connection(oldest, "too many others did not authenticate either")
 
     def _resume(self, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
@@ -182,8 +180,6 @@ class _Connection:
     """A client's connection, and the one to the server, which begins with the client's first bytes.
 
     Args:
-        proxy: Has the limits.
-        client: The client's socket.
         peer: The client's address, for the log.
     """
 
@@ -221,7 +217,6 @@ class _Connection:
             flow.resume()
 
     def admit(self) -> None:
-        """Lifts the limits."""
         self.is_admitted = True
         for flow in self._flows:
             flow.widen()
@@ -251,8 +246,7 @@ class _Connection:
         return _MOVED_BYTES
 
     def close(self) -> None:
-        """Closes both connections."""
-        self._proxy.forget(self)
+        self._proxy.remove(self)
         self._loop.remove_reader(self._client)
         for flow in self._flows:
             flow.close()
@@ -266,7 +260,6 @@ class _Flow:
 
     Args:
         source: Where data comes from.
-        sink: Where it goes.
         allow: Returns how many bytes may be read next; 0 stops until :meth:`resume`.
         count: Receives how many were read.
         end: Called at the end of the data, or if either connection breaks.

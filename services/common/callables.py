@@ -18,6 +18,10 @@ _LOADING = threading.RLock()
 _MAX_ERROR_CHARACTERS = 2000
 
 
+class _NotFoundError(ValueError):
+    """A reference names no module."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reference:
     """Location and name of a callable, as the gate judges it and the loader imports it."""
@@ -68,7 +72,7 @@ def parse_reference(text: str) -> Reference:
 
 
 def is_reference(text: str) -> bool:
-    """Returns whether a text has the form of a reference."""
+    """Returns True if a text has the form of a reference."""
     try:
         parse_reference(text)
     except ValueError:
@@ -79,18 +83,25 @@ def is_reference(text: str) -> bool:
 def load_callable(reference: str) -> Callable[..., Any]:
     """Imports the callable that a specification names.
 
-    Exceptions that the user's module raises during import pass through unchanged.
+    ImportErrors pass through unchanged.
 
     Args:
         reference: ``package.module:name`` or ``path/to/file.py:name``.
 
     Raises:
-        ValueError: If the reference has another form, or names no callable; the message has the
-            reference, the finding, and the fix.
+        ValueError: If the reference has another form, names no callable, or its module cannot be
+            executed; the message has the reference, the finding, and the fix.
     """
     parsed = parse_reference(reference)
     file, name = parsed.file, parsed.name
-    module = _load(parsed) if file is None else _load_file(file, reference)
+    try:
+        module = _load(parsed) if file is None else _load_file(file, reference)
+    except (ImportError, _NotFoundError):
+        raise
+    except (Exception, SystemExit) as error:  # of the module
+        raise ValueError(
+            f"{reference!r}: importing {parsed.location} raised {describe_error(error)}; correct the module"
+        ) from error
     target = getattr(module, name, None)
     if target is None:
         public = sorted(key for key in vars(module) if not key.startswith("_"))
@@ -111,7 +122,6 @@ def bind_callable(
 
     Args:
         reference: A reference as for :func:`load_callable`.
-        arguments: Keyword arguments.
         key: Key of the specification, for messages.
 
     Raises:
@@ -147,7 +157,7 @@ def source_digest(reference: str) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """Formats an exception of user code for its caller: its class, and the beginning of its text."""
     return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
 
@@ -160,7 +170,7 @@ def _load(reference: Reference) -> ModuleType:
         parents = location.split(".")
         if error.name not in [".".join(parents[: i + 1]) for i in range(len(parents))]:
             raise
-        raise ValueError(
+        raise _NotFoundError(
             f"{str(reference)!r}: module {error.name!r} not found; install it, or give the path of a "
             "Python file as 'file.py:function'"
         ) from error
@@ -168,7 +178,7 @@ def _load(reference: Reference) -> ModuleType:
 
 def _load_file(path: Path, reference: str) -> ModuleType:
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"{reference!r}: Python file {path} not found; check the path")
+        raise _NotFoundError(f"{reference!r}: Python file {path} not found; check the path")
     with _LOADING:
         return _loaded_once(path)
 

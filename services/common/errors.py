@@ -148,7 +148,6 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
     """Converts a gRPC error to the class that the peer raised.
 
     Args:
-        error: Error that grpc raised.
         peer: Name of the peer and method, for errors that grpc itself created.
     """
     info = _error_info(error)

@@ -18,7 +18,8 @@ class Field:
     """Element type."""
     shape: str
     """Shape of one sample; ``P`` prompt tokens, ``R`` response tokens, ``K`` runs of versions,
-    ``L`` layers of experts, of which ``E`` are chosen, ``B`` bytes.
+    ``L`` layers of experts, of which ``E`` are chosen, ``S`` tokens that could be drawn, ``M`` most likely
+    tokens, ``Q`` tokens of the teacher's prompt, ``B`` bytes.
     """
     producer: str
     """Role that writes it: ``rollout``, ``logp``, ``ref_logp`` or ``critic``."""
@@ -34,7 +35,7 @@ FIELDS: Final = tuple(
             "response_ids", "int32", "[R]", "rollout",
             "tokens after the prompt, including tool tokens and further conversations with their prompts",
         ),
-        ("response_mask", "bool", "[R]", "rollout", "True where the policy sampled the token"),
+        ("response_mask", "bool", "[R]", "rollout", "True if the policy sampled the token"),
         (
             "rollout_logprobs", "float32", "[R]", "rollout",
             "log-probability of each token under the policy and temperature that sampled it",
@@ -50,6 +51,12 @@ FIELDS: Final = tuple(
             "value of the dtype if they are unknown; only with rollout.routing_replay",
         ),
         (
+            "sampling_mask", "int32", "[S]", "rollout",
+            "ids of the tokens that could be drawn under top_p and top_k, for one response token after the "
+            "other; the first id i of each is stored as -1 - i, and a response token without a limit has the "
+            "single entry -2**31; only with rollout.sampling.top_k",
+        ),
+        (
             "model_inputs", "uint8", "[B]", "rollout",
             "tensors that the model takes besides the prompt's tokens, as one opaque bundle; stored once per "
             "group; empty if the prompt has none; only with data.model_inputs_column",
@@ -58,6 +65,17 @@ FIELDS: Final = tuple(
         (
             "token_rewards", "float32", "[R]", "rollout",
             "part of the reward that each token earned; only with rewards per turn or per token",
+        ),
+        (
+            "teacher_prompt_ids", "int32", "[Q]", "rollout",
+            "tokens that the teacher sees in place of the prompt; empty if the response has no teacher; only "
+            "with teacher.prompt_column or teacher.demonstration",
+        ),
+        (
+            "teacher_topk", "float32", "[R, M + 1, 2]", "rollout",
+            "ids of a served teacher's most likely tokens in place of each response token, with their "
+            "log-probabilities; the last entry has the id -1 and the log-probability of all other tokens; "
+            "only with algorithm.loss distill",
         ),
         ("ref_logprobs", "float32", "[R]", "ref_logp", "log-probability under the frozen reference"),
         (
@@ -78,12 +96,25 @@ PROMPT_VERSION: Final = -2
 """Weight version of a prompt inside a response: it starts another sequence of the same sample."""
 TOKEN_REWARDS: Final = "token_rewards"  # noqa: S105 -- tokens of a text
 ROUTED_EXPERTS: Final = "routed_experts"
+SAMPLING_MASK: Final = "sampling_mask"
+ALL_TOKENS: Final = -(2**31)
+"""Entry of a sampling mask for a response token that was drawn from all tokens."""
 MODEL_INPUTS: Final = "model_inputs"
+TEACHER_PROMPT: Final = "teacher_prompt_ids"
+TEACHER_TOP_K: Final = "teacher_topk"
 ROLLOUT_FIELDS: Final = tuple(
     field.name
     for field in FIELDS
     if field.producer == "rollout"
-    and field.name not in (ROUTED_EXPERTS, TOKEN_REWARDS, MODEL_INPUTS)
+    and field.name
+    not in (
+        ROUTED_EXPERTS,
+        SAMPLING_MASK,
+        TOKEN_REWARDS,
+        MODEL_INPUTS,
+        TEACHER_PROMPT,
+        TEACHER_TOP_K,
+    )
 )
 """Fields that every sample has."""
 
@@ -104,17 +135,16 @@ TAGS: Final = {
     "finish_reason": "text: stop, length or failed",
     "data_source": "text: origin of the prompt, for scores per source",
     "greedy": "int: 1 if the response was decoded greedily",
+    "seed": "int: seed that the response was sampled with",
     "answer": "text: digest of the response's final answer; held-out samples only",
 }
 
 
 def partition_id(run_id: str, purpose: Literal["train", "validation", "partial", "records"]) -> str:
-    """Returns the id of a run's partition in the transferqueue."""
     return f"{run_id}/{purpose}"
 
 
 def sample_key(group_id: str, member: int) -> str:
-    """Returns the key of a group's member in the transferqueue."""
     return f"{group_id}.{member}"
 
 
@@ -124,5 +154,4 @@ def group_of(key: str) -> str:
 
 
 def run_of(partition_id: str) -> str:
-    """Returns the run that a partition belongs to."""
     return partition_id.partition("/")[0]

@@ -1,7 +1,7 @@
 """Fork server: forks processes from a parent that has already imported their modules.
 
 ``python -m services.common.fork_server MODULE...`` imports the modules, and then executes the
-commands on standard input in order. Each is a line with a JSON object, answered by one line on
+commands on standard input in command. Each is a line with a JSON object, answered by one line on
 standard output:
 
     {"module": "services.rollout", "environment": {...}, "log": "rollout-0.log"}    {"pid": 17}
@@ -35,7 +35,7 @@ from typing import Any, BinaryIO
 _ARGUMENTS_BEGIN, _ARGUMENTS_END = 45, 46
 
 
-class _Orders:
+class _CommandPipe:
     """Reads commands and writes answers.
 
     Redirects the process's own standard output to standard error and its input to nothing, so that
@@ -52,7 +52,7 @@ class _Orders:
         os.dup2(2, 1)
 
     def is_over(self) -> bool:
-        """Returns whether the client has gone, even if commands are left."""
+        """Returns True if the client has gone, even if unread commands are left."""
         return bool(self._hangup.poll(0))
 
     def next(self) -> dict[str, Any] | None:
@@ -60,11 +60,10 @@ class _Orders:
         line = self._input.readline()
         if not line or self.is_over():
             return None
-        order: dict[str, Any] = json.loads(line)
-        return order
+        command: dict[str, Any] = json.loads(line)
+        return command
 
     def answer(self, **content: int | str | None) -> None:
-        """Answers the latest command."""
         self._output.write(json.dumps(content).encode() + b"\n")
 
     def close(self) -> None:
@@ -83,36 +82,36 @@ def serve(modules: Sequence[str]) -> str | None:
         In a fork, the module to run; None in the server after its last command.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    orders = _Orders()
+    commands = _CommandPipe()
     # Imports produce no garbage. Collection would take a quarter of the time, and would later write
     # to memory that all forks share.
     gc.disable()
     for module in modules:
-        if orders.is_over():
+        if commands.is_over():
             return None
         try:
             importlib.import_module(module)
         except ImportError as error:
             print(f"fork server: cannot import {module}: {error}", file=sys.stderr)  # noqa: T201
     gc.freeze()
-    while (order := orders.next()) is not None:
-        if "ended" in order:
-            orders.answer(status=_status(order["ended"]))
+    while (command := commands.next()) is not None:
+        if "ended" in command:
+            commands.answer(status=_status(command["ended"]))
             continue
         try:
-            with Path(order["log"]).open("ab") as log:
+            with Path(command["log"]).open("ab") as log:
                 pid = os.fork()
                 if pid == 0:
                     os.dup2(log.fileno(), 1)
                     os.dup2(log.fileno(), 2)
         except OSError as error:
-            orders.answer(error=str(error))
+            commands.answer(error=str(error))
             continue
         if pid == 0:
-            orders.close()
-            _become(order["module"], order["environment"])
-            return str(order["module"])
-        orders.answer(pid=pid)
+            commands.close()
+            _become_worker(command["module"], command["environment"])
+            return str(command["module"])
+        commands.answer(pid=pid)
     return None
 
 
@@ -124,14 +123,14 @@ def _status(pid: int) -> int | None:
         return None
 
 
-def _become(module: str, environment: Mapping[str, str]) -> None:
+def _become_worker(module: str, environment: Mapping[str, str]) -> None:
     """Gives this fork the state of a newly started process that runs the module."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [module]
-    _show(sys.executable, "-m", module)
+    _set_command_line(sys.executable, "-m", module)
     # `random` reseeds itself after a fork, NumPy does not.
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed(random.SystemRandom().getrandbits(32))
@@ -142,7 +141,7 @@ def _become(module: str, environment: Mapping[str, str]) -> None:
     gc.enable()
 
 
-def _show(*arguments: str) -> None:
+def _set_command_line(*arguments: str) -> None:
     """Replaces the command line that ``ps`` and similar tools show, as far as it fits."""
     facts = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     begin, end = int(facts[_ARGUMENTS_BEGIN]), int(facts[_ARGUMENTS_END])

@@ -69,12 +69,11 @@ def identity_of(pid: int) -> dict[str, Any]:
 
 
 def process_identity() -> dict[str, Any]:
-    """Returns the identity of this process."""
     return identity_of(os.getpid())
 
 
 def is_alive(identity: Mapping[str, Any]) -> bool:
-    """Returns whether a process of this host still runs."""
+    """Returns True if a process of this host still runs."""
     try:
         process = psutil.Process(int(identity["pid"]))
         is_same = process.create_time() == identity["start_time"]
@@ -84,7 +83,7 @@ def is_alive(identity: Mapping[str, Any]) -> bool:
 
 
 def is_gone(identity: Mapping[str, Any]) -> bool:
-    """Returns whether a process ran on this host and has ended; False for processes of other hosts."""
+    """Returns True if a process ran on this host and has ended; False for processes of other hosts."""
     return identity["host"] == socket.gethostname() and not is_alive(identity)
 
 
@@ -103,19 +102,4 @@ def missing_compiler() -> str:
     return (
         f"GPU kernels need a C compiler, but {found}; install gcc or clang and the headers of "
         "Python, or set CC"
-    )
-
-
-def missing_cxx_compiler() -> str:
-    """Returns the fix if there is no C++ compiler; empty if one is found.
-
-    torch.compile generates C++ for layers that run on a CPU and compiles it with ``CXX`` or else
-    g++.
-    """
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler):
-        return ""
-    return (
-        f"torch.compile on a CPU needs a C++ compiler, but {compiler!r} is not an executable program; "
-        "install g++, set CXX, or set trainer.compile to false"
     )

@@ -2,11 +2,34 @@
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
+
+from services.common.errors import UnavailableError
+from services.common.task_group import leaves
+
+logger = logging.getLogger(__name__)
+OUTAGE_EXIT: Final = os.EX_TEMPFAIL
+"""Exit code of a worker that another service did not answer: the worker may start again."""
+
+
+@contextmanager
+def ending_with_outages() -> Iterator[None]:
+    """Ends this process with :data:`OUTAGE_EXIT` if the block fails only because a service is unreachable."""
+    try:
+        yield
+    except (UnavailableError, ExceptionGroup) as error:
+        causes = leaves(error)
+        if not all(isinstance(cause, UnavailableError) for cause in causes):
+            raise
+        logger.error("this worker ends, and may start again", extra={"cause": str(causes[0])})  # noqa: TRY400
+        sys.exit(OUTAGE_EXIT)
 
 
 async def wait_for_shutdown(*, stop_on_stdin_eof: bool = False) -> None:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from services.common.http.limits import admit
 from services.common.http.server import serve_http
 
 _KNOWN_FOR_S = 1.0
@@ -27,7 +28,6 @@ async def serve_metrics(
 
     Args:
         bind: ``host:port`` of the process's gRPC server; metrics use the same host.
-        port: Port of the metrics.
         token_file: File with the bearer token that scrapes must send; None requires none.
 
     Yields:
@@ -55,6 +55,7 @@ def _app(token: bytes) -> Starlette:
         shown = request.headers.get("authorization", "").encode("latin-1")
         if token and not hmac.compare_digest(shown, b"Bearer " + token):
             return Response(status_code=401, headers={"WWW-Authenticate": "Bearer"})
+        admit(request.scope)
         return Response(await page.read(), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(routes=[Route("/metrics", metrics)])
@@ -70,7 +71,6 @@ class _Page:
         self._writing = asyncio.Lock()
 
     async def read(self) -> bytes:
-        """Returns the text."""
         async with self._writing:
             if time.monotonic() - self._write_time >= _KNOWN_FOR_S:
                 self._text = await asyncio.to_thread(generate_latest, self._registry)

@@ -26,7 +26,7 @@ def set_defaults(values: Mapping[str, str]) -> None:
 
 
 def is_loopback(bind: str) -> bool:
-    """Returns whether only this host can reach ``host:port``."""
+    """Returns True if only this host can reach ``host:port``."""
     return bind.startswith(_LOOPBACK)
 
 
@@ -90,10 +90,6 @@ class ServiceSettings(BaseSettings):
     @contextmanager
     def tracing(self, service: str, **facts: str) -> Iterator[None]:
         """Sends this process's spans to the collector, if there is one, until the block ends.
-
-        Args:
-            service: Name of the service.
-            facts: Further attributes of the process.
 
         Raises:
             InvalidArgumentError: If the required packages are not installed.
@@ -218,5 +214,4 @@ class WorkerSettings(SpecSettings):
         return self
 
     def identity(self) -> Identity:
-        """Returns the identity of this process."""
         return Identity(tls=self.tls, run_token=self.run_token.get_secret_value())

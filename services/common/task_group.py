@@ -51,7 +51,7 @@ async def until_first(*works: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any
     return running
 
 
-async def together(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+async def gather_in_group(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """Runs coroutines concurrently; returns their results. The first error cancels the others."""
     some = list(works)
     if len(some) == 1:

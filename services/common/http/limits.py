@@ -2,7 +2,9 @@
 
 A request's line and headers have at most 64 KiB and 100 fields. Requests in progress have a limit
 for all connections together: the largest is ended first, so that a small one is served regardless
-of large ones. Deadlines end slow connections.
+of large ones. Deadlines end slow connections. Connections whose peer has not authenticated have a
+limit on their number: the oldest is ended first. A body is read only as fast as the application
+takes it, so one that authenticates first keeps nothing of a stranger's body.
 """
 
 import asyncio
@@ -11,9 +13,13 @@ import resource
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.common.telemetry.logging import PERIOD_S, RareLog
@@ -25,17 +31,32 @@ HEADER_DEADLINE_S = 10.0
 headers; the TLS handshake before has the same deadline.
 """
 MAX_HEADER_BYTES = 64 << 10
-"""Max. size of a request's line and headers, as sent."""
+"""Max. size of a request's line, headers, and framing of the body (chunks, trailers), as sent."""
 MAX_HEADERS = 100
 MAX_REQUEST_BYTES = 16 << 20
 """Max. size of all requests in progress of one server, headers and bodies."""
+MAX_UNAUTHENTICATED = 256
+"""Max. connections of a server whose peer has not authenticated; one more ends the oldest."""
 _READ_DEADLINE_S = 30.0
 """Seconds within which a peer must read some of a waiting response."""
 _WRITE_BUFFER_BYTES = 16 << 10
-# Up to this much of the next request may arrive with the end of one before it is counted.
+# Up to this much of a body is read before the application takes it, and up to this much of the next
+# request may arrive with the end of one before it is counted.
 _PIECE_BYTES = 16 << 10
+_BODY_PIECE_BYTES = 64 << 10
+_ADMISSION = "slipstream.admission"
 # Python's memory for a header besides its bytes.
 _HEADER_COST_BYTES = 200
+
+
+def admit(scope: Scope) -> None:
+    """Exempts the connection of an authenticated request from the limit on their number.
+
+    Args:
+        scope: The request's ASGI scope; nothing happens if another server made it.
+    """
+    if (admission := scope.get("extensions", {}).get(_ADMISSION)) is not None:
+        admission["admit"]()
 
 
 class Holder(Protocol):
@@ -57,11 +78,13 @@ class Connections:
         self._max_per_peer = max_per_peer
         self._max_request_bytes = max_request_bytes
         self._open: Counter[str] = Counter()
+        self._unauthenticated: dict[int, _Counted] = {}
+        """Sockets whose peer has not authenticated, by descriptor, the oldest first."""
         self._held: dict[Holder, int] = {}
         self._held_bytes = 0
         self._log = RareLog(logger)
 
-    def hold(self, holder: Holder, num_bytes: int) -> None:
+    def record_size(self, holder: Holder, num_bytes: int) -> None:
         """Records the current size of a connection's request; ends the largest requests beyond the limit."""
         self._held_bytes += num_bytes - self._held.get(holder, 0)
         self._held[holder] = num_bytes
@@ -76,19 +99,35 @@ class Connections:
         """Drops the size of a connection's request."""
         self._held_bytes -= self._held.pop(holder, 0)
 
-    def open(self, peer: str) -> bool:
+    def add(self, connection: "_Counted") -> bool:
         """Counts a connection; returns False if its peer has reached the limit."""
+        peer = connection.peer
         if 0 < self._max_per_peer <= self._open[peer]:
             self.refuse(peer, "too many connections")
             return False
         self._open[peer] += 1
+        self._unauthenticated[connection.fileno()] = connection
+        if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+            oldest = next(iter(self._unauthenticated.values()))
+            self.admit(oldest)
+            oldest.end("too many others did not authenticate either")
         return True
 
-    def close(self, peer: str) -> None:
-        """Stops counting a connection."""
-        self._open[peer] -= 1
-        if not self._open[peer]:
-            del self._open[peer]
+    def admit(self, connection: "_Counted") -> None:
+        """Exempts a connection from the limit on those whose peer has not authenticated."""
+        if self._unauthenticated.get(connection.fileno()) is connection:
+            del self._unauthenticated[connection.fileno()]
+
+    def unauthenticated(self, descriptor: int) -> "_Counted | None":
+        """Returns the connection of a descriptor, unless it was admitted or ended."""
+        return self._unauthenticated.get(descriptor)
+
+    def remove(self, connection: "_Counted") -> None:
+        """Stops counting a connection, which is about to close."""
+        self.admit(connection)
+        self._open[connection.peer] -= 1
+        if not self._open[connection.peer]:
+            del self._open[connection.peer]
 
     def refuse(self, peer: str, reason: str) -> None:
         """Logs that a connection was ended."""
@@ -100,6 +139,9 @@ class CountedListener(socket.socket):
 
     connections: Connections
 
+    def listen(self, backlog: int = 0) -> None:
+        """Keeps the length of the queue of connections."""
+
     def accept(self) -> tuple[socket.socket, Any]:
         """Accepts a connection.
 
@@ -109,22 +151,32 @@ class CountedListener(socket.socket):
         accepted, address = super().accept()
         counted = _Counted(accepted.family, accepted.type, accepted.proto, accepted.detach())
         # Local processes that connect over a Unix socket have no address.
-        peer = str(address[0]) if address else ""
-        if not self.connections.open(peer):
+        counted.peer = str(address[0]) if address else ""
+        if not self.connections.add(counted):
             counted.close()
             raise ConnectionAbortedError
-        counted.opened = (self.connections, peer)
+        counted.connections = self.connections
         return counted, address
 
 
 class _Counted(socket.socket):
-    opened: tuple[Connections, str] | None = None
+    connections: Connections | None = None
+    peer = ""
+    on_end: Callable[[str], None] | None = None
+    """Ends the HTTP connection; None before it begins, as in a TLS handshake."""
+
+    def end(self, reason: str) -> None:
+        if self.on_end is not None:
+            self.on_end(reason)
+        else:
+            with suppress(OSError):  # the peer has ended it
+                self.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        if self.opened is not None:
-            connections, peer = self.opened
-            self.opened = None
-            connections.close(peer)
+        self.on_end = None
+        if self.connections is not None:
+            connections, self.connections = self.connections, None
+            connections.remove(self)
         super().close()
 
 
@@ -136,7 +188,7 @@ def counted(listener: socket.socket, connections: Connections) -> CountedListene
     return made
 
 
-class LimitedProtocol(HttpToolsProtocol):
+class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     """HTTP connection with limits on headers, on requests of all connections, and with deadlines.
 
     Requests are read one by one: a peer that sends the next one before the response (pipelining) is
@@ -145,7 +197,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     connections_by_peer: ClassVar[Connections]
     header_deadline_s: ClassVar[float]
+    _received: ClassVar[memoryview] = memoryview(bytearray(_BODY_PIECE_BYTES))
+    """All connections receive into it; what they read is parsed at once."""
     _peer = ""
+    _counted: _Counted | None = None
     _deadline: asyncio.TimerHandle | None = None
     _read_deadline: asyncio.TimerHandle | None = None
     _is_before_body = True
@@ -159,6 +214,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._peer = str((transport.get_extra_info("peername") or ("",))[0])
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        descriptor = transport.get_extra_info("socket").fileno()
+        self._counted = self.connections_by_peer.unauthenticated(descriptor)
+        if self._counted is not None:
+            self._counted.on_end = self.end
         self._start_header_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -166,25 +225,32 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_header_deadline()
         self.resume_writing()
         self.connections_by_peer.release(self)
-        self._drop_body()
+        self._drop_request()
         super().connection_lost(exc)
 
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Returns where to receive the next piece of data."""
+        # After the first piece of a body, reading continues because the application took it.
+        has_begun = not self._is_before_body and self._body_bytes > 0
+        return self._received if has_begun else self._received[:_PIECE_BYTES]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Parses a piece of data."""
+        self.data_received(bytes(self._received[:nbytes]))
+
     def data_received(self, data: bytes) -> None:
-        """Parses data piece by piece, each within the limits.
+        """Parses a piece of data within the limits.
 
         Most requests arrive with all of their headers at once, and need no timer.
         """
         self._unset_keepalive_if_required()
+        if self.transport.is_closing():
+            return
         try:
-            for begin in range(0, len(data), _PIECE_BYTES):
-                if self.transport.is_closing():
-                    return
-                piece = data[begin : begin + _PIECE_BYTES]
-                if self._is_before_body:
-                    self._header_bytes += len(piece)
-                self.parser.feed_data(piece)
-                if self._is_before_body and self._header_bytes > MAX_HEADER_BYTES:
-                    self._refuse("headers are too large")
+            self._header_bytes += len(data)
+            self.parser.feed_data(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self._refuse("headers are too large")
         except httptools.HttpParserUpgrade:
             pass  # served as an ordinary request, which it also is
         except httptools.HttpParserError:
@@ -193,6 +259,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._hold()
         if self._is_before_body and self._is_idle():
             self._start_header_deadline()
+        elif not self._is_before_body and not self._is_idle() and self.cycle.body:
+            self.flow.pause_reading()  # until the application takes it
 
     def send_400_response(self, msg: str) -> None:
         """Rejects the data and closes the connection."""
@@ -209,7 +277,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def end(self, reason: str) -> None:
         """Closes the connection at once."""
         self.connections_by_peer.refuse(self._peer, reason)
-        self._drop_body()
+        # The loop reports the loss later, after it has read of all other connections.
+        self._drop_request()
         self.transport.abort()
 
     def on_message_begin(self) -> None:
@@ -217,9 +286,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._is_idle():
             self._refuse("HTTP pipelining is not supported")
         super().on_message_begin()
+        if self._counted is not None:
+            admission: dict[object, object] = {
+                "admit": partial(self.connections_by_peer.admit, self._counted)
+            }
+            self.scope["extensions"] = {_ADMISSION: admission}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Adds a header, up to the limit."""
         if len(self.headers) >= MAX_HEADERS:
             self._refuse("too many headers")
         super().on_header(name, value)
@@ -232,8 +305,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Counts a part of the body."""
+        """Counts a part of the body. What remains is its framing: sizes of chunks, and trailers."""
         self._body_bytes += len(body)
+        self._header_bytes -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -253,7 +327,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Starts the deadline within which the peer must read the response."""
         super().pause_writing()
-        self.connections_by_peer.hold(self, self.transport.get_write_buffer_size())
+        self.connections_by_peer.record_size(self, self.transport.get_write_buffer_size())
         if self._read_deadline is None:
             self._read_deadline = self.loop.call_later(
                 _READ_DEADLINE_S, self.end, "the peer did not read the response in time"
@@ -267,13 +341,18 @@ class LimitedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def _is_idle(self) -> bool:
-        """Returns whether no response is in progress."""
+        """Returns True if no response is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def _drop_body(self) -> None:
         """Drops the unread body: the application may outlive the connection for long."""
         if self.cycle is not None:
             self.cycle.body = bytearray()
+
+    def _drop_request(self) -> None:
+        self._drop_body()
+        self.parser = None  # type: ignore[assignment]
+        self.headers = []
 
     def _refuse(self, reason: str) -> None:
         """Stops the parser to reject the data.
@@ -295,7 +374,7 @@ class LimitedProtocol(HttpToolsProtocol):
             held += self._body_bytes
         else:
             return
-        self.connections_by_peer.hold(self, held)
+        self.connections_by_peer.record_size(self, held)
 
     def _start_header_deadline(self) -> None:
         if self._deadline is None:
@@ -329,7 +408,6 @@ class OncePerMinute(logging.Filter):
     _logged_at: float = -PERIOD_S
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether a record is logged."""
         if not str(record.msg).startswith("socket.accept()"):
             return True
         now = time.monotonic()

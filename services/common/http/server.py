@@ -6,12 +6,13 @@ import socket
 import ssl
 from asyncio import sslproto
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.http.limits import (
     HEADER_DEADLINE_S,
@@ -25,6 +26,9 @@ from services.common.listener import listen
 from services.common.task_group import TaskGroup
 
 _STOP_GRACE_S = 1
+# Max. connections that are accepted before others are served. asyncio has one option for this and for
+# the length of the kernel's queue, which the listener already has.
+_ACCEPTED_AT_ONCE = 32
 # Size of a TLS record; asyncio allocates a buffer of 256 KiB for each connection.
 sslproto.SSLProtocol.max_size = 16 << 10
 _ACCEPTS = OncePerMinute()
@@ -46,7 +50,8 @@ async def serve_http(
 
     Args:
         bind: Address as for :func:`listen`.
-        app: The application.
+        app: The application; it calls :func:`services.common.http.limits.admit` for each request that
+            it has authenticated.
         certificate: PEM file with a certificate chain, to serve HTTPS; reloaded when it changes.
         key: PEM file with its key.
         connections_per_peer: Max. simultaneous connections of one address; 0 for no limit.
@@ -64,7 +69,7 @@ async def serve_http(
     listener = counted(listen(bind), connections)
     logging.getLogger("asyncio").addFilter(_ACCEPTS)
     config = uvicorn.Config(
-        app,
+        _ending_quietly(app),
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_STOP_GRACE_S,
@@ -86,6 +91,16 @@ async def serve_http(
             yield 0 if listener.family == socket.AF_UNIX else listener.getsockname()[1]
         finally:
             server.should_exit = True
+
+
+def _ending_quietly(app: ASGIApp) -> ASGIApp:
+    """Returns an application that logs no error for a peer that disconnects before its body ends."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientDisconnect):
+            await app(scope, receive, send)
+
+    return serve
 
 
 def _renew(config: uvicorn.Config, certificate: Path, key: Path | None) -> None:
@@ -110,7 +125,6 @@ class _Server(uvicorn.Server):
         self._deadline_s = deadline_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves on the given sockets."""
         await super().startup(sockets=[])
         loop, given = asyncio.get_running_loop(), self.config.ssl
         for listener in sockets or ():
@@ -119,7 +133,7 @@ class _Server(uvicorn.Server):
                 sock=listener,
                 ssl=given,
                 ssl_handshake_timeout=self._deadline_s if given else None,
-                backlog=self.config.backlog,
+                backlog=_ACCEPTED_AT_ONCE,
             )
             self.servers.append(server)
 

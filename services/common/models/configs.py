@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.models.evaluator import Evaluator
+from services.common.models.families import MULTIMODAL, image_kind, language_config
 from services.common.models.made_tokenizers import Vocabulary
 from services.common.runspec.run import TINY_PREFIX, ModelSpec
 
@@ -18,8 +19,12 @@ _SHAPES = {
     "qwen3-0.4m": ("qwen3", 128, 2, 4, 2, 352),
     "llama-0.4m": ("llama", 128, 2, 4, 2, 352),
     "qwen3_moe-0.7m": ("qwen3_moe", 128, 2, 4, 2, 352),
+    "qwen3_5-0.4m": ("qwen3_5_text", 128, 2, 4, 2, 352),
+    "qwen2_5_vl-0.6m": ("qwen2_5_vl_text", 128, 2, 4, 4, 336),
 }
-_EXPERTS = {
+PRESET_PATCH = 4
+"""Pixels of a side of a patch of presets that see images."""
+_FURTHER: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 2,
@@ -27,13 +32,41 @@ _EXPERTS = {
         "norm_topk_prob": True,
         "router_aux_loss_coef": 0.001,
     },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
+    "qwen2_5_vl_text": {
+        # With a larger base, the positions of neighboring image columns would differ by too little.
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 3.0,
+            "mrope_section": [4, 6, 6],
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "out_hidden_size": 128,
+            "patch_size": PRESET_PATCH,
+            "window_size": 16 * PRESET_PATCH,
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.1,
+        },
+    },
 }
-"""Additional keys of mixtures of experts."""
+"""Additional keys of mixtures of experts, of hybrids, and of models that see images."""
 _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2_5_VLForConditionalGeneration",
 }
 _MAX_POSITIONS = 32_768
 
@@ -50,9 +83,7 @@ def preset_config(path: str, *, vocab_size: int, eos_id: int, pad_id: int) -> di
 
     Args:
         path: A preset such as ``tiny:qwen2-0.4m``.
-        vocab_size: Number of tokens of the tokenizer.
         eos_id: Token that ends a response.
-        pad_id: Padding token.
 
     Raises:
         ValueError: If there is no such preset.
@@ -63,7 +94,10 @@ def preset_config(path: str, *, vocab_size: int, eos_id: int, pad_id: int) -> di
             f"model.path {path!r} is not a known preset; use one of {', '.join(preset_names())}"
         )
     model_type, hidden, layers, heads, kv_heads, intermediate = shape
+    # Built-in tokenizers have the placeholder of images as their last token.
+    seen = {"image_token_id": vocab_size - 1} if model_type.endswith("_vl_text") else {}
     return {
+        **seen,
         "model_type": model_type,
         "architectures": [_CLASSES[model_type]],
         "vocab_size": vocab_size,
@@ -78,7 +112,7 @@ def preset_config(path: str, *, vocab_size: int, eos_id: int, pad_id: int) -> di
         "bos_token_id": None,
         "eos_token_id": eos_id,
         "pad_token_id": pad_id,
-        **_EXPERTS.get(model_type, {}),
+        **_FURTHER.get(model_type, {}),
     }
 
 
@@ -116,8 +150,9 @@ _SIZES = ("vocab_size", "max_position_embeddings", "num_attention_heads", "slidi
 def read_config(model: ModelSpec, tokenizer: Vocabulary | None) -> dict[str, Any]:
     """Returns the ``config.json`` of a model: a preset, a folder, or a Hugging Face id.
 
+    That of a multimodal checkpoint is reduced to its language model, unless ``model.images`` is true.
+
     Args:
-        model: The model.
         tokenizer: Tokenizer of a preset, which sets the size of its vocabulary.
 
     Raises:
@@ -125,37 +160,64 @@ def read_config(model: ModelSpec, tokenizer: Vocabulary | None) -> dict[str, Any
     """
     if model.is_tiny:
         assert tokenizer is not None
-        return preset_config(
+        preset = preset_config(
             model.path,
             vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id,
             pad_id=tokenizer.pad_id,
         )
+        if (image_kind(preset) is not None) != model.images:
+            raise ValueError(
+                f"model.images is {str(model.images).lower()}, but the preset model.path {model.path!r} "
+                f"{'sees no' if model.images else 'sees'} images; change one of them"
+            )
+        return preset
     try:
         path = find_file(model, "config.json")
         if path is None:
             raise FileNotFoundError("the folder has no config.json")
         config: dict[str, Any] = _read(path)
         _check(config)
+        config = language_config(config, images=model.images)
     except (OSError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(load_problem(model, error)) from error
     return config
 
 
+def is_multimodal(model: ModelSpec) -> bool:
+    """Returns True if the model is the language model of a multimodal checkpoint.
+
+    Raises:
+        OSError: If its ``config.json`` cannot be fetched.
+    """
+    path = None if model.is_tiny else find_file(model, "config.json")
+    return path is not None and _read(path).get("model_type") in MULTIMODAL
+
+
 def full_config(model: ModelSpec) -> Any:
     """Returns the Hugging Face configuration of a folder or an id, with its own checks; needs transformers.
+
+    That of a multimodal checkpoint is reduced to its language model, as in :func:`read_config`.
 
     Raises:
         ValueError: If ``model.path`` names no model, or its configuration is inconsistent or too
             large.
     """
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
         check_evaluates(model)
-        return AutoConfig.from_pretrained(
+        config: Any = AutoConfig.from_pretrained(
             model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+        if config.model_type not in MULTIMODAL and not model.images:
+            return config
+        text = language_config(config.to_dict(), images=model.images)
+        if model.images:
+            return AutoConfig.for_model(**text)
+        names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text["model_type"]]]
+        return AutoConfig.for_model(**text, architectures=names)
     except Exception as error:
         raise ValueError(load_problem(model, error)) from error
 

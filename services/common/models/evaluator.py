@@ -38,7 +38,6 @@ class Evaluator:
 
     Args:
         kind: ``template`` renders chats; ``config`` builds a family's configuration.
-        timeout_s: Deadline of one evaluation.
     """
 
     def __init__(self, kind: _Kind, *, timeout_s: float | None = None) -> None:
@@ -76,7 +75,6 @@ class Evaluator:
         return answer["value"]
 
     def close(self) -> None:
-        """Ends the process."""
         with self._lock:
             self._stop()
 
@@ -142,6 +140,7 @@ def _spawn(kind: _Kind) -> subprocess.Popen[bytes]:
         for name, value in os.environ.items()  # noqa: TID251 -- all of it but what is secret, no setting
         if not name.startswith("SLIPSTREAM_")
     }
+    environment["TRANSFORMERS_VERBOSITY"] = "error"  # else it warns that there is no torch
     return subprocess.Popen(  # noqa: S603 -- this module
         [sys.executable, "-m", __spec__.name, kind],
         env=environment,
@@ -172,7 +171,6 @@ def render(template: str, **arguments: Any) -> tuple[str, list[tuple[int, int]]]
     """Renders a chat in this process, with a template that is known to terminate.
 
     Args:
-        template: The template.
         arguments: Arguments of transformers' ``render_jinja_template``; one conversation.
 
     Returns:
@@ -230,10 +228,11 @@ def _write(answers: io.BufferedIOBase, answer: dict[str, Any]) -> None:
 
 
 def _config() -> Callable[..., Any]:
+    # No configuration needs torch, whose import would take most of the start.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    # Imports the modules that all families need, which takes seconds.
-    CONFIG_MAPPING["qwen2"]()
+    CONFIG_MAPPING["qwen2"]()  # imports the modules that all families need
 
     def make(text: str) -> None:
         config = json.loads(text)

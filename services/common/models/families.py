@@ -5,13 +5,14 @@ decoding, with the model's own.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Routing = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 """Conversion of logits to weights: over all experts, over the chosen ones, or for each separately."""
 
-_FULL, _WINDOW = "full_attention", "sliding_attention"
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_FULL, _WINDOW, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 """Types of rotary embedding whose frequencies do not depend on the longest sequence of a batch."""
 
@@ -38,14 +39,17 @@ class Family:
     """Weighting of the chosen experts; None for a dense family."""
     expert_parts: ExpertParts | None = None
     """Names of single experts in checkpoints; None if they are also fused there."""
-    attention_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    attention_modules: tuple[str, ...] = _ATTENTION
     """Linear modules of its attention, to which adapters apply."""
+    recurrent: str | None = None
+    """Name of the module that carries a state from token to token, in layers of ``linear_attention``."""
     sinks: bool = False
     """True if each attention head has a sink: a score that takes weight and contributes no value."""
     fixed_by_alpha: bool = False
     """True if ``alpha`` fixes rotary frequencies of type ``dynamic``."""
 
 
+_GATED_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 _LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(tensor_parallel=True),
@@ -70,6 +74,7 @@ FAMILIES: Mapping[str, Family] = {
     "cohere": Family(),
     "cohere2": Family(),
     "granite": Family(tensor_parallel=True),
+    "qwen3_5_text": Family(recurrent="linear_attn", attention_modules=(*_ATTENTION, *_GATED_DELTA)),
     "qwen2_moe": Family(routing="softmax", expert_parts=ExpertParts()),
     "qwen3_moe": Family(windowed=True, routing="softmax", expert_parts=ExpertParts()),
     "mixtral": Family(
@@ -82,7 +87,38 @@ FAMILIES: Mapping[str, Family] = {
         routing="sigmoid", expert_parts=ExpertParts(), attention_modules=_LATENT_ATTENTION
     ),
     "gpt_oss": Family(routing="softmax_of_chosen", sinks=True),
+    "qwen3_next": Family(
+        routing="softmax",
+        expert_parts=ExpertParts(),
+        recurrent="linear_attn",
+        attention_modules=(*_ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    ),
+    "qwen3_5_moe_text": Family(
+        routing="softmax",
+        expert_parts=ExpertParts(),
+        recurrent="linear_attn",
+        attention_modules=(*_ATTENTION, *_GATED_DELTA),
+    ),
 }
+
+MULTIMODAL: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""Families of the language models in multimodal checkpoints, by ``model_type``.
+
+Positions of text are the same in all three dimensions of a multimodal rotary embedding, which then equals the
+plain one.
+"""
+IMAGES = ("qwen2_5_vl", "qwen3_vl")
+"""Multimodal checkpoints that also train and serve with images (``model.images``)."""
+_OUTER = ("eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
+_SEEN = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 COMPARED: Mapping[str, tuple[str, ...]] = {
     "vllm": (
@@ -127,6 +163,53 @@ UNEQUAL: Mapping[str, Mapping[str, str]] = {
 """Families that failed the comparison in an engine on a CPU, with the reason."""
 
 
+def image_kind(config: Mapping[str, Any]) -> str | None:
+    """Returns the ``model_type`` of the checkpoint of a model that sees images; None for other models."""
+    kind = str(config.get("model_type"))
+    return (
+        kind.removesuffix("_text") if kind.endswith("_text") and "vision_config" in config else None
+    )
+
+
+def language_config(config: Mapping[str, Any], *, images: bool = False) -> dict[str, Any]:
+    """Returns the ``config.json`` of a multimodal checkpoint's language model; others as they are.
+
+    Args:
+        config: A ``config.json``.
+        images: True to keep what the model needs to see images: ``vision_config``, the ids of placeholders,
+            and multimodal rotary positions.
+
+    Raises:
+        ValueError: If images are wanted, and the model has none that are supported.
+    """
+    kind = str(config.get("model_type"))
+    if images and kind not in IMAGES:
+        if image_kind(config) in IMAGES:  # a base model that a warm start made
+            return dict(config)
+        raise ValueError(
+            f"model.images is true, but its model_type is {kind!r}; set model.images to false, or use one of "
+            f"{', '.join(IMAGES)}"
+        )
+    if kind not in MULTIMODAL:
+        return dict(config)
+    # Older files have the keys of the text at the top.
+    text = dict(config.get("text_config") or config)
+    for outer in ("text_config", "vision_config", "architectures"):
+        text.pop(outer, None)
+    text |= {key: config[key] for key in _OUTER if text.get(key) is None and key in config}
+    if config.get("tie_word_embeddings") or "tie_word_embeddings" not in text:
+        text |= {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    if images or not MULTIMODAL[kind].startswith(kind):
+        for key in ("rope_scaling", "rope_parameters"):
+            if isinstance(table := text.get(key), Mapping):
+                kept = {n: value for n, value in table.items() if images or "mrope" not in n}
+                text[key] = kept | {n: "default" for n in kept if kept[n] == "mrope"}
+    if images:
+        seen = {key: config[key] for key in (*_SEEN, "vision_config") if key in config}
+        return text | seen | {"model_type": f"{kind}_text"}
+    return text | {"model_type": MULTIMODAL[kind]}
+
+
 def check_trainer(
     config: Mapping[str, Any],
     *,
@@ -143,18 +226,18 @@ def check_trainer(
         context_parallel: Ranks that share the tokens of each pack.
     """
     model_type = config.get("model_type")
-    family = FAMILIES.get(str(model_type))
+    family = _family_of(config) if model_type in FAMILIES or image_kind(config) else None
     if family is None:
         return [
             f"model.path has model_type {model_type!r}, which is not supported; use one of "
-            f"{', '.join(FAMILIES)}"
+            f"{', '.join(FAMILIES)}, or the text of {', '.join(MULTIMODAL)}"
         ]
     problems = []
-    kinds = set(config.get("layer_types") or ()) - {_FULL, _WINDOW}
-    if kinds:
+    supported = (_FULL, _WINDOW) if family.recurrent is None else (_FULL, _LINEAR)
+    if kinds := set(config.get("layer_types") or ()) - set(supported):
         problems.append(
-            f"model.path: layer_types in its config.json has {', '.join(sorted(kinds))}, but packed "
-            f"attention supports only {_FULL} and {_WINDOW}"
+            f"model.path: layer_types in its config.json has {', '.join(sorted(kinds))}, but layers of "
+            f"{model_type!r} must be {' or '.join(supported)}; use a model whose layers are"
         )
     if config.get("use_bidirectional_attention"):
         problems.append(
@@ -227,6 +310,14 @@ def _context_problems(
         )
 
 
+def _family_of(config: Mapping[str, Any]) -> Family:
+    kind = image_kind(config)
+    if kind in IMAGES:
+        # Tensor parallelism would divide the language model only.
+        return replace(FAMILIES[MULTIMODAL[kind]], tensor_parallel=False)
+    return FAMILIES.get(str(config.get("model_type")), Family())
+
+
 def num_experts(config: Mapping[str, Any]) -> int:
     """Returns the number of routed experts of a layer, under any of the usual names; 0 if there is none."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -235,24 +326,35 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 def attention_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the names of the linear modules of a model's attention."""
-    own = FAMILIES.get(str(config.get("model_type")), Family()).attention_modules
+    own = _family_of(config).attention_modules
     has_plain_queries = "q_a_proj" in own and config.get("q_lora_rank", 0) is None
     return ("q_proj", *own[2:]) if has_plain_queries else own
 
 
 def is_mixture(config: Mapping[str, Any]) -> bool:
-    """Returns whether a model has layers of experts."""
-    return FAMILIES.get(str(config.get("model_type")), Family()).routing is not None
+    """Returns True if a model has layers of experts."""
+    return _family_of(config).routing is not None
 
 
 def has_plain_scores(config: Mapping[str, Any]) -> bool:
-    """Returns whether fused attention kernels can compute a model's scores: without caps and sinks.
+    """Returns True if fused attention kernels can compute a model's scores: without caps and sinks.
 
     Gemma 2 without its caps is excluded, too: transformers refuses the kernels for that family.
     """
     if config.get("model_type") == "gemma2" or config.get("attn_logit_softcapping") is not None:
         return False
-    return not FAMILIES.get(str(config.get("model_type")), Family()).sinks
+    return not _family_of(config).sinks
+
+
+def recurrent_module(config: Mapping[str, Any]) -> str | None:
+    """Returns the name of a model's modules that carry a state from token to token; None without any."""
+    return _family_of(config).recurrent
+
+
+def num_attention_layers(config: Mapping[str, Any]) -> int:
+    """Returns the number of layers that attend to earlier tokens, and keep their keys and values."""
+    kinds = config.get("layer_types") or [_FULL] * int(config["num_hidden_layers"])
+    return sum(kind != _LINEAR for kind in kinds)
 
 
 def windows_of(config: Mapping[str, Any]) -> dict[str, int | None]:
@@ -260,14 +362,18 @@ def windows_of(config: Mapping[str, Any]) -> dict[str, int | None]:
 
     Args:
         config: A ``config.json``. A model with one kind of layers has the entry ``full_attention``
-            or ``sliding_attention``.
+            or ``sliding_attention``. Recurrent layers, which attend to nothing, have no entry.
     """
     kinds = config.get("layer_types")
     if not kinds:
-        family = FAMILIES.get(str(config.get("model_type")), Family())
+        family = _family_of(config)
         is_windowed = family.windowed and config.get("use_sliding_window") is not False
         kinds = [_WINDOW if is_windowed else _FULL]
-    return {kind: config.get("sliding_window") if kind == _WINDOW else None for kind in kinds}
+    return {
+        kind: config.get("sliding_window") if kind == _WINDOW else None
+        for kind in kinds
+        if kind != _LINEAR
+    }
 
 
 def exact_tokens(config: Mapping[str, Any], engine: str) -> int | None:
@@ -275,7 +381,6 @@ def exact_tokens(config: Mapping[str, Any], engine: str) -> int | None:
 
     Args:
         config: A ``config.json``.
-        engine: ``rollout.engine``.
     """
     known = WINDOWED.get(engine)
     if known is None or config.get("model_type") in known:
@@ -288,10 +393,63 @@ def _rope_types(config: Mapping[str, Any]) -> set[str]:
     # The older key takes precedence if a configuration has both.
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     tables = [found, *(value for value in found.values() if isinstance(value, Mapping))]
-    is_fixed = FAMILIES.get(str(config.get("model_type")), Family()).fixed_by_alpha
+    is_fixed = _family_of(config).fixed_by_alpha
     kinds = {
         table.get("rope_type") or table.get("type")
         for table in tables
         if not (is_fixed and table.get("alpha"))
     }
     return {str(kind) for kind in kinds if kind is not None}
+
+
+_MAX_UINT8 = 255
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """Layers and experts of a mixture of experts."""
+
+    layers: tuple[int, ...]
+    """Numbers of the layers that have experts."""
+    num_chosen: int
+    """Number of experts per token in each of them."""
+    num_experts: int
+    """Number of experts per layer."""
+
+    @property
+    def dtype(self) -> str:
+        """Smallest dtype for all experts and ``missing``."""
+        return "uint8" if self.num_experts <= _MAX_UINT8 else "int16"
+
+    @property
+    def missing(self) -> int:
+        """Marks an unknown choice: the highest value of the dtype, which is no expert."""
+        return _MAX_UINT8 if self.dtype == "uint8" else 2**15 - 1
+
+    @property
+    def tail(self) -> tuple[int, int]:
+        """Shape of one token's entry."""
+        return len(self.layers), self.num_chosen
+
+
+def routing_shape(config: Mapping[str, Any]) -> RoutingShape | None:
+    """Returns the routing shape of a model; None if it has no routers.
+
+    Args:
+        config: A model's configuration, including defaults.
+    """
+    if not is_mixture(config):
+        return None
+    dense = set(config.get("mlp_only_layers") or ()) | set(
+        range(config.get("first_k_dense_replace") or 0)
+    )
+    every = config.get("decoder_sparse_step") or 1
+    return RoutingShape(
+        layers=tuple(
+            layer
+            for layer in range(config["num_hidden_layers"])
+            if layer not in dense and (layer + 1) % every == 0
+        ),
+        num_chosen=int(config["num_experts_per_tok"]),
+        num_experts=num_experts(config),
+    )

@@ -1,9 +1,10 @@
-"""Output head of a language model that computes float32 logits, whatever the dtype of its weights.
+"""Output head of a language model that computes float32 logits, regardless of the dtype of its weights.
 
 Rounding to bfloat16 changes a logprob by .02 on average (ScaleRL, arXiv:2510.13786; MiniMax-M1,
 arXiv:2506.13585), and differently in the trainer than in an engine.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,14 +26,22 @@ def float32_products(hidden: Tensor, weight: Tensor) -> Tensor:
 def use_float32_head(model: PreTrainedModel) -> None:
     """Makes a model's logits float32; its tensors keep their names, and tied ones stay tied."""
     untyped: Any = model
-    untyped.set_output_embeddings(_Float32Head(untyped.get_output_embeddings()))
+    untyped.set_output_embeddings(Float32Head(untyped.get_output_embeddings()))
 
 
-class _Float32Head(nn.Module):
+class Float32Head(nn.Module):
+    """Output head with float32 logits.
+
+    Args:
+        head: The model's own head, whose tensors it takes.
+    """
+
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
         self.weight, self.bias = head.weight, head.bias
+        self.product: Callable[[Tensor, Tensor], Tensor] = float32_products
 
     def forward(self, hidden: Tensor) -> Tensor:
-        products = float32_products(hidden, self.weight)
+        """Returns ``[..., V]`` float32 logits of ``[..., H]`` states."""
+        products = self.product(hidden, self.weight)
         return products if self.bias is None else products + self.bias.float()

@@ -1,19 +1,115 @@
-"""Loads models by specification: a folder, a Hugging Face id, or a generated preset."""
+"""Loads models by specification: a folder, a Hugging Face id, or a generated preset.
 
-from collections.abc import Mapping
+Names in a folder may differ from those in the model: experts are fused or divided, and the language model
+of a multimodal checkpoint has a prefix. Tensors of the folder that the model does not have are ignored: a
+vision tower unless ``model.images`` is true, heads for multi-token prediction.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from services.common.models.configs import full_config, load_problem, read_config
+from services.common.models.configs import full_config, is_multimodal, load_problem, read_config
+from services.common.models.experts import checkpoint_names, is_fused
 from services.common.models.tokenizer import Tokenizer
-from services.common.models.weight_files import named
+from services.common.models.vision import TOWER, register_vision, vision_tower
+from services.common.models.weight_files import named, stored_names
 from services.common.runspec.run import ModelSpec
+
+_DECODER, _HEAD = "model.", "lm_head."
+_PREFIXES = (
+    ("model.language_model.", _HEAD),
+    ("language_model.model.", "language_model." + _HEAD),
+    ("language_model.model.", _HEAD),
+)
+"""Prefixes of the decoder and of the output head in multimodal checkpoints."""
+_TOWERS = (TOWER, "visual.")
+"""Prefixes of vision towers in multimodal checkpoints."""
+
+SCORES_BEFORE_END: Final = "scores_before_end"
+"""Key in the ``config.json`` of a reward model that scores a response before the token that ends it.
+
+The value is ``chat`` if its prompts are rendered with the chat template, else ``text``.
+"""
+
+
+def read_weights(
+    tensors: Mapping[str, torch.Tensor], folder: Path, config: Mapping[str, Any]
+) -> None:
+    """Fills tensors from safetensors, in place; values are cast to the tensors' dtypes.
+
+    Args:
+        tensors: Tensors by their names in the model. Of a DTensor, this rank's shard is read.
+        config: ``config.json`` of the model, which may be the language model of the folder.
+
+    Raises:
+        ValueError: If the folder lacks one of the tensors or cannot be read.
+    """
+    try:
+        stored = as_stored(tensors, config, known=stored_names(folder))
+        load_shards(stored, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise ValueError(
+            f"model.path: weights in {folder} do not match its config.json: {error}"
+        ) from error
+
+
+def as_stored(
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    *,
+    known: Collection[str] = (),
+) -> dict[str, torch.Tensor]:
+    """Returns tensors by their checkpoint names; fused experts are divided into those of this rank.
+
+    Args:
+        tensors: Tensors by their names in the model.
+        config: The model's ``config.json``.
+        known: Names in the checkpoint that is read or replaced: its prefixes and fused experts are used.
+    """
+    prefixes: tuple[str, ...] = next(
+        (
+            (decoder, head)
+            for decoder, head in _PREFIXES
+            if f"{decoder}embed_tokens.weight" in known
+            and (head == _HEAD or f"{head}weight" in known)
+        ),
+        (_DECODER, _HEAD),
+    )
+    towers = [prefix for prefix in _TOWERS if any(name.startswith(prefix) for name in known)]
+    prefixes = (towers[0] if towers else TOWER, *prefixes)
+    stored: dict[str, torch.Tensor] = {}
+    for name, value in tensors.items():
+        if (whole := _prefixed(name, prefixes)) in known:
+            stored[whole] = value
+            continue
+        first = 0
+        held = value
+        if is_fused(name, config) and isinstance(value, DTensor):
+            place = value.shape, value.device_mesh, value.placements
+            first = compute_local_shape_and_global_offset(*place)[1][0]
+            held = value.to_local()
+        for each, part in checkpoint_names(name, held, config, first=first):
+            stored[_prefixed(each, prefixes)] = part
+    return stored
+
+
+def _prefixed(name: str, prefixes: Sequence[str]) -> str:
+    for own, other in zip((TOWER, _DECODER, _HEAD), prefixes, strict=True):
+        if name.startswith(own):
+            return other + name.removeprefix(own)
+    return name
 
 
 def load_config(model: ModelSpec, tokenizer: Tokenizer) -> PretrainedConfig:
@@ -39,11 +135,10 @@ def build_model(
     Rollouts start with it: their weights arrive later through weight synchronization.
 
     Args:
-        config: Shape of the model.
-        dtype: Dtype of the weights.
         device: Device on which the weights are created.
         seed: Seed of the weights; the global random state does not change.
     """
+    register_vision(config)
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(seed)
@@ -82,6 +177,9 @@ def compute_frequencies(model: PreTrainedModel, *, device: torch.device | str) -
     decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
     if hasattr(decoder, "rotary_emb"):
         decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)
+    tower: Any = vision_tower(model)
+    if tower is not None:
+        tower.rotary_pos_emb = type(tower.rotary_pos_emb)(tower.config).to(device)
 
 
 def load_model(
@@ -136,7 +234,13 @@ def _from_pretrained(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> PreTrainedModel:
-    full_config(model)
+    config = full_config(model)
+    register_vision(config)
+    if is_multimodal(model):
+        # transformers would load all towers.
+        built = build_model(config, dtype=dtype, device="cpu")
+        read_weights(stored_tensors(built), find_folder(model), config.to_dict())
+        return cast("PreTrainedModel", cast("nn.Module", built).to(device))
     # The loading info is needed to report missing weights; otherwise they are initialized at
     # random.
     arguments = {**arguments, "ignore_mismatched_sizes": True, "output_loading_info": True}

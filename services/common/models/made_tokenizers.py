@@ -8,7 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from services.common.runspec.run import ModelSpec
 
 CHARS_PREFIX = "chars:"
-PAD, EOS = "<pad>", "<eos>"
+PAD, EOS, IMAGE = "<pad>", "<eos>", "<image>"
 
 
 class Vocabulary(Protocol):
@@ -17,22 +17,18 @@ class Vocabulary(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of tokens, including added ones."""
-        ...
 
     @property
     def eos_id(self) -> int:
         """Token that ends a response."""
-        ...
 
     @property
     def pad_id(self) -> int:
         """Padding token; the end token if the model has no other."""
-        ...
 
     @property
     def has_chat_template(self) -> bool:
         """True if it renders chats."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +47,37 @@ def tokenizer_name(model: ModelSpec) -> str:
 
 
 def is_builtin_tokenizer(name: str) -> bool:
-    """Returns whether a tokenizer is built in."""
     return name == "bytes" or name.startswith(CHARS_PREFIX)
 
 
-def make_builtin_tokenizer(name: str) -> Tokenizer | None:
+def make_builtin_tokenizer(name: str, *, images: bool = False) -> Tokenizer | None:
     """Builds the tokenizer of a name; returns None if it is not a built-in one.
 
     ``chars:SYMBOLS`` has ``<pad>`` (0), ``<eos>`` (1), then one token for each symbol; ``bytes``
     has ``<pad>``, ``<eos>``, then one token for each byte value.
 
+    Args:
+        name: The name.
+        images: True to add the placeholder ``<image>`` as the last token.
+
     Raises:
         ValueError: If symbols are missing or repeated.
     """
-    if name == "bytes":
-        return _bytes()
-    return _chars(name.removeprefix(CHARS_PREFIX)) if name.startswith(CHARS_PREFIX) else None
+    if not is_builtin_tokenizer(name):
+        return None
+    made = _bytes() if name == "bytes" else _chars(name.removeprefix(CHARS_PREFIX))
+    if images:
+        made.add_special_tokens([IMAGE])
+    return made
 
 
-def builtin_vocabulary(name: str) -> BuiltinVocabulary | None:
+def builtin_vocabulary(name: str, *, images: bool = False) -> BuiltinVocabulary | None:
     """Returns the vocabulary of a built-in tokenizer; None for any other name.
 
     Raises:
         ValueError: As :func:`make_builtin_tokenizer`.
     """
-    made = make_builtin_tokenizer(name)
+    made = make_builtin_tokenizer(name, images=images)
     if made is None:
         return None
     eos_id, pad_id = made.token_to_id(EOS), made.token_to_id(PAD)

@@ -26,7 +26,11 @@ _OUTSIDE_ROLES = frozenset(("user", "tool", "function", "ipython"))
 _PLAIN_BEGIN, _PLAIN_END = "\uf8f0", "\uf8f1"
 _PLAIN = re.compile(f"{_PLAIN_BEGIN}(\\d+){_PLAIN_END}")
 _CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% for message in messages %}{{ message['role'] }}: "
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
+    "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -35,8 +39,6 @@ class Tokenizer:
     """Converts between text and token ids with a ``PreTrainedTokenizerFast``.
 
     Args:
-        inner: The tokenizer.
-        name: Its name in messages.
         stop_ids: Further tokens that end a response.
         template_arguments: Arguments of the chat template besides messages and tools.
         escapes_special: True to encode special tokens in texts of users and tools as text.
@@ -170,7 +172,6 @@ class Tokenizer:
         """Returns the text of token ids.
 
         Args:
-            ids: The tokens.
             keeps_special: True to include the texts of special tokens.
         """
         skips = not keeps_special
@@ -266,7 +267,7 @@ class Tokenizer:
     def _unescaped(self, text: str) -> Iterator[tuple[int, str]]:
         """Yields the place and the text of each part of a rendered chat that is encoded by itself.
 
-        An escaped token becomes two parts, neither of which is a token.
+        An escaped token becomes two parts that are not special tokens.
         """
         end = 0
         for found in _PLAIN.finditer(text):
@@ -349,7 +350,6 @@ def load_tokenizer(
     """Loads the tokenizer of a model.
 
     Args:
-        model: The model.
         template_arguments: Arguments of the chat template besides messages and tools.
         escapes_special: True to encode special tokens in texts of users and tools as text.
 
@@ -357,7 +357,7 @@ def load_tokenizer(
         ValueError: If there is no such tokenizer; the message has the key and the fix.
     """
     name = tokenizer_name(model)
-    made = make_builtin_tokenizer(name)
+    made = make_builtin_tokenizer(name, images=model.images)
     inner = _pretrained(name, model) if made is None else _fast(made)
     stop_ids = [] if model.is_tiny else _end_ids(model)
     return Tokenizer(
@@ -437,3 +437,23 @@ def _fast(backend: Any) -> Any:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def check_teacher(spec: RunSpec) -> None:
+    """Checks that the teacher of a run, if it has one, has the tokens of its policy.
+
+    Raises:
+        ValueError: If they differ; the message has the first difference.
+    """
+    if spec.teacher is None or spec.teacher.is_policy:
+        return
+    own = load_tokenizer(spec.model).vocabulary
+    others = load_tokenizer(spec.teacher).vocabulary
+    differing = sorted(own.keys() ^ others.keys() | {t for t in own if own[t] != others.get(t)})
+    if differing:
+        token = differing[0]
+        raise ValueError(
+            f"teacher and model need the same tokenizer, but {len(differing)} of their {len(others)} and "
+            f"{len(own)} tokens differ: {token!r} has id {others.get(token, 'none')} in teacher and "
+            f"{own.get(token, 'none')} in model; use a teacher of the same family"
+        )

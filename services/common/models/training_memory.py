@@ -1,4 +1,4 @@
-"""Predicts the memory of each trainer GPU before a start: pure arithmetic.
+"""Predicts the memory of trainer GPUs, KV caches and time-shared GPUs before a start: pure arithmetic.
 
 Weights, gradients and optimizer follow from the layout (``trainer/engines/fsdp/parallel.py``) and are
 exact. The estimate of activations counts the tensors that the compiled layers of a decoder keep for
@@ -11,17 +11,98 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from transformers import PretrainedConfig
 
-from services.common.models.families import num_experts
-from services.common.models.kv_memory import kv_bytes
+from services.common.models.families import num_attention_layers, num_experts
 from services.common.models.loading import build_model, stored_tensors
+from services.common.models.quantization import base_bytes, largest_quantized
+from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import LoraSpec, TrainerSpec
 from services.common.runspec.weight_modes import MODES
+
+_BLOCK_TOKENS: Final = 16
+_BLOCKS_SPARE: Final = 1.05
+
+
+def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes of the keys and values of one token, in all layers that attend."""
+    text = config.get_text_config()
+    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return 2 * dtype.itemsize * heads * width * num_attention_layers(text.to_dict())
+
+
+def required_kv_tokens(spec: RunSpec, config: PretrainedConfig) -> int:
+    """Returns the max. tokens in a rollout's KV cache: every slot with the longest response.
+
+    At least the longest context of the engine, without which it does not start.
+    """
+    rollout, kind = spec.rollout, engine_kind(spec.rollout.engine)
+    limit = int(config.max_position_embeddings)
+    longest = min(spec.data.max_prompt_tokens + rollout.max_response_tokens, limit)
+    blocks = -(-longest // _BLOCK_TOKENS) + 1
+    given = rollout.engine_arguments.get(kind.length_argument or "")
+    maximum = max(rollout.max_running_samples * blocks * _BLOCK_TOKENS, int(given or limit))
+    return int(_BLOCKS_SPARE * maximum)
+
+
+def kv_bytes(spec: RunSpec, config: PretrainedConfig, dtype: torch.dtype) -> float:
+    """Returns the bytes of a rollout's KV cache: the configured size, or the size that it can use."""
+    kind, arguments = engine_kind(spec.rollout.engine), spec.rollout.engine_arguments
+    given = arguments.get(kind.cache_argument or "")
+    if given is not None and kind.cache_in_bytes:
+        return float(given)
+    tokens = required_kv_tokens(spec, config) if given is None else int(given)
+    return float(tokens * kv_bytes_per_token(config, dtype))
+
+
+Stays = Literal["all", "state", "nothing"]
+"""Part of a trainer that stays on the GPU: all, its state between steps, or only the sent weights."""
+
+# The rest is for memory that allocators cannot use.
+_LARGEST_SHARE: Final = 0.9
+
+
+def resident_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Stays:
+    """Returns the part of a colocated trainer that stays on the GPU while rollouts decode: as much as fits.
+
+    The time of a switch is proportional to the bytes that move, so each side moves only as much as
+    it must. If everything fits, engines also keep their memory. Both sides compute the same result from the
+    same numbers.
+    """
+    if not spec.colocated_rollouts:
+        return "nothing"
+    dtype = getattr(torch, spec.trainer.dtype)
+    weights, size = weight_bytes(config, dtype), spec.engine_gpus
+    # If there are fewer KV heads than GPUs, each GPU of an engine has a copy of them.
+    engine = weight_copies(spec) * weights / size + kv_bytes(spec, config, dtype) + ENGINE
+    engines = spec.colocated_rollouts * size / spec.trainer.world_size
+    for stays in ("all", "state"):
+        kept = _kept(stays, spec, config, gpu_bytes=gpu_bytes)
+        if kept + engines * engine <= _LARGEST_SHARE * gpu_bytes:
+            return stays
+    return "nothing"
+
+
+def sleeping_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
+    """Returns the bytes that a colocated trainer keeps on each of its GPUs while rollouts decode."""
+    stays = resident_memory(spec, config, gpu_bytes=gpu_bytes)
+    return _kept(stays, spec, config, gpu_bytes=gpu_bytes)
+
+
+def _kept(stays: Stays, spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
+    if stays == "all":
+        parts = trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts
+        return SPARE * sum(size for name, size in parts.items() if name != SLEEPING)
+    kept = sleeping_trainer_bytes(spec, config)
+    if stays == "state":
+        kept += state_memory(spec, config, gpu_bytes=gpu_bytes)
+    return SPARE * kept
+
 
 _GB: Final = 1e9
 STATE: Final = ("weights, float32", "weights, frozen", "optimizer", "gradients", "reference")
@@ -69,11 +150,9 @@ class TrainerMemory:
 
     @property
     def used(self) -> float:
-        """Sum of all parts."""
         return sum(self.parts.values())
 
     def table(self, num_gpus: int) -> str:
-        """Formats the parts as a table."""
         head = f"each of the trainer's {num_gpus} GPU(s), with {self.total / _GB:.1f} GB"
         rows = [*self.parts.items(), ("left", self.total - self.used)]
         rows += [(f"in host memory: {name}", size) for name, size in self.host.items()]
@@ -105,9 +184,6 @@ def trainer_memory(
     """Predicts the memory of a run's trainer on GPUs of a given size.
 
     Args:
-        spec: The run.
-        config: Shape of its model.
-        gpu_bytes: Memory of one GPU.
         engines: Rollouts that decode on the same GPU while it trains.
         shapes: Result of :func:`shapes_of` for its model, if already known.
     """
@@ -172,6 +248,8 @@ def _memory_of(
     trained = weights if trainer.lora is None else adapter_weights(shapes, trainer.lora)
     frozen = 0.0 if trainer.lora is None else weights
     item = getattr(torch, trainer.dtype).itemsize
+    base_dtype = None if trainer.lora is None else trainer.lora.base_dtype
+    base = base_bytes(shapes, base_dtype, item=item)
     ranks = trainer.world_size
     # Frozen weights are replicated where gathered weights would be.
     frozen_ranks = 1 if _keeps_gathered(trainer) and not trainer.offloads_weights else ranks
@@ -184,13 +262,14 @@ def _memory_of(
     num_tokens = _max_micro_batch_tokens(spec)
     parts = {
         "weights, float32": _FLOAT32 * trained_in_all / ranks,
-        "weights, frozen": item * frozen / frozen_ranks,
+        "weights, frozen": base / frozen_ranks if trainer.lora is not None else 0.0,
         "optimizer": _MOMENTS * trained_in_all / ranks,
         "gradients": _gradients(trainer, trained_in_all),
         "weights gathered for a forward pass": _gathered(
             trainer, config, trained, frozen, item=item
         )
         + critics * _gathered(trainer, config, weights, 0.0, item=item),
+        "a weight, dequantized": 0.0 if base_dtype is None else item * largest_quantized(shapes),
         "activations": num_tokens * activations.here,
         "logits": min(_LOGITS, 3.0 * _FLOAT32 * config.vocab_size * num_tokens),
         "weights in transfer": _sent(spec, shapes, item=item),
@@ -199,7 +278,8 @@ def _memory_of(
     if spec.topology.is_colocated:
         parts[SLEEPING] = item * weights / spec.engine_gpus + _SLEEPING
     if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
-        parts["reference"] = item * weights / frozen_ranks + _gathered(
+        reference = base if spec.teacher is None else item * weights
+        parts["reference"] = reference / frozen_ranks + _gathered(
             trainer, config, 0.0, weights, item=item
         )
     moved = {False: (), "optimizer": ("optimizer",), True: STATE}[trainer.cpu_offload]
@@ -301,6 +381,9 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
     width = int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
     heads = _QUERIES * int(shape.num_attention_heads) + _KEY_VALUES * heads
     attended = item * heads * width / trainer.tensor_parallel
+    layers = int(shape.num_hidden_layers)
+    if (attending := num_attention_layers(shape.to_dict())) < layers:
+        attended += (layers - attending) / layers * (item * _recurrent(shape) - attended)
     # The tokens of an expert are copied, and its output is weighted.
     attended += item * _copied(shape)
     eager = 0 if trainer.compile else 1
@@ -308,7 +391,6 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
     hidden = float(item * shape.hidden_size)
     whole = _HIDDENS * hidden + attended + (_FEED_FORWARD + eager) * inner
     whole += eager * _EAGER_NORMS * _FLOAT32 * shape.hidden_size
-    layers = int(shape.num_hidden_layers)
     recomputed = trainer.activation_checkpointing
     assert recomputed != "auto", "the caller chooses"
     if recomputed == "selective":
@@ -324,6 +406,13 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
     if recomputed == "selective" and not trainer.compile:
         return _Activations(sum(kept) + again, layers * hidden)
     return _Activations(min(layers, _LAYERS_HERE) * max(kept) + again, sum(kept))
+
+
+def _recurrent(shape: Any) -> int:
+    """Returns the width that a gated delta net keeps per token: of its convolution and of its gates."""
+    keys = shape.linear_num_key_heads * shape.linear_key_head_dim
+    values = shape.linear_num_value_heads * shape.linear_value_head_dim
+    return int(2 * (2 * keys + values) + 2 * values)
 
 
 def _feed_forward(shape: Any) -> float:

@@ -44,6 +44,15 @@ def file_problems(folder: Path) -> Iterator[str]:
             )
 
 
+def stored_names(folder: Path) -> set[str]:
+    """Returns the names of all tensors in a folder's safetensors.
+
+    Raises:
+        ValueError: If a file is truncated, or of another kind.
+    """
+    return {name for path in folder.glob("*.safetensors") for name in _head(path)}
+
+
 def named(names: Sequence[str]) -> str:
     """Returns the first of some tensors, and the number of the others."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"

@@ -28,7 +28,6 @@ class _Headers:
         client_call_details: grpc.aio.ClientCallDetails,
         request: Any,
     ) -> Any:
-        """Executes a call with the headers."""
         return await continuation(_with_headers(client_call_details, self._token), request)
 
 
@@ -85,7 +84,6 @@ class MeasuredStreams(grpc.aio.UnaryStreamClientInterceptor):
         client_call_details: grpc.aio.ClientCallDetails,
         request: Any,
     ) -> AsyncIterator[Any]:
-        """Wraps the responses of a call."""
         method = client_call_details.method
         name = method.decode() if isinstance(method, bytes) else method
         sent(name, request)

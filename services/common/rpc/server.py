@@ -66,7 +66,6 @@ async def serve(
 
     Args:
         bind: ``host:port``; port 0 chooses a free one.
-        register: Adds the servicers to the server.
         users: Services with their own authentication, by full name.
         max_message_bytes: Max. size of a request; a larger one fails with RESOURCE_EXHAUSTED.
 
@@ -110,8 +109,6 @@ class _Edge(grpc.aio.ServerInterceptor):
     """Authenticates callers; converts ServiceErrors to statuses, and logs other exceptions as INTERNAL.
 
     Args:
-        identity: Authenticates callers.
-        users: Services with their own authentication.
         proxy: Lifts the limits of an authenticated caller's connection.
     """
 

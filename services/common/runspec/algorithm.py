@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.runspec.base import SpecPart
+from services.common.runspec.base import MAX_SECONDS, SpecPart
 from services.common.runspec.formulas import (
     ADVANTAGES,
     LOSSES,
@@ -70,25 +70,32 @@ class AlgorithmSpec(SpecPart):
     """Advantage, loss, off-policy correction and staleness."""
 
     advantage: str = Field("grpo", json_schema_extra={"examples": [*ADVANTAGES]})
-    """Advantage estimator: ``grpo``, ``dr_grpo``, ``rloo``, ``maxrl``, ``opo``, ``pass_at_k``,
+    """Advantage estimator: ``grpo``, ``dr_grpo``, ``rloo``, ``maxrl``, ``gdpo``, ``opo``, ``pass_at_k``,
     ``reinforce_pp``, ``reinforce_pp_baseline``, ``remax``, ``gae``, ``uniform`` (1 for every
     token), ``none`` (0 for every token; the default with a teacher), or your own function
     ``module:function`` / ``file.py:function``, which receives a ``ScoredBatch``."""
     advantage_arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own advantage function, or of a built-in one: ``gae`` takes
-    ``length_adaptive`` (alpha of VAPO's lambda by length, arXiv:2504.05118; paper: 0.05)."""
+    ``length_adaptive`` (alpha of VAPO's lambda by length, arXiv:2504.05118; paper: 0.05), ``gdpo``
+    ``weights`` (weight of each reward term by name)."""
     loss: str = Field("ppo", json_schema_extra={"examples": [*LOSSES]})
     """Policy loss: ``ppo``, ``gspo``, ``cispo``, ``aipo``, ``sapo``, ``dppo``, ``gmpo``, ``clip_cov``,
     ``kl_cov``, ``reinforce``, or your own function ``module:function`` / ``file.py:function``,
     which receives ``LossTokens``. ``gspo`` (with default clip distances of 3e-4 and 4e-4),
     ``gmpo`` (.4 and .4, of log-ratios) and ``sapo`` have the default aggregation
-    ``seq-mean-token-mean``; ``dppo`` bounds a divergence, by default .15. Two losses train on
-    answers in ``data.train`` and sample no responses: ``sft`` is their cross entropy, and ``dpo``
-    learns a preference between two answers."""
+    ``seq-mean-token-mean``; ``dppo`` bounds a divergence, by default .15. ``distill`` is the
+    divergence from the ``teacher``'s distribution of each token. Three losses train on
+    answers in ``data.train`` and sample no responses: ``sft`` is their cross entropy, ``dpo``
+    learns a preference between two answers, and ``reward_model`` trains a model that scores the
+    preferred one higher."""
     loss_arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own loss function, or of a built-in one. ``dppo``: ``divergence``
     (``tv`` or ``kl``) and ``ratio_max``; ``clip_cov``: ``fraction``, ``low`` and ``high``;
-    ``kl_cov``: ``fraction`` and ``coefficient``. Other settings are keys of ``algorithm``."""
+    ``kl_cov``: ``fraction`` and ``coefficient``; ``distill``: ``divergence`` (``forward_kl``,
+    ``reverse_kl``, the default, or ``jsd``), ``beta`` (weight of the teacher in ``jsd``) and
+    ``top_k`` (tokens of the teacher that are compared, by default 64; null compares the whole
+    vocabulary); ``reward_model``: ``center``, the factor of the
+    square of a pair's summed rewards. Other settings are keys of ``algorithm``."""
     aggregation: Literal[
         "token-mean",
         "token-sum",
@@ -123,7 +130,13 @@ class AlgorithmSpec(SpecPart):
     value_clip: float = Field(0.2, gt=0)
     """Clip distance of the critic's value loss (GAE)."""
     entropy_coefficient: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with ``entropy_target``, its value at the start."""
+    entropy_target: float | None = Field(None, gt=0)
+    """Entropy in nats per token below which the weight grows by ``entropy_step`` per step; above it,
+    the weight shrinks and no bonus is added (Skywork-OR1, arXiv:2505.22312). None keeps the
+    weight fixed."""
+    entropy_step: float = Field(0.005, gt=0)
+    """Change of the weight per step with ``entropy_target``."""
     kl: KlSpec = KlSpec()
     """Penalty for divergence from the reference policy."""
 
@@ -167,7 +180,7 @@ class AlgorithmSpec(SpecPart):
     """Min number of finished members of a group. A group with fewer is replaced and does not train."""
 
     max_staleness: int = Field(1, ge=0, le=64)
-    """Max weight versions by which a trained token may lag behind the trainer; older tokens are
+    """Max number of weight versions between the sampling and the training of a token; older tokens are
     masked. 0 is synchronous, 1 is one step off-policy. The alias ``generate_ahead_steps`` is
     accepted here and under ``trainer``."""
     on_stale: Literal["wait", "mask", "restart", "drop"] = "wait"
@@ -179,7 +192,7 @@ class AlgorithmSpec(SpecPart):
     mask_older_tokens: bool = False
     """If true, only tokens that the newest weight version of a response sampled are trained; tokens
     that earlier versions sampled before an interruption are context only."""
-    stale_wait_timeout_s: float = Field(180.0, gt=0)
+    stale_wait_timeout_s: float = Field(180.0, gt=0, le=MAX_SECONDS)
     """Max seconds per step that ``on_stale: wait`` blocks the trainer before it falls back to
     ``mask``. A larger value masks fewer tokens of long responses and trains fewer samples per
     second."""
@@ -189,12 +202,10 @@ class AlgorithmSpec(SpecPart):
 
     @property
     def loss_kind(self) -> LossKind:
-        """Properties of the loss."""
         return LOSSES.get(self.loss) or LossKind(function=self.loss, is_own=True)
 
     @property
     def advantage_kind(self) -> AdvantageKind:
-        """Properties of the advantage estimator."""
         kind = ADVANTAGES.get(self.advantage)
         return kind or AdvantageKind(function=self.advantage, is_own=True)
 
@@ -213,13 +224,11 @@ class AlgorithmSpec(SpecPart):
 
     @property
     def arguments_of_loss(self) -> dict[str, Any]:
-        """Keyword arguments of the loss function."""
         kind = self.loss_kind
         return {key: getattr(self, key) for key in kind.keys} | kind.resolve(self.loss_arguments)
 
     @property
     def arguments_of_advantage(self) -> dict[str, Any]:
-        """Keyword arguments of the advantage function."""
         kind = self.advantage_kind
         keys = {key: getattr(self, key) for key in kind.keys}
         return keys | kind.resolve(self.advantage_arguments)
@@ -239,7 +248,7 @@ class AlgorithmSpec(SpecPart):
 
     @model_validator(mode="before")
     @classmethod
-    def _loss_brings_its_defaults(cls, values: Any) -> Any:
+    def _apply_loss_defaults(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
         kind = LOSSES.get(str(values.get("loss")))

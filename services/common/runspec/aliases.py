@@ -61,7 +61,6 @@ def without_aliases(document: Mapping[str, Any]) -> Renamed:
 
 
 def canonical_key(key: str) -> str:
-    """Returns the canonical name of a key."""
     return _ALIASES.get(key, key)
 
 

@@ -1,8 +1,13 @@
-"""Base class of all parts of a RunSpec: frozen, documented, without unknown keys."""
+"""Base class of all parts of a RunSpec, and lookup of the names that its values may have."""
 
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Final, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+MAX_SECONDS: Final = 365 * 86_400.0
+"""Max of every time in seconds. A much larger one overflows in timers and in deadlines of gRPC."""
 
 
 class SpecPart(BaseModel):
@@ -18,10 +23,35 @@ class SpecPart(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _numbers_are_no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
-        """Rejects YAML's ``yes`` and ``no`` for numbers; they would count as 1 and 0."""
+    def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Rejects YAML's ``yes`` and ``no`` for numbers, which would count as 1 and 0, and NUL in texts."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         types = {annotation, *get_args(annotation)}
         if isinstance(value, bool) and types & {int, float} and bool not in types:
             raise ValueError(f"must be a finite number, got {str(value).lower()}")
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError(f"must be text without NUL characters, got {value[:80]!r}")
         return value
+
+
+_Entry = TypeVar("_Entry")
+
+
+def look_up(table: Mapping[str, _Entry], name: str, *, key: str) -> _Entry:
+    """Returns the entry of a table that the value of a key names.
+
+    Raises:
+        ValueError: If there is no such entry; the message has the key, the known names and the value.
+    """
+    if name not in table:
+        raise ValueError(
+            f"{key} must be one of {', '.join(map(repr, table))}, got {name!r}."
+            + did_you_mean(name, tuple(table))
+        )
+    return table[name]
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """Returns a question with the most similar known name, after a space; empty if none is similar."""
+    found = get_close_matches(name, known, n=1, cutoff=0.6)
+    return f" Did you mean {found[0]!r}?" if found else ""

@@ -11,9 +11,9 @@ _REWARDS: Final = "services.rollout.rewards"
 _WORKFLOWS: Final = "services.rollout.workflows"
 
 REWARDS: Final[Mapping[str, str]] = {
-    "exact_match": f"{_REWARDS}.exact_match:exact_match",
+    "exact_match": f"{_REWARDS}.answers:exact_match",
     "math_verify": f"{_REWARDS}.math_answer:math_answer",
-    "reasoning_gym": f"{_REWARDS}.gym_answer:gym_answer",
+    "reasoning_gym": f"{_REWARDS}.answers:gym_answer",
     "code_tests": f"{_REWARDS}.code_tests:code_tests",
 }
 """The rewards by the value of ``rollout.rewards.N.name``."""
@@ -25,7 +25,7 @@ NEED_ANSWERS: Final = frozenset({"exact_match", "math_verify", "code_tests"})
 """Rewards that compare with the expected answer."""
 
 WORKFLOWS: Final[Mapping[str, str]] = {
-    "single_turn": f"{_WORKFLOWS}.single_turn:SingleTurn",
+    "single_turn": f"{_WORKFLOWS}.base:SingleTurn",
     "multi_turn": f"{_WORKFLOWS}.multi_turn:MultiTurn",
     "agent": "services.rollout.openai.agent:Agent",
     "environment": "services.rollout.environments.workflow:Environments",

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal, Self
 import regex
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from services.common.runspec.base import SpecPart
+from services.common.runspec.base import MAX_SECONDS, SpecPart
 from services.common.runspec.rollout import RewardSpec
 
 
@@ -95,6 +95,8 @@ class WeightedSetSpec(PromptSourceSpec):
     """Share of this set in the prompts, relative to the weights of the other sets. null, which must
     then hold for all sets, weights them by their number of rows, so that an epoch has every row
     once."""
+    teacher_url: str | None = Field(None, pattern=r"^https?://")
+    """Address of the served teacher of this set's responses; null uses ``teacher.url``."""
 
 
 class HeldoutSetSpec(PromptSourceSpec):
@@ -113,7 +115,7 @@ class CurriculumSpec(SpecPart):
     With a function, ``solved_from`` and ``hopeless_to`` default to null."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
-    timeout_s: float = Field(10.0, gt=0)
+    timeout_s: float = Field(10.0, gt=0, le=MAX_SECONDS)
     """Max seconds of one call of the function; a later result counts as a failure of the prompt."""
     solved_from: float | None = 0.9
     """Mean reward at or above which a prompt counts as solved and is skipped; null skips no prompt
@@ -202,6 +204,18 @@ class DataSpec(SpecPart):
     """Column with tensors that the model takes besides token ids, by the name of the argument of its forward
     pass, for example ``pixel_values``: a mapping of names to tensors, arrays or nested lists of numbers, or
     null for a prompt without any. Tensors of one name agree in type and in all but the first dimension."""
+    image_column: str | None = "images"
+    """Column with the images of a prompt, if rows have it (with ``model.images``): a list of paths
+    relative to the data file, base64 data URLs, http(s) URLs, bytes, or ``{bytes, path}``. The text
+    marks their places with ``<image>``; without marks they precede it. Messages may instead have
+    parts ``{type: image, image: ...}`` or ``{type: image_url, ...}``."""
+    max_images: int = Field(8, ge=1)
+    """Max images of a prompt. A prompt with more is quarantined."""
+    max_image_bytes: int = Field(20 << 20, ge=1)
+    """Max bytes of an encoded image. A prompt with a larger one is quarantined."""
+    max_image_pixels: int = Field(1280 * 28 * 28, ge=1)
+    """Images with more pixels are scaled down to this number before the model's image processor
+    gets them."""
     rejected_column: str = "rejected"
     """For ``algorithm.loss: dpo`` only: column with the rejected answer. The preferred answer is in
     ``answer_column``, whose default is then ``chosen``."""
@@ -216,8 +230,8 @@ class DataSpec(SpecPart):
     false``."""
     special_tokens_in_text: Literal["text", "control"] = "text"
     """Encoding of a special token, such as ``<|im_end|>``, in the text of a message of a user or a
-    tool. ``text``: as text, so that nobody can end a turn or open another one. ``control``: as the
-    token, for rows that contain tokens on purpose."""
+    tool. ``text``: as text, so that a text cannot end a turn or open another one. ``control``: as
+    the token, for rows that contain tokens on purpose."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Max tokens of a prompt. A longer prompt is quarantined and counted; it is never truncated."""
     shuffle: bool = True
@@ -239,7 +253,6 @@ class DataSpec(SpecPart):
         return {**self.train_sets, **self.heldout_sets}
 
     def prompt_column_of(self, part: PromptSourceSpec) -> str:
-        """Returns the column with the prompt in a set."""
         return part.prompt_column or self.prompt_column
 
     def answer_column_of(self, part: PromptSourceSpec) -> str | None:
@@ -247,7 +260,6 @@ class DataSpec(SpecPart):
         return part.answer_column or self.answer_column
 
     def prompt_template_of(self, part: PromptSourceSpec) -> str:
-        """Returns the prompt template of a set."""
         return self.prompt_template if part.prompt_template is None else part.prompt_template
 
 

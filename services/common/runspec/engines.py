@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
-from services.common.runspec.suggestions import look_up
+from services.common.runspec.base import look_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +16,8 @@ class EngineKind:
     """An engine that a run can name."""
 
     adapter: str
-    """Reference ``module:function`` of a function that takes an ``EngineOrder`` and returns an
-    ``Engine``."""
+    """Reference ``module:function`` of a function that takes an ``EngineConfig`` and returns
+    an ``Engine``."""
     package: str | None = None
     """Package that must be installed where the engine runs."""
     arguments: frozenset[str] | None = None
@@ -58,6 +58,8 @@ class EngineKind:
     """Upper bound of the default of ``rollout.max_running_samples``."""
     is_writable: bool = False
     """True if the engine can receive weights into its live weights (``weight_sync.mode: inplace``)."""
+    reports_masks: bool = False
+    """True if the engine reports which tokens could be drawn under ``top_p`` and ``top_k``."""
     sleeps: bool = False
     """True if the engine can release its GPU memory temporarily (``topology.placement:
     colocated``)."""
@@ -65,6 +67,9 @@ class EngineKind:
     """Environment variables that the engine reads on import; those that are already set are kept."""
     process_modules: Sequence[str] = ()
     """Modules that the engine's own process imports on a GPU; importing them uses no GPU."""
+    invariant_environment: Mapping[str, str] | None = None
+    """Environment variables to set for ``rollout.reproducible: batch_invariant``; None if the engine
+    does not support it."""
     environment_without: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Environment variables to set if a package is not installed, by package."""
     cpu_environment: Mapping[str, str] = field(default_factory=dict)
@@ -85,7 +90,6 @@ class EngineKind:
         return prod(sizes.values())
 
     def missing_bounds(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Returns the arguments that bound the engine's memory and are not set."""
         names = (self.memory_argument, self.cache_argument)
         return [name for name in names if name is not None and name not in arguments]
 
@@ -93,7 +97,6 @@ class EngineKind:
         """Checks arguments against the engine and the run.
 
         Args:
-            arguments: The run's ``rollout.engine_arguments``.
             most_tokens: Max tokens of a prompt and its response together.
 
         Raises:
@@ -148,7 +151,9 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         length_argument="max_kv_tokens",
         most_running=256,
         is_writable=True,
+        reports_masks=True,
         sleeps=True,
+        invariant_environment={},
     ),
     "vllm": EngineKind(
         adapter="services.rollout.engines.vllm.adapter:build",
@@ -204,6 +209,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
             # its GPUs.
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         },
+        invariant_environment={"VLLM_BATCH_INVARIANT": "1"},
         process_modules=(
             # The started process imports this program's main module again.
             "services.rollout.__main__",
@@ -279,6 +285,8 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         cache_argument="max_total_tokens",
         length_argument="context_length",
         is_writable=True,
+        # Its deterministic mode is an argument, which the adapter sets.
+        invariant_environment={},
         cpu_environment=_FEW_THREADS | {"SGLANG_USE_CPU_ENGINE": "1"},
         cpu_arguments={
             "attention_backend": "torch_native",

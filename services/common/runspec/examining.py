@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from services.common.runspec.base import did_you_mean
 from services.common.runspec.data import FORMS
 from services.common.runspec.keys import did_you_mean_key, is_required
 from services.common.runspec.rules import problems as broken_rules
 from services.common.runspec.run import RunSpec
-from services.common.runspec.suggestions import did_you_mean
 
 # Values for required keys; other keys are reset to their defaults.
 _STAND_INS: Mapping[str, Any] = {
@@ -178,6 +178,8 @@ def _problem(errors: Sequence[Any]) -> str:
     if error["type"] == "extra_forbidden":
         meant = did_you_mean_key(key) or " docs/runspec.md lists all keys"
         return f"{key}: is not a known key.{meant}"
+    if error["type"] == "invalid_key":
+        return f"{key}: is not a known key; a key is text, got {_shown(error['input'])}"
     if error["type"] == "value_error":
         text = str(error["ctx"]["error"])
         return text if key in text else f"{key}: {text}"

@@ -51,8 +51,13 @@ class LossKind(Formula):
     """Answers of each row that train instead of sampled responses; 0 if responses are sampled."""
     compares_members: bool = False
     """True if the loss compares the members of a group, which must then be in one micro-batch."""
+    trains_values: bool = False
+    """True if a reward model trains: a value head replaces the output head, and the loss receives the value
+    before each token as its logprob."""
     needs_reference: bool = False
     """True if the loss needs the reference policy, even without a KL penalty."""
+    distills: bool = False
+    """True if the loss is the divergence from the run's teacher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +100,34 @@ class KlCovArguments(SpecPart):
     """Fraction of the trained tokens that get the penalty."""
     coefficient: float = Field(1.0, ge=0)
     """Factor of the penalty."""
+
+
+class DistillArguments(SpecPart):
+    """Arguments of the loss ``distill``."""
+
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
+    """Divergence from the teacher: ``KL(teacher || policy)``, ``KL(policy || teacher)``, or the generalized
+    Jensen-Shannon divergence (GKD, arXiv:2306.13649)."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """Weight of the teacher in ``jsd``."""
+    top_k: int | None = Field(64, ge=1)
+    """Number of the teacher's most likely tokens that are compared one by one; all others count as one
+    event. null compares the whole vocabulary."""
+
+
+class RewardModelArguments(SpecPart):
+    """Arguments of the loss ``reward_model``."""
+
+    center: float = Field(0.0, ge=0)
+    """Factor of the square of a pair's summed rewards, which keeps rewards around 0
+    (arXiv:2312.09244; there 0.01)."""
+
+
+class GdpoArguments(SpecPart):
+    """Arguments of the advantage ``gdpo``."""
+
+    weights: dict[str, float] = Field(min_length=1)
+    """Weight of each term that counts, by its name in the metrics ``reward/NAME``."""
 
 
 class GaeArguments(SpecPart):
@@ -141,6 +174,14 @@ LOSSES: Final[Mapping[str, LossKind]] = {
     "kl_cov": LossKind(function=f"{_LOSSES}:kl_cov", arguments=KlCovArguments),
     # It has no ratio, so the correction's weight is its only correction, also under bypass.
     "reinforce": LossKind(function=f"{_LOSSES}:reinforce", weighted="corrected"),
+    # Its correction weights make the divergence one over the tokens of the current policy.
+    "distill": LossKind(
+        function=f"{_LOSSES}:distill",
+        arguments=DistillArguments,
+        weighted="corrected",
+        needs_reference=True,
+        distills=True,
+    ),
     # Cross entropy is the policy gradient of equally rewarded responses. Demonstrations never
     # become stale.
     "sft": LossKind(
@@ -169,6 +210,20 @@ LOSSES: Final[Mapping[str, LossKind]] = {
             "aggregation": "seq-mean-token-sum",
         },
     ),
+    "reward_model": LossKind(
+        function=f"{_LOSSES}:reward_model",
+        arguments=RewardModelArguments,
+        weighted="never",
+        num_demonstrations=2,
+        compares_members=True,
+        trains_values=True,
+        defaults={
+            "advantage": "rloo",
+            "correction": "none",
+            "on_stale": "mask",
+            "aggregation": "seq-mean-token-sum",
+        },
+    ),
 }
 
 ADVANTAGES: Final[Mapping[str, AdvantageKind]] = {
@@ -176,6 +231,7 @@ ADVANTAGES: Final[Mapping[str, AdvantageKind]] = {
     "dr_grpo": AdvantageKind(function=f"{_ESTIMATORS}:dr_grpo", is_per_group=True),
     "rloo": AdvantageKind(function=f"{_ESTIMATORS}:rloo", is_per_group=True),
     "maxrl": AdvantageKind(function=f"{_ESTIMATORS}:maxrl", is_per_group=True),
+    "gdpo": AdvantageKind(function=f"{_ESTIMATORS}:gdpo", arguments=GdpoArguments),
     "opo": AdvantageKind(function=f"{_ESTIMATORS}:opo", is_per_group=True),
     "pass_at_k": AdvantageKind(function=f"{_ESTIMATORS}:pass_at_k", is_per_group=True),
     "none": AdvantageKind(function=f"{_ESTIMATORS}:none", is_per_group=True),

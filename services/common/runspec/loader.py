@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +48,7 @@ def shape_problem(document: Any) -> str:
 
 
 _MERGE = "tag:yaml.org,2002:merge"
+_OCTAL = re.compile(r"[-+]?0[0-9_]+")
 MACHINE_KEYS = ("rollout.replicas", "trainer.dtype")
 """Keys whose defaults depend on the machine that runs the specification."""
 _SCALARS = (str, int, float, bool, type(None))
@@ -77,14 +80,21 @@ def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
     result.
 
     Args:
-        path: A YAML or JSON file.
         overrides: Assignments such as ``algorithm.max_staleness=2``, applied in order. They win
             over the file, even if the file uses an alias of the key.
 
     Raises:
         SpecError: If the file is missing or is not a mapping, or an assignment is malformed.
     """
-    document = _read(path)
+    return draft_of(_read(path), overrides, folder=path.resolve().parent)
+
+
+def draft_of(document: dict[str, Any], overrides: Sequence[str], *, folder: Path) -> Draft:
+    """Changes a specification like :func:`read_draft`; relative paths are relative to ``folder``.
+
+    Raises:
+        SpecError: If an assignment is malformed.
+    """
     refused: list[str] = []
     given: list[str] = []
     for assignment in overrides:
@@ -97,7 +107,7 @@ def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
     renamed = without_aliases(document)
     remove_contradictions(renamed.document, given)
     found = validate_spec(renamed.document)
-    spec = None if found.spec is None else resolve_paths(found.spec, path.resolve().parent)
+    spec = None if found.spec is None else resolve_paths(found.spec, folder)
     problems = (*renamed.problems, *found.problems)
     return Draft(
         replace(found, spec=spec, problems=problems),
@@ -166,6 +176,10 @@ def _read(path: Path) -> dict[str, Any]:
         document = yaml.load(text, Loader=_Loader)  # noqa: S506 -- it is a SafeLoader
     except yaml.YAMLError as error:
         raise SpecError([f"{path}: is not valid YAML: {error}"]) from error
+    if document is None:
+        raise SpecError(
+            [f"{path}: is empty; 'slipstream init' writes a specification to start from"]
+        )
     if not isinstance(document, dict):
         raise SpecError([f"{path}: expected a mapping of keys, got {type(document).__name__}"])
     if problem := shape_problem(document):
@@ -174,7 +188,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects duplicate keys, of which YAML would silently keep the last."""
+    """Reads YAML without the surprises of YAML 1.1.
+
+    Duplicate keys are rejected; YAML would silently keep the last one. Dates and ``1:30`` (which
+    would be 90) are texts, and integers that begin with 0 are rejected, because they would be octal.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -185,6 +203,33 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: Any) -> Any:
+        if ":" in node.value:
+            return node.value
+        if _OCTAL.fullmatch(node.value):
+            problem = (
+                f"{node.value!r} would be octal; remove the leading 0, or quote it if it is text"
+            )
+        else:
+            try:
+                return super().construct_yaml_int(node)
+            except ValueError:  # more digits than Python converts
+                problem = f"the number has {len(node.value)} digits"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+    def construct_yaml_float(self, node: Any) -> Any:
+        return node.value if ":" in node.value else super().construct_yaml_float(node)
+
+
+for _tag, _construct in {
+    "int": _Loader.construct_yaml_int,
+    "float": _Loader.construct_yaml_float,
+    "timestamp": _Loader.construct_yaml_str,
+    # No key takes the values of these.
+    **dict.fromkeys(("binary", "set", "omap", "pairs"), _Loader.construct_undefined),
+}.items():
+    yaml.add_constructor(f"tag:yaml.org,2002:{_tag}", _construct, Loader=_Loader)
 
 
 def canonical_json(spec: RunSpec) -> str:
@@ -198,17 +243,18 @@ def spec_digest(spec: RunSpec) -> str:
 
 
 def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
-    """Returns the specification with absolute file paths; relative ones are relative to ``folder``.
+    """Returns the specification with absolute file paths.
 
-    Hugging Face ids, presets and import paths are not changed.
+    Relative paths are relative to ``folder``, and ``~`` is the user's home. Hugging Face ids, presets and
+    import paths are not changed.
     """
     document = spec.model_dump(mode="json")
     _resolve_model(document["model"], folder)
-    if document["teacher"] is not None:
+    if spec.teacher is not None and not spec.teacher.is_policy:
         _resolve_model(document["teacher"], folder)
     checkpoint = document["trainer"]["checkpoint"]
     for key in {"directory", "start_from"} & {key for key, value in checkpoint.items() if value}:
-        checkpoint[key] = str((folder / checkpoint[key]).resolve())
+        checkpoint[key] = _absolute(checkpoint[key], folder)
     _resolve_sources(document["data"], folder)
     if curriculum := document["data"]["curriculum"]:
         _resolve_functions(curriculum, ("function",), folder)
@@ -217,12 +263,21 @@ def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
     rollout = document["rollout"]
     rollout["workflow"] = _absolute_callable(rollout["workflow"], folder)
     _resolve_arguments(rollout["workflow_arguments"], folder)
+    sandbox = rollout["sandbox"]
+    if sandbox is not None and sandbox["kind"] == "bubblewrap" and sandbox["image"]:
+        sandbox["image"] = str((folder / sandbox["image"]).resolve())
     return RunSpec.model_validate(document)
 
 
+def _absolute(path: str, folder: Path) -> str:
+    # Path.expanduser raises for an unknown user.
+    return str((folder / os.path.expanduser(path)).resolve())  # noqa: PTH111
+
+
 def _resolve_model(model: dict[str, Any], folder: Path) -> None:
-    if not model["path"].startswith(TINY_PREFIX) and (folder / model["path"]).is_dir():
-        model["path"] = str((folder / model["path"]).resolve())
+    path = model["path"]
+    if not path.startswith(TINY_PREFIX) and Path(found := _absolute(path, folder)).is_dir():
+        model["path"] = found
     if (warm_start := model["warm_start"]) is not None:
         warm_start["examples"] = _absolute_callable(warm_start["examples"], folder)
 
@@ -247,7 +302,7 @@ def _resolve_sources(data: dict[str, Any], folder: Path) -> None:
         for each in source["filters"]:
             _resolve_functions(each, ("function",), folder)
         if source["source"] in ("jsonl", "parquet"):
-            source["path"] = str((folder / source["path"]).resolve())
+            source["path"] = _absolute(source["path"], folder)
         elif source["source"] == "python":
             source["path"] = _absolute_callable(source["path"], folder)
 
@@ -259,7 +314,7 @@ def _resolve_functions(part: dict[str, Any], keys: Sequence[str], folder: Path) 
 
 def _absolute_callable(reference: str, folder: Path) -> str:
     if is_reference(reference) and (parsed := parse_reference(reference)).is_file:
-        return f"{(folder / parsed.location).resolve()}:{parsed.name}"
+        return f"{_absolute(parsed.location, folder)}:{parsed.name}"
     return reference
 
 
@@ -271,7 +326,7 @@ def _apply_override(document: dict[str, Any], assignment: str) -> str:
             [f"--set {assignment}: expected KEY=VALUE, for example algorithm.max_staleness=2"]
         )
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=_Loader)  # noqa: S506 -- it is a SafeLoader
     except yaml.YAMLError as error:
         raise SpecError([f"--set {assignment}: the value is not valid YAML: {error}"]) from error
     *parents, leaf = key.split(".")

@@ -1,11 +1,11 @@
 """Generation and scoring of responses."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, field_validator
 
-from services.common.runspec.base import SpecPart
+from services.common.runspec.base import MAX_SECONDS, SpecPart
 from services.common.runspec.engines import ENGINES, engine_kind
 
 
@@ -15,16 +15,23 @@ class SamplingSpec(SpecPart):
     temperature: float = Field(1.0, ge=0, le=10)
     """Divisor of the logits, in the engine and in the trainer. 0 is greedy (evaluation only)."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling: only the smallest set of tokens with this total probability is sampled.
-    Training requires 1.0."""
-    top_k: int = Field(0, ge=0)
-    """Number of most likely tokens that are sampled; 0 sets no limit. Training requires 0."""
+    """Nucleus sampling: only the smallest set of tokens with this total probability is sampled, of
+    the ``top_k`` most likely ones."""
+    top_k: int = Field(0, ge=0, le=1024)
+    """Number of most likely tokens that are sampled; 0 sets no limit. The engine reports the tokens
+    that could be drawn, up to ``top_k`` for each token of a response, and the trainer computes
+    logprobs and entropies relative to them (DeepSeek-V3.2, arXiv:2512.02556)."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, in addition to the model's end-of-sequence tokens. If a text is a
     special token of the tokenizer, that token ends the response; a text that combines a special
     token with other characters is rejected."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Token ids that end a response, in addition to the model's end-of-sequence tokens."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if some tokens cannot be drawn."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 class TermSpec(SpecPart):
@@ -47,7 +54,7 @@ class RewardSpec(SpecPart):
     answer, row)``. A reward returns a number, or named terms that are summed."""
     weight: float = 1.0
     """Weight of this reward in the sum."""
-    timeout_s: float = Field(30.0, gt=0)
+    timeout_s: float = Field(30.0, gt=0, le=MAX_SECONDS)
     """Max seconds of one evaluation of the reward. After that, the sample fails with ``timeout``;
     it is not scored 0."""
     bounds: tuple[float, float] | None = None
@@ -76,6 +83,39 @@ class RewardSpec(SpecPart):
     sent as ``Authorization: Bearer``: ``{"secret": "NAME"}``."""
 
 
+IMAGE: Final = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
+"""Name of a container's image. One that begins with a dash would be an option of Docker."""
+
+
+class SandboxSpec(SpecPart):
+    """Sandbox of each episode, in which its agent, environment or workflow runs commands."""
+
+    kind: Literal["bubblewrap", "docker", "podman"] = "bubblewrap"
+    """``bubblewrap``: namespaces on the rollout's host, without a daemon. ``docker``, ``podman``: a
+    container, by the command line on the rollout's host."""
+    image: str = ""
+    """Content that a sandbox starts with. ``bubblewrap``: a folder on the rollout's host, which is
+    copied to the working folder. Containers: the name of an image."""
+    image_column: str | None = None
+    """Column of the data with the image of each row's sandbox; with ``bubblewrap``, a folder inside
+    ``image``. null uses ``image`` for all rows."""
+    max_running: int = Field(64, ge=1, le=65536)
+    """Max simultaneous sandboxes of one replica; further episodes wait."""
+    command_timeout_s: float = Field(60.0, gt=0, le=3600)
+    """Max seconds of one command."""
+    memory_bytes: int = Field(1 << 30, ge=64 << 20)
+    """Max memory. With ``bubblewrap``, address space of each process, and memory of all processes."""
+    cpus: float = Field(1.0, gt=0)
+    """Max processor cores of a container."""
+    max_processes: int = Field(128, ge=4)
+    """Max simultaneous processes."""
+    disk_bytes: int = Field(256 << 20, ge=1 << 20)
+    """Max size of files. ``bubblewrap``: of the working folder, ``/tmp`` and ``/dev/shm``, each in memory.
+    ``docker``, ``podman``: of each file."""
+    output_bytes: int = Field(64 << 10, ge=1, le=16 << 20)
+    """Max bytes of a command's output; the rest is dropped."""
+
+
 class RolloutSpec(SpecPart):
     """Engine, sampling, workflow and rewards of rollouts."""
 
@@ -97,10 +137,12 @@ class RolloutSpec(SpecPart):
     """Max samples that one replica decodes at once. Several replicas share a group with more
     members. Default: the replica's share of the samples that ``algorithm.max_staleness`` admits,
     between 64 and 1,024 (256 with ``torch``)."""
-    reproducible: bool = False
+    reproducible: bool | Literal["batch_invariant"] = False
     """If true, the same seed, weights and context produce the same tokens in ``vllm`` and
     ``sglang``, as they always do in ``torch``. Each request then has its own random generator,
-    which makes every decode step slower."""
+    which makes every decode step slower. ``batch_invariant``: in addition, logprobs do not depend
+    on what else is decoded, to the last bit: ``torch`` on a CPU, and the modes of ``vllm`` and
+    ``sglang`` for it."""
     sampling: SamplingSpec = SamplingSpec()
     """Sampling of training responses."""
     kv_policy: Literal["recompute", "keep"] = "recompute"
@@ -127,6 +169,9 @@ class RolloutSpec(SpecPart):
     ``file.py:Class``."""
     workflow_arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the workflow."""
+    sandbox: SandboxSpec | None = None
+    """Sandbox of each episode, for the workflows ``agent``, ``environment`` and your own. null starts
+    none."""
     rewards: tuple[RewardSpec, ...] = ()
     """Rewards that score a response; training uses their weighted sum. Required if sampled
     responses are reinforced. With ``algorithm.loss: sft`` they score held-out answers; without

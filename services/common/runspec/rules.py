@@ -5,25 +5,466 @@ A message begins with a key and names all keys involved, their values, and a fix
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from services.common.callables import is_reference
 from services.common.fields import FIELDS, TOKEN_REWARDS
+from services.common.runspec.algorithm import AlgorithmSpec
+from services.common.runspec.base import did_you_mean
 from services.common.runspec.built_in import EARNED, NEED_ANSWERS, REWARDS, SERVICES, WORKFLOWS
-from services.common.runspec.data_rules import data, demonstrations
-from services.common.runspec.engines import engine_kind
+from services.common.runspec.data import HeldoutSetSpec, set_name
+from services.common.runspec.engines import ENGINES, engine_kind
 from services.common.runspec.formulas import ADVANTAGES, LOSSES, Formula
-from services.common.runspec.placement_rules import placement
-from services.common.runspec.rollout import RewardSpec
-from services.common.runspec.run import TINY_PREFIX, RunSpec
-from services.common.runspec.suggestions import did_you_mean
+from services.common.runspec.rollout import IMAGE, RewardSpec
+from services.common.runspec.run import TINY_PREFIX, RunSpec, TeacherSpec
 from services.common.runspec.train_engines import train_engine_kind
 from services.common.runspec.trainer import CriticSpec, LoraSpec
 from services.common.runspec.weight_modes import HANDLE, MODES, transport_of
-from services.common.runspec.workers import apart
+from services.common.runspec.workers import WORKERS, kinds_with_own_gpus, scoring_ranks
+
+
+def data(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of a run's prompts."""
+    return chain.from_iterable(
+        rule(spec)
+        for rule in (_sets, _length, _weights, _curriculum, _best, _model_inputs, _images)
+    )
+
+
+def _sets(spec: RunSpec) -> Iterator[str]:
+    template = spec.data.prompt_template
+    if "{prompt}" not in template:
+        yield (
+            f"data.prompt_template must contain '{{prompt}}', but is {template!r}; add '{{prompt}}' at the "
+            "place of the prompt"
+        )
+    for split, source in spec.data.sets.items():
+        if source.source == "environment" and source.limit is None:
+            yield (
+                f"data.{split}.limit is required for an environment: the number of its tasks in an epoch; "
+                "set it, for example to 1000"
+            )
+        if source.source == "environment" and spec.rollout.workflow in (
+            "single_turn",
+            "multi_turn",
+        ):
+            yield (
+                f"data.{split}.source is 'environment', whose rows have no prompt, but rollout.workflow is "
+                f"{spec.rollout.workflow!r}; set it to 'environment', or use another source"
+            )
+        if source.prompt_template is not None and "{prompt}" not in source.prompt_template:
+            yield (
+                f"data.{split}.prompt_template must contain '{{prompt}}', but is "
+                f"{source.prompt_template!r}; add '{{prompt}}' at the place of the prompt"
+            )
+    if spec.validation.only and spec.data.heldout is None:
+        yield "validation.only needs data.heldout; set it to the held-out prompts"
+
+
+def _length(spec: RunSpec) -> Iterator[str]:
+    if spec.trainer.steps is None and spec.data.epochs is None:
+        yield (
+            "trainer.steps: is required, or data.epochs instead, for the length of the run; "
+            "see docs/runspec.md for their meaning"
+        )
+    if spec.trainer.steps is not None and spec.data.epochs is not None:
+        yield (
+            f"data.epochs is {spec.data.epochs:g} and trainer.steps is {spec.trainer.steps}, but only one of "
+            "them can set the length of the run; remove one"
+        )
+
+
+def _curriculum(spec: RunSpec) -> Iterator[str]:
+    curriculum = spec.data.curriculum
+    if curriculum is None:
+        return
+    if curriculum.arguments and curriculum.function is None:
+        yield (
+            "data.curriculum.arguments is set without data.curriculum.function, which receives them; set "
+            "the function, or remove the arguments"
+        )
+    hopeless, solved = curriculum.hopeless_to, curriculum.solved_from
+    if hopeless is None and solved is None and curriculum.function is None:
+        yield (
+            "data.curriculum skips no prompts: solved_from and hopeless_to are both null; set one of them or "
+            "data.curriculum.function, or remove data.curriculum"
+        )
+    elif hopeless is not None and solved is not None and hopeless >= solved:
+        yield (
+            f"data.curriculum.hopeless_to ({hopeless:g}) must be below data.curriculum.solved_from "
+            f"({solved:g})"
+        )
+
+
+def _weights(spec: RunSpec) -> Iterator[str]:
+    sets = spec.data.train_sets.items()
+    weights = {f"data.{name}.weight": getattr(part, "weight", None) for name, part in sets}
+    lacking = [key for key, weight in weights.items() if weight is None]
+    if 0 < len(lacking) < len(weights):
+        yield (
+            f"{', '.join(lacking)} must be set, because other sets of data.train have a weight; set weights "
+            "for all sets, or for none to mix by the number of rows"
+        )
+
+
+def _model_inputs(spec: RunSpec) -> Iterator[str]:
+    column = spec.data.model_inputs_column
+    if column is None:
+        return
+    if spec.rollout.workflow in ("agent", "environment"):
+        yield (
+            f"data.model_inputs_column is {column!r}, but with rollout.workflow {spec.rollout.workflow!r} "
+            "rows have no prompt to which the inputs could belong; leave it out, or use 'single_turn' or "
+            "'multi_turn'"
+        )
+    if spec.trainer.context_parallel > 1:
+        yield (
+            f"data.model_inputs_column is {column!r}, but with trainer.context_parallel "
+            f"({spec.trainer.context_parallel}) a rank has only a part of each prompt; set it to 1"
+        )
+
+
+def _images(spec: RunSpec) -> Iterator[str]:
+    if spec.model.images:
+        refused = {
+            "rollout.workflow": (
+                spec.rollout.workflow in ("agent", "environment", "multi_turn"),
+                "whose prompts are text only",
+            ),
+            "rollout.engine": (
+                spec.rollout.engine in ("vllm", "sglang"),
+                "which takes token ids only; use 'torch'",
+            ),
+            "trainer.context_parallel": (
+                spec.trainer.context_parallel > 1,
+                "but a rank must have whole prompts",
+            ),
+            "data.model_inputs_column": (
+                spec.data.model_inputs_column is not None,
+                "but the inputs of a prompt are its images",
+            ),
+            "algorithm.loss": (
+                spec.algorithm.num_demonstrations > 0,
+                "but demonstrations are text only",
+            ),
+            "trainer.tensor_parallel": (
+                spec.trainer.tensor_parallel > 1,
+                "but a vision tower is not divided",
+            ),
+        }
+        for key, (is_set, why) in refused.items():
+            if is_set:
+                yield f"model.images is true and {key} is set, {why}; change one of them"
+        if spec.trainer.lora is not None and not spec.trainer.freeze_vision_tower:
+            yield (
+                "trainer.lora trains adapters of the language model only, but trainer.freeze_vision_tower is "
+                "false; set it to true"
+            )
+    elif not spec.trainer.freeze_vision_tower:
+        yield (
+            "trainer.freeze_vision_tower is false, but no vision tower is loaded; set model.images to true"
+        )
+
+
+def _best(spec: RunSpec) -> Iterator[str]:
+    best, key = spec.trainer.checkpoint.best, "trainer.checkpoint.best"
+    if best is None:
+        return
+    sets = {set_name(split): part for split, part in spec.data.heldout_sets.items()}
+    if not sets:
+        yield f"{key} compares held-out scores, but data.heldout is not set; set it, or remove {key}"
+        return
+    every, saved = spec.validation.every, spec.trainer.checkpoint.every
+    if not every or not saved or every % saved:
+        fixed = (
+            "validation.every to a multiple of trainer.checkpoint.every"
+            if saved
+            else f"trainer.checkpoint.every to a divisor of validation.every, for example {every}"
+            if every
+            else "both to the same number of steps"
+        )
+        yield (
+            f"{key} needs a checkpoint of each version that is evaluated, but trainer.checkpoint.every is "
+            f"{saved} and validation.every is {every}; set {fixed}"
+        )
+    if best.set is not None and best.set not in sets:
+        yield (
+            f"{key}.set is {best.set!r}, but data.heldout has the sets {', '.join(sets)}; use one of them."
+            f"{did_you_mean(best.set, tuple(sets))}"
+        )
+        return
+    if best.set is None and len(sets) > 1:
+        if best.metric not in ("greedy", "sampled"):
+            yield (
+                f"{key}.metric {best.metric!r} is a score of one set, but data.heldout has {len(sets)} sets; "
+                f"set {key}.set to one of {', '.join(sets)}"
+            )
+        return
+    part = sets[best.set or next(iter(sets))]
+    own = part.samples_per_prompt if isinstance(part, HeldoutSetSpec) else None
+    count = spec.validation.samples_per_prompt if own is None else own
+    if best.metric not in (known := _scores(count)) and not best.metric.startswith("reward/"):
+        yield (
+            f"{key}.metric is {best.metric!r}, but with {count} sampled responses per prompt the metrics are "
+            f"{', '.join(known)} and reward/TERM; use one of them, or change validation.samples_per_prompt"
+        )
+
+
+def _scores(count: int) -> list[str]:
+    """Returns the scores of a set by the number of sampled responses per prompt."""
+    if not count:
+        return ["greedy"]
+    powers = [1 << power for power in range(count.bit_length())]
+    return ["greedy", "sampled", "best", "maj", *(f"pass@{k}" for k in sorted({*powers, count}))]
+
+
+# Keys of ``algorithm`` that also apply to demonstrations.
+_COMMON: Final = frozenset(
+    {"loss", "aggregation", "max_staleness", "stale_wait_timeout_s", "max_nonfinite_steps"}
+)
+
+
+def demonstrations(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of a run that trains on demonstrations; none for other runs."""
+    count, loss = spec.algorithm.num_demonstrations, spec.algorithm.loss
+    if spec.rollout.engine == "none" and (not count or spec.data.heldout is not None):
+        answers = "held-out answers are sampled or scored" if count else "responses are sampled"
+        yield f"rollout.engine is 'none', but {answers}; use an engine that generates, such as 'torch'"
+    if not count:
+        return
+    learns = f"algorithm.loss {loss!r} learns the answers of data.train"
+    yield from _algorithm(spec.algorithm, learns)
+    rollout, data = spec.rollout, spec.data
+    if rollout.group_size != count:
+        yield (
+            f"rollout.group_size is {rollout.group_size}, but {learns}, and each prompt has {count}; remove "
+            "the key"
+        )
+    if count > 1 and any(data.answer_column_of(part) is None for part in data.sets.values()):
+        yield f"data.answer_column is null, but {learns}; set it to the column with the preferred answers"
+    if rollout.sampling.temperature != 1:
+        yield (
+            f"rollout.sampling.temperature is {rollout.sampling.temperature:g}, but {learns}, at temperature "
+            "1; remove the key, and set validation.temperature for held-out answers"
+        )
+    if rollout.routing_replay != "off":
+        yield (
+            f"rollout.routing_replay is {rollout.routing_replay!r}, but {learns}, and no engine chose "
+            "experts for them; remove the key"
+        )
+    if rollout.rewards and data.heldout is None:
+        yield (
+            f"rollout.rewards is set, but {learns} without rewards, and there are no held-out prompts; "
+            "set data.heldout, or remove rollout.rewards"
+        )
+    for name, part in data.train_sets.items():
+        if part.source == "environment":
+            yield (
+                f"data.{name}.source is 'environment', which provides prompts without answers, but {learns}; "
+                "use a source with answers"
+            )
+
+
+def reward_model(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of a run that trains a reward model; none for other runs."""
+    if not spec.algorithm.loss_kind.trains_values:
+        return
+    trains = f"algorithm.loss {spec.algorithm.loss!r} trains a model that generates nothing"
+    if spec.data.heldout is not None:
+        yield (
+            f"data.heldout is set, but {trains}, so rollouts cannot score held-out answers; remove it, and "
+            "score them with the exported model"
+        )
+    if spec.trainer.lora is not None:
+        yield f"trainer.lora is set, but {trains}, and its value head has no adapter; remove it"
+    if spec.trainer.balancing.kind != "none":
+        yield (
+            f"trainer.balancing.kind is {spec.trainer.balancing.kind!r}, but {trains} and does not balance "
+            "experts; remove it"
+        )
+
+
+def _algorithm(algorithm: AlgorithmSpec, learns: str) -> Iterator[str]:
+    plain = AlgorithmSpec(loss=algorithm.loss)
+    common = _COMMON
+    if algorithm.loss_kind.compares_members:  # the aggregation is always the mean over pairs
+        common = _COMMON - {"aggregation"} | {"loss_arguments", *algorithm.loss_kind.keys}
+    for name in AlgorithmSpec.model_fields:
+        value, default = getattr(algorithm, name), getattr(plain, name)
+        if name not in common and value != default:
+            shown = repr(value) if isinstance(value, str | int | float) else "set"
+            yield (
+                f"algorithm.{name} is {shown}, but {learns} and samples no responses, so it would have no "
+                "effect; remove the key"
+            )
+
+
+def placement(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of the task groups, or of colocation."""
+    topology = spec.topology
+    if topology.is_colocated:
+        yield from _turns(spec)
+        return
+    if not topology.task_groups:
+        if topology.ratios or topology.gpus:
+            yield (
+                "topology.ratios and topology.gpus apply to task groups, but topology.task_groups is "
+                "empty; set it, or use trainer.world_size and rollout.replicas instead"
+            )
+        if topology.scoring_ranks > 1:
+            yield _NOBODY_SHARDED.format(topology.scoring_ranks)
+        return
+    if topology.gpus == 0:
+        yield "topology.task_groups needs topology.gpus, the number of GPUs to split"
+        return
+    try:
+        topology.place()
+        engine_gpus = spec.engine_gpus
+    except ValueError as error:
+        yield f"topology.task_groups: {error}"
+        return
+    if topology.scoring_ranks > 1 and not (
+        any(kind.ranks is scoring_ranks for kind in kinds_with_own_gpus(topology).values())
+    ):
+        yield _NOBODY_SHARDED.format(topology.scoring_ranks)
+    yield from _counts(spec, engine_gpus)
+    for kind in kinds_with_own_gpus(topology).values():
+        yield from kind.problems(spec)
+    yield from _neighbours(spec)
+
+
+_NOBODY_SHARDED = (
+    "topology.scoring_ranks is {}, but no task that only scores (logp, ref_logp) has its own GPUs; add "
+    "a group for one of them to topology.task_groups, or remove topology.scoring_ranks"
+)
+
+
+def _counts(spec: RunSpec, engine_gpus: int) -> Iterator[str]:
+    """Yields problems of process counts that differ from those of the task groups."""
+    kinds = [kind for kind in WORKERS.values() if kind.is_required]
+    kinds += kinds_with_own_gpus(spec.topology).values()
+    try:
+        spec.topology.place({kind.task: kind.unit(spec) for kind in kinds})
+    except ValueError as error:
+        yield f"topology.ratios: {error}"
+        return
+    given = {
+        "trainer.world_size": (spec.trainer.world_size, spec.topology.gpus_of("train")),
+        "rollout.replicas": (
+            spec.rollout.replicas,
+            spec.topology.gpus_of("generate") // engine_gpus,
+        ),
+    }
+    for key, (stated, follows) in given.items():
+        if stated != follows:
+            yield (
+                f"{key} is {stated}, but topology implies {follows}; remove the key, or change "
+                "topology.ratios"
+            )
+
+
+def _neighbours(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of tasks that share GPUs with others, or have a group without their workers."""
+    for group in spec.topology.place().groups:
+        for kind in WORKERS.values():
+            others = [task for task in group.tasks if task not in kind.tasks]
+            is_inside = "train" in group.tasks and not kind.is_required
+            if kind.is_alone and kind.task in group.tasks and others and not is_inside:
+                yield (
+                    f"topology.task_groups puts {', '.join(group.tasks)} on the same GPUs, but "
+                    f"{kind.task} does not share its GPUs; put {kind.task} into its own group"
+                )
+            for task in kind.tasks[1:]:
+                if task in group.tasks and kind.task not in group.tasks:
+                    yield (
+                        f"topology.task_groups gives {task} its own GPUs, but {task} runs in the "
+                        f"processes of {kind.task}; put it into the group of {kind.task}, or remove it"
+                    )
+
+
+def _turns(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of colocation: trainer and rollouts take turns, and only rollouts have other GPUs."""
+    apart = "or set topology.placement to 'disaggregated'"
+    for problem in (*_unequal(spec), *_concurrent_use(spec)):
+        yield f"topology.placement is {spec.topology.placement!r}, but {problem}, {apart}"
+
+
+def _unequal(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of rollouts that do not fill the trainer's GPUs equally.
+
+    No other rollouts exist, except in a mixed placement, which needs at least one.
+    """
+    topology, ranks, replicas = spec.topology, spec.trainer.world_size, spec.rollout.replicas
+    if topology.task_groups or topology.ratios or topology.gpus or topology.scoring_ranks > 1:
+        yield (
+            "all tasks share the GPUs, which topology.task_groups, ratios, gpus and scoring_ranks would "
+            "split; remove these keys"
+        )
+    engine_gpus = spec.engine_gpus
+    if topology.placement == "mixed":
+        least = ranks // engine_gpus + 1
+        if ranks % engine_gpus:
+            yield (
+                f"engines with {engine_gpus} GPUs do not cover trainer.world_size ({ranks}) evenly; set it "
+                f"to a multiple of {engine_gpus}"
+            )
+        elif replicas < least:
+            yield (
+                f"rollout.replicas ({replicas}) leaves no rollout with its own GPUs: {least - 1} with "
+                f"{engine_gpus} GPU(s) each share the trainer's GPUs, trainer.world_size ({ranks}); set "
+                f"rollout.replicas to {least} or more, set topology.placement to 'colocated'"
+            )
+    elif ranks % engine_gpus or replicas * engine_gpus % ranks:
+        yield (
+            f"rollout.replicas ({replicas}) with {engine_gpus} GPU(s) each do not cover the trainer's GPUs, "
+            f"trainer.world_size ({ranks}), evenly; set rollout.replicas to {max(1, ranks // engine_gpus)}, "
+            f"and trainer.world_size to a multiple of {engine_gpus}"
+        )
+
+
+def _concurrent_use(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of settings that need GPUs while the other side has them."""
+    able = ", ".join(name for name, kind in ENGINES.items() if kind.sleeps)
+    if not ENGINES[spec.rollout.engine].sleeps:
+        yield (
+            f"engine {spec.rollout.engine!r} cannot release its GPU memory while the trainer works; use "
+            f"one of {able}"
+        )
+    num_others = max(0, spec.rollout.replicas - spec.colocated_rollouts)
+    if spec.algorithm.max_staleness > 1 and not num_others:
+        yield (
+            "rollouts cannot run ahead of training by algorithm.max_staleness "
+            f"{spec.algorithm.max_staleness} versions; set it to 0 or 1"
+        )
+    if spec.algorithm.num_demonstrations:
+        loss = spec.algorithm.loss
+        yield f"algorithm.loss {loss!r} samples no responses for training; use another loss"
+    if spec.validation.replicas > num_others:
+        yield (
+            f"validation.replicas is {spec.validation.replicas}, but only {num_others} rollout(s) generate "
+            f"while the trainer works; set it to {max(0, num_others)}"
+        )
+    if MODES[spec.weight_sync.mode].is_in_place:
+        yield (
+            f"weight_sync.mode {spec.weight_sync.mode!r} writes into live weights, which a sleeping engine "
+            "does not have; remove it"
+        )
+    for key, (found, fitting, why) in {
+        "rollout.kv_policy": (
+            spec.rollout.kv_policy, "recompute", "a sleeping engine drops its KV cache",
+        ),
+        "weight_sync.publish_every": (
+            spec.weight_sync.publish_every, 1, "an engine needs weights after it wakes",
+        ),
+        "trainer.accumulate_early": (
+            spec.trainer.accumulate_early, False, "no training is possible while rollouts have the GPUs",
+        ),
+    }.items():  # fmt: skip
+        if found != fitting:
+            yield f"{key} is {found!r}, and {why}; set it to {fitting!r}"
 
 
 def models(spec: RunSpec) -> Iterator[str]:
@@ -38,8 +479,8 @@ def models(spec: RunSpec) -> Iterator[str]:
 
 def teacher(spec: RunSpec) -> Iterator[str]:
     """Yields problems of a teacher, or of a run that trains with a penalty only."""
-    algorithm = spec.algorithm
-    is_compared = algorithm.kl.coefficient > 0
+    algorithm, kind = spec.algorithm, spec.algorithm.loss_kind
+    is_compared = algorithm.kl.coefficient > 0 or kind.distills
     if spec.teacher is not None and algorithm.num_demonstrations:
         yield (
             f"teacher is set, but algorithm.loss {algorithm.loss!r} learns the answers of data.train, not "
@@ -50,10 +491,19 @@ def teacher(spec: RunSpec) -> Iterator[str]:
             "teacher is set, but algorithm.kl.coefficient is 0, so the teacher is not used; remove "
             "algorithm.kl.coefficient or teacher"
         )
+    if spec.teacher is None and kind.distills:
+        yield "algorithm.loss is 'distill', but teacher, whose distributions it learns, is null; set it"
+    if spec.teacher is not None:
+        yield from _taught(spec, spec.teacher)
     if algorithm.advantage == "none" and not is_compared:
         yield (
             "algorithm.advantage is 'none' and algorithm.kl.coefficient 0, so nothing would be trained; set "
             "teacher, or use another advantage"
+        )
+    if algorithm.advantage != "none" and kind.distills:
+        yield (
+            f"algorithm.advantage is {algorithm.advantage!r}, but algorithm.loss 'distill' uses none; "
+            "remove it, or use another loss with algorithm.kl"
         )
     if algorithm.advantage == "none" and algorithm.kl.placement == "reward" and is_compared:
         yield (
@@ -69,16 +519,70 @@ def teacher(spec: RunSpec) -> Iterator[str]:
         )
 
 
+def _taught(spec: RunSpec, teacher: TeacherSpec) -> Iterator[str]:
+    """Yields problems of the way in which a teacher's distributions reach the trainer."""
+    distill, urls, sampling = spec.distillation, spec.teacher_urls, spec.rollout.sampling
+    if urls:
+        yield from _served(spec, urls)
+    if spec.model.images and (urls or teacher.has_own_prompt):
+        yield (
+            "model.images is set, but a served teacher, or one with its own prompt, sees no images; remove "
+            "teacher.url, teacher.prompt_column and teacher.demonstration"
+        )
+    if distill is not None and sampling.is_truncated:
+        yield (
+            "algorithm.loss 'distill' compares distributions over all tokens, but rollout.sampling.top_k or "
+            "top_p excludes some; set top_p to 1 and top_k to 0"
+        )
+    if teacher.prompt_column is not None and teacher.demonstration is not None:
+        yield "teacher.prompt_column and teacher.demonstration are both set; remove one of them"
+    if teacher.is_policy and not (distill and teacher.has_own_prompt and not urls):
+        yield (
+            "teacher.path is 'policy', so the policy teaches itself, which needs algorithm.loss 'distill', "
+            "teacher.prompt_column or teacher.demonstration, and no server; set them, or set teacher.path"
+        )
+    if teacher.is_policy and spec.algorithm.kl.coefficient > 0:
+        yield (
+            "teacher.path is 'policy', so algorithm.kl has no reference; set algorithm.kl.coefficient to 0"
+        )
+    is_moving = teacher.is_policy and spec.trainer.updates_per_step > 1
+    if distill is not None and distill.top_k is None and is_moving:
+        yield (
+            "algorithm.loss_arguments.top_k is null, and the output head of the policy, its own teacher, "
+            "changes between the updates of a step; set top_k, or trainer.updates_per_step to 1"
+        )
+
+
+def _served(spec: RunSpec, urls: Mapping[str, str]) -> Iterator[str]:
+    """Yields problems of served teachers, by their addresses."""
+    distill, temperature = spec.distillation, spec.rollout.sampling.temperature
+    without = [split for split in spec.data.train_sets if split not in urls]
+    if without:
+        yield (
+            f"data.{without[0]}.teacher_url and teacher.url are not set, but other sets have a "
+            "served teacher; set one of them"
+        )
+    if temperature != 1:
+        yield (
+            f"rollout.sampling.temperature is {temperature:g}, but servers return a teacher's "
+            "logprobs at 1; set it to 1, or remove the teacher's url"
+        )
+    if distill is not None and distill.top_k is None:
+        yield (
+            "algorithm.loss_arguments.top_k is null, but a server returns the most likely tokens only; set "
+            "it, for example to 64, or remove the teacher's url"
+        )
+
+
 _ITEM_BYTES = {"bool": 1, "int32": 4, "float32": 4}
 
 
 def quota(spec: RunSpec, *, expert_bytes: int = 0) -> Iterator[str]:
     """Yields a problem if the quota is smaller than a batch of maximum length.
 
-    A batch is trained only after all of it is stored, whatever its length.
+    A batch of any length is trained only after all its samples are stored.
 
     Args:
-        spec: The run.
         expert_bytes: Bytes per token of the chosen experts, if they are stored.
     """
     given, needed = spec.transferqueue.quota_bytes, batch_bytes(spec, expert_bytes=expert_bytes)
@@ -97,7 +601,6 @@ def batch_bytes(spec: RunSpec, *, expert_bytes: int = 0) -> int:
     """Returns the max bytes of a batch in the transferqueue, if all responses have the maximum length.
 
     Args:
-        spec: The run.
         expert_bytes: Bytes per token of the chosen experts, if they are stored.
     """
     group_size = spec.samples_per_group
@@ -108,8 +611,9 @@ def batch_bytes(spec: RunSpec, *, expert_bytes: int = 0) -> int:
 
 def _token_bytes(spec: RunSpec) -> int:
     """Returns the bytes that a rollout stores per response token."""
+    mask_bytes = 4 * spec.rollout.sampling.top_k
     are_placed = any(one.per != "response" for some in spec.rewards.values() for one in some)
-    return sum(
+    return mask_bytes + sum(
         _ITEM_BYTES[field.dtype]
         for field in FIELDS
         if (field.shape, field.producer) == ("[R]", "rollout")
@@ -154,7 +658,7 @@ def _alone(spec: RunSpec, lora: LoraSpec) -> Iterator[str]:
             f"with trainer.lora.sync adapter, rollouts read frozen weights from model.path, but "
             f"{spec.model.path!r} is a preset without a folder; use sync merged"
         )
-    for role, kind in apart(spec.topology).items():
+    for role, kind in kinds_with_own_gpus(spec.topology).items():
         if kind.receives_weights and not kind.merges_adapters:
             yield (
                 f"workers of the role {role} cannot merge adapters, as trainer.lora.sync adapter requires; "
@@ -242,6 +746,7 @@ def _address(key: str, url: str) -> Iterator[str]:
     try:
         parts = urlsplit(url)
         is_whole = bool(parts.hostname) and (parts.port or not url.startswith("grpc"))
+        is_whole = is_whole and url.isprintable() and " " not in url
     except ValueError:
         is_whole = False
     if not is_whole:
@@ -284,16 +789,6 @@ def _rollout(spec: RunSpec) -> Iterator[str]:
             f"rollout.segment_tokens ({rollout.segment_tokens}) must be below rollout.max_response_tokens "
             f"({rollout.max_response_tokens}), or no response is ever parked; lower or remove it"
         )
-    if sampling.temperature == 0:
-        yield (
-            "rollout.sampling.temperature is 0 (greedy), so all responses of a group would be equal; "
-            "set it above 0"
-        )
-    if sampling.top_p < 1 or sampling.top_k > 0:
-        yield (
-            "rollout.sampling.top_p must be 1 and top_k 0 for training, because the trainer's "
-            f"logprobs cover all tokens, got {sampling.top_p} and {sampling.top_k}"
-        )
     if "" in sampling.stop:
         yield "rollout.sampling.stop has an empty string, which would end every response; remove it"
     overlong = spec.algorithm.overlong.buffer_tokens
@@ -301,6 +796,63 @@ def _rollout(spec: RunSpec) -> Iterator[str]:
         yield (
             f"algorithm.overlong.buffer_tokens ({overlong}) must not exceed rollout.max_response_tokens "
             f"({rollout.max_response_tokens}), the length limit at which the penalty ends; lower it"
+        )
+
+
+def _sandbox(spec: RunSpec) -> Iterator[str]:
+    sandbox, workflow = spec.rollout.sandbox, spec.rollout.workflow
+    if sandbox is None:
+        return
+    if workflow in ("single_turn", "multi_turn"):
+        yield (
+            f"rollout.sandbox is set, but rollout.workflow {workflow!r} does not use it; remove it, or use "
+            "'agent', 'environment' or your own class"
+        )
+    if sandbox.kind in ("docker", "podman") and not (sandbox.image or sandbox.image_column):
+        yield (
+            f"rollout.sandbox.image is required with rollout.sandbox.kind {sandbox.kind!r}; set the name of "
+            "an image, or image_column"
+        )
+    if sandbox.kind != "bubblewrap" and sandbox.image and not IMAGE.fullmatch(sandbox.image):
+        yield (
+            "rollout.sandbox.image must be the name of an image, such as 'python:3.12', got "
+            f"{sandbox.image!r}"
+        )
+    if sandbox.kind == "bubblewrap" and sandbox.image_column is not None and not sandbox.image:
+        yield (
+            "rollout.sandbox.image_column names folders inside rollout.sandbox.image, which is empty; set it"
+        )
+    environment = str(spec.rollout.workflow_arguments.get("environment"))
+    if workflow == "environment" and environment.startswith("openenv+"):
+        yield (
+            f"rollout.sandbox is set, but the OpenEnv server {environment!r} cannot use it; remove it"
+        )
+
+
+def _sampling(spec: RunSpec) -> Iterator[str]:
+    rollout, sampling = spec.rollout, spec.rollout.sampling
+    key = f"rollout.sampling.{'top_k' if sampling.top_k else 'top_p'}"
+    if sampling.temperature == 0:
+        yield (
+            "rollout.sampling.temperature is 0 (greedy), so all responses of a group would be equal; "
+            "set it above 0"
+        )
+    if sampling.is_truncated and spec.algorithm.num_demonstrations:
+        yield (
+            f"{key} excludes tokens, but algorithm.loss {spec.algorithm.loss!r} learns the answers of "
+            "data.train and samples no responses; remove it"
+        )
+    elif sampling.is_truncated and not engine_kind(rollout.engine).reports_masks:
+        able = [name for name, kind in ENGINES.items() if kind.reports_masks]
+        yield (
+            f"{key} excludes tokens, but the adapter of "
+            f"engine {rollout.engine!r} does not report which, so that the trainer's logprobs would be those "
+            f"of another distribution; set top_p to 1 and top_k to 0, or rollout.engine to {', '.join(able)}"
+        )
+    elif sampling.top_p < 1 and sampling.top_k == 0:
+        yield (
+            f"rollout.sampling.top_p is {sampling.top_p:g} and top_k 0, so up to the whole vocabulary would "
+            "be stored for each token; set rollout.sampling.top_k, for example to 512, as a bound"
         )
 
 
@@ -318,6 +870,17 @@ def _engine(spec: RunSpec) -> Iterator[str]:
                 "with weight_sync.mode inplace every worker of an engine writes all tensors, but with "
                 f"rollout.engine_arguments.{stages} each worker has only some layers; use mode shadow, or "
                 "remove it"
+            )
+    if rollout.reproducible == "batch_invariant":
+        if engine_kind(name).invariant_environment is None:
+            yield (
+                f"rollout.reproducible is batch_invariant, which engine {name!r} does not support; use "
+                "torch, vllm or sglang, or set rollout.reproducible to true"
+            )
+        elif name == "torch" and spec.data.model_inputs_column is not None:
+            yield (
+                "rollout.reproducible is batch_invariant, which engine 'torch' does not support with "
+                "data.model_inputs_column; set rollout.reproducible to true, or remove the column"
             )
     most_tokens = spec.data.max_prompt_tokens + rollout.max_response_tokens
     try:
@@ -341,6 +904,8 @@ def _argument_problems(
                     f"{key}_arguments.{argument} is unknown; the settings of {name!r} are "
                     f"{settings or 'none'}" + did_you_mean(argument, known)
                 )
+            elif problem["type"] == "missing":
+                yield f"{key}_arguments.{argument} is required with {name!r}, but missing"
             else:
                 yield f"{key}_arguments.{argument}: {problem['msg']}, got {problem['input']!r}"
 
@@ -359,6 +924,16 @@ def _formulas(spec: RunSpec) -> Iterator[str]:
             )
         if name in table:
             yield from _argument_problems(f"algorithm.{key}", name, table[name], arguments)
+    subtracted = {
+        "algorithm.overlong.buffer_tokens": algorithm.overlong.buffer_tokens > 0,
+        "algorithm.kl.placement 'reward'": algorithm.kl.coefficient > 0
+        and algorithm.kl.placement == "reward",
+    }
+    if algorithm.advantage == "gdpo" and any(subtracted.values()):
+        yield (
+            f"{next(key for key, is_set in subtracted.items() if is_set)} changes the reward, but "
+            "algorithm.advantage 'gdpo' is computed from its terms; remove it, or return it as a term"
+        )
     if spec.critic != CriticSpec() and not algorithm.advantage_kind.needs_critic:
         yield (
             f"critic is set, but algorithm.advantage {algorithm.advantage!r} has no critic; remove critic, "
@@ -462,7 +1037,8 @@ def _early_groups(spec: RunSpec) -> Iterator[str]:
         )
 
 
-def _parallelism(spec: RunSpec) -> Iterator[str]:
+def parallelism(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of the trainer's processes and of weights that they hold."""
     trainer, lora = spec.trainer, spec.trainer.lora
     together = trainer.tensor_parallel * trainer.context_parallel
     if trainer.world_size % together:
@@ -489,8 +1065,46 @@ def _parallelism(spec: RunSpec) -> Iterator[str]:
             f"trainer.lora cannot be combined with trainer.tensor_parallel {trainer.tensor_parallel}; "
             "set trainer.tensor_parallel to 1 and shard over more data-parallel ranks"
         )
+    if lora is not None and lora.base_dtype is not None:
+        yield from _quantized_base(spec, lora.base_dtype)
     if lora is not None and not lora.target_modules:
         yield "trainer.lora.target_modules is empty, so nothing would be trained; add modules such as q_proj"
+
+
+def _quantized_base(spec: RunSpec, base_dtype: str) -> Iterator[str]:
+    trainer = spec.trainer
+    if trainer.world_size > 1 and trainer.zero_stage == 3:
+        yield (
+            f"trainer.lora.base_dtype {base_dtype} keeps the whole base on each GPU, but trainer.zero_stage "
+            f"3 shards it over {trainer.world_size}; set trainer.zero_stage to 1"
+        )
+    if trainer.offloads_weights:
+        yield (
+            f"trainer.lora.base_dtype {base_dtype} keeps the base on the GPU, but trainer.cpu_offload true "
+            "moves it to the host; set trainer.cpu_offload to false or optimizer"
+        )
+    if spec.model.is_tiny:
+        yield (
+            f"trainer.lora.base_dtype {base_dtype} rounds the weights of model.path, but {spec.model.path!r} "
+            "is a preset without a folder; use a folder or a Hugging Face id, or remove the key"
+        )
+
+
+def _optimizer(spec: RunSpec) -> Iterator[str]:
+    trainer = spec.trainer
+    if trainer.optimizer.kind == "adamw":
+        return
+    for key, value, needed in (
+        ("lora", trainer.lora, None),
+        ("tensor_parallel", trainer.tensor_parallel, 1),
+        ("cpu_offload", trainer.cpu_offload, False),
+    ):
+        if value != needed:
+            yield (
+                f"trainer.optimizer.kind is {trainer.optimizer.kind!r}, which needs whole layers on the GPU, "
+                f"but trainer.{key} is {'set' if key == 'lora' else value}; remove it, or use the optimizer "
+                "'adamw'"
+            )
 
 
 def _train_engine(spec: RunSpec) -> Iterator[str]:
@@ -503,13 +1117,17 @@ _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
     data,
     _rewards,
     _rollout,
+    _sandbox,
+    _sampling,
     _engine,
     _formulas,
     _correction,
     _batch,
     _early_groups,
     demonstrations,
-    _parallelism,
+    reward_model,
+    parallelism,
+    _optimizer,
     _train_engine,
     quota,
     weight_sync,

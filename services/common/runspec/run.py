@@ -3,15 +3,16 @@
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from services.common.fields import TEACHER_PROMPT, TEACHER_TOP_K
 from services.common.runspec.algorithm import AlgorithmSpec
-from services.common.runspec.base import SpecPart
+from services.common.runspec.base import MAX_SECONDS, SpecPart
 from services.common.runspec.data import DataSpec
 from services.common.runspec.engines import ENGINES, engine_kind
-from services.common.runspec.formulas import LOSSES
+from services.common.runspec.formulas import LOSSES, DistillArguments
 from services.common.runspec.rollout import RewardSpec, RolloutSpec
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trackers import TrackerSpec
@@ -22,14 +23,14 @@ from services.common.runspec.workers import needs_whole_weights
 class LimitsSpec(SpecPart):
     """Deadlines and restart limits of a run."""
 
-    queue_timeout_s: float = Field(0.0, ge=0)
+    queue_timeout_s: float = Field(0.0, ge=0, le=MAX_SECONDS)
     """Max seconds that the run waits in the queue for capacity in the project's quota, counted from
     its submission or from a resume. The run fails after that. 0 waits without a limit."""
-    start_timeout_s: float = Field(600.0, gt=0)
+    start_timeout_s: float = Field(600.0, gt=0, le=MAX_SECONDS)
     """Max seconds until all workers are ready, including the warm start."""
-    step_timeout_s: float = Field(1800.0, gt=0)
+    step_timeout_s: float = Field(1800.0, gt=0, le=MAX_SECONDS)
     """Max seconds of one trainer step."""
-    stall_timeout_s: float = Field(600.0, gt=0)
+    stall_timeout_s: float = Field(600.0, gt=0, le=MAX_SECONDS)
     """Max seconds without progress. An episode that produces no token and no call for this long is
     stopped and continues from its stored tokens on any replica; an engine that produces no token
     is replaced. The age of a response alone never ends it."""
@@ -45,7 +46,7 @@ class TransferQueueSpec(SpecPart):
     quota_bytes: int = Field(4 << 30, ge=1 << 20)
     """Max bytes of the run's samples that have not been released; a put that exceeds them waits. A
     batch of responses of maximum length must fit."""
-    put_timeout_s: float = Field(300.0, gt=0)
+    put_timeout_s: float = Field(300.0, gt=0, le=MAX_SECONDS)
     """Max seconds that a producer waits for free space before its put fails; the error states the
     reason."""
 
@@ -74,7 +75,7 @@ class ValidationSpec(SpecPart):
     """Temperature of the sampled responses."""
     solved_from: float = 1.0
     """Min reward of a response that counts as correct for ``pass@k``."""
-    timeout_s: float = Field(1800.0, gt=0)
+    timeout_s: float = Field(1800.0, gt=0, le=MAX_SECONDS)
     """Max seconds of one evaluation. After that, the scores that exist are reported with status
     ``timeout``."""
 
@@ -99,26 +100,15 @@ class SamplesSpec(SpecPart):
     """Max bytes of kept samples on the transferqueue's disk; the oldest are deleted first."""
 
     def records_group(self, group_id: str, *, prompts_per_step: int) -> bool:
-        """Returns True if the samples of a group are kept; all processes decide alike.
-
-        Args:
-            group_id: The group.
-            prompts_per_step: Groups that a step trains.
-        """
+        """Returns True if the samples of a group are kept; all processes decide alike."""
         return _is_drawn(group_id, self.groups_per_step / prompts_per_step)
 
     def keeps_prompt(self, row: int, *, num_prompts: int) -> bool:
-        """Returns True if the samples of a held-out prompt are kept; all evaluations decide alike.
-
-        Args:
-            row: The prompt's row.
-            num_prompts: Held-out prompts of the run.
-        """
+        """Returns True if the samples of a held-out prompt are kept; all evaluations decide alike."""
         return _is_drawn(f"row {row}", self.heldout_prompts / max(num_prompts, 1))
 
     @property
     def is_on(self) -> bool:
-        """True if any samples are kept."""
         return self.groups_per_step > 0 or self.heldout_prompts > 0
 
 
@@ -150,16 +140,16 @@ class WeightSyncSpec(SpecPart):
     stopped member once per bucket."""
     publish_every: int = Field(1, ge=1)
     """Trainer steps between two published weight versions."""
-    form_timeout_s: float = Field(60.0, gt=0)
+    form_timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """Max seconds to form the weight group."""
-    transfer_timeout_s: float | None = Field(None, gt=0)
+    transfer_timeout_s: float | None = Field(None, gt=0, le=MAX_SECONDS)
     """Max seconds of one transfer, including verification. Default: 1.5 s plus the time that the
     bytes take at a low bandwidth (100 MB/s over Gloo, 5 GB/s over NCCL). A terminated member is
     detected earlier."""
-    answer_timeout_s: float = Field(1.0, gt=0)
+    answer_timeout_s: float = Field(1.0, gt=0, le=MAX_SECONDS)
     """Seconds without a sign of life after which a member counts as lost. Increase it on overloaded
     hosts; a stopped rollout delays the other members by about three times this value."""
-    adopt_timeout_s: float = Field(60.0, gt=0)
+    adopt_timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """Max seconds until a rollout has adopted a received version; after that it is replaced.
     Without ``rollout.partial_rollout``, a rollout first finishes its running responses, however
     long they take."""
@@ -202,11 +192,54 @@ class ModelSpec(SpecPart):
     have reviewed."""
     warm_start: WarmStartSpec | None = None
     """Supervised training that makes a base model of a ``tiny:`` preset."""
+    images: bool = False
+    """If true, the vision tower of a multimodal checkpoint is loaded too, and prompts may have images.
+    Otherwise only its language model is."""
 
     @property
     def is_tiny(self) -> bool:
         """True if the model is a randomly initialized preset."""
         return self.path.startswith(TINY_PREFIX)
+
+
+_POLICY: Final = "policy"
+
+
+class TeacherSpec(ModelSpec):
+    """The model whose distribution the policy learns."""
+
+    path: str = Field(_POLICY, min_length=1)
+    """A model as in ``model.path``, with the policy's tokenizer. ``policy``: the policy is its own teacher,
+    with the weights at the start of the step and a prompt with more information (self-distillation)."""
+    url: str | None = Field(None, pattern=r"^https?://")
+    """Address of a vLLM or SGLang server of the teacher, such as ``http://teacher:8000``. Rollouts ask it for
+    each finished response; then the trainer does not load the teacher, and uses ``path`` only to compare the
+    tokenizers. null loads the teacher in the trainer."""
+    server: Literal["vllm", "sglang"] = "vllm"
+    """Program that serves the teacher."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Max seconds until a served teacher has scored a group."""
+    concurrency: int = Field(16, ge=1)
+    """Max responses that a rollout sends to a server at once."""
+    prompt_column: str | None = None
+    """Column with the prompt that the teacher sees in place of the policy's, for example with the solution
+    (OPSD, arXiv:2601.18734); a text or chat messages, like ``data.prompt_column``."""
+    demonstration: str | None = None
+    """Text that follows the prompt for the teacher, in which ``{response}`` is the best other response of the
+    group (SDPO, arXiv:2601.20802). A response without another one of at least ``min_reward`` does not
+    train."""
+    min_reward: float = 1.0
+    """Min reward of a response that ``demonstration`` shows."""
+
+    @property
+    def is_policy(self) -> bool:
+        """True if the policy is its own teacher."""
+        return self.path == _POLICY
+
+    @property
+    def has_own_prompt(self) -> bool:
+        """True if the teacher sees another prompt than the policy."""
+        return self.prompt_column is not None or self.demonstration is not None
 
 
 # Lower bound of the default of rollout.max_running_samples: evaluations need slots too.
@@ -226,11 +259,12 @@ class RunSpec(SpecPart):
     """Seed of the data order, of sampling and of the initial weights."""
     model: ModelSpec
     """The policy that is trained."""
-    teacher: ModelSpec | None = None
+    teacher: TeacherSpec | None = None
     """Teacher of an on-policy distillation: a model with the same tokenizer whose distribution the
-    policy learns on its own responses. It is the reference of ``algorithm.kl``, whose default
-    coefficient is then 1 and whose default estimator is then ``k1+``. Rewards have no influence
-    on training unless ``algorithm.advantage`` names an estimator."""
+    policy learns on its own responses. With ``algorithm.loss: distill`` whole distributions are compared.
+    Otherwise it is the reference of ``algorithm.kl``, whose default coefficient is then 1 and whose
+    default estimator is then ``k1+``; rewards have no influence on training unless
+    ``algorithm.advantage`` names an estimator."""
     data: DataSpec
     """Training and held-out prompts."""
     rollout: RolloutSpec
@@ -251,6 +285,11 @@ class RunSpec(SpecPart):
     """Storage of samples between rollouts and the trainer."""
     samples: SamplesSpec = SamplesSpec()
     """Samples that are kept for people to read."""
+    record: Literal["off", "full"] = "off"
+    """``full``: the trainer writes for each step everything that its outcome depended on, and a digest
+    of the new weights, to ``record`` in the folder of the checkpoints, and computes with deterministic
+    operators. ``slipstream replay`` repeats the training from it bit by bit, or with other
+    settings. ``off``: nothing."""
     trackers: tuple[TrackerSpec, ...] = ()
     """Experiment trackers that receive the run's metrics."""
     limits: LimitsSpec = LimitsSpec()
@@ -268,8 +307,40 @@ class RunSpec(SpecPart):
 
     @property
     def needs_reference(self) -> bool:
-        """True if training compares the policy with the frozen base model or with a teacher."""
-        return self.algorithm.kl.coefficient > 0 or self.algorithm.loss_kind.needs_reference
+        """True if the trainer, or ``ref_logp``, needs the frozen base model or a frozen teacher."""
+        is_elsewhere = self.teacher is not None and (self.teacher_urls or self.teacher.is_policy)
+        is_compared = self.algorithm.kl.coefficient > 0 or self.algorithm.loss_kind.needs_reference
+        return is_compared and not is_elsewhere
+
+    @property
+    def distillation(self) -> DistillArguments | None:
+        """The divergence from the teacher's distributions; None unless the loss is one."""
+        algorithm = self.algorithm
+        if not algorithm.loss_kind.distills:
+            return None
+        return DistillArguments.model_validate(algorithm.loss_arguments)
+
+    @property
+    def teacher_urls(self) -> dict[str, str]:
+        """Addresses of served teachers by split of ``data.train``; empty if the teacher is not served."""
+        if self.teacher is None:
+            return {}
+        found = {
+            split: getattr(part, "teacher_url", None) or self.teacher.url
+            for split, part in self.data.train_sets.items()
+        }
+        return {split: url for split, url in found.items() if url is not None}
+
+    @property
+    def teacher_fields(self) -> tuple[str, ...]:
+        """Fields that rollouts add to samples for the teacher."""
+        is_served = bool(self.teacher_urls)
+        is_used = {
+            TEACHER_PROMPT: self.teacher is not None and self.teacher.has_own_prompt,
+            TEACHER_TOP_K: is_served and self.algorithm.loss_kind.distills,
+            "ref_logprobs": is_served and self.algorithm.kl.coefficient > 0,
+        }
+        return tuple(name for name, is_present in is_used.items() if is_present)
 
     @property
     def sends_adapters(self) -> bool:
@@ -295,7 +366,9 @@ class RunSpec(SpecPart):
     @property
     def of_reference(self) -> "RunSpec":
         """The run with the reference's model: the teacher replaces the policy, if there is one."""
-        return self if self.teacher is None else self.model_copy(update={"model": self.teacher})
+        if self.teacher is None or not self.needs_reference:
+            return self
+        return self.model_copy(update={"model": self.teacher})
 
     @property
     def shares_prefixes(self) -> bool:
@@ -320,7 +393,8 @@ class RunSpec(SpecPart):
         """
         updates = self.trainer.updates_per_step
         is_bypassed = self.correction == "bypass"
-        in_reward = self.needs_reference and self.algorithm.kl.placement == "reward"
+        kl = self.algorithm.kl
+        in_reward = kl.coefficient > 0 and kl.placement == "reward"
         in_loss = updates > 1 and not is_bypassed and not self.interpolates_proximal
         return in_reward or in_loss or self.algorithm.looks_ahead
 
@@ -440,7 +514,8 @@ class RunSpec(SpecPart):
         kl, loss = algorithm.get("kl", {}), LOSSES.get(str(algorithm.get("loss")))
         if not isinstance(kl, Mapping) or (loss is not None and loss.num_demonstrations):
             return values
-        kl = {"coefficient": 1.0, "estimator": "k1+", **kl}
+        if loss is None or not loss.distills:
+            kl = {"coefficient": 1.0, "estimator": "k1+", **kl}
         defaults = {"advantage": "none", "min_group_size": 1}
         return {**values, "algorithm": {**defaults, **algorithm, "kl": kl}}
 

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from services.common.runspec.suggestions import look_up
-from services.common.runspec.task_groups import TaskGroupError
-from services.common.runspec.workers import apart
+from services.common.runspec.base import look_up
+from services.common.runspec.topology import TaskGroupError
+from services.common.runspec.workers import kinds_with_own_gpus
 
 if TYPE_CHECKING:
     from services.common.runspec.run import RunSpec
@@ -22,12 +22,12 @@ class TrainEngineKind:
     """A training engine."""
 
     build: str
-    """Reference ``module:function`` of a function that takes an ``EngineOrder`` and returns a
+    """Reference ``module:function`` of a function that takes an ``EngineArgs`` and returns a
     ``TrainEngine`` for each model."""
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values that the engine supports, by key; other keys of a run may have any value."""
     serves_own_gpus: bool = True
-    """True if the engine serves workers of the trainer's program with GPUs of their own."""
+    """True if the engine serves workers of the trainer's program that have separate GPUs."""
 
     def problems(self, spec: "RunSpec") -> Iterator[str]:
         """Yields the settings of a run that the engine does not support."""
@@ -45,7 +45,11 @@ class TrainEngineKind:
         if self.serves_own_gpus:
             return
         with suppress(TaskGroupError):  # another rule reports impossible groups
-            own = [role for role, kind in apart(spec.topology).items() if kind.program == "trainer"]
+            own = [
+                role
+                for role, kind in kinds_with_own_gpus(spec.topology).items()
+                if kind.program == "trainer"
+            ]
             if own:
                 yield (
                     f"trainer.engine {name!r} computes all models in the trainer, but topology.task_groups "
@@ -67,6 +71,7 @@ ENGINES: Final[Mapping[str, TrainEngineKind]] = {
             "trainer.world_size": (1,),
             "trainer.dtype": ("float32",),
             "trainer.lora": (None,),
+            "trainer.optimizer.kind": ("adamw",),
             "trainer.compile": (False,),
             "trainer.cpu_offload": (False,),
             "trainer.activation_offloading": (False,),

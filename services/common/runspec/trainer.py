@@ -1,10 +1,11 @@
 """Optimization, sharding and checkpoints of the trainer."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from services.common.runspec.base import SpecPart
+from services.common.runspec.base import MAX_SECONDS, SpecPart
 from services.common.runspec.train_engines import ENGINES, train_engine_kind
 
 OF_EXPERTS = "experts."
@@ -12,12 +13,17 @@ OF_EXPERTS = "experts."
 
 
 class OptimizerSpec(SpecPart):
-    """AdamW and its learning-rate schedule."""
+    """Optimizer and its learning-rate schedule."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """Optimizer. ``muon``: Muon (arXiv:2502.16982) for the matrices of layers, with updates scaled to
+    those of AdamW, and AdamW for embeddings, output and value heads, fused experts and vectors."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.99)
     """Decay rates of AdamW's two moments."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay rate of Muon's momentum."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices, including embeddings. Norms, biases and other vectors
     have none."""
@@ -39,6 +45,10 @@ class LoraSpec(SpecPart):
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Modules that get an adapter. The experts of a mixture are ``experts.gate_up_proj`` and
     ``experts.down_proj``; every expert of a layer then has its own adapter."""
+    base_dtype: Literal["int8", "nf4"] | None = None
+    """Data type of the frozen matrices of the decoder's layers, in blocks of 64 values: ``int8``, or
+    ``nf4`` with 4 bits (QLoRA, arXiv:2305.14314). The rounded weights are the base of the whole run:
+    rollouts, reference and export use the same values. null keeps them in ``trainer.dtype``."""
     sync: Literal["auto", "merged", "adapter"] = "auto"
     """Weights that rollouts receive. ``adapter``: only the adapters; each rollout reads the frozen
     weights from ``model.path`` into host memory, verifies that they equal the trainer's, and
@@ -92,7 +102,7 @@ class CheckpointSpec(SpecPart):
 
     every: int = Field(0, ge=0)
     """Steps between checkpoints. 0 saves by time (``every_s``). The last step is always saved."""
-    every_s: float = Field(600.0, ge=0)
+    every_s: float = Field(600.0, ge=0, le=MAX_SECONDS)
     """Seconds between checkpoints if ``every`` is 0: the first step that ends after them is saved.
     0 saves only at the end."""
     keep: int = Field(2, ge=1)
@@ -107,6 +117,16 @@ class CheckpointSpec(SpecPart):
     and step number. ``trainer.steps`` includes the steps of the checkpoint; the data starts with
     the first prompt. ``POST /v1/runs/{run_id}/fork`` sets this key and also continues the data
     order of the other run."""
+
+
+def checkpoint_root(directory: str | None, run_folder: Path) -> Path:
+    """Returns the folder of a run's checkpoints.
+
+    Args:
+        directory: ``trainer.checkpoint.directory``.
+        run_folder: Folder of the run.
+    """
+    return Path(directory) if directory else run_folder / "checkpoints"
 
 
 class TrainerSpec(SpecPart):
@@ -134,7 +154,7 @@ class TrainerSpec(SpecPart):
     """If true, a prefix that samples of a micro-batch share, such as the prompt of a group, is
     computed once. Logprobs and gradients are the same as without."""
     optimizer: OptimizerSpec = OptimizerSpec()
-    """AdamW and its learning-rate schedule."""
+    """Optimizer and its learning-rate schedule."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Computation dtype. Trained weights are always float32; frozen weights (the base under
     ``lora``, and the reference) have this dtype."""
@@ -174,10 +194,13 @@ class TrainerSpec(SpecPart):
     optimizer running on the CPU. ``optimizer``: only the optimizer's moments, which are copied
     to the GPU for an update."""
     compile: bool = False
-    """If true, torch.compile is applied to the decoder layers while engines start. The metric
-    ``compilations`` of a step counts those that the step still had to wait for; it should be 0."""
+    """If true, torch.compile is applied to the decoder layers while engines start. Without a GPU it
+    has no effect. The metric ``compilations`` of a step counts those that the step still had to
+    wait for; it should be 0."""
     lora: LoraSpec | None = None
     """Low-rank adapters, trained instead of the full weights."""
+    freeze_vision_tower: bool = True
+    """If true, the vision tower of a model with ``model.images`` is not trained."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """Frequency and retention of checkpoints."""
     profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()

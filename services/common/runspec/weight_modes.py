@@ -60,7 +60,7 @@ class WeightMode:
     """Reference ``module:name`` of a callable that makes a ``Receiver`` from a plan, the devices
     and the sink of the weights."""
     through_host: bool = False
-    """True if weights travel between host memories, whatever the devices are."""
+    """True if weights travel between host memories, regardless of the devices."""
     is_in_place: bool = False
     """True if weights are received into the live weights."""
     lends: bool = False

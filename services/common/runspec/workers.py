@@ -55,7 +55,7 @@ class WorkerKind:
     gpus: Callable[["RunSpec"], int] | None = None
     """Number of GPUs of one worker on hosts that have GPUs; None for one per process."""
     unit: Callable[["RunSpec"], int] = _one
-    """Number of which the GPUs of its task are a multiple."""
+    """The number of GPUs of its task is a multiple of this number."""
     problems: Callable[["RunSpec"], Iterable[str]] = _nothing
     """Problems of a run in which its task has its own GPUs."""
     trains: bool = False
@@ -75,17 +75,14 @@ class WorkerKind:
 
     @property
     def task(self) -> str:
-        """Task whose GPUs it has."""
         return self.tasks[0]
 
     @property
     def module(self) -> str:
-        """Module that its processes run."""
         return f"services.{self.program}"
 
     @property
     def settings_prefix(self) -> str:
-        """Prefix of the environment variables of its settings."""
         return f"SLIPSTREAM_{self.program.upper()}_"
 
     def num_workers(self, spec: "RunSpec") -> int:
@@ -115,11 +112,10 @@ def tasks() -> list[str]:
 
 
 def task_aliases() -> dict[str, str]:
-    """Returns the task of each alias."""
     return {alias: kind.task for kind in WORKERS.values() for alias in kind.aliases}
 
 
-def apart(topology: "TopologySpec") -> dict[str, WorkerKind]:
+def kinds_with_own_gpus(topology: "TopologySpec") -> dict[str, WorkerKind]:
     """Returns the optional kinds with their own GPUs, by role; their tasks run outside of the trainer."""
     return {
         role: kind
@@ -131,7 +127,8 @@ def apart(topology: "TopologySpec") -> dict[str, WorkerKind]:
 def needs_whole_weights(topology: "TopologySpec") -> bool:
     """Returns True if a kind with its own GPUs receives weights and cannot merge adapters."""
     return any(
-        kind.receives_weights and not kind.merges_adapters for kind in apart(topology).values()
+        kind.receives_weights and not kind.merges_adapters
+        for kind in kinds_with_own_gpus(topology).values()
     )
 
 
@@ -177,6 +174,12 @@ def _ref_logp_problems(spec: "RunSpec") -> Iterator[str]:
         yield (
             "topology.task_groups gives ref_logp its own GPUs, but algorithm.kl.coefficient is 0, "
             "so no reference logprobs are used; set it above 0, or remove ref_logp"
+        )
+    teacher = spec.teacher
+    if spec.distillation is not None or (teacher is not None and teacher.has_own_prompt):
+        yield (
+            "topology.task_groups gives ref_logp its own GPUs, but its workers compute logprobs of the "
+            "policy's prompts only; put ref_logp into the group of train, or serve the teacher (teacher.url)"
         )
 
 
@@ -244,8 +247,8 @@ WORKERS: Final[Mapping[str, WorkerKind]] = {
     "critic": WorkerKind(
         tasks=("critic",),
         is_alone=True,
-        serve="services.trainer.critic:serve_critic",
-        follow="services.trainer.critic:follow_critic",
+        serve="services.trainer.worker:serve_critic",
+        follow="services.trainer.worker:follow_critic",
         ranks=lambda spec: spec.topology.own_gpus("critic"),
         problems=_critic_problems,
         trains=True,

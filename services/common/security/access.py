@@ -13,8 +13,7 @@ from prometheus_client import Counter
 
 from services.common.errors import PermissionDeniedError, UnauthenticatedError
 from services.common.fields import run_of
-from services.common.security.credentials import Identity
-from services.common.security.run_tokens import SERVICES
+from services.common.security.credentials import SERVICES, Identity
 from services.common.security.tls import ANY_WORKER, peer_name
 from services.common.telemetry.logging import RareLog
 
@@ -57,8 +56,6 @@ def authenticate(identity: Identity, method: str, authorization: str) -> None:
     """Identifies the caller before its request is read, and stores it for the rest of the call.
 
     Args:
-        identity: Identity of the serving process.
-        method: Full name of the method.
         authorization: Value of the ``authorization`` header; empty if there is none.
 
     Raises:
@@ -76,10 +73,6 @@ def authenticate(identity: Identity, method: str, authorization: str) -> None:
 
 def check_peer_certificate(method: str, names: Iterable[bytes]) -> None:
     """Checks that the caller's certificate belongs to the bearer of its token.
-
-    Args:
-        method: Full name of the method.
-        names: DNS names of its certificate.
 
     Raises:
         PermissionDeniedError: If the certificate belongs to another bearer.
@@ -107,10 +100,6 @@ def check_peer_certificate(method: str, names: Iterable[bytes]) -> None:
 def authorize(method: str, request: Any) -> None:
     """Checks that the authenticated caller may make a request.
 
-    Args:
-        method: Full name of the method.
-        request: The request.
-
     Raises:
         PermissionDeniedError: If the caller is a worker, and the request names another run or none.
     """
@@ -125,7 +114,7 @@ def authorize(method: str, request: Any) -> None:
 
 
 def _is_open(method: str, request: Any, run_id: str) -> bool:
-    """Returns whether a worker of a run may make a request."""
+    """Returns True if a worker of a run may make a request."""
     if method in _CLOSED_TO_RUNS:
         return False
     return method in _OPEN_TO_RUNS or run_named_by(request) == run_id

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from services.common.callables import Reference, parse_reference
 from services.common.runspec.data import PromptSourceSpec
+from services.common.runspec.rollout import SandboxSpec
 from services.common.runspec.run import RunSpec
 
 Kind = Literal[
@@ -32,6 +33,7 @@ Kind = Literal[
     "rows",
     "row arguments",
     "workflow arguments",
+    "image",
 ]
 """Kind of a value, which decides how it is judged.
 
@@ -39,10 +41,11 @@ Kind = Literal[
 reference to code. ``path``: a file or a folder. ``model``: a preset, a hub id, or a folder.
 ``code``: a reference for :func:`~services.common.callables.load_callable`, the name of something
 built in, or an address, which workers judge when they connect
-(:mod:`services.rollout.calls.reach`). ``function``: a function that verifiers loads, also as
+(:mod:`services.rollout.calls.outside`). ``function``: a function that verifiers loads, also as
 ``package.module.name``. ``package``: a plugin that verifiers imports by its name. ``command``: a
 program with its arguments. ``rows``: ``path`` of a prompt source, whose kind depends on ``source``;
-the kinds of ``row arguments`` and ``workflow arguments`` depend on their consumer.
+the kinds of ``row arguments`` and ``workflow arguments`` depend on their consumer. ``image``: content of a
+sandbox, a ``path`` if it is a folder on the rollout's host.
 """
 
 _MODELS: Final[Mapping[str, Kind]] = {
@@ -72,6 +75,11 @@ _SETS = ("data.train", "data.train.NAME", "data.heldout", "data.heldout.NAME")
 KINDS: Final[Mapping[str, Kind]] = {
     "name": "free",
     **{f"{model}.{key}": kind for model in ("model", "teacher") for key, kind in _MODELS.items()},
+    # Their pattern admits addresses only, which rollouts judge when they connect.
+    "teacher.url": "free",
+    "data.train.NAME.teacher_url": "free",
+    "teacher.prompt_column": "free",
+    "teacher.demonstration": "free",
     **{f"{rows}.{key}": kind for rows in _SETS for key, kind in _ROWS.items()},
     "data.curriculum.function": "code",
     "data.curriculum.arguments": "text",
@@ -79,6 +87,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "data.answer_column": "free",
     "data.rejected_column": "free",
     "data.model_inputs_column": "free",
+    "data.image_column": "free",
     "data.prompt_template": "free",
     "data.chat_template_arguments": "text",
     "rollout.engine": "free",
@@ -87,6 +96,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     "rollout.workflow": "code",
     "rollout.workflow_arguments": "workflow arguments",
     **{f"rollout.rewards.N.{key}": kind for key, kind in _REWARDS.items()},
+    "rollout.sandbox.image": "image",
+    "rollout.sandbox.image_column": "free",
     "rollout.answer_pattern": "free",
     "algorithm.advantage": "code",
     "algorithm.advantage_arguments": "text",
@@ -148,6 +159,11 @@ class CodePolicy:
         """
         judge = _Judge(self, lambda path: Path(os.path.normpath(path)), is_here=False)
         return judge.all_problems(spec)
+
+    def path_problems(self, path: Path) -> list[str]:
+        """Returns why a file that a row names may not be read, links resolved; empty if it may."""
+        judge = _Judge(self, Path.resolve, is_here=True)
+        return list(judge._path(str(path), self.roots, {path})) if self.roots else []  # noqa: SLF001
 
     def problems_here(self, spec: RunSpec) -> list[str]:
         """Does the same as :meth:`problems` on the host of the files: resolves links, looks up modules."""
@@ -243,7 +259,7 @@ class _Judge:
             )
 
     def _is_hub_id(self, value: str) -> bool:
-        """Returns whether a value is a hub id; an existing folder of that name takes precedence."""
+        """Returns True if a value is a hub id; an existing folder of that name takes precedence."""
         if _HUB_ID.fullmatch(value) is None:
             return False
         return not (self.is_here and Path(value).exists())
@@ -276,6 +292,10 @@ def _names(spec: RunSpec) -> Iterator[tuple[str, Kind, Any]]:
             yield key, _DATA_KINDS.get(part.source, "text"), value
         elif kind == "row arguments" and getattr(part, "source", None) == "verifiers":
             yield from _verifiers_names(key, value)
+        elif kind == "image":
+            assert isinstance(part, SandboxSpec)
+            if value:
+                yield key, "path" if part.kind == "bubblewrap" else "text", value
         elif kind == "workflow arguments":
             yield from _workflow_names(spec, key, value)
         elif kind != "free":
@@ -287,8 +307,6 @@ def _fields(part: BaseModel, key: str, known: str) -> Iterator[tuple[str, Kind, 
     """Yields values of a specification: key, kind, value, and the part that holds it.
 
     Args:
-        part: A part of the specification.
-        key: Prefix of the keys of the part.
         known: The same prefix in the notation of :data:`KINDS`.
     """
     for name, value in part:
@@ -372,7 +390,7 @@ def _module_specs(module: str) -> Iterator[ModuleSpec]:
 
 
 def _is_within(found: ModuleSpec, roots: Sequence[Path]) -> bool:
-    """Returns whether all code of a module is in one of the folders."""
+    """Returns True if all code of a module is in one of the folders."""
     places = list(found.submodule_search_locations or ())
     if found.has_location and found.origin:
         places.append(found.origin)

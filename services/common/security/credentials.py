@@ -1,9 +1,11 @@
-"""Identity of a process: its certificate and tokens, and the verification of its peers'.
+"""Identity of a process: its certificate and tokens, how tokens are issued, and how peers are verified.
 
 A process sets its identity once, in its ``main``; servers and channels opened inside that block use
 it. A process without one trusts every peer, which the settings allow only on loopback.
 """
 
+import base64
+import hashlib
 import hmac
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +14,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.errors import InvalidArgumentError, UnauthenticatedError
-from services.common.security.run_tokens import SERVICES, bearer_of, issue_token
 from services.common.security.tls import Certificate, Tls, peer_name
+
+PREFIX = "slr_"
+SERVICES = "services"
+"""Bearer that may act for every run: the controller, the transferqueue and its shards."""
+
+
+def issue_token(key: bytes, bearer: str) -> str:
+    """Returns the token of a run, or of the services.
+
+    A token has the name of its bearer and a keyed digest of that name, so any holder of the key can
+    verify it locally. Workers get the token of their run and never the key.
+
+    Args:
+        bearer: Id of a run, or :data:`SERVICES`.
+    """
+    return f"{PREFIX}{bearer}.{_digest(key, bearer)}"
+
+
+def bearer_of(key: bytes, token: str) -> str | None:
+    """Returns the bearer of a token; None if it was not issued with the key."""
+    bearer, _, digest = token.removeprefix(PREFIX).partition(".")
+    if not token.startswith(PREFIX) or not bearer:
+        return None
+    is_ours = hmac.compare_digest(digest.encode(), _digest(key, bearer).encode())
+    return bearer if is_ours else None
+
+
+def _digest(key: bytes, bearer: str) -> str:
+    raw = hmac.digest(key, bearer.encode(), hashlib.sha256)
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
 
 MIN_KEY_BYTES = 32
 
@@ -68,7 +100,6 @@ _identity: ContextVar[Identity] = ContextVar("identity", default=Identity())  # 
 
 
 def current_identity() -> Identity:
-    """Returns the identity of this process."""
     return _identity.get()
 
 

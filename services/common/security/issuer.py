@@ -34,7 +34,6 @@ class Issuer:
     Args:
         folder: Folder with ``tls.crt`` and ``tls.key`` of the authority, and ``ca.crt``, with which
             all peers are verified: the same certificate, or one above it.
-        clock: Source of the current time.
     """
 
     def __init__(self, folder: Path, *, clock: Clock = time) -> None:
@@ -85,7 +84,7 @@ class Issuer:
         )
 
     def is_due(self, certificate: Certificate) -> bool:
-        """Returns whether a certificate must be replaced, because of its age or a changed authority."""
+        """Returns True if a certificate must be replaced, because of its age or a changed authority."""
         is_known = certificate.authority == self._files.current().authority
         return not is_known or self._clock.time() >= certificate.renew_at
 
@@ -110,10 +109,6 @@ class Issuer:
 
 class IssuedTls:
     """Certificate that its process issues for itself and renews; it is never written to disk.
-
-    Args:
-        issuer: Signs the certificate.
-        name: DNS name of the certificate.
 
     Raises:
         InvalidArgumentError: If the issuer cannot sign.

@@ -101,7 +101,6 @@ def with_secrets(part: _Part, folder: Path | None) -> _Part:
 
     Args:
         part: Part of a specification, with or without references to secrets.
-        folder: Folder with a file per secret.
 
     Raises:
         FailedPreconditionError: If a secret does not exist; the message has its name and the

@@ -17,12 +17,7 @@ ANY_WORKER = "*.worker.slipstream"
 
 
 def peer_name(peer: Peer, run_id: str = "") -> str:
-    """Returns the DNS name in a certificate: role of the peer and, for a worker, its run.
-
-    Args:
-        peer: Role of the peer.
-        run_id: The run of a worker.
-    """
+    """Returns the DNS name in a certificate: role of the peer and, for a worker, its run."""
     label = f"{run_id.replace('_', '-')}." if run_id and peer == "worker" else ""
     return f"{label}{peer}.slipstream"
 
@@ -62,8 +57,6 @@ class TlsFiles:
 
     Args:
         certificate: The certificate and the intermediate ones up to the authority.
-        key: Key of the certificate.
-        authority: Authority that signs the certificates of all peers.
     """
 
     def __init__(self, *, certificate: Path, key: Path, authority: Path) -> None:

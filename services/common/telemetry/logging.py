@@ -21,7 +21,6 @@ def configure(
     """Sends all log records to standard error.
 
     Args:
-        level: Min. level of logged records.
         log_format: ``text`` for people, ``json`` for machines.
         fields: Attributes of this process that each line has, such as ``service`` and ``run``.
     """
@@ -50,18 +49,13 @@ class _TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object.
-
-    Args:
-        fields: Attributes that each line has.
-    """
+    """Formats a record as one JSON object."""
 
     def __init__(self, fields: dict[str, object]) -> None:
         super().__init__()
         self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats a record as a line."""
         line: dict[str, object] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname,
@@ -83,12 +77,7 @@ PERIOD_S = 60.0
 
 
 class RareLog:
-    """Logs each message at most once a minute.
-
-    Args:
-        logger: Receives the lines.
-        now: Returns monotonic seconds.
-    """
+    """Logs each message at most once a minute."""
 
     def __init__(self, logger: logging.Logger, now: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
@@ -101,7 +90,6 @@ class RareLog:
 
         Args:
             message: Constant text that identifies the warning; one line a minute of each.
-            facts: Variable parts.
         """
         now = self._now()
         if now - self._logged_at.get(message, -PERIOD_S) < PERIOD_S:

@@ -1,6 +1,9 @@
-"""Bucket bounds of Prometheus histograms."""
+"""Bucket bounds of Prometheus histograms, and a timer of the phases of an operation."""
 
+import time
 from typing import Final
+
+from prometheus_client import Histogram
 
 # Upper bounds; the bound of 0.3 s in `SYNC` makes "syncs under 300 ms" a direct ratio.
 SPANS: Final = (1, 2, 3, 4, 5, 8, 12, 16)
@@ -15,3 +18,23 @@ STEP: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200,
 # As fine as the histograms of steps, so that quantiles of short answers are not a guess between 0
 # and 16.
 TOKENS: Final = (1, 2, *(size for power in range(2, 17) for size in (3 << power - 2, 1 << power)))
+
+
+class Phases:
+    """Times consecutive phases, for a histogram and for a log line."""
+
+    def __init__(self, histogram: Histogram) -> None:
+        self._histogram = histogram
+        self._since = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def end_phase(self, phase: str) -> None:
+        """Records the end of a phase; the next one begins."""
+        now = time.perf_counter()
+        self._seconds[phase] = now - self._since
+        self._histogram.labels(phase).observe(now - self._since)
+        self._since = now
+
+    def milliseconds(self) -> dict[str, float]:
+        """Returns the durations of all phases so far as fields of a log line: ``<phase>_ms``."""
+        return {f"{phase}_ms": round(1e3 * value, 1) for phase, value in self._seconds.items()}

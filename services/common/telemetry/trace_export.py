@@ -16,7 +16,6 @@ class OpenTelemetrySink:
     """Converts spans to OpenTelemetry's and passes them to a processor.
 
     Args:
-        processor: Exports the spans.
         facts: Attributes of the process: ``service.name`` and so on.
     """
 
@@ -24,8 +23,7 @@ class OpenTelemetrySink:
         self._processor = processor
         self._resource = Resource.create(facts)
 
-    def take(self, span: tracing.Span) -> None:
-        """Exports an ended span."""
+    def export(self, span: tracing.Span) -> None:
         parent = None
         if span.parent_id:
             parent = _context(tracing.Trace(span.trace.trace_id, span.parent_id, is_collected=True))
@@ -51,7 +49,6 @@ def exporting(endpoint: str, *, ratio: float, facts: dict[str, str]) -> Iterator
     Args:
         endpoint: ``http://host:port`` of OTLP over gRPC, or ``https://`` with TLS.
         ratio: Fraction of the sample groups that is collected.
-        facts: Attributes of the process.
     """
     processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint))
     try:

@@ -62,7 +62,7 @@ class Span:
 class SpanSink(Protocol):
     """Receives spans; must not block."""
 
-    def take(self, span: Span) -> None:
+    def export(self, span: Span) -> None:
         """Receives an ended span."""
 
 
@@ -89,7 +89,6 @@ def collecting(sink: SpanSink, *, ratio: float) -> Iterator[None]:
     """Collects this process's spans until the block ends.
 
     Args:
-        sink: Receives the spans.
         ratio: Fraction of the sample groups that is collected. Steps and weight syncs are always
             collected.
     """
@@ -101,12 +100,11 @@ def collecting(sink: SpanSink, *, ratio: float) -> Iterator[None]:
 
 
 def is_collecting() -> bool:
-    """Returns whether this process's spans are collected."""
+    """Returns True if this process's spans are collected."""
     return _collecting.sink is not None
 
 
 def current() -> Trace | None:
-    """Returns the current trace of this task."""
     return _current.get()
 
 
@@ -124,7 +122,6 @@ def of_group(run_id: str, group_id: str) -> Trace:
 
 
 def of_step(run_id: str, step: int) -> Trace:
-    """Returns the first span of a step's trace."""
     return Trace(*_ids(f"{run_id}/step/{step}"), is_collecting())
 
 
@@ -172,10 +169,7 @@ def span(
     """Runs the block as a span of ``parent``, or else of the current trace.
 
     Args:
-        name: Name of the operation.
-        parent: Parent of the span.
         is_first: True if the span is ``parent`` itself: the first span of its trace.
-        links: Traces that it works on.
         attributes: Facts; never the text of a prompt or a response.
     """
     parent = parent or _current.get()
@@ -236,7 +230,6 @@ def record(
 
 
 def of_groups(run_id: str, group_ids: Iterable[str]) -> list[Trace]:
-    """Returns the collected traces of a batch's groups."""
     if not is_collecting():
         return []
     traces = [of_group(run_id, group_id) for group_id in dict.fromkeys(group_ids)]
@@ -252,7 +245,7 @@ def _place(parent: Trace, *, is_first: bool) -> tuple[Trace, str]:
 
 def _take(span_: Span) -> None:
     if _collecting.sink is not None:
-        _collecting.sink.take(span_)
+        _collecting.sink.export(span_)
 
 
 def _ids(name: str) -> tuple[str, str]:

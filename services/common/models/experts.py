@@ -1,4 +1,4 @@
-"""Names of experts: fused in memory, separate matrices in checkpoints.
+"""Experts of a mixture: their names in memory and in checkpoints, and the routers that choose them.
 
 transformers keeps all experts of a layer in ``experts.gate_up_proj`` ``[E, 2 I, H]`` and
 ``experts.down_proj`` ``[E, H, I]``; checkpoints of most families have separate matrices for every
@@ -6,9 +6,11 @@ expert, which are views of the fused tensors. gpt-oss has fused checkpoints as w
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from services.common.models.families import FAMILIES, ExpertParts, Family, is_mixture
 
@@ -20,8 +22,6 @@ def checkpoint_names(
 
     Args:
         name: Name in memory, as in transformers.
-        value: The tensor, or some of its experts.
-        config: The model's ``config.json``.
         first: Number of the first expert in ``value``.
 
     Yields:
@@ -45,14 +45,41 @@ def checkpoint_names(
 
 
 def is_fused(name: str, config: Mapping[str, Any]) -> bool:
-    """Returns whether a tensor is divided in the checkpoint, with one name per expert."""
+    """Returns True if a tensor is divided in the checkpoint, with one name per expert."""
     return _parts(config) is not None and ".mlp.experts." in name
 
 
 def is_fused_on_hub(config: Mapping[str, Any]) -> bool:
-    """Returns whether checkpoints of a mixture also have the experts of a layer in one tensor."""
+    """Returns True if checkpoints of a mixture also have the experts of a layer in one tensor."""
     return is_mixture(config) and _parts(config) is None
 
 
 def _parts(config: Mapping[str, Any]) -> ExpertParts | None:
     return FAMILIES.get(str(config.get("model_type")), Family()).expert_parts
+
+
+def routers_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields the routers of a model, layer by layer."""
+    for module in model.modules():
+        if isinstance(getattr(module, "experts", None), nn.Module):
+            router = getattr(module, "gate", None) or getattr(module, "router", None)
+            assert isinstance(router, nn.Module), f"{type(module).__name__} has no router"
+            yield router
+
+
+class RouterWatch:
+    """Records the choices of a model's routers in each forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._chosen: dict[int, Tensor] = {}
+        for place, router in enumerate(routers_of(model)):
+            router.register_forward_hook(partial(self._note, place))
+
+    def chosen(self) -> Tensor:
+        """Returns the choices of the latest pass: ``[T, layers, K]``."""
+        return torch.stack([self._chosen[place] for place in sorted(self._chosen)], 1)
+
+    def _note(
+        self, place: int, router: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        self._chosen[place] = output[2]

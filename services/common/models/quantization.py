@@ -1,0 +1,123 @@
+"""Weights of a frozen base model in 4 or 8 bits, in blocks with a scale each.
+
+Quantizing and dequantizing give the same bits on every device: each value results from one division, or from
+products alone. So trainer, rollouts and exports agree on the base without sending it.
+
+``nf4`` is the 4-bit type of QLoRA (arXiv:2305.14314, appendix E), with the bytes of bitsandbytes; ``int8`` is
+symmetric and linear. The operations are plain ones of torch: other kernels do not promise equal bits on a CPU
+and on a GPU.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from math import prod
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+BaseDtype = Literal["int8", "nf4"]
+BLOCK: Final = 64
+"""Number of consecutive values with a common scale, the maximum of their magnitudes."""
+_BITS: Final[Mapping[str, int]] = {"int8": 8, "nf4": 4}
+_MAX_INT8: Final = 127
+_LEVELS: Final = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""Values of ``nf4``: quantiles of a normal distribution, relative to the scale."""
+
+
+def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
+    """Returns True for the weights that are quantized: matrices of decoder layers."""
+    return len(shape) == 2 and ".layers." in name and name.endswith(".weight")
+
+
+def quantized_bytes(count: int, kind: BaseDtype, *, item: int) -> int:
+    """Returns the bytes of a quantized weight.
+
+    Args:
+        count: Number of its values.
+        item: Bytes of a scale, which has the dtype of the original weight.
+    """
+    blocks = -(-count // BLOCK)
+    return blocks * (BLOCK * _BITS[kind] // 8 + item)
+
+
+def base_bytes(
+    shapes: Mapping[str, tuple[int, ...]], kind: BaseDtype | None, *, item: int
+) -> float:
+    """Returns the bytes of a model's frozen weights of these shapes, quantized if ``kind`` is given."""
+    return float(
+        sum(
+            item * prod(shape)
+            if kind is None or not is_quantized(name, shape)
+            else quantized_bytes(prod(shape), kind, item=item)
+            for name, shape in shapes.items()
+        )
+    )
+
+
+def largest_quantized(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Returns the number of values of the largest weight that is quantized."""
+    return max(
+        (prod(shape) for name, shape in shapes.items() if is_quantized(name, shape)), default=0
+    )
+
+
+def quantize(weight: Tensor, kind: BaseDtype) -> tuple[Tensor, Tensor]:
+    """Quantizes a weight.
+
+    Returns:
+        ``[blocks, 64]`` int8, or for ``nf4`` ``[blocks, 32]`` uint8 with two values each, the first in
+        the upper bits; and ``[blocks]`` scales in the weight's dtype.
+    """
+    flat = weight.detach().reshape(-1)
+    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1)
+    divisors = torch.where(scales == 0, 1.0, scales.float())
+    relative = blocks.float() / divisors[:, None]
+    if kind == "int8":
+        return (relative * _MAX_INT8).round_().to(torch.int8), scales
+    steps = levels(weight.device)
+    chosen = torch.bucketize(relative, (steps[1:] + steps[:-1]) / 2, out_int32=True)
+    upper, lower = chosen.to(torch.uint8).view(-1, BLOCK // 2, 2).unbind(-1)
+    return upper << 4 | lower, scales
+
+
+def dequantize(values: Tensor, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns the weight in the dtype of its scales.
+
+    Args:
+        values: First result of :func:`quantize`.
+        scales: Second result.
+    """
+    return without_padding(unpack(values, scales, levels(values.device)), shape)
+
+
+def unpack(values: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
+    """Returns ``[blocks, 64]`` values in the dtype of the scales."""
+    if values.dtype == torch.int8:
+        relative = values.float() * (1.0 / _MAX_INT8)
+    else:
+        chosen = torch.stack((values >> 4, values & 15), -1).int()
+        relative = levels[chosen].flatten(1)
+    return (relative * scales.float()[:, None]).to(scales.dtype)
+
+
+def without_padding(blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns the weight of a shape that fills the first blocks."""
+    return blocks.view(-1)[: prod(shape)].view(shape)
+
+
+def rounded(weight: Tensor, kind: BaseDtype) -> Tensor:
+    """Returns the values of a weight after quantization."""
+    return dequantize(*quantize(weight, kind), tuple(weight.shape))
+
+
+@lru_cache(maxsize=16)
+def levels(device: torch.device) -> Tensor:
+    """Returns the ``[16]`` float32 levels of ``nf4``."""
+    return torch.tensor(_LEVELS, dtype=torch.float32, device=device)

@@ -1,0 +1,257 @@
+"""Models that see images: the language model of a multimodal checkpoint together with its vision tower.
+
+transformers has such models as wrappers of two models. Here the tower is a module ``visual`` of the decoder,
+so that everything that trains, sends or serves causal language models applies to them.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PretrainedConfig,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from services.common.models.families import image_kind
+
+TOWER = "model.visual."
+"""Prefix of the tower's tensors."""
+
+
+def vision_tower(model: nn.Module) -> nn.Module | None:
+    """Returns the vision tower of a model; None if it has none."""
+    decoder = getattr(model, "model", None)
+    tower: nn.Module | None = getattr(decoder, "visual", None)
+    return tower
+
+
+def checkpoint_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns the configuration that a model's checkpoint has: of a model that sees images, the wrapper's."""
+    if (kind := image_kind(config.to_dict())) is None:
+        return config
+    return _wrapper(kind, config.to_dict())
+
+
+def _wrapper(kind: str, text: Mapping[str, Any]) -> PretrainedConfig:
+    outer = {key: text[key] for key in text if key.endswith("_token_id") and key != "pad_token_id"}
+    inner = {key: text[key] for key in text if key not in ("vision_config", "architectures")}
+    vision = {key: v for key, v in text["vision_config"].items() if key != "model_type"}
+    config: PretrainedConfig = AutoConfig.for_model(
+        kind,
+        text_config=inner,
+        vision_config=vision,
+        **outer,
+        tie_word_embeddings=bool(text.get("tie_word_embeddings")),
+    )
+    config.architectures = [_WRAPPERS[kind]]
+    return config
+
+
+_WRAPPERS: Mapping[str, str] = {
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
+
+
+def set_attention(model: Any, implementation: str) -> None:
+    """Sets the attention of a language model; its vision tower keeps torch's fused kernels."""
+    model.set_attn_implementation(implementation)
+    if (tower := vision_tower(model)) is not None:
+        cast("Any", tower).set_attn_implementation("sdpa")
+
+
+def register_vision(config: PretrainedConfig) -> None:
+    """Lets transformers build and load the models of a configuration; does nothing if it has no images."""
+    if (kind := image_kind(config.to_dict())) is not None:
+        _register(kind)
+
+
+@lru_cache
+def _register(kind: str) -> None:
+    text = type(AutoConfig.for_model(f"{kind}_text"))
+    decoder = AutoModel._model_mapping[text]  # noqa: SLF001 -- transformers offers no other way
+    # Without exist_ok, classes for configurations of transformers are ignored.
+    causal = _causal_class(text, _decoder_class(kind, decoder))
+    AutoModelForCausalLM.register(text, causal, exist_ok=True)
+
+
+def _decoder_class(kind: str, base: Any) -> Any:
+    class Decoder(base):  # type: ignore[misc]  # the base is known at run time only
+        """Decoder with a vision tower, for sequences laid end to end."""
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            vision = _wrapper(kind, config.to_dict()).vision_config
+            auto: Any = AutoModel
+            self.visual = auto.from_config(vision)
+
+        def forward(
+            self,
+            input_ids: Tensor | None = None,
+            pixel_values: Tensor | None = None,
+            image_grid_thw: Tensor | None = None,
+            image_places: Tensor | None = None,
+            position_ids: Tensor | None = None,
+            prompts: Tensor | None = None,
+            **others: Any,
+        ) -> Any:
+            """Computes hidden states.
+
+            Args:
+                input_ids: ``[B, T]``; ``B`` is 1 with images.
+                pixel_values: ``[patches, values]`` of all images, as the model's image processor makes them.
+                image_grid_thw: ``[images, 3]`` patches of each image: 1, rows, columns.
+                image_places: ``[images, 2]`` number of each image in its prompt, and the place of its first
+                    placeholder there. Images of a prompt follow one another.
+                position_ids: ``[B, T]`` position of each token in its sequence.
+                prompts: ``[prompts, 2]`` first token of each prompt that has images, and the end of the
+                    sequences that begin with it; default: all tokens.
+                others: Further arguments of the decoder.
+            """
+            if pixel_values is None:
+                output = super().forward(input_ids=input_ids, position_ids=position_ids, **others)
+                if torch.is_grad_enabled() and next(self.visual.parameters()).requires_grad:
+                    # Ranks reduce gradients together, so each must have those of the same parameters.
+                    unused = 0 * _blank(self.visual)
+                    output.last_hidden_state = output.last_hidden_state + unused
+                return output
+            assert input_ids is not None
+            assert image_grid_thw is not None
+            assert image_places is not None
+            if position_ids is None:
+                position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+            spans = [[0, input_ids.shape[1]]] if prompts is None else prompts.tolist()
+            merged = image_grid_thw[:, 1:] // self.visual.spatial_merge_size
+            index, positions = _placed(
+                position_ids[0], merged.tolist(), image_places.tolist(), spans
+            )
+            seen = _embedded(self, input_ids, index, pixel_values, image_grid_thw)
+            return super().forward(position_ids=positions[:, None], **seen, **others)
+
+        def position_offset(self, tensors: Mapping[str, Tensor]) -> int:
+            """Returns what is added to the positions of tokens after a prompt with these inputs.
+
+            The positions of an image advance by its longer side rather than by the number of its tokens.
+            """
+            if "image_grid_thw" not in tensors:
+                return 0
+            sizes = tensors["image_grid_thw"][:, 1:] // self.visual.spatial_merge_size
+            return int((sizes.amax(1) - sizes.prod(1)).sum())
+
+    return Decoder
+
+
+def _embedded(
+    decoder: Any, input_ids: Tensor, index: Tensor, pixel_values: Tensor, image_grid_thw: Tensor
+) -> dict[str, Any]:
+    """Returns embeddings with features at some places, as arguments of a decoder.
+
+    Args:
+        decoder: A decoder with a vision tower.
+        input_ids: ``[1, T]``.
+        index: ``[F]`` places of the features.
+        pixel_values: See the decoder.
+        image_grid_thw: See the decoder.
+
+    Raises:
+        ValueError: If one of the places has no placeholder.
+    """
+    if not bool((input_ids[0, index] == decoder.config.image_token_id).all()):
+        raise ValueError("placeholders of images are not where image_places expects them")
+    tower = decoder.visual
+    seen = tower(pixel_values.to(tower.dtype), grid_thw=image_grid_thw, return_dict=True)
+    embedded = decoder.embed_tokens(input_ids)
+    features = seen.pooler_output.to(embedded.dtype)
+    found = {"inputs_embeds": embedded[0].index_copy(0, index, features)[None]}
+    deepstack = getattr(seen, "deepstack_features", None)
+    if deepstack is None:
+        return found
+    mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    mask[0, index] = True
+    return {**found, "visual_pos_masks": mask, "deepstack_visual_embeds": deepstack}
+
+
+def _blank(tower: Any) -> Tensor:
+    """Returns the sum of all features of a blank image."""
+    vision, weight = tower.config, next(tower.parameters())
+    size = vision.spatial_merge_size
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.zeros(size * size, values, device=weight.device, dtype=tower.dtype)
+    grid = torch.tensor([[1, size, size]], device=weight.device)
+    seen = tower(pixels, grid_thw=grid, return_dict=True)
+    features = [seen.pooler_output, *(getattr(seen, "deepstack_features", None) or ())]
+    return torch.stack([each.sum() for each in features]).sum()
+
+
+def _placed(
+    depths: Tensor,
+    sizes: list[list[int]],
+    places: list[list[int]],
+    spans: list[list[int]],
+) -> tuple[Tensor, Tensor]:
+    """Returns ``[F]`` places of all features, and ``[3, T]`` multimodal rotary positions (Qwen2-VL, 2024).
+
+    Args:
+        depths: ``[T]`` position of each token in its sequence.
+        sizes: Rows and columns of each image's features.
+        places: See ``image_places``.
+        spans: See ``prompts``.
+
+    Raises:
+        ValueError: If an image does not fit into its prompt.
+    """
+    device = depths.device
+    found, positions = [], depths.expand(3, -1).clone()
+    prompt, shift = -1, 0
+    for (rows, columns), (number, first) in zip(sizes, places, strict=True):
+        if number == 0:
+            prompt, shift = prompt + 1, 0
+        start, end = spans[prompt]
+        count = rows * columns
+        if start + first + count > end:
+            raise ValueError(
+                f"an image has {count} features from token {first} on, but its sequences have "
+                f"{end - start} tokens"
+            )
+        image = torch.arange(count, device=device)
+        place = start + first + image
+        grid = torch.stack([torch.zeros_like(image), image // columns, image % columns])
+        positions[:, place] = first + shift + grid
+        shift += max(rows, columns) - count
+        after = torch.nonzero(depths[start:end] >= first + count).flatten() + start
+        positions[:, after] = depths[after] + shift
+        found.append(place)
+    return torch.cat(found), positions
+
+
+def _causal_class(text: Any, decoder: Any) -> Any:
+    base: Any = next(each for each in decoder.__mro__ if each.__name__.endswith("PreTrainedModel"))
+
+    class Causal(base, GenerationMixin):  # type: ignore[misc]  # the base is known at run time only
+        """Causal language model of a decoder with a vision tower."""
+
+        config_class = text
+        base_model_prefix = "model"
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = decoder(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, input_ids: Tensor | None = None, **arguments: Any) -> Any:
+            output = self.model(input_ids=input_ids, **arguments)
+            return CausalLMOutputWithPast(
+                logits=self.lm_head(output.last_hidden_state),
+                past_key_values=output.past_key_values,
+            )
+
+    return Causal
