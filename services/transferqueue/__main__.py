@@ -20,13 +20,12 @@ from services.transferqueue.index.index import Index
 from services.transferqueue.samples.keeper import SampleRecordKeeper
 from services.transferqueue.server import SampleRecordServicer, TransferQueueServicer
 from services.transferqueue.settings import TransferQueueSettings
-from services.transferqueue.shards.membership import RemoteIndex
-from services.transferqueue.shards.registry_server import ShardRegistryServicer
+from services.transferqueue.shards.registry import RemoteIndex, ShardRegistryServicer
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.snapshots import Snapshots
-from services.transferqueue.storage.shard import storage_shard
+from services.transferqueue.storage.dataplane import storage_shard
 from services.wire.data.channels.sockets import keep_freed_memory
-from services.wire.transferqueue.registry_client import ShardRegistryClient
+from services.wire.transferqueue.client import ShardRegistryClient
 from services.wire.transferqueue.types import Shard
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
@@ -77,7 +76,7 @@ async def transferqueue(settings: TransferQueueSettings) -> AsyncIterator[str]:
 
         async with serve(settings.bind, register) as port:
             address = f"{settings.advertise_host}:{port}"
-            _tell_ready(settings, address, shard)
+            _report_ready(settings, address, shard)
             yield address
 
 
@@ -94,11 +93,11 @@ async def _shard_of(settings: TransferQueueSettings) -> AsyncIterator[None]:
             ),
             index.joined(shard, storage, puts.free),
         ):
-            _tell_ready(settings, settings.index_address, shard)
+            _report_ready(settings, settings.index_address, shard)
             yield
 
 
-def _tell_ready(settings: TransferQueueSettings, address: str, shard: Shard) -> None:
+def _report_ready(settings: TransferQueueSettings, address: str, shard: Shard) -> None:
     report_ready(settings.ready_file, {"address": address, "data": shard.endpoint})
     logger.info("transferqueue ready", extra={"address": address, "shard_id": shard.shard_id})
 

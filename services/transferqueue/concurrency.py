@@ -14,7 +14,6 @@ class Waiters:
         self._parked: dict[str, set[asyncio.Future[None]]] = {}
 
     def wake(self, name: str) -> None:
-        """Ends all waits for ``name``."""
         for waiter in self._parked.pop(name, ()):
             if not waiter.done():
                 waiter.set_result(None)

@@ -14,7 +14,6 @@ from services.transferqueue.samples.keeper import SampleRecordKeeper
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.snapshots import Snapshots
 from services.transferqueue.storage.admission import ALL_RUNS
-from services.wire.transferqueue.registry_client import shard_to_proto
 from services.wire.transferqueue.types import AcquireRequest, SampleRecordQuery
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
@@ -23,14 +22,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
-    """Serves the metadata of samples: converts wire types and delegates to the index.
-
-    Args:
-        index: Metadata of all samples.
-        shards: Storage shards that hold the bytes.
-        snapshots: Saves and restores runs.
-        keeper: Stores the sample records.
-    """
+    """Serves the metadata of samples: converts wire types and delegates to the index."""
 
     def __init__(
         self, index: Index, shards: Shards, snapshots: Snapshots, keeper: SampleRecordKeeper
@@ -43,7 +35,6 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
     async def CreatePartition(
         self, request: pb.CreatePartitionRequest, context: Context
     ) -> pb.CreatePartitionResponse:
-        """Creates a partition."""
         self._index.create_partition(
             request.partition_id,
             required_fields=tuple(request.required_fields),
@@ -56,11 +47,10 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
     ) -> pb.DropPartitionResponse:
         """Drops a partition and, if it holds sample records, first stores the pending ones."""
         if request.partition_id == partition_id(run_of(request.partition_id), "records"):
-            await self._keeper.end(run_of(request.partition_id))
+            await self._keeper.stop_recording(run_of(request.partition_id))
         return pb.DropPartitionResponse(key_count=self._index.drop_partition(request.partition_id))
 
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
-        """Describes samples."""
         meta = self._index.get(request.partition_id, tuple(request.keys))
         return pb.GetBatchResponse(batch=meta.to_proto())
 
@@ -74,26 +64,22 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
     async def WatchLostSamples(
         self, request: pb.WatchLostSamplesRequest, context: Context
     ) -> AsyncIterator[pb.WatchLostSamplesResponse]:
-        """Streams the keys of lost samples."""
         async for loss in self._index.watch_lost_samples(request.partition_id):
             yield pb.WatchLostSamplesResponse(keys=loss.keys, shard_id=loss.shard_id)
 
     async def AcquireBatch(
         self, request: pb.AcquireBatchRequest, context: Context
     ) -> pb.AcquireBatchResponse:
-        """Leases samples."""
         meta = await self._index.leasing.acquire(from_message(request, AcquireRequest))
         return pb.AcquireBatchResponse(batch=meta.to_proto())
 
     async def AckLease(self, request: pb.AckLeaseRequest, context: Context) -> pb.AckLeaseResponse:
-        """Acknowledges a lease."""
         self._index.leasing.ack(request.partition_id, request.lease_id)
         return pb.AckLeaseResponse()
 
     async def ReleaseKeys(
         self, request: pb.ReleaseKeysRequest, context: Context
     ) -> pb.ReleaseKeysResponse:
-        """Deletes samples."""
         num_keys = self._index.release(request.partition_id, tuple(request.keys))
         return pb.ReleaseKeysResponse(key_count=num_keys)
 
@@ -115,19 +101,17 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
                 run_id=run_id,
             )
         async for shards in self._shards.connect(request.public_key, run_id or ALL_RUNS):
-            yield pb.ConnectClientResponse(shards=[shard_to_proto(shard) for shard in shards])
+            yield pb.ConnectClientResponse(shards=[to_message(shard, pb.Shard) for shard in shards])
 
     async def SaveSnapshot(
         self, request: pb.SaveSnapshotRequest, context: Context
     ) -> pb.SaveSnapshotResponse:
-        """Saves the samples of a run."""
         num_keys, size = await self._snapshots.save(request.run_id, request.snapshot_id)
         return pb.SaveSnapshotResponse(key_count=num_keys, size_bytes=size)
 
     async def RestoreSnapshot(
         self, request: pb.RestoreSnapshotRequest, context: Context
     ) -> pb.RestoreSnapshotResponse:
-        """Restores the samples of a run."""
         num_keys = await self._snapshots.restore(request.run_id, request.snapshot_id)
         return pb.RestoreSnapshotResponse(key_count=num_keys)
 
@@ -141,8 +125,7 @@ class SampleRecordServicer(pb_grpc.SampleRecordServiceServicer):
     async def RecordSamples(
         self, request: pb.RecordSamplesRequest, context: Context
     ) -> pb.RecordSamplesResponse:
-        """Starts to record the samples of a run."""
-        await self._keeper.keep(
+        await self._keeper.start_recording(
             request.run_id, max_bytes=request.max_bytes, max_steps=request.max_steps
         )
         return pb.RecordSamplesResponse()
@@ -150,7 +133,6 @@ class SampleRecordServicer(pb_grpc.SampleRecordServiceServicer):
     async def ReadSampleRecords(
         self, request: pb.ReadSampleRecordsRequest, context: Context
     ) -> AsyncIterator[pb.ReadSampleRecordsResponse]:
-        """Streams sample records."""
         given = {field.name: value for field, value in request.ListFields()}
         async for lines in self._keeper.read(given.pop("run_id", ""), SampleRecordQuery(**given)):
             yield pb.ReadSampleRecordsResponse(lines=lines)
@@ -158,6 +140,5 @@ class SampleRecordServicer(pb_grpc.SampleRecordServiceServicer):
     async def DeleteSampleRecords(
         self, request: pb.DeleteSampleRecordsRequest, context: Context
     ) -> pb.DeleteSampleRecordsResponse:
-        """Deletes the sample records of a run."""
-        await self._keeper.forget(request.run_id)
+        await self._keeper.delete(request.run_id)
         return pb.DeleteSampleRecordsResponse()

@@ -2,7 +2,7 @@
 
 import tempfile
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -31,16 +31,6 @@ class TransferQueueSettings(KeySettings):
     """Name of this process's storage shard; stable over restarts."""
     capacity_bytes: int = Field(1 << 30, ge=1 << 20)
     """Memory for samples, allocated at start so that puts never wait for page faults."""
-    backend: Literal["memory", "mooncake"] = "memory"
-    """Storage of the bytes: this process's memory, or Mooncake Store, to which this process
-    contributes its capacity.
-    """
-    mooncake_master: str = "127.0.0.1:50051"
-    """``host:port`` of ``mooncake_master``."""
-    mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
-    """Transport of Mooncake Store."""
-    mooncake_replicas: int = Field(1, ge=1)
-    """Copies of each object in Mooncake Store; at most one per shard."""
     spill_bytes: int = Field(0, ge=0)
     """Disk space for the oldest samples when the memory is full; 0 makes producers wait instead."""
     spill_folder: Path = Path(tempfile.gettempdir())

@@ -53,15 +53,15 @@ class ColumnRange:
         """Adds a put of this layout; returns the index of its first row."""
         first, put = len(self.puts), len(self._num_rows)
         for number, column in enumerate(meta.fields):
-            self.lengths[number] = _grown(self.lengths[number], column.lengths)
-            self.offsets[number] = _grown(self.offsets[number], column.offsets)
+            self.lengths[number] = _extended(self.lengths[number], column.lengths)
+            self.offsets[number] = _extended(self.offsets[number], column.offsets)
             blob = meta.blobs[column.blob_indexes[0]]
             self._blob_ids.append(blob.blob_id)
-            self._sizes = _grown(self._sizes, (blob.size_bytes,))
+            self._sizes = _extended(self._sizes, (blob.size_bytes,))
             self._checksums.append(blob.checksum)
         columns = self.tag_values or [_column_of(values) for values in meta.tags.values()]
         self.tag_values = [
-            _with(column, values)
+            _append_values(column, values)
             for column, values in zip(columns, meta.tags.values(), strict=True)
         ]
         self.puts.extend(array("h", (put,)) * meta.num_keys)
@@ -93,7 +93,6 @@ class ColumnRange:
 
 
 def layout_of(meta: KVBatchMeta) -> Layout:
-    """Returns the layout of a put."""
     blobs = [meta.blobs[column.blob_indexes[0]] for column in meta.fields]
     return meta.field_names, tuple([blob.shard_id for blob in blobs]), tuple(meta.tags)
 
@@ -104,18 +103,18 @@ def _column_of(values: TagValues) -> Values:
     return array("d") if isinstance(values[0], float) else array("b")
 
 
-def _with(column: Values, values: TagValues) -> Values:
+def _append_values(column: Values, values: TagValues) -> Values:
     """Appends values to a column; the schema guarantees that all have one type."""
     if isinstance(column, list):
-        column += map(_once, cast("Sequence[str]", values))
+        column += map(_interned, cast("Sequence[str]", values))
     elif column.typecode == "d":
         cast("array[float]", column).extend(array("d", cast("Sequence[float]", values)))
     else:
-        return _grown(cast("array[int]", column), cast("Sequence[int]", values))
+        return _extended(cast("array[int]", column), cast("Sequence[int]", values))
     return column
 
 
-def _grown(column: "array[int]", values: Sequence[int]) -> "array[int]":
+def _extended(column: "array[int]", values: Sequence[int]) -> "array[int]":
     """Appends values to a column; widens its item type if they do not fit."""
     while True:
         try:
@@ -127,7 +126,7 @@ def _grown(column: "array[int]", values: Sequence[int]) -> "array[int]":
 
 
 @lru_cache(maxsize=256)
-def _once(text: str) -> str:
+def _interned(text: str) -> str:
     """Interns equal texts: many tags have few distinct values, and those of a group are equal."""
     return text
 
@@ -154,7 +153,6 @@ class Row:
         """
 
     def field_names(self) -> frozenset[str]:
-        """Returns the names of the stored fields."""
         return frozenset(name for part in self.parts for name in part.fields)
 
     def tag(self, name: str) -> int | float | str | None:

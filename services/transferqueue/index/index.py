@@ -5,21 +5,80 @@ The bytes are stored elsewhere: a put is added after its bytes have arrived, and
 uses any more are passed to ``free``.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from services.common.clock import Clock
 from services.common.errors import (
     FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
 )
 from services.common.fields import run_of
 from services.transferqueue.concurrency import Waiters
 from services.transferqueue.index.columns import Row
 from services.transferqueue.index.leasing import Leasing
 from services.transferqueue.index.partition import Partition, find
-from services.transferqueue.index.quotas import Quotas
 from services.wire.batch import BlobRef, KVBatchMeta
 from services.wire.transferqueue.types import LostSamples, PartitionImage, PartitionStats
+
+
+class Quotas:
+    """Byte accounts of runs; only the shards limit a run without a quota."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waiters = Waiters()
+        self._limits: Counter[str] = Counter()
+        self._used: Counter[str] = Counter()
+
+    def raise_to(self, run: str, quota_bytes: int) -> None:
+        """Raises the quota of a run to at least ``quota_bytes``; 0 sets no quota."""
+        self._limits[run] = max(self._limits[run], quota_bytes)
+        self._waiters.wake(run)
+
+    def remove(self, run: str) -> None:
+        del self._limits[run]
+
+    def limit(self, run: str) -> int:
+        """Returns the quota of a run in bytes; 0 without a quota."""
+        return self._limits[run]
+
+    async def charge(self, run: str, size_bytes: int, *, wait_s: float) -> None:
+        """Charges a run; waits until there is space.
+
+        Raises:
+            ResourceExhaustedError: If there was no space in time.
+            InvalidArgumentError: If the size alone exceeds the quota.
+        """
+        deadline = self._clock.monotonic() + wait_s
+        while True:
+            limit, used = self._limits[run], self._used[run]
+            if not limit or used + size_bytes <= limit:
+                self._used[run] += size_bytes
+                return
+            if size_bytes > limit:
+                raise InvalidArgumentError(
+                    f"a put of {size_bytes} bytes exceeds the whole quota of {run}, {limit} bytes; "
+                    "raise quota_bytes or store fewer samples at once",
+                    run=run,
+                )
+            rest_s = deadline - self._clock.monotonic()
+            if rest_s <= 0:
+                raise ResourceExhaustedError(
+                    f"quota of {run}: {used} of {limit} bytes are in use and {size_bytes} more did "
+                    f"not fit within {wait_s} s; release samples or raise the quota",
+                    run=run,
+                    used_bytes=used,
+                    quota_bytes=limit,
+                )
+            await self._waiters.wait(run, timeout_s=rest_s)
+
+    def credit(self, run: str, size_bytes: int) -> None:
+        """Credits a run and wakes its waiting puts."""
+        self._used[run] -= size_bytes
+        self._waiters.wake(run)
+
 
 MAX_PUSH_KEYS = 4096
 """Max. samples in one message to a watcher."""
@@ -31,7 +90,6 @@ class Index:
 
     Args:
         free: Deletes blobs that no row uses any more.
-        clock: Clock for leases and waits.
     """
 
     def __init__(self, free: Callable[[Sequence[BlobRef]], None], clock: Clock) -> None:
@@ -80,7 +138,7 @@ class Index:
         del self._partitions[partition_id], self._losses[partition_id]
         run = run_of(partition_id)
         if not self.has_run(run):
-            self._quotas.forget(run)
+            self._quotas.remove(run)
         self._waiters.wake(partition_id)
         return num_keys
 
@@ -93,7 +151,7 @@ class Index:
             InvalidArgumentError: If the bytes alone exceed the quota.
         """
         find(self._partitions, partition_id)
-        await self._quotas.take(run_of(partition_id), size_bytes, wait_s=wait_s)
+        await self._quotas.charge(run_of(partition_id), size_bytes, wait_s=wait_s)
 
     def cancel(self, partition_id: str, size_bytes: int) -> None:
         """Reverts a charge of ``reserve``."""
@@ -120,7 +178,7 @@ class Index:
         return partition.revision
 
     def has_run(self, run_id: str) -> bool:
-        """Returns whether a run has a partition, as every run has from its start to its end."""
+        """Returns True if a run has a partition, as every run has from its start to its end."""
         return any(run_of(partition_id) == run_id for partition_id in self._partitions)
 
     def get(self, partition_id: str, keys: Sequence[str]) -> KVBatchMeta:
@@ -157,7 +215,7 @@ class Index:
         """Deletes the samples that had a value on a dead shard; records the unacknowledged ones as lost."""
         for name, partition in self._partitions.items():
             rows = partition.rows_on(shard_id)
-            acked = self.leasing.acked(name)
+            acked = self.leasing.acknowledged_rows(name)
             keys = tuple(row.key for row in rows if row not in acked)
             self._remove(partition, rows)
             if keys:
@@ -165,7 +223,6 @@ class Index:
                 self._waiters.wake(name)
 
     def losses(self, partition_id: str) -> list[LostSamples]:
-        """Returns all losses of a partition."""
         return self._losses[partition_id]
 
     async def watch_lost_samples(self, partition_id: str) -> AsyncIterator[LostSamples]:
@@ -195,7 +252,6 @@ class Index:
         ]
 
     def stats(self) -> list[PartitionStats]:
-        """Returns the fill of each partition."""
         return [
             PartitionStats(
                 partition_id=name,
@@ -215,7 +271,7 @@ class Index:
 
     def _remove(self, partition: Partition, rows: Sequence[Row]) -> None:
         unused = partition.remove(rows)
-        self.leasing.forget(partition.partition_id, rows)
+        self.leasing.remove_rows(partition.partition_id, rows)
         if unused:
             self._quotas.credit(
                 run_of(partition.partition_id), sum(blob.size_bytes for blob in unused)

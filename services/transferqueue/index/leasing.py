@@ -83,7 +83,6 @@ class Consumer:
 
     @property
     def num_leased(self) -> int:
-        """Number of leased rows."""
         return sum(len(lease.rows) for lease in self.leases.values())
 
     def offer(self, extensions: Iterable[Extension]) -> None:
@@ -92,7 +91,7 @@ class Consumer:
             if not self.fields <= extension.before and self.fields <= extension.after:
                 self._queue += extension.rows
 
-    def forget(self, rows: Iterable[Row]) -> None:
+    def remove_rows(self, rows: Iterable[Row]) -> None:
         """Drops deleted rows from the acknowledged ones."""
         self.acked.difference_update(rows)
 
@@ -105,7 +104,7 @@ class Consumer:
         for lease in [lease for lease in self.leases.values() if lease.deadline <= now]:
             self._requeue(lease)
 
-    def take(self, sampler: Sampler, *, num_rows: int) -> tuple[Row, ...]:
+    def dequeue(self, sampler: Sampler, *, num_rows: int) -> tuple[Row, ...]:
         """Removes ``num_rows`` rows from the queue; returns none if the sampler cannot choose enough."""
         if len(self._queue) < num_rows:
             return ()
@@ -118,11 +117,11 @@ class Consumer:
         return tuple([scanned[index] for index in chosen])
 
     def lease(self, lease: Lease) -> None:
-        """Records a lease of rows that ``take`` returned."""
+        """Records a lease of rows that :meth:`dequeue` returned."""
         self.leases[lease.lease_id] = lease
 
     def ack(self, lease_id: str, now: float) -> bool:
-        """Marks the rows of a lease as used; returns whether this consumer has or had the lease."""
+        """Marks the rows of a lease as used; returns True if this consumer has or had the lease."""
         if lease_id in self._ended:
             return True
         self.expire(now)
@@ -180,9 +179,7 @@ class Leasing:
     """Consumers and leases of all partitions.
 
     Args:
-        partitions: The partitions, by id.
         waiters: Wake a partition's waiting requests when it changes.
-        clock: Clock for leases and waits.
     """
 
     def __init__(
@@ -197,11 +194,9 @@ class Leasing:
         self._consumers: dict[str, dict[str, Consumer]] = {}
 
     def open(self, partition_id: str) -> None:
-        """Adds a new partition."""
         self._consumers[partition_id] = {}
 
     def close(self, partition_id: str) -> None:
-        """Removes a partition."""
         del self._consumers[partition_id]
 
     def offer(self, partition_id: str, extensions: Iterable[Extension]) -> None:
@@ -209,17 +204,16 @@ class Leasing:
         for consumer in self._consumers[partition_id].values():
             consumer.offer(extensions)
 
-    def forget(self, partition_id: str, rows: Sequence[Row]) -> None:
+    def remove_rows(self, partition_id: str, rows: Sequence[Row]) -> None:
         """Drops deleted rows."""
         for consumer in self._consumers[partition_id].values():
-            consumer.forget(rows)
+            consumer.remove_rows(rows)
 
-    def acked(self, partition_id: str) -> set[Row]:
+    def acknowledged_rows(self, partition_id: str) -> set[Row]:
         """Returns the rows that at least one consumer acknowledged."""
         return {row for c in self._consumers[partition_id].values() for row in c.acked}
 
     def num_leased(self, partition_id: str) -> int:
-        """Returns the number of leased rows."""
         return sum(consumer.num_leased for consumer in self._consumers[partition_id].values())
 
     def export(self, partition_id: str) -> AckedKeys:
@@ -255,7 +249,7 @@ class Leasing:
             consumer = self._consumer(partition, request)
             now = self._clock.monotonic()
             consumer.expire(now)
-            rows = consumer.take(sampler, num_rows=request.num_keys)
+            rows = consumer.dequeue(sampler, num_rows=request.num_keys)
             if rows:
                 return self._lease(partition, consumer, request, rows)
             if now >= deadline:

@@ -3,10 +3,12 @@
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
-from operator import attrgetter
+from math import prod
+from operator import add, attrgetter
 
-from services.common.errors import NotFoundError
+from services.common.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from services.transferqueue.index.columns import (
     ColumnRange,
     Extension,
@@ -16,8 +18,103 @@ from services.transferqueue.index.columns import (
     layout_of,
     single_put,
 )
-from services.transferqueue.index.schema import Schema
 from services.wire.batch import MISSING, BlobRef, FieldColumn, KVBatchMeta, TagValues
+from services.wire.data.encoding.codec import ITEM_BYTES
+
+Kind = tuple[str, int, tuple[int, ...]]
+"""Type of a field: dtype, row rank, tail shape."""
+
+
+@dataclass(slots=True)
+class Schema:
+    """Types of fields and tags, which the first puts of a partition set and later ones must match."""
+
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    tag_types: dict[str, type] = field(default_factory=dict)
+
+    def check(self, meta: KVBatchMeta, known: Sequence[Row]) -> None:
+        """Checks a put before anything of it is stored; ``known`` are its rows that already exist.
+
+        Raises:
+            AlreadyExistsError: If a key already has one of the fields.
+            InvalidArgumentError: If the put breaks a rule.
+        """
+        if not meta.keys or len(set(meta.keys)) != len(meta.keys):
+            raise InvalidArgumentError("expected at least one key and no duplicate keys")
+        for column in meta.fields:
+            self._check_column(column, meta.blobs)
+        names = set(meta.field_names)
+        if len(names) != len(meta.fields) or len(meta.blobs) != len(meta.fields):
+            raise InvalidArgumentError("expected one blob for each field and no duplicate fields")
+        for row in known:
+            again = names & row.field_names()
+            if again:
+                raise AlreadyExistsError(
+                    f"{row.key} already has {', '.join(sorted(again))}, and stored values are immutable; "
+                    "release the key before storing it again",
+                    key=row.key,
+                    fields=",".join(sorted(again)),
+                )
+        self._check_tags(meta, has_new_keys=len(known) < len(meta.keys))
+
+    def add_types(self, meta: KVBatchMeta) -> None:
+        for column in meta.fields:
+            self.kinds[column.name] = _kind(column)
+        for name, values in meta.tags.items():
+            self.tag_types.setdefault(name, type(values[0]))
+
+    def _check_column(self, column: FieldColumn, blobs: Sequence[BlobRef]) -> None:
+        kind = _kind(column)
+        expected = self.kinds.get(column.name, kind)
+        if kind != expected:
+            raise InvalidArgumentError(
+                f"field {column.name!r}: expected {_text(expected)} as in this partition, got "
+                f"{_text(kind)}; convert it first",
+                field=column.name,
+            )
+        if column.dtype not in ITEM_BYTES:
+            raise InvalidArgumentError(
+                f"field {column.name!r} has unsupported dtype {column.dtype!r}; use one of "
+                f"{', '.join(ITEM_BYTES)}",
+                field=column.name,
+            )
+        blob_index = column.blob_indexes[0]
+        if blob_index < 0 or column.blob_indexes.count(blob_index) < len(column.blob_indexes):
+            raise InvalidArgumentError(f"field {column.name!r} must be in one blob")
+        size = blobs[blob_index].size_bytes
+        row_bytes = ITEM_BYTES[column.dtype] * prod(column.tail_shape)
+        end = max(map(add, column.offsets, [row_bytes * length for length in column.lengths]))
+        if end > size:
+            raise InvalidArgumentError(
+                f"field {column.name!r} ends at byte {end} of a blob of {size}",
+                field=column.name,
+            )
+
+    def _check_tags(self, meta: KVBatchMeta, *, has_new_keys: bool) -> None:
+        unknown = set(meta.tags) - set(self.tag_types) if self.tag_types else set()
+        absent = set(self.tag_types) - set(meta.tags) if has_new_keys else set()
+        if unknown or absent:
+            raise InvalidArgumentError(
+                f"all samples of a partition need the same tags, {sorted(self.tag_types)}; "
+                f"got {sorted(meta.tags)}"
+            )
+        for name, values in meta.tags.items():
+            known = self.tag_types.get(name, type(values[0]))
+            if known is not type(values[0]):
+                raise InvalidArgumentError(
+                    f"tag {name!r}: expected {known.__name__} as in earlier samples, got "
+                    f"{type(values[0]).__name__}",
+                    tag=name,
+                )
+
+
+def _kind(column: FieldColumn) -> Kind:
+    return column.dtype, column.row_rank, column.tail_shape
+
+
+def _text(kind: Kind) -> str:
+    dtype, row_rank, tail_shape = kind
+    return f"{dtype} of rank {row_rank} with tail shape {list(tail_shape)}"
 
 
 class MetaBuilder:
@@ -66,7 +163,6 @@ class MetaBuilder:
         return lists
 
     def fields(self) -> tuple[FieldColumn, ...]:
-        """Returns the columns of the fields."""
         built = []
         for name, (lengths, blob_indexes, offsets) in self._columns.items():
             dtype, row_rank, tail_shape = self._kinds[name]
@@ -84,7 +180,6 @@ class MetaBuilder:
         return tuple(built)
 
     def tags(self) -> dict[str, TagValues]:
-        """Returns the columns of the tags."""
         return {name: tuple(values) for name, values in self._tags.items()}  # type: ignore[misc]
 
 
@@ -107,7 +202,6 @@ class Partition:
     again on each later change. Watchers follow the log.
 
     Args:
-        partition_id: Run and purpose.
         required_fields: Fields that a complete sample has.
     """
 
@@ -188,7 +282,6 @@ class Partition:
         return unused
 
     def rows_on(self, shard_id: str) -> list[Row]:
-        """Returns the rows that have a value on a shard."""
         parts = {id(part): part for row in self.rows.values() for part in row.parts}
         hit = {number for number, part in parts.items() if shard_id in part.shard_ids}
         return [row for row in self.rows.values() if any(id(part) in hit for part in row.parts)]
@@ -216,7 +309,6 @@ class Partition:
     def describe(
         self, rows: Sequence[Row], *, revision: int | None = None, lease_id: str = ""
     ) -> KVBatchMeta:
-        """Builds the ``KVBatchMeta`` of rows."""
         builder = MetaBuilder(self._schema)
         for parts, run in groupby(rows, key=attrgetter("parts")):
             builder.add_run(parts, list(run))

@@ -17,7 +17,7 @@ from services.transferqueue import metrics
 from services.transferqueue.index.index import Index
 from services.transferqueue.samples.store import SampleRecord, SampleStore, remove_store, store_path
 from services.transferqueue.shards.shards import Shards
-from services.transferqueue.snapshots.blobs import BlobClient
+from services.transferqueue.snapshots.snapshots import BlobClient
 from services.wire.batch import MISSING, KVBatchMeta
 from services.wire.data.encoding import codec
 from services.wire.transferqueue.types import SampleRecordQuery
@@ -43,10 +43,8 @@ class SampleRecordKeeper:
     """Records the samples of all runs.
 
     Args:
-        folder: Folder of the sample files.
         capacity_bytes: Max. bytes of all files; files of ended runs are deleted first, the oldest
             first.
-        index: Reports new samples.
         shards: Hold the bytes until they are recorded.
     """
 
@@ -65,10 +63,10 @@ class SampleRecordKeeper:
     async def __aexit__(self, *error: Any) -> None:
         """Writes pending samples of all runs."""
         for run_id in list(self._runs):
-            await self.end(run_id)
+            await self.stop_recording(run_id)
         await self._tasks.__aexit__(*error)
 
-    async def keep(self, run_id: str, *, max_bytes: int, max_steps: int) -> None:
+    async def start_recording(self, run_id: str, *, max_bytes: int, max_steps: int) -> None:
         """Creates the partition ``records`` of a run and starts to record its samples.
 
         Raises:
@@ -83,14 +81,14 @@ class SampleRecordKeeper:
         await asyncio.to_thread(self._delete_ended_runs, max_bytes, frozenset(self._runs))
         run.following = self._tasks.create_task(self._follow(run_id), name=f"keep {run_id}")
 
-    async def end(self, run_id: str) -> None:
+    async def stop_recording(self, run_id: str) -> None:
         """Writes a run's pending samples and stops recording; its partition is about to be dropped."""
-        await self.settle(run_id)
+        await self.flush(run_id)
         run = self._runs.pop(run_id, None)
         if run is not None and run.following is not None:
             run.following.cancel()
 
-    async def settle(self, run_id: str) -> None:
+    async def flush(self, run_id: str) -> None:
         """Writes a run's pending samples, if it is being recorded."""
         run = self._runs.get(run_id)
         if run is None:
@@ -125,21 +123,20 @@ class SampleRecordKeeper:
             NotFoundError: If the record of the sample ``query.after`` no longer exists.
         """
         if run_id in self._runs:
-            await self.settle(run_id)
+            await self.flush(run_id)
         reading = self._store(run_id).lines(query)
         while (lines := await asyncio.to_thread(next, reading, None)) is not None:
             data = b"".join(lines)
             for begin in range(0, len(data), _CHUNK_BYTES):
                 yield data[begin : begin + _CHUNK_BYTES]
 
-    async def forget(self, run_id: str) -> None:
-        """Deletes the sample records of a run."""
+    async def delete(self, run_id: str) -> None:
         await asyncio.to_thread(remove_store, self._path(run_id))
 
     async def _follow(self, run_id: str) -> None:
         async for _ in self._index.watch(_partition(run_id), 0):
             await asyncio.sleep(_GATHER_S)
-            await self.settle(run_id)
+            await self.flush(run_id)
 
     def _delete_ended_runs(self, wanted_bytes: int, kept: Collection[str]) -> None:
         """Deletes files of ended runs, the oldest first, until ``wanted_bytes`` more fit."""
@@ -164,7 +161,6 @@ def _partition(run_id: str) -> str:
 
 
 async def _read_records(meta: KVBatchMeta, blobs: BlobClient) -> list[SampleRecord]:
-    """Reads new sample records from the shards."""
     whole = [await blobs.read(blob, [(0, blob.size_bytes)]) for blob in meta.blobs]
     records: list[SampleRecord] = []
     for row, key in enumerate(meta.keys):

@@ -145,8 +145,6 @@ class SampleStore:
         """Writes new records and deletes the oldest samples beyond the limits.
 
         Args:
-            records: The new records.
-            max_bytes: Max. bytes of all samples.
             max_steps: Number of newest steps whose samples stay; 0 for all.
         """
         with _opened(self._path, is_new=True) as database:
@@ -210,7 +208,6 @@ def remove_store(path: Path) -> None:
 
 @contextmanager
 def _opened(path: Path, *, is_new: bool = False) -> Iterator[sqlite3.Connection]:
-    """Opens the file for one transaction."""
     if is_new:
         path.parent.mkdir(parents=True, exist_ok=True)
     with closing(sqlite3.connect(path, timeout=30.0)) as database:

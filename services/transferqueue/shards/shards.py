@@ -29,7 +29,7 @@ class _Member:
     free: Callable[[Sequence[int]], None]
     timer: asyncio.TimerHandle | None = None
     reported_bytes: int = 0
-    doomed: list[int] = field(default_factory=list)
+    to_delete: list[int] = field(default_factory=list)
     num_deleted: int = 0
     charges: Counter[str] = field(default_factory=Counter)
 
@@ -59,7 +59,7 @@ class Shards:
     ) -> None:
         """Adds the shard of this process, with functions that return its fill and delete blobs."""
         self._members[shard.shard_id] = _Member(shard, capacity_bytes, stored_bytes, free)
-        self._tell_clients()
+        self._notify_clients()
 
     def register(self, shard: Shard, *, capacity_bytes: int) -> None:
         """Adds the shard of another process. The data of its earlier lifetime is lost."""
@@ -69,14 +69,14 @@ class Shards:
             shard, capacity_bytes, lambda: member.reported_bytes, lambda blob_ids: None
         )
 
-        def doom(blob_ids: Sequence[int]) -> None:
-            member.doomed += blob_ids
+        def delete_blob(blob_ids: Sequence[int]) -> None:
+            member.to_delete += blob_ids
             self._waiters.wake(shard.shard_id)
 
-        member.free = doom
+        member.free = delete_blob
         self._members[shard.shard_id] = member
         self._rewind(member)
-        self._tell_clients()
+        self._notify_clients()
 
     async def heartbeat(
         self, shard_id: str, *, instance_id: str, stored_bytes: int, num_deleted: int
@@ -84,9 +84,7 @@ class Shards:
         """Keeps a shard alive; waits a while for blobs to delete.
 
         Args:
-            shard_id: The shard.
             instance_id: Lifetime of its process.
-            stored_bytes: Its bytes in use.
             num_deleted: Number of blobs that the shard has deleted so far at the index's request.
 
         Returns:
@@ -98,12 +96,12 @@ class Shards:
         member = self.check_registered(shard_id, instance_id)
         self._rewind(member)
         member.reported_bytes = stored_bytes
-        del member.doomed[: num_deleted - member.num_deleted]
+        del member.to_delete[: num_deleted - member.num_deleted]
         member.num_deleted = num_deleted
-        if not member.doomed:
+        if not member.to_delete:
             await self._waiters.wait(shard_id, timeout_s=HEARTBEAT_S)
             self.check_registered(shard_id, instance_id)
-        return tuple(member.doomed)
+        return tuple(member.to_delete)
 
     def charge(
         self, shard_id: str, partition_id: str, size_bytes: int, *, instance_id: str
@@ -122,7 +120,6 @@ class Shards:
 
         Args:
             public_key: CURVE key of the client.
-            run_id: Run that the client works for.
         """
         client = (public_key, run_id)
         self._clients[client] += 1
@@ -140,11 +137,9 @@ class Shards:
         return next((run_id for key, run_id in self._clients if key == public_key), None)
 
     def list_shards(self) -> list[Shard]:
-        """Returns the shards."""
         return [member.shard for member in self._members.values()]
 
     def stats(self) -> list[ShardStats]:
-        """Returns the fill of each shard."""
         return [
             ShardStats(
                 shard_id=shard_id,
@@ -177,7 +172,7 @@ class Shards:
             kept, self._kept = self._kept, []
             self.free(kept)
 
-    def _tell_clients(self) -> None:
+    def _notify_clients(self) -> None:
         metrics.SHARDS.set(len(self._members))
         self._waiters.wake(_CHANGED)
 
@@ -210,4 +205,4 @@ class Shards:
             self._index.cancel(partition_id, size)
         self._index.remove_shard(shard_id)
         self._waiters.wake(shard_id)
-        self._tell_clients()
+        self._notify_clients()

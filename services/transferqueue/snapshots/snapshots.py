@@ -11,29 +11,104 @@ import os
 import re
 import struct
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
 import msgpack
+import zmq
 
 from services.common.errors import (
     AlreadyExistsError,
     DataLossError,
+    InternalError,
     InvalidArgumentError,
     NotFoundError,
 )
 from services.common.fields import group_of
+from services.common.ids import new_id
 from services.transferqueue.index.index import Index
 from services.transferqueue.shards.shards import Shards
-from services.transferqueue.snapshots.blobs import BlobClient
 from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.wire.data.encoding import codec
 from services.wire.data.encoding.codec import blob_checksum
 from services.wire.data.placement import place
+from services.wire.data.transport.connection import ShardConnection
 from services.wire.transferqueue.types import PartitionImage
+
+_TIMEOUT_S = 60.0
+_READ_BYTES = 4 << 20
+
+
+class BlobClient:
+    """Reads and writes blobs through the data sockets of shards; see ``connect``."""
+
+    def __init__(self, connections: dict[str, ShardConnection]) -> None:
+        self._connections = connections
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(cls, shards: Shards) -> AsyncIterator["BlobClient"]:
+        context = zmq.Context()
+        key_pair = zmq.curve_keypair()
+        connections: dict[str, ShardConnection] = {}
+        try:
+            async with aclosing(shards.connect(key_pair[0].decode())) as admitted:
+                for shard in await anext(admitted):
+                    connections[shard.shard_id] = ShardConnection.over_network(
+                        context, shard, key_pair
+                    )
+                yield cls(connections)
+        finally:
+            for connection in connections.values():
+                connection.close()
+            context.destroy(linger=0)
+
+    async def read(self, blob: BlobRef, ranges: Sequence[tuple[int, int]]) -> bytes:
+        """Returns the concatenated bytes of ``(offset, size)`` ranges of a blob.
+
+        Raises:
+            DataLossError: If they arrive damaged.
+        """
+        connection = self._connection(blob.shard_id)
+        parts: list[bytes] = []
+        for offset, size in ranges:
+            for begin in range(offset, offset + size, _READ_BYTES):
+                step = min(_READ_BYTES, offset + size - begin)
+                request = codec.Read((blob.blob_id, begin, step), in_arena=False)
+                answer, frames = await connection.request(request, timeout_s=_TIMEOUT_S)
+                data = b"".join(frames)
+                connection.release_pin(answer)
+                if not isinstance(answer, codec.Data) or codec.checksum(data) != answer.checksum:
+                    raise DataLossError(f"blob {blob.blob_id} on {blob.shard_id} is corrupted")
+                parts.append(data)
+        return b"".join(parts)
+
+    async def put(self, shard_id: str, meta: KVBatchMeta, payload: Sequence[bytes]) -> None:
+        """Stores samples; ``payload`` holds the bytes of each blob of ``meta``."""
+        connection = self._connection(shard_id)
+        put_id = new_id("put")
+        sizes = tuple(map(len, payload))
+        reserve = codec.Reserve(put_id, meta.partition_id, sizes, 0.0)
+        grant, _ = await connection.request(reserve, timeout_s=_TIMEOUT_S)
+        if not isinstance(grant, codec.Granted):
+            raise InternalError(f"expected Granted, the shard sent {type(grant).__name__}")
+        connection.send_request(codec.Describe(put_id, meta.to_bytes()))
+        for blob_id, data in zip(grant.blob_ids, payload, strict=True):
+            view = memoryview(data)
+            for begin in range(0, len(data), codec.FRAME_BYTES):
+                frame = view[begin : begin + codec.FRAME_BYTES]
+                connection.send_request(codec.Write(blob_id, begin), [frame])
+        commit = codec.Commit(put_id, tuple(blob.checksum for blob in meta.blobs))
+        await connection.request(commit, timeout_s=_TIMEOUT_S)
+
+    def _connection(self, shard_id: str) -> ShardConnection:
+        if shard_id not in self._connections:
+            raise NotFoundError(f"shard {shard_id} is gone", shard_id=shard_id)
+        return self._connections[shard_id]
+
 
 _MAGIC = b"SLIPTQ2\n"
 _PREFIX = struct.Struct("<QQ")
@@ -59,11 +134,9 @@ class RecordWriter:
         draft.replace(path)
 
     async def write(self, record: list[object]) -> None:
-        """Appends a record."""
         await self.write_bytes(msgpack.packb(record))
 
     async def write_bytes(self, data: bytes) -> None:
-        """Appends bytes as a record."""
         prefix = _PREFIX.pack(len(data), codec.checksum(data))
         await asyncio.to_thread(self._file.writelines, (prefix, data))
 
@@ -112,7 +185,6 @@ class RecordReader:
         return data
 
     def corruption_error(self) -> DataLossError:
-        """Returns the error for a damaged file."""
         return DataLossError(
             f"{self._name} is corrupted or truncated near byte {self._file.tell()}; "
             "use an older snapshot",
@@ -136,13 +208,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class Snapshots:
-    """Saves and restores snapshots of one transferqueue.
-
-    Args:
-        folder: Folder of the snapshots.
-        index: Metadata of the samples.
-        shards: Hold the bytes.
-    """
+    """Saves and restores snapshots of one transferqueue."""
 
     def __init__(self, folder: Path, index: Index, shards: Shards) -> None:
         self._folder = folder

@@ -1,10 +1,13 @@
-"""Blobs of one shard: space is reserved, written, sealed, read, and freed."""
+"""Blobs of one shard in pre-faulted shared memory: space is reserved, written, sealed, read, and freed."""
 
+import mmap
+import os
 import secrets
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
+from pathlib import Path
 
 import numpy as np
 
@@ -14,9 +17,80 @@ from services.common.errors import (
     NotFoundError,
 )
 from services.transferqueue.concurrency import in_thread
-from services.transferqueue.storage.arena import Arena
 from services.wire.batch import BlobRef
 from services.wire.data.encoding.codec import FRAME_BYTES, aligned, checksum, combine
+
+
+class Arena:
+    """Memory or disk space of a storage shard, allocated in aligned ranges.
+
+    Args:
+        capacity_bytes: Size; rounded up to whole pages.
+        path: File that backs the arena, for space that the kernel may move out of memory; it is
+            unlinked at once so that it disappears with the process. None keeps the arena in memory.
+    """
+
+    def __init__(self, capacity_bytes: int, path: Path | None = None) -> None:
+        pages = -(-capacity_bytes // mmap.PAGESIZE)
+        self.capacity_bytes = pages * mmap.PAGESIZE
+        self.is_memory = path is None
+        if path is None:
+            self.fd = os.memfd_create("slipstream-arena", os.MFD_CLOEXEC)
+        else:
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            path.unlink()
+        os.ftruncate(self.fd, self.capacity_bytes)
+        populate = mmap.MAP_POPULATE if self.is_memory else 0
+        self._map = mmap.mmap(self.fd, self.capacity_bytes, flags=mmap.MAP_SHARED | populate)
+        self.memory = memoryview(self._map)
+        self.used_bytes = 0
+        self._starts = [0]
+        self._sizes = [self.capacity_bytes]
+
+    def close(self) -> None:
+        """Releases the memory; no range may be in use."""
+        self.memory.release()
+        self._map.close()
+        os.close(self.fd)
+
+    def allocate(self, size_bytes: int) -> int | None:
+        """Allocates a range.
+
+        Returns:
+            Its position, a multiple of ``ALIGNMENT``; None if no free range is large enough.
+        """
+        size = aligned(size_bytes)
+        for index, free in enumerate(self._sizes):
+            if free >= size:
+                start = self._starts[index]
+                if free == size:
+                    del self._starts[index], self._sizes[index]
+                else:
+                    self._starts[index] += size
+                    self._sizes[index] -= size
+                self.used_bytes += size
+                return start
+        return None
+
+    def free(self, start: int, size_bytes: int) -> None:
+        """Frees a range that ``allocate`` returned for this size."""
+        size = aligned(size_bytes)
+        self.used_bytes -= size
+        index = bisect_left(self._starts, start)
+        joins_next = index < len(self._starts) and start + size == self._starts[index]
+        joins_previous = index > 0 and self._starts[index - 1] + self._sizes[index - 1] == start
+        if joins_previous and joins_next:
+            self._sizes[index - 1] += size + self._sizes[index]
+            del self._starts[index], self._sizes[index]
+        elif joins_previous:
+            self._sizes[index - 1] += size
+        elif joins_next:
+            self._starts[index] = start
+            self._sizes[index] += size
+        else:
+            self._starts.insert(index, start)
+            self._sizes.insert(index, size)
+
 
 _PIN_BITS = 62
 
@@ -41,50 +115,10 @@ class Grant:
     positions: tuple[int, ...]
 
 
-class BlobStore(Protocol):
-    """Interface of a shard's blob storage."""
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes in use, including reservations."""
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Total bytes."""
-
-    def reserve(self, sizes: Sequence[int]) -> Grant | None:
-        """Reserves space for the blobs of a put; returns None if there is none now."""
-
-    async def spill(self, size_bytes: int) -> bool:
-        """Moves blobs out of memory; returns whether any could be moved."""
-
-    def write(self, blob_id: int, offset: int, data: memoryview) -> None:
-        """Writes a part of a reserved blob."""
-
-    async def seal(self, sealed: Sequence[BlobRef]) -> None:
-        """Completes the blobs of a put; afterwards they can be read."""
-
-    def free(self, blob_ids: Iterable[int]) -> None:
-        """Deletes blobs."""
-
-    async def views(self, ranges: Sequence[tuple[int, int, int]]) -> list[memoryview]:
-        """Returns bytes of sealed blobs, ``(blob_id, offset, size)`` each."""
-
-    def positions(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[int, ...] | None:
-        """Returns the positions of ranges in the arena; None if they are not all there."""
-
-    def pin(self, ranges: Sequence[tuple[int, int, int]]) -> int:
-        """Pins ranges in place for a reader; returns the pin, 0 if none is needed."""
-
-    def unpin(self, pin_id: int) -> None:
-        """Releases a pin."""
-
-
-class Storage:
+class BlobStore:
     """Stores the blobs of a shard in memory and, if that is full, on disk.
 
     Args:
-        arena: The memory.
         first_blob_id: Greater than any id that a former lifetime of the shard issued.
         spill: Disk space to which the oldest blobs move when the memory is full.
     """
@@ -141,7 +175,7 @@ class Storage:
         """Moves the oldest blobs without readers to disk until about ``size_bytes`` are free.
 
         Returns:
-            Whether any could be moved.
+            True if any could be moved.
         """
         moved = 0
         for blob_id, blob in list(self._blobs.items()) if self._spill else ():

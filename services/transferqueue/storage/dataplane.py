@@ -8,8 +8,8 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,14 +34,48 @@ from services.common.fields import run_of
 from services.common.task_group import TaskGroup, unwrapped
 from services.transferqueue import metrics
 from services.transferqueue.concurrency import Waiters
+from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.storage import admission
-from services.transferqueue.storage.blobs import BlobStore, Grant
-from services.transferqueue.storage.ownership import Ownership, check_run
+from services.transferqueue.storage.blobs import Arena, BlobStore, Grant
 from services.wire.batch import KVBatchMeta
-from services.wire.data.channels.arena_socket import serve_arena
-from services.wire.data.channels.local_channel import LocalChannel
+from services.wire.data.channels.arena_socket import LocalChannel, serve_arena
 from services.wire.data.channels.sockets import MessageSocket, set_limits
 from services.wire.data.encoding import codec
+from services.wire.transferqueue.types import Shard
+
+
+class Ownership:
+    """Maps the blobs of one shard to the runs that own them."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, str] = {}
+
+    def set_owner(self, blob_ids: Iterable[int], run_id: str) -> None:
+        self._runs.update(dict.fromkeys(blob_ids, run_id))
+
+    def remove(self, blob_ids: Iterable[int]) -> None:
+        for blob_id in blob_ids:
+            self._runs.pop(blob_id, None)
+
+    def check_owner(self, run_id: str, blob_ids: Iterable[int]) -> None:
+        """Checks that blobs belong to a run; deleted blobs have no owner and pass.
+
+        Raises:
+            PermissionDeniedError: If one belongs to another run.
+        """
+        for blob_id in blob_ids:
+            check_run(run_id, self._runs.get(blob_id, run_id))
+
+
+def check_run(run_id: str, owner: str) -> None:
+    """Checks that the data a worker requests belongs to its run.
+
+    Raises:
+        PermissionDeniedError: If it does not.
+    """
+    if owner != run_id:
+        raise PermissionDeniedError(f"a worker of {run_id} may only use data of its own run")
+
 
 _ROOM = "room"
 _BACKLOG = 1024
@@ -72,13 +106,7 @@ class _OpenPut:
 
 
 class Writer:
-    """Executes the puts of one shard: reservation, description, commit or abort.
-
-    Args:
-        shard_id: Name of the shard.
-        storage: Blobs of the shard.
-        metadata: The index.
-    """
+    """Executes the puts of one shard: reservation, description, commit or abort."""
 
     def __init__(self, shard_id: str, storage: BlobStore, metadata: Metadata) -> None:
         self._shard_id = shard_id
@@ -131,7 +159,7 @@ class Writer:
         waited_s = time.monotonic() - started
         metrics.BACKPRESSURE.labels(run_of(request.partition_id)).inc(waited_s)
         timer = asyncio.get_running_loop().call_later(codec.GRANT_S, self._drop, request.put_id)
-        self._owners.give(grant.blob_ids, run_of(request.partition_id))
+        self._owners.set_owner(grant.blob_ids, run_of(request.partition_id))
         self._open[request.put_id] = _OpenPut(request.partition_id, size, grant, timer)
         metrics.STORED_BYTES.set(self._storage.used_bytes)
         return codec.Granted(grant.blob_ids, grant.positions)
@@ -199,7 +227,7 @@ class Writer:
     def free(self, blob_ids: Sequence[int]) -> None:
         """Deletes blobs and wakes puts that wait for space."""
         self._storage.free(blob_ids)
-        self._owners.forget(blob_ids)
+        self._owners.remove(blob_ids)
         metrics.STORED_BYTES.set(self._storage.used_bytes)
         self._waiters.wake(_ROOM)
 
@@ -301,8 +329,6 @@ class DataPlane:
     """Serves the blobs of one shard over ZeroMQ and local sockets.
 
     Args:
-        storage: The blobs.
-        puts: Executes puts.
         clients: Decides who may connect if the socket is encrypted.
     """
 
@@ -348,10 +374,10 @@ class DataPlane:
     def serve_local(self, path: Path, *, instance_id: str, fd: int) -> Iterator[None]:
         """Serves processes of this host until the block ends; see ``serve_arena``."""
 
-        def welcome(peer: socket.socket) -> None:
+        def accept_client(peer: socket.socket) -> None:
             self._spawn(self._open_local(peer))
 
-        with serve_arena(path, instance_id=instance_id, fd=fd, welcome=welcome):
+        with serve_arena(path, instance_id=instance_id, fd=fd, accept_client=accept_client):
             yield
         for channel in list(self._locals):
             channel.close()
@@ -560,3 +586,47 @@ def _frames(views: Sequence[memoryview]) -> list[bytes | memoryview]:
     if small:
         frames.append(b"".join(small))
     return frames
+
+
+@asynccontextmanager
+async def storage_shard(
+    settings: TransferQueueSettings, index: Metadata, clients: Admission, *, instance_id: str
+) -> AsyncIterator[tuple[Shard, BlobStore, Writer]]:
+    """Serves the bytes of one shard until the block ends.
+
+    Args:
+        instance_id: Identifies this lifetime of the process.
+
+    Yields:
+        The shard's address, its blobs, and the writer of its puts.
+    """
+    public_key, secret_key = zmq.curve_keypair() if settings.use_curve else (b"", None)
+    shard = Shard(
+        shard_id=settings.shard_id,
+        endpoint="",
+        public_key=public_key.decode(),
+        instance_id=instance_id,
+    )
+    async with AsyncExitStack() as stack:
+        arena = Arena(settings.capacity_bytes)
+        storage = _storage(settings, shard, arena)
+        puts = Writer(settings.shard_id, storage, index)
+        plane = DataPlane(storage, puts, clients)
+        port = await stack.enter_async_context(
+            plane.serve(settings.data_bind, secret_key=secret_key)
+        )
+        shard = replace(shard, endpoint=f"tcp://{settings.advertise_host}:{port}")
+        if settings.arena_folder is not None:
+            path = settings.arena_folder / f"slipstream-{shard.instance_id}.sock"
+            stack.enter_context(plane.serve_local(path, instance_id=shard.instance_id, fd=arena.fd))
+            shard = replace(shard, arena_socket=str(path))
+        yield shard, storage, puts
+
+
+def _storage(settings: TransferQueueSettings, shard: Shard, arena: Arena) -> BlobStore:
+    spill = None
+    if settings.spill_bytes:
+        spill = Arena(settings.spill_bytes, settings.spill_folder / f"{shard.instance_id}.spill")
+    # Greater than any id of a former lifetime of this shard, if that put fewer than 16 M blobs/s.
+    first_blob_id = int(time.time()) << 24
+    return BlobStore(arena, first_blob_id=first_blob_id, spill=spill)
