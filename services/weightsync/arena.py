@@ -21,7 +21,6 @@ def copy_all(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
     Args:
         places: Targets, of the same shapes.
-        tensors: Tensors to copy, on the same device.
     """
     pairs = list(zip(places, tensors, strict=True))
     small = [pair for pair in pairs if pair[0].nbytes < _LARGE]
@@ -46,8 +45,6 @@ class WeightArena:
         """Allocates the buffers.
 
         Args:
-            plan: The layout.
-            device: Device of the buffers.
             source: The only source to hold, for a sender; None holds all of them, for a receiver.
         """
         self.plan = plan
@@ -65,7 +62,6 @@ class WeightArena:
         return self._pieces[source]
 
     def bucket(self, source: int, index: int) -> Tensor:
-        """Returns a view of a bucket's bytes."""
         bucket = self.plan.sources[source].buckets[index]
         return self.buffers[source][bucket.start : bucket.stop]
 
@@ -132,9 +128,6 @@ def source_digest(plan_hash: str, version: int, source: int, checksums: Tensor) 
     """Returns a hex digest of one source's version: equal only for the same plan, version and bytes.
 
     Args:
-        plan_hash: Hash of the plan.
-        version: Weight version.
-        source: Number of the source.
         checksums: ``[num_buckets, 2]`` int64.
     """
     digest = hashlib.sha256(f"{plan_hash}:{version}:{source}:".encode())

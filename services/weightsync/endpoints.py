@@ -51,8 +51,7 @@ class WeightSink(Protocol):
         """Pauses the engine so that its live weights can be written in place until adopted or closed.
 
         Args:
-            plan: The layout of the received weights.
-            slots: Buffers of each source, which its buckets use in turn.
+            slots: Buffers of each source; its buckets rotate through them.
 
         Raises:
             ValueError: If the live weights cannot be written in place.
@@ -115,7 +114,7 @@ class OwnThread:
         self._work.put(attempt)
         return await future
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Ends the thread after the work given so far."""
         self._work.put(None)
 

@@ -6,7 +6,10 @@ a key-value store that the controller serves over gRPC, so no rendezvous port is
 processes.
 """
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,8 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.common.callables import load_callable
+from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.runspec.weight_modes import TRANSPORTS
-from services.weightsync.plan import WeightPlan
+from services.weightsync.checksum import write_checksum
+from services.weightsync.endpoints import OwnThread, on_device
+from services.weightsync.plan import BUCKET_ALIGNMENT, WeightPlan
 
 # This module waits and aborts by its own deadlines; this one only keeps torch's watchdog from
 # interfering.
@@ -62,7 +68,6 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined,misc]
         self._timeout_s = timeout_s
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Stores a value."""
         self._values.set(key, value if isinstance(value, bytes) else value.encode())
 
     def get(self, key: str) -> bytes:
@@ -78,7 +83,6 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined,misc]
         return False
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys are set."""
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
         for key in keys:
             self._values.get(key, timeout_s)
@@ -148,7 +152,7 @@ class WeightGroup:
             for channel in self.channels.values():
                 channel.set_timeout(_GLOO_TIMEOUT_S + longest / _GLOO_RATE)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits until all started collectives are done, or the group is aborted."""
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -176,7 +180,7 @@ class RankAssignment:
 def form_group(
     backend: str,
     values: KeyValueStore,
-    seat: RankAssignment,
+    assignment: RankAssignment,
     *,
     host: str,
     device: torch.device,
@@ -188,10 +192,8 @@ def form_group(
     Args:
         backend: One of ``TRANSPORTS``.
         values: Store in which the members meet; a new one for each epoch.
-        seat: This member's rank and channels.
         host: Address of this host, as the other members reach it.
         device: Device of the transferred tensors.
-        timeout_s: Deadline of this call.
         folder: Folder for the files of a source.
 
     Raises:
@@ -209,14 +211,14 @@ def form_group(
         source: Channel(
             opened(
                 dist.PrefixStore(f"source{source}", store),  # type: ignore[attr-defined]
-                seat,
+                assignment,
                 host=host,
                 timeout_s=timeout_s,
                 device=device,
                 folder=folder,
             )
         )
-        for source in seat.sources
+        for source in assignment.sources
     }
     ends_at_abort = TRANSPORTS[backend].ends_at_abort
     group = WeightGroup(channels, device, store, ends_at_abort=ends_at_abort)
@@ -224,13 +226,13 @@ def form_group(
     probe = torch.zeros(1, device=device)
     for channel in channels.values():
         channel.broadcast(probe).wait()
-        group.settle()
+        group.synchronize()
     return group
 
 
 def open_gloo(
     store: Any,
-    seat: RankAssignment,
+    assignment: RankAssignment,
     *,
     host: str,
     timeout_s: float,
@@ -241,12 +243,12 @@ def open_gloo(
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
-    return dist.ProcessGroupGloo(store, seat.rank, seat.num_receivers + 1, options)
+    return dist.ProcessGroupGloo(store, assignment.rank, assignment.num_receivers + 1, options)
 
 
 def open_nccl(
     store: Any,
-    seat: RankAssignment,
+    assignment: RankAssignment,
     *,
     host: str,
     timeout_s: float,
@@ -258,6 +260,142 @@ def open_nccl(
     options._timeout = _NCCL_TIMEOUT  # noqa: SLF001
     # Queued after the kernels of a training step, a transfer would take as long as the step.
     options.is_high_priority_stream = True
-    if seat.num_sources > 1:
-        options.config.max_ctas = max(1, _NCCL_BLOCKS // seat.num_sources)
-    return dist.ProcessGroupNCCL(store, seat.rank, seat.num_receivers + 1, options)
+    if assignment.num_sources > 1:
+        options.config.max_ctas = max(1, _NCCL_BLOCKS // assignment.num_sources)
+    return dist.ProcessGroupNCCL(store, assignment.rank, assignment.num_receivers + 1, options)
+
+
+logger = logging.getLogger(__name__)
+
+
+class Epochs:
+    """Joins and leaves the successive weight groups of a member.
+
+    Args:
+        host: Address of this host, as the other members reach it.
+        rendezvous: Returns the store of a scope, in which members meet.
+        folder: Folder for the files of a source.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        host: str,
+        rendezvous: Callable[[str], KeyValueStore],
+        folder: Path,
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._rendezvous = rendezvous
+        self._folder = folder
+        self._group: WeightGroup | None = None
+        self._epoch = 0
+        self.thread = OwnThread()
+        """Thread for work that may block with the group; replaced after each group."""
+
+    def group(self, epoch: int) -> WeightGroup:
+        """Returns the group of an epoch.
+
+        Raises:
+            FailedPreconditionError: If this member is in no group of that epoch.
+        """
+        if epoch != self._epoch or self._group is None:
+            raise FailedPreconditionError(
+                f"this member has no weight group of epoch {epoch} (its epoch is "
+                f"{self._epoch}); form the group first",
+                epoch=epoch,
+                current=self._epoch,
+            )
+        return self._group
+
+    def holds(self, group: WeightGroup) -> bool:
+        """Returns True if a group is still the current one."""
+        return self._group is group
+
+    async def join_group(
+        self,
+        epoch: int,
+        assignment: RankAssignment,
+        *,
+        backend: str,
+        device: torch.device,
+        scope: str,
+        timeout_s: float,
+    ) -> None:
+        """Joins the group of an epoch; the caller has already left an older one.
+
+        Args:
+            epoch: Number of the group; higher than any before.
+            backend: One of ``TRANSPORTS``.
+            scope: Scope of the store in which the members meet.
+
+        Raises:
+            FailedPreconditionError: If a group of this or a newer epoch was formed or aborted
+                before, or the backend cannot connect the members.
+            UnavailableError: If not all members joined in time.
+        """
+        if epoch <= self._epoch:
+            raise FailedPreconditionError(
+                f"epoch must be greater than {self._epoch}, got {epoch}",
+                epoch=epoch,
+                current=self._epoch,
+            )
+        self._epoch = epoch
+        values = self._rendezvous(scope)
+
+        def join() -> WeightGroup:
+            with on_device(self._device):
+                # Compiles the GPU kernel, which would otherwise delay the first transfer.
+                write_checksum(
+                    torch.zeros(BUCKET_ALIGNMENT, dtype=torch.uint8, device=device),
+                    torch.zeros(2, dtype=torch.int64, device=device),
+                )
+                return form_group(
+                    backend,
+                    values,
+                    assignment,
+                    host=self._host,
+                    device=device,
+                    timeout_s=timeout_s,
+                    folder=self._folder,
+                )
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                group = await self.thread.run(join)
+        except (RuntimeError, TimeoutError) as error:
+            raise UnavailableError(
+                f"weight group of epoch {epoch} was not formed within {timeout_s} s: {error}",
+                epoch=epoch,
+            ) from error
+        if epoch != self._epoch:
+            _end(group)
+            raise FailedPreconditionError(
+                f"epoch {epoch} was aborted while the group was formed", epoch=epoch
+            )
+        self._group = group
+        logger.info(
+            "weight group formed",
+            extra={"epoch": epoch, "receivers": assignment.num_receivers, "backend": backend},
+        )
+
+    def leave_group(self, epoch: int | None = None) -> bool:
+        """Ends the group of this epoch, or of all up to ``epoch``; returns True if there was one.
+
+        Ending takes NCCL half a second and Gloo up to a deadline, so it continues in a thread.
+        """
+        if epoch is not None:
+            if epoch < self._epoch:
+                return False
+            self._epoch = epoch
+        self.thread.close()
+        self.thread = OwnThread()
+        group, self._group = self._group, None
+        if group is None:
+            return False
+        _end(group)
+        return True
+
+
+def _end(group: WeightGroup) -> None:
+    threading.Thread(target=group.abort, name="weights-abort", daemon=True).start()

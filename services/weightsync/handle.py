@@ -57,7 +57,7 @@ _FREE: dict[str, list[SharedBuffer]] = {}
 
 def open_handle(
     store: Any,
-    seat: RankAssignment,
+    assignment: RankAssignment,
     *,
     host: str,
     timeout_s: float,
@@ -68,25 +68,24 @@ def open_handle(
 
     Args:
         store: Store in which the members meet.
-        seat: This member's rank and channels.
-        host: Address of this host.
-        timeout_s: Deadline.
         device: Device of the transferred tensors, the same for all members.
         folder: Folder of the source's socket, on a file system that the receivers see, too.
 
     Raises:
         FailedPreconditionError: If the buffer cannot be exported, or a member cannot open it.
     """
-    opened = _exported if seat.rank == 0 else _opened
+    opened = _exported if assignment.rank == 0 else _opened
     with opened(store, device, folder) as met:
-        if why := _first_reason(store, seat, met.why):
+        if why := _first_reason(store, assignment, met.why):
             raise FailedPreconditionError(
                 f"weights cannot be transferred by handle: {why}; set weight_sync.backend to auto"
             )
         # A last-resort deadline: a member that waits for others is aborted earlier.
         met.line.settimeout(timeout_s)
-        is_source = seat.rank == 0
-        lines = _accepted(met, seat.num_receivers, timeout_s) if is_source else [met.line.dup()]
+        is_source = assignment.rank == 0
+        lines = (
+            _accepted(met, assignment.num_receivers, timeout_s) if is_source else [met.line.dup()]
+        )
     backend = SharedBufferGroup(lines, met.buffer.memory, is_source=is_source)
     if is_source:
         weakref.finalize(backend, _FREE.setdefault(str(device), []).append, met.buffer)
@@ -115,7 +114,7 @@ def _exported(store: Any, device: torch.device, folder: Path) -> Iterator[_Membe
         line = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # This folder has mode 0700: the socket is never open to other users, whatever the
+            # This folder has mode 0700: the socket is never open to other users, regardless of the
             # process's umask.
             own = tempfile.TemporaryDirectory(prefix="weights-", dir=folder)
             path = Path(stack.enter_context(own)).resolve() / "socket"
@@ -208,23 +207,25 @@ def _accept(
 
 
 def _knows(one: socket.socket, secret: bytes) -> bool:
-    """Returns whether the other end sent the secret."""
+    """Returns True if the other end sent the secret."""
     try:
         return secrets.compare_digest(one.recv(_SECRET_BYTES), secret)
     except OSError:
         return False
 
 
-def _first_reason(store: Any, seat: RankAssignment, why: str) -> str:
+def _first_reason(store: Any, assignment: RankAssignment, why: str) -> str:
     """Returns the first reason against the buffer, the same for all members, so that none waits."""
-    if seat.rank > 0:
-        store.set(f"said/{seat.rank}", why or _NOTHING)
-        heard = store.get(_VERDICT).decode()
+    if assignment.rank > 0:
+        store.set(f"report/{assignment.rank}", why or _NOTHING)
+        verdict = store.get(_VERDICT).decode()
     else:
-        said = [store.get(f"said/{rank + 1}").decode() for rank in range(seat.num_receivers)]
-        heard = next((one for one in (why, *said) if one not in ("", _NOTHING)), _NOTHING)
-        store.set(_VERDICT, heard)
-    return "" if heard == _NOTHING else heard
+        reports = [
+            store.get(f"report/{rank + 1}").decode() for rank in range(assignment.num_receivers)
+        ]
+        verdict = next((one for one in (why, *reports) if one not in ("", _NOTHING)), _NOTHING)
+        store.set(_VERDICT, verdict)
+    return "" if verdict == _NOTHING else verdict
 
 
 class SharedBufferGroup:
@@ -234,8 +235,6 @@ class SharedBufferGroup:
 
     Args:
         lines: Sockets to all receivers; for a receiver, to the source.
-        buffer: Memory that all members map.
-        is_source: True if this member sends.
     """
 
     def __init__(self, lines: Sequence[socket.socket], buffer: Tensor, *, is_source: bool) -> None:

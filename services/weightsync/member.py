@@ -1,6 +1,6 @@
 """Member of a weight group: executes a weight session's phases in trainer and rollouts for the controller.
 
-    agree_plan -> form -> [prepare -> transfer -> adopt -> check]* ; abort from any phase
+    agree_plan -> form_group -> [prepare -> transfer -> adopt -> check]* ; abort from any phase
 
 A receiver's live weights change only in ``adopt``, and only to a version whose digest the sources
 reported; it is ready only after ``check``. Calls with an older epoch are rejected.
@@ -22,13 +22,12 @@ from services.common.errors import (
     FailedPreconditionError,
     UnavailableError,
 )
-from services.common.phases import Phases
 from services.common.runspec.weight_modes import weight_mode
+from services.common.telemetry.metrics import Phases
 from services.weightsync import metrics
 from services.weightsync.canary import Canary, difference
 from services.weightsync.endpoints import OwnThread, WeightSink, WeightSource, on_device
-from services.weightsync.group import KeyValueStore, RankAssignment, WeightGroup
-from services.weightsync.group_epochs import Epochs
+from services.weightsync.group import Epochs, KeyValueStore, RankAssignment, WeightGroup
 from services.weightsync.metrics import TransferReport, explained
 from services.weightsync.modes.base import PeerSender, Receiver, Sender
 from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan, version_digest
@@ -44,7 +43,6 @@ class WeightMember:
     Args:
         source: The weights to send; None for a receiver.
         sink: Receives the weights; None for a sender.
-        device: Device of the weights.
         peers: Other devices of a receiver's engine, which hold parts of the received weights.
         host: Address of this host, as the other members reach it.
         rendezvous: Returns the store of a scope, in which members meet.
@@ -125,7 +123,6 @@ class WeightMember:
             num_sources: Number of trainer ranks that send; each holds the rows that FSDP2 assigns
                 to it.
             source: Number of this member among them; None for a receiver.
-            mode: Value of ``weight_sync.mode``.
 
         Raises:
             ValueError: If there is no such plan, or this member cannot take part in it.
@@ -148,7 +145,7 @@ class WeightMember:
         self._agreed = agreed
         return plan.plan_hash
 
-    async def form(
+    async def form_group(
         self,
         epoch: int,
         *,
@@ -158,16 +155,14 @@ class WeightMember:
         scope: str,
         timeout_s: float,
     ) -> None:
-        """Joins the group of an epoch after leaving an older one; see :meth:`Epochs.form`.
+        """Joins the group of an epoch after leaving an older one; see :meth:`Epochs.join_group`.
 
         Args:
             epoch: Number of the group; higher than any before.
             receiver: Number of this member among the receivers, from 0; -1 for a source, and for a
                 rollout that sends its weights to joining ones. Ignored for a trainer rank.
-            num_receivers: Number of receivers in the group.
             backend: One of ``TRANSPORTS``.
             scope: Scope of the store in which the members meet.
-            timeout_s: Deadline.
 
         Raises:
             FailedPreconditionError: If a rollout should send, but has not kept the received
@@ -182,17 +177,17 @@ class WeightMember:
             raise FailedPreconditionError("this rollout has no weights to send to a peer")
         if peer_sender is not None:
             source = 0
-        seat = RankAssignment(
+        assignment = RankAssignment(
             sources=range(num_sources) if source is None else (source,),
             num_sources=num_sources,
             rank=receiver + 1 if source is None else 0,
             num_receivers=num_receivers,
         )
-        await self._leave(keeps=peer_sender is not None)
+        await self._leave_group(keeps=peer_sender is not None)
         self._peer_sender = peer_sender
-        await self._epochs.form(
+        await self._epochs.join_group(
             epoch,
-            seat,
+            assignment,
             backend=backend,
             device=torch.device("cpu") if weight_mode(mode).through_host else self._device,
             scope=scope,
@@ -248,13 +243,13 @@ class WeightMember:
         async with self._adopting:
             try:
                 async with asyncio.timeout(order.timeout_s):
-                    phases.done("turn")
+                    phases.end_phase("turn")
                     done = await self._epochs.thread.run(
                         lambda: self._exchange(group, order, phases)
                     )
-                    phases.done("reply")
+                    phases.end_phase("reply")
             except BaseException as error:
-                await self._leave()
+                await self._leave_group()
                 raise explained(error, order) from error
         if not self._epochs.holds(group):
             raise UnavailableError(f"epoch {order.epoch} was aborted during its transfer")
@@ -305,7 +300,7 @@ class WeightMember:
             raise FailedPreconditionError(
                 "only the trainer scores the canary; send the request to the trainer"
             )
-        # A thread of its own, because a transfer of the same weights may occupy the group's.
+        # A separate thread, because a transfer of the same weights may occupy the group's thread.
         return await self._scorer.run(self._source.score_canary)
 
     async def check(self, version: int, canary: Canary, tolerance: float) -> float:
@@ -340,7 +335,7 @@ class WeightMember:
 
     async def abort(self, epoch: int, reason: str) -> None:
         """Aborts an epoch. Live weights stay unchanged."""
-        if await self._leave(epoch):
+        if await self._leave_group(epoch):
             logger.warning("weight group aborted", extra={"epoch": epoch, "reason": reason})
 
     def _pack(self, version: int) -> None:
@@ -350,7 +345,7 @@ class WeightMember:
 
     def _exchange(self, group: WeightGroup, order: TransferOrder, phases: Phases) -> Transferred:
         """Sends or receives on a separate stream, concurrently with other work of the device."""
-        phases.done("thread")
+        phases.end_phase("thread")
         if self._stream is None and self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         with self._buffers, on_device(self._device), torch.cuda.stream(self._stream):
@@ -359,12 +354,12 @@ class WeightMember:
             else:
                 assert self._receiver is not None
                 done = self._receiver.receive(group, order)
-        phases.done("wire")
+        phases.end_phase("wire")
         return done
 
-    async def _leave(self, epoch: int | None = None, *, keeps: bool = False) -> bool:
+    async def _leave_group(self, epoch: int | None = None, *, keeps: bool = False) -> bool:
         """Leaves the group and, unless ``keeps``, drops received weights; returns if there was one."""
-        had_group = self._epochs.leave(epoch)
+        had_group = self._epochs.leave_group(epoch)
         self._staged = None
         if had_group and self._receiver is not None and not keeps:
             await self._receiver.give_up()

@@ -50,7 +50,6 @@ class TensorSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
         return math.prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
 
 
@@ -103,7 +102,6 @@ class WeightPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one version on the wire."""
         return sum(source.arena_bytes for source in self.sources)
 
 

@@ -18,7 +18,6 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def serve_member(member: WeightMember, server: grpc.aio.Server) -> None:
-    """Adds the weight service of a member to a server."""
     weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(WeightSyncServicer(member), server)
 
 
@@ -41,7 +40,6 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def AgreePlan(
         self, request: pb.AgreePlanRequest, context: _Context
     ) -> pb.AgreePlanResponse:
-        """Builds the plan."""
         tensors = [from_message(tensor, TensorSpec) for tensor in request.tensors]
         try:
             plan_hash = self._member.agree_plan(
@@ -58,8 +56,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def FormGroup(
         self, request: pb.FormGroupRequest, context: _Context
     ) -> pb.FormGroupResponse:
-        """Joins a group."""
-        await self._member.form(
+        await self._member.form_group(
             request.epoch,
             receiver=request.receiver,
             num_receivers=request.receiver_count,
@@ -72,7 +69,6 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def PrepareTransfer(
         self, request: pb.PrepareTransferRequest, context: _Context
     ) -> pb.PrepareTransferResponse:
-        """Prepares for a transfer."""
         try:
             with tracing.span("weights.prepare"):
                 held = await self._member.prepare(request.epoch, request.version, request.plan_hash)
@@ -93,7 +89,6 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def AdoptWeights(
         self, request: pb.AdoptWeightsRequest, context: _Context
     ) -> pb.AdoptWeightsResponse:
-        """Puts a version into service."""
         with tracing.span("weights.adopt"):
             stall_s = await self._member.adopt(request.version, request.digest)
         return pb.AdoptWeightsResponse(stall_s=stall_s)
@@ -101,7 +96,6 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def ScoreWeights(
         self, request: pb.ScoreWeightsRequest, context: _Context
     ) -> pb.ScoreWeightsResponse:
-        """Scores the canary."""
         return to_message(await self._member.score(), pb.ScoreWeightsResponse)
 
     async def CheckWeights(
@@ -115,6 +109,5 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def AbortGroup(
         self, request: pb.AbortGroupRequest, context: _Context
     ) -> pb.AbortGroupResponse:
-        """Aborts an epoch."""
         await self._member.abort(request.epoch, request.reason)
         return pb.AbortGroupResponse()

@@ -66,8 +66,6 @@ def open_handle(handle: bytes, num_bytes: int, device: torch.device) -> Tensor:
     """Opens memory that another process of this host has allocated on the same GPU.
 
     Args:
-        handle: Handle from :func:`allocate`.
-        num_bytes: Size of the memory.
         device: That GPU, as this process numbers it.
 
     Raises:

@@ -62,10 +62,7 @@ def send_version(
     """Sends the arena of a source. Blocks until all receivers have it.
 
     Args:
-        group: The formed group.
-        arena: The source's packed weights.
         checksums: ``[num_buckets, 2]`` int64 of the arena.
-        order: The requested transfer.
 
     Raises:
         RuntimeError: If a member was lost or the group aborted.
@@ -78,7 +75,7 @@ def send_version(
     digest = source_digest(arena.plan.plan_hash, order.version, source, checksums)
     for work in works:
         work.wait()
-    group.settle()
+    group.synchronize()
     return Transferred(digests=(digest,), num_bytes=sum(bucket.nbytes for bucket in sent))
 
 
@@ -91,9 +88,7 @@ def receive_version(
     """Receives from all sources into ``shadow`` and verifies every bucket.
 
     Args:
-        group: The formed group.
         shadow: Target; with a base version, it holds that version.
-        order: The requested transfer.
         sums: Buffers for the checksums of the received buckets, by source; allocated if None.
 
     Raises:
@@ -116,7 +111,7 @@ def receive_version(
     for one in arriving:
         one.finish()
     # A blocking copy to the host would keep other threads from starting work on the GPU.
-    group.settle()
+    group.synchronize()
     return Transferred(
         digests=tuple(one.verified() for one in arriving),
         num_bytes=sum(one.num_bytes for one in arriving),
@@ -187,9 +182,6 @@ def make_header(
     """Builds the header with which a source announces a transfer: ``[HEADER_BYTES]`` uint8.
 
     Args:
-        plan: The layout.
-        order: The requested transfer.
-        source: Number of the sending source.
         num_changed: With a base version, number of words that differ from it; -1 if everything is
             sent nevertheless.
     """
@@ -227,9 +219,6 @@ def make_statement(
     """Builds the statement that a source sends after its buckets: header and checksums, ``[n]`` uint8.
 
     Args:
-        plan: The layout.
-        order: The requested transfer.
-        source: Number of the sending source.
         checksums: ``[num_buckets, 2]`` int64; the statement is on their device.
     """
     header = make_header(plan, order, source).to(checksums.device)
@@ -248,10 +237,7 @@ def check_statement(
     """Compares a source's statement with the received bytes; returns the digest.
 
     Args:
-        stated: Statement from :func:`make_statement`.
         computed: Checksums of the received buckets: ``[num_buckets, 2]`` int64.
-        plan: The layout.
-        order: The requested transfer.
         source: Number of the source that sent.
 
     Raises:

@@ -58,10 +58,6 @@ class PeerSender(Receiver, Protocol):
 def pack_weights(source: WeightSource, arena: WeightArena) -> None:
     """Copies a source's rows into its arena; returns when the weights may change again.
 
-    Args:
-        source: The weights.
-        arena: Target of the copy.
-
     Raises:
         ValueError: If the source's tensors differ from the plan's.
     """

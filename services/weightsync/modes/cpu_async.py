@@ -31,14 +31,12 @@ class HostSender:
         self._slots = Slots(plan, _HOST, pinned=device.type == "cuda")
 
     def pack(self, source: WeightSource, version: int) -> None:
-        """Copies the current weights into the arena."""
         if version != self._packed_version:
             self._packed_version = -1
             pack_weights(source, self._arena)
             self._packed_version = version
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Sends the arena."""
         return send_staged(group, self._arena, self._slots, order)
 
 

@@ -85,7 +85,7 @@ class DeltaSender:
         works.append(channel.broadcast(checksums))
         for work in works:
             work.wait()
-        group.settle()
+        group.synchronize()
         return Transferred(
             digests=(source_digest(self.plan.plan_hash, order.version, source, checksums),),
             num_bytes=sum(part.nbytes for part in parts),
@@ -113,7 +113,7 @@ class DeltaReceiver(ShadowReceiver):
             count = len(self.plan.sources[source].buckets)
             stated = torch.zeros(count, 2, dtype=torch.int64, device=shadow.device)
             channel.broadcast(stated).wait()
-            group.settle()
+            group.synchronize()
             computed = shadow.checksums(source)
             digests.append(check_buckets(computed, stated, self.plan, order, source=source))
         return Transferred(digests=tuple(digests), num_bytes=num_bytes)

@@ -43,7 +43,6 @@ class Placer:
     """Copies a received bucket (source, index, bytes) into whole tensors.
 
     Args:
-        plan: The layout of the received weights.
         targets: Bytes of each tensor of the plan, in its order: ``[n]`` uint8.
     """
 
@@ -63,7 +62,6 @@ def live_placer(plan: WeightPlan, live: Mapping[str, Tensor]) -> Placer:
     """Returns a placer into live tensors of this process.
 
     Args:
-        plan: The layout of the received weights.
         live: Tensors by name.
 
     Raises:
@@ -78,7 +76,6 @@ def whole_buffers(
     """Allocates all tensors of a plan; returns the bytes of each, and each by name.
 
     Args:
-        plan: The layout.
         devices: Devices that share the tensors: each gets about as many bytes, of consecutive
             tensors.
     """

@@ -33,7 +33,6 @@ class ShadowSender:
         self._checksums: Tensor | None = None
 
     def pack(self, source: WeightSource, version: int) -> None:
-        """Copies the current weights into the arena."""
         if version != self._packed_version:
             self._packed_version = -1
             pack_weights(source, self._arena)
@@ -41,7 +40,6 @@ class ShadowSender:
             self._packed_version = version
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Sends the arena."""
         if self._checksums is None:
             raise TransferError(f"version {order.version} is not prepared here; prepare it first")
         done = send_version(group, self._arena, self._checksums, order)
@@ -64,9 +62,6 @@ class MultiSourceReceiver:
     the engine has several GPUs, each of them holds some of the tensors.
 
     Args:
-        plan: The layout.
-        devices: Devices of the engine.
-        sink: Receives the weights.
         slots: Buffers for buckets, if not on the first device.
     """
 
@@ -88,7 +83,6 @@ class MultiSourceReceiver:
         """Does nothing: the shadow is always ready."""
 
     def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Receives into the shadow."""
         return receive_staged(group, self._slots, order, self._place)
 
     async def adopt(self, version: int) -> float:
@@ -116,7 +110,6 @@ class ShadowReceiver:
         """Does nothing: the shadow is always ready."""
 
     def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Receives into the shadow."""
         if order.base_version not in (-1, self.held_version):
             raise TransferError(
                 f"expected a delta from version {self.held_version}, got one from {order.base_version}"
@@ -130,7 +123,6 @@ class ShadowReceiver:
         return done
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Sends the shadow to joining rollouts."""
         if order.version != self.held_version:
             raise TransferError(
                 f"cannot send version {order.version} to a peer, because this member has {self.held_version}"

@@ -77,7 +77,7 @@ def send_staged(
     works.append(channel.broadcast(make_statement(plan, order, source, stated)))
     for work in works:
         work.wait()
-    group.settle()
+    group.synchronize()
     return Transferred(
         digests=(source_digest(plan.plan_hash, order.version, source, stated),),
         num_bytes=plan.sources[source].arena_bytes,
@@ -99,10 +99,10 @@ def receive_staged(
     ]
     for index in range(max(len(source.buckets) for source in slots.plan.sources)):
         for one in arriving:
-            one.take(index)
+            one.place_bucket(index)
     for one in arriving:
         one.finish()
-    group.settle()
+    group.synchronize()
     return Transferred(
         digests=tuple(one.verified(order) for one in arriving), num_bytes=slots.plan.num_bytes
     )
@@ -123,7 +123,7 @@ class _Arriving:
         for index in range(_SLOTS):
             self._start(index)
 
-    def take(self, index: int) -> None:
+    def place_bucket(self, index: int) -> None:
         """Places a bucket and starts to receive a later one into its slot."""
         if index >= self._num_buckets:
             return
