@@ -6,28 +6,31 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import grpc
 import torch
 
-from services.common.errors import ServiceError
+from services.common.errors import DeadlineExceededError, ServiceError
 from services.common.fields import partition_id
 from services.common.http.limits import raise_descriptor_limit
-from services.common.lifetime import report_ready, wait_for_shutdown
+from services.common.lifetime import ending_with_outages, report_ready, wait_for_shutdown
+from services.common.models.families import routing_shape
 from services.common.models.loading import load_config
-from services.common.models.routing_shape import routing_shape
 from services.common.models.tokenizer import Tokenizer, load_chat_tokenizer, load_tokenizer
 from services.common.rpc.server import serve
 from services.common.runspec.engines import engine_kind
+from services.common.runspec.rollout import SandboxSpec
 from services.common.runspec.run import RunSpec
 from services.common.runspec.weight_modes import weight_mode
 from services.common.security.credentials import acting_as
 from services.common.security.secrets import with_secrets
 from services.common.task_group import TaskGroup, until_first, unwrapped
 from services.common.telemetry.logging import configure
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
-from services.rollout.calls.reach import AddressPolicy
 from services.rollout.data.curriculum import Curriculum
+from services.rollout.data.images import ImageReader
 from services.rollout.data.prompts import PromptStore
 from services.rollout.data.sources import open_sources
 from services.rollout.engines.base import Engine
@@ -35,15 +38,17 @@ from services.rollout.engines.build import begin_imports, build_engine
 from services.rollout.engines.memory import plan_of
 from services.rollout.environments.workflow import Environments
 from services.rollout.frozen_weights import FrozenWeights
-from services.rollout.gc_tuning import freeze_startup_objects
-from services.rollout.monitor import monitor
+from services.rollout.monitor import freeze_startup_objects, monitor
 from services.rollout.openai.agent import Agent
-from services.rollout.publish.publisher import GroupPublisher
-from services.rollout.publish.sample_recorder import SampleRecorder
 from services.rollout.rewards.scorer import ScorerOfSets
 from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache
+from services.rollout.sampling.sample_recorder import SampleRecorder
 from services.rollout.sampling.sampler import Failure, GroupSampler
+from services.rollout.sampling.samples import GroupPublisher
+from services.rollout.sampling.teacher import Teacher
+from services.rollout.sandbox.pool import SandboxPool
+from services.rollout.sandbox.service import SandboxService
 from services.rollout.server import RolloutServicer
 from services.rollout.settings import RolloutSettings
 from services.rollout.weights import WeightReceiver
@@ -57,6 +62,8 @@ from services.wire.transferqueue.client import TransferQueueClient
 from slipstream.rollout.v1 import rollout_pb2_grpc
 
 logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.1
 
 
 async def run(settings: RolloutSettings) -> None:
@@ -127,7 +134,12 @@ async def _load(
     """Loads the model, data and rewards that the run's specification names."""
     spec: RunSpec = with_secrets(session.spec, settings.secrets_directory)
     kind = engine_kind(spec.rollout.engine)
-    imports = partial(begin_imports, kind, is_cpu=device.type == "cpu")
+    imports = partial(
+        begin_imports,
+        kind,
+        is_cpu=device.type == "cpu",
+        is_invariant=spec.rollout.reproducible == "batch_invariant",
+    )
     importing = asyncio.ensure_future(asyncio.to_thread(imports))
     tokenizer = await asyncio.to_thread(load_chat_tokenizer, spec)
     if spec.data.chat_template:
@@ -140,6 +152,10 @@ async def _load(
     calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     reach = AddressPolicy(settings.reward_hosts)
     await importing
+    if settings.gpus_free_file is not None:
+        session.report(activity="waiting until the trainer has loaded and sleeps")
+        await _wait_for(settings.gpus_free_file, timeout_s=spec.limits.start_timeout_s)
+        session.report(activity="loading model and data")
     # Reward processes start and import their code while the engine reads its model.
     with unwrapped():
         async with TaskGroup() as loading:
@@ -159,6 +175,21 @@ async def _load(
             )
             scorer = await stack.enter_async_context(ScorerOfSets.open(spec, pool, reach))
     engine = building.result()
+    images = None
+    if spec.model.images:
+        if not engine.capabilities.model_inputs:
+            raise ValueError(
+                f"model.images is true, but rollout.engine {engine.capabilities.name!r} takes token ids "
+                "only; set it to false, or use the engine 'torch'"
+            )
+        images = await asyncio.to_thread(
+            ImageReader,
+            spec.model,
+            spec.data,
+            tokenizer,
+            allowance=settings.allowance,
+            reach=reach,
+        )
     if spec.data.model_inputs_column is not None and not engine.capabilities.model_inputs:
         raise ValueError(
             f"data.model_inputs_column is {spec.data.model_inputs_column!r}, but rollout.engine "
@@ -175,16 +206,24 @@ async def _load(
         tokenizer,
         num_demonstrations=spec.algorithm.num_demonstrations,
         answers_heldout=bool(spec.rollout.rewards),
+        images=images,
+        teacher_column=None if spec.teacher is None else spec.teacher.prompt_column,
     )
     num_heldout = sum(map(prompts.num_rows, spec.data.heldout_sets))
     sample_recorder = (
         SampleRecorder(data, spec, tokenizer, num_heldout) if spec.samples.is_on else None
     )
     rewards = chain.from_iterable(spec.rewards.values())
+    teacher = None
+    if spec.teacher_fields:
+        teacher = Teacher(spec, tokenizer, max_tokens=engine.max_tokens, reach=reach)
+        stack.push_async_callback(teacher.close)
     publisher = GroupPublisher(
         data,
         routing,
         has_token_rewards=any(reward.per != "response" for reward in rewards),
+        has_masks=spec.rollout.sampling.is_truncated,
+        teacher=teacher,
         sample_recorder=sample_recorder,
     )
     asked = spec.data.curriculum
@@ -199,6 +238,7 @@ async def _load(
             reward=scorer,
             comparison=scorer.comparison,
             calls=calls,
+            sandboxes=await _open_sandboxes(stack, spec.rollout.sandbox, settings),
             curriculum=curriculum,
         ),
         spec.rollout,
@@ -211,12 +251,43 @@ async def _load(
     return engine, await stack.enter_async_context(sampler), publisher
 
 
+async def _wait_for(file: Path, *, timeout_s: float) -> None:
+    """Waits until a file exists. Raises DeadlineExceededError."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not file.exists():  # noqa: ASYNC110, ASYNC240 -- another process writes it
+                await asyncio.sleep(_LOOK_EVERY_S)
+    except TimeoutError as error:
+        raise DeadlineExceededError(
+            f"the trainer, which shares this rollout's GPUs, did not load within {timeout_s:.0f} s; see "
+            "its log, or raise limits.start_timeout_s"
+        ) from error
+
+
 def _frozen(spec: RunSpec, device: torch.device) -> FrozenWeights | None:
     """Reads the base weights that LoRA adapters are merged into, if only adapters are published."""
-    if not spec.sends_adapters or not engine_kind(spec.rollout.engine).has_model:
+    lora = spec.trainer.lora
+    if lora is None or not (spec.sends_adapters and engine_kind(spec.rollout.engine).has_model):
         return None
-    dtype = getattr(torch, spec.trainer.dtype)
-    return FrozenWeights(spec.model, load_tokenizer(spec.model), dtype=dtype, device=device)
+    return FrozenWeights(
+        spec.model,
+        load_tokenizer(spec.model),
+        dtype=getattr(torch, spec.trainer.dtype),
+        device=device,
+        base_dtype=lora.base_dtype,
+    )
+
+
+async def _open_sandboxes(
+    stack: AsyncExitStack, spec: SandboxSpec | None, settings: RolloutSettings
+) -> SandboxService | None:
+    """Starts the service of the episodes' sandboxes, if the run has them, until the stack is closed."""
+    if spec is None:
+        return None
+    service = SandboxService(SandboxPool(spec))
+    return await stack.enter_async_context(
+        service.serving(settings.sandbox_bind, host=settings.advertise_host)
+    )
 
 
 async def _open_workflow(
@@ -312,6 +383,7 @@ def main() -> None:
     # Each running episode of an agent holds a connection, here and in the agent's process.
     raise_descriptor_limit()
     with (
+        ending_with_outages(),
         acting_as(settings.identity()),
         settings.tracing("rollout", run=settings.run_id, worker=settings.worker_id),
     ):

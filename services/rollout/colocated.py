@@ -31,10 +31,6 @@ def wait_for_gpus(
 
     Args:
         ready_file: File that the trainer writes after it has loaded.
-        numbers: Indices of the trainer's GPUs.
-        timeout_s: Max time to wait.
-        clock: Returns monotonic seconds.
-        pause: Sleeps.
 
     Raises:
         TimeoutError: If the file does not appear in time.

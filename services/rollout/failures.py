@@ -28,13 +28,16 @@ class GroupError(Exception):
         self.retryable = retryable
 
 
+def refused_prompt(reason: str, message: str) -> GroupError:
+    """Returns the error of a prompt that no further attempt can use, so that it is quarantined."""
+    return GroupError(reason, message, retryable=False)
+
+
 class InterruptedGroupError(GroupError):
     """Reports that a group was stopped before it was finished; its progress is cached.
 
     Args:
         stalled: Why the group counts as stalled; empty if the controller asked for the interruption.
-        num_unfinished: Number of unfinished members.
-        num_tokens: Number of tokens that the group has.
     """
 
     def __init__(self, *, stalled: str, num_unfinished: int, num_tokens: int) -> None:

@@ -6,7 +6,7 @@
     bucket i  -- copied -->  adapters are merged           -->  copied to the live weights
                              bucket i+1 is filled meanwhile
 
-The device never holds a second copy of the weights besides the engine's, whatever the model's size.
+The device never holds a second copy of the weights besides the engine's, regardless of the model's size.
 """
 
 import logging
@@ -16,9 +16,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from services.common.models.loading import build_model, find_folder, load_config, stored_buffers
+from services.common.models.loading import (
+    build_model,
+    find_folder,
+    load_config,
+    read_weights,
+    stored_buffers,
+)
 from services.common.models.loading import stored_tensors as stored_of
-from services.common.models.reading import read_weights
+from services.common.models.quantization import BaseDtype, is_quantized, rounded
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.run import ModelSpec
 from services.weightsync.adapters import (
@@ -53,16 +59,15 @@ class FrozenWeights:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        base_dtype: BaseDtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Reads the weights; blocks while it reads from disk.
 
         Args:
             model: The policy's model; not a preset.
-            tokenizer: The policy's.
             dtype: Dtype of the trainer's frozen weights and of the engine's weights.
-            device: The engine's device.
-            bucket_bytes: Max bytes of a bucket.
+            base_dtype: ``trainer.lora.base_dtype``; the weights are rounded as the trainer's are.
 
         Raises:
             ValueError: If the model does not load.
@@ -81,6 +86,10 @@ class FrozenWeights:
         self.plan = make_plan(specs, bucket_bytes)
         self._bytes, self._tensors = whole_buffers(self.plan, [_HOST])
         read_weights(self._tensors, find_folder(model), config.to_dict())
+        if base_dtype is not None:
+            for name, value in self._tensors.items():
+                if is_quantized(name, tuple(value.shape)):
+                    value.copy_(rounded(value.to(device), base_dtype))
         self._digest = frozen_digest(
             (name, value) for name, value in self._tensors.items() if name not in buffers
         )

@@ -20,6 +20,11 @@ WORKFLOW_FAILURES = Counter(
     "Episodes that the user's agent or tool server did not finish",
     ["kind"],
 )
+UNTAUGHT_SAMPLES = Counter(
+    "slipstream_rollout_untaught_samples_total",
+    "Samples that do not train because their teacher has no prompt, by reason",
+    ["reason"],
+)
 LATE_GROUPS = Counter(
     "slipstream_rollout_late_groups_total", "Finished groups that the transferqueue had already"
 )
@@ -48,6 +53,25 @@ ENVIRONMENT_SECONDS = Histogram(
     "Time of one request to an environment, including waits: begin, step or close",
     ["call"],
     buckets=USER_CODE,
+)
+SANDBOXES = Gauge(
+    "slipstream_rollout_sandboxes", "Sandboxes of episodes: running, or waited for", ["state"]
+)
+SANDBOX_SECONDS = Histogram(
+    "slipstream_rollout_sandbox_seconds",
+    "Time of an operation of an episode's sandbox: wait, start, command, end",
+    ["operation"],
+    buckets=USER_CODE,
+)
+SANDBOX_FAILURES = Counter(
+    "slipstream_rollout_sandbox_failures_total",
+    "Sandboxes that did not start, died, or did not end, so that they may be left over",
+    ["operation"],
+)
+SANDBOX_LIMITS = Counter(
+    "slipstream_rollout_sandbox_limits_total",
+    "Commands in sandboxes that were killed by a limit: time, memory, processes",
+    ["limit"],
 )
 PUBLISH_SECONDS = Histogram(
     "slipstream_rollout_publish_seconds", "Time to store a group, including waits", buckets=RPC

@@ -7,7 +7,7 @@ import grpc
 from services.common.errors import InvalidArgumentError, UnavailableError
 from services.common.messages import from_message
 from services.rollout.sampling.sampler import GroupSampler
-from services.wire.rollout import GroupAssignment, PromptHistory
+from services.wire.workers import GroupAssignment, PromptHistory
 from slipstream.rollout.v1 import rollout_pb2 as pb
 from slipstream.rollout.v1 import rollout_pb2_grpc
 
@@ -31,7 +31,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def StartGroups(
         self, request: pb.StartGroupsRequest, context: _Context
     ) -> pb.StartGroupsResponse:
-        """Starts groups."""
         self._attached().start([_assignment(group) for group in request.groups])
         return pb.StartGroupsResponse()
 
@@ -66,7 +65,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 def _assignment(group: pb.GroupAssignment) -> GroupAssignment:
-    """Validates and converts one assignment."""
     problems = {
         "group_id must not be empty": not group.group_id,
         "attempt must be at least 1": group.attempt < 1,

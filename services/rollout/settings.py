@@ -1,6 +1,7 @@
 """Settings of a rollout process."""
 
 import os
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -18,12 +19,17 @@ class RolloutSettings(WorkerSettings):
     """Device of the engine; ``auto`` uses a GPU if there is one."""
     gpu_neighbours: tuple[str, ...] = ()
     """Roles of other workers on the same GPU, if a host has too few GPUs; the engine leaves them memory."""
+    gpus_free_file: Path | None = None
+    """File whose existence allows the engine to take its GPUs, if it shares them with the trainer in
+    turns; imports and data are loaded before. None if the GPUs are free."""
     agent_bind: str = "127.0.0.1:0"
     """``host:port`` of the endpoint for agents (``rollout.workflow: agent``).
 
     Loopback serves agents on this machine or in this pod; bind to all interfaces only for an agent
     elsewhere.
     """
+    sandbox_bind: str = "127.0.0.1:0"
+    """``host:port`` by which agents and environments reach the sandboxes of their episodes."""
     reward_hosts: tuple[str, ...] = ()
     """Hosts, in lower case, of reward services and agents that may have private addresses.
 

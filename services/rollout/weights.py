@@ -48,7 +48,6 @@ class WeightReceiver:
         """Sets the engine and sampler; until then calls raise UnavailableError.
 
         Args:
-            engine: Adopts the weights.
             sampler: Checkpoints unfinished groups after each update, if ``is_partial``.
             is_partial: True if weights may change in the middle of a response.
             frozen: Base weights to merge adapters into, if only adapters are received.

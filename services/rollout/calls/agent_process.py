@@ -16,7 +16,9 @@ from functools import partial
 from typing import Any, TextIO
 
 from services.common.callables import describe_error, load_callable
+from services.common.parent import die_with_parent
 from services.common.task_group import TaskGroup
+from services.rollout.sandbox.service import sandbox_argument
 
 _LINE_BYTES = 64 << 20
 _MAX_THREADS = 512
@@ -53,11 +55,14 @@ async def serve(reference: str, answers: TextIO) -> None:
 async def _run(agent: Callable[..., Any], message: dict[str, Any], answers: TextIO) -> None:
     """Runs one episode and writes its answer."""
     answer: dict[str, Any] = {"id": message["id"]}
+    keywords = message["keywords"]
     try:
+        if "sandbox" in keywords:
+            keywords["sandbox"] = sandbox_argument(keywords["sandbox"], agent)
         if inspect.iscoroutinefunction(agent):
-            value = await agent(**message["keywords"])
+            value = await agent(**keywords)
         else:
-            value = await asyncio.to_thread(agent, **message["keywords"])
+            value = await asyncio.to_thread(agent, **keywords)
         answer["value"] = _reward(value)
     except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
         answer["error"] = describe_error(error)
@@ -83,6 +88,7 @@ def _answer(answers: TextIO, answer: dict[str, Any]) -> None:
 
 def main() -> None:
     """Runs the process: ``python -m services.rollout.calls.agent_process REFERENCE``."""
+    die_with_parent()
     # Answers use the original standard output; output of the agent goes to standard error.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

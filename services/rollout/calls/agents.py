@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import httpx
 
 from services.common.task_group import TaskGroup
-from services.rollout.calls.outside import ExternalService
-from services.rollout.calls.reach import AddressPolicy
+from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.failures import BusyError, CallError
 from services.rollout.settings import environment_of_user_code
 
@@ -28,7 +27,6 @@ class AgentRunner(Protocol):
 
     async def run(self, keywords: Mapping[str, Any]) -> Any:
         """Runs one episode and returns the agent's result. Raises CallError if it fails."""
-        ...
 
 
 class AgentProcess:
@@ -92,7 +90,6 @@ class AgentProcess:
                 self._send({"cancel": number})
 
     async def stop(self) -> None:
-        """Kills the process."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
         if self._reader is not None:
@@ -133,7 +130,6 @@ class AgentProcesses:
         self._processes = processes
 
     async def run(self, keywords: Mapping[str, Any]) -> Any:
-        """Runs one episode."""
         return await min(self._processes, key=lambda process: process.num_running).run(keywords)
 
 
@@ -169,9 +165,6 @@ async def agent_runner(
 
     Args:
         agent: Reference to a function, or URL of a service.
-        processes: Number of processes of a function.
-        reach: Addresses that a service may have.
-        token: Bearer token for a service.
 
     Raises:
         ValueError: If the function does not exist or cannot be loaded.

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Final
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.common.http.limits import admit
 from services.common.http.server import serve_http
 from services.common.security.credentials import read_key
 
@@ -32,7 +34,6 @@ class Guard:
     Args:
         app: Application that receives accepted requests, with complete bodies.
         token: Token that rollouts send as ``Authorization: Bearer``; empty if only this user can connect.
-        max_body_bytes: Max size of one request body.
     """
 
     def __init__(self, app: ASGIApp, *, token: bytes, max_body_bytes: int = MAX_BODY_BYTES) -> None:
@@ -48,6 +49,8 @@ class Guard:
         refusal = self._refusal(scope["path"], headers)
         body = b""
         if refusal is None:
+            if scope["path"] not in _OPEN_PATHS:
+                admit(scope)
             try:
                 async with asyncio.timeout(_BODY_TIMEOUT_S):
                     body = await self._read(headers, receive)
@@ -80,7 +83,12 @@ class Guard:
         return None
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
-        """Reads the complete body. Raises ValueError if it is too large."""
+        """Reads the complete body.
+
+        Raises:
+            ValueError: If it is too large.
+            ClientDisconnect: If the client disconnects before it ends.
+        """
         body, has_more = bytearray(), True
         stated = headers.get("content-length", "")
         if stated.isdecimal() and int(stated) > self._max_bytes:
@@ -89,6 +97,8 @@ class Guard:
             )
         while has_more:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
             body += message.get("body", b"")
             has_more = message.get("more_body", False)
             if len(body) > self._max_bytes:

@@ -6,12 +6,45 @@ process. Protocol: JSON-RPC 2.0, one message per line (modelcontextprotocol.io, 
 """
 
 import functools
+import inspect
 import itertools
 import json
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pydantic import TypeAdapter
+
+from services.common.callables import load_callable
+
+
+def tool_schema(reference: str) -> dict[str, Any]:
+    """Describes a function in the format of OpenAI's API: name, docstring, and parameters from their types.
+
+    Args:
+        reference: ``module:function`` or ``file.py:function``.
+
+    Raises:
+        ValueError: If its parameters have no JSON schema.
+    """
+    function: Any = load_callable(reference)
+    try:
+        parameters = TypeAdapter(function).json_schema()
+    except Exception as error:
+        raise ValueError(
+            f"no JSON schema can be generated for {reference!r}: {error}; annotate its parameters with JSON "
+            "types"
+        ) from error
+    return {
+        "type": "function",
+        "function": {
+            "name": reference.rpartition(":")[2],
+            "description": inspect.getdoc(function) or "",
+            "parameters": parameters,
+        },
+    }
+
 
 _PROTOCOL_VERSION = "2025-06-18"
 
@@ -25,7 +58,7 @@ class _Server:
         self._process = subprocess.Popen(  # noqa: S603 -- the run's specification names the command
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.ask(
+        self.request(
             "initialize",
             {
                 "protocolVersion": _PROTOCOL_VERSION,
@@ -35,8 +68,7 @@ class _Server:
         )
         self._send({"method": "notifications/initialized"})
 
-    def ask(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Sends a request and returns its result."""
+    def request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
         self._send({"id": number, "method": method, "params": params})
         assert self._process.stdout is not None
@@ -63,7 +95,7 @@ def list_tools(command: Sequence[str]) -> list[dict[str, Any]]:
     tools: list[dict[str, Any]] = []
     params: dict[str, Any] = {}
     while True:
-        result = _server(tuple(command)).ask("tools/list", params)
+        result = _server(tuple(command)).request("tools/list", params)
         tools += map(_described, result["tools"])
         if not result.get("nextCursor"):
             return tools
@@ -76,7 +108,7 @@ def call_tool(command: Sequence[str], name: str, arguments: Mapping[str, Any]) -
     Raises:
         RuntimeError: If the tool reports an error.
     """
-    result = _server(tuple(command)).ask("tools/call", {"name": name, "arguments": arguments})
+    result = _server(tuple(command)).request("tools/call", {"name": name, "arguments": arguments})
     text = "\n".join(part["text"] for part in result["content"] if part.get("type") == "text")
     if result.get("isError"):
         raise RuntimeError(text or f"tool {name!r} failed")

@@ -40,7 +40,6 @@ class CallPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Kills all workers."""
         workers = [*self._idle, *self._busy]
         self._idle.clear()
         for worker in workers:
@@ -80,7 +79,7 @@ class CallPool:
     async def _with_worker(self, request: dict[str, Any], *, timeout_s: float) -> Any:
         name = request["name"]
         async with self._places:
-            worker = await self._take()
+            worker = await self._acquire_worker()
             is_well = False
             try:
                 answer: dict[str, Any] = {}
@@ -100,7 +99,7 @@ class CallPool:
             raise CallError(answer["kind"], f"{name!r} raised {answer['error']}")
         return answer["value"]
 
-    async def _take(self) -> _Worker:
+    async def _acquire_worker(self) -> _Worker:
         """Takes an idle worker or starts one."""
         if self._idle:
             worker = self._idle.pop()

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from services.common.callables import describe_error, load_callable
+from services.common.parent import die_with_parent
 
 
 def main() -> None:
     """Answers requests until the input ends."""
+    die_with_parent()
     # Answers use the original standard output; output of user code goes to standard error.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -4,16 +4,11 @@ from services.common.runspec.data import CurriculumSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.sources import Row
 from services.rollout.failures import CallError, GroupError
-from services.wire.rollout import DEFERRED, PromptHistory
+from services.wire.workers import DEFERRED, PromptHistory
 
 
 class Curriculum:
-    """Calls the function of a run's curriculum.
-
-    Args:
-        spec: Names the function.
-        calls: Calls the function in a separate process.
-    """
+    """Calls the function of a run's curriculum."""
 
     def __init__(self, spec: CurriculumSpec, calls: CallPool) -> None:
         self._spec = spec
@@ -21,10 +16,6 @@ class Curriculum:
 
     async def check(self, row: Row, tried: PromptHistory) -> None:
         """Returns if the prompt is worth sampling now, and raises otherwise.
-
-        Args:
-            row: The prompt's row.
-            tried: The prompt's history.
 
         Raises:
             GroupError: ``deferred`` if the function defers the prompt; ``curriculum_timeout``,

@@ -70,7 +70,6 @@ def of_chat(
     Args:
         messages: Messages; the last one is the assistant's, the first one is not.
         tools: Tools that the assistant could call.
-        tokenizer: Renders and encodes the chat.
         turns: ``all`` if all of the assistant's messages train, ``last`` for the last one only.
 
     Raises:

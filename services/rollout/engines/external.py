@@ -11,21 +11,17 @@ blocks that were recomputed for a running one.
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Self
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from typing import Protocol, Self
 
 from torch import Tensor
 
-from services.common.phases import Phases
+from services.common.telemetry.metrics import Phases
 from services.rollout import metrics
-from services.rollout.engines.backend import (
-    Backend,
-    EngineDiedError,
-    PausableBackend,
-    SegmentStream,
-)
 from services.rollout.engines.base import (
+    Decode,
+    EngineCapabilities,
     EngineStats,
     GenerationRequest,
     GenerationResult,
@@ -35,17 +31,204 @@ from services.rollout.engines.base import (
     check_supported,
     check_tensors,
 )
-from services.rollout.engines.busy_time import BusyTime
-from services.rollout.engines.engine_order import EngineConfig, ModelShape, model_shape
-from services.rollout.engines.gate import Gate
+from services.rollout.engines.engine_config import EngineConfig, ModelShape, model_shape
 from services.rollout.engines.in_place import place_in_workers
-from services.rollout.engines.request_segments import RequestProgress
+from services.rollout.engines.request_segments import RequestProgress, Segment, TokenChunk
 from services.rollout.engines.shared_tensors import shared
 from services.rollout.engines.slots import Slots
-from services.rollout.engines.stop_texts import Decode
 from services.weightsync.endpoints import Place
 from services.weightsync.plan import TensorSpec, WeightPlan
 from services.wire.data.model_inputs import ModelInputs
+
+
+class FirstToken:
+    """Records the time from an adoption to the first token under the new weights."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Starts the clock: new weights are in service."""
+        self._since = time.monotonic()
+
+    def record(self) -> None:
+        if self._since is None:
+            return
+        after_s, self._since = time.monotonic() - self._since, None
+        metrics.FIRST_TOKEN_SECONDS.observe(after_s)
+        logger.info("first token of a weight version", extra={"after_ms": round(1e3 * after_s, 1)})
+
+
+class EngineDiedError(RuntimeError):
+    """The engine's process died or does not respond; only a restart helps."""
+
+
+class SegmentStream(Protocol):
+    """Token stream of one segment."""
+
+    async def next(self) -> TokenChunk:
+        """Waits for the next chunk; a chunk with a finish reason is the last.
+
+        Raises:
+            EngineDiedError: If the engine died.
+        """
+
+    async def close(self) -> None:
+        """Closes the stream and ends the segment if it still runs."""
+
+
+class Backend(Protocol):
+    """Operations that an external engine must provide."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Features of the engine."""
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Capacity of the KV cache in tokens, available after the start."""
+
+    async def serve(self, started: Callable[[], None]) -> None:
+        """Starts the engine, calls ``started``, and serves until cancelled.
+
+        Raises:
+            EngineDiedError: If the engine died.
+        """
+
+    async def submit(self, part: Segment) -> SegmentStream:
+        """Submits a segment; from then on, :meth:`abort_segments` can end it."""
+
+    async def abort_segments(self, segment_ids: Collection[str]) -> None:
+        """Ends segments soon, with reason ``abort``; ignores unknown ids."""
+
+    async def load(self, description: str) -> None:
+        """Passes a description to every worker; called only while no segment produces tokens.
+
+        Args:
+            description: Describes shared tensors that replace all weights, or a command of ``in_place``.
+        """
+
+    async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Computes the log probability of every token but the first, without cached prefixes."""
+
+    async def sleep(self) -> None:
+        """Releases the KV cache and the weights' memory.
+
+        Called only while no segment exists; none is submitted before new weights.
+        """
+
+    async def wake(self) -> None:
+        """Takes the memory back."""
+
+
+class PausableBackend(Protocol):
+    """Backend that can keep requests running across a weight change."""
+
+    async def freeze(self) -> None:
+        """Stops between two steps; segments keep their slots, tokens and cache."""
+
+    async def thaw(self, version: int, *, recompute: bool) -> bool:
+        """Continues; chunks attribute all tokens sampled from now on to ``version``.
+
+        Args:
+            version: Version of the weights loaded in the meantime.
+            recompute: True to recompute caches under the new weights.
+
+        Returns:
+            True if the cache no longer contains anything computed with older weights.
+        """
+
+
+class BusyTime:
+    """Accumulates busy and idle time from its creation on."""
+
+    def __init__(self) -> None:
+        self._started_at = time.monotonic()
+        self._since: float | None = None
+        self._seconds = 0.0
+
+    def begin(self) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def end(self) -> None:
+        """Marks the engine as idle."""
+        if self._since is not None:
+            self._seconds += time.monotonic() - self._since
+            self._since = None
+
+    @property
+    def idle_seconds(self) -> float:
+        now = time.monotonic()
+        busy = self._seconds + (0.0 if self._since is None else now - self._since)
+        return now - self._started_at - busy
+
+
+class Gate:
+    """Lets many tasks pass at once; a task that closes the gate waits for them and excludes new ones.
+
+    The gate can also be held shut for a longer time, during which tasks can still close it.
+    """
+
+    def __init__(self) -> None:
+        self._num_inside = 0
+        self._is_closed = False
+        self._is_held = False
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def enter(self, *, give_up: Callable[[], bool]) -> AsyncIterator[None]:
+        """Waits while the gate is shut; the gate cannot be closed while the block runs.
+
+        Args:
+            give_up: Checked while the gate is shut; if it returns True, the task enters anyway and must find
+                out the reason itself.
+        """
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: give_up() or not (self._is_closed or self._is_held)
+            )
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+            await self._notify()
+
+    @asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        """Closes the gate while the block runs, after all tasks inside have left."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_closed)
+            self._is_closed = True
+            try:
+                await self._changed.wait_for(lambda: self._num_inside == 0)
+            except asyncio.CancelledError:
+                self._is_closed = False
+                raise
+        try:
+            yield
+        finally:
+            self._is_closed = False
+            await self._notify()
+
+    def keep_shut(self) -> None:
+        """Holds the gate shut until :meth:`release`."""
+        self._is_held = True
+
+    async def release(self) -> None:
+        """Ends a hold and lets waiting tasks pass."""
+        self._is_held = False
+        await self._notify()
+
+    async def recheck_waiting(self) -> None:
+        """Makes every waiting task check its ``give_up`` condition again."""
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +256,6 @@ class ExternalEngine:
         """Wraps a backend; :meth:`run` starts it.
 
         Args:
-            backend: The external engine.
             model: Tensors and limits of the decoded model.
             max_running: Max number of requests decoded at once.
             kv_policy: ``recompute`` if an adoption recomputes the KV prefix of running requests.
@@ -113,8 +295,6 @@ class ExternalEngine:
         """Wraps a backend according to an engine configuration.
 
         Args:
-            backend: The external engine.
-            order: Configuration of the engine.
             length_argument: The external engine's argument for the max length of context and response.
             freezer: The backend, if it can freeze.
         """
@@ -141,11 +321,9 @@ class ExternalEngine:
         await self.backend.serve(self._started.set)
 
     async def wait_ready(self) -> None:
-        """Waits until the engine has started."""
         await self._started.wait()
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Decodes one request."""
         check_request(
             request, vocab_size=self._model.vocab_size, max_model_tokens=self._model.max_tokens
         )
@@ -154,7 +332,7 @@ class ExternalEngine:
             raise ValueError("stop texts need a tokenizer, but this engine has none")
         await self._started.wait()
         progress = RequestProgress(request, self._decode)
-        async with self._places.take(request) as is_admitted:
+        async with self._places.acquire(request) as is_admitted:
             if not is_admitted:
                 return progress.result("aborted")
             self._busy.begin()
@@ -198,7 +376,7 @@ class ExternalEngine:
             progress.is_aborted = True
         async with self._gate.closed():
             await self._cut(ended)
-        await self._gate.recheck()
+        await self._gate.recheck_waiting()
         await asyncio.gather(*[progress.ended.wait() for progress in ended])
 
     async def peek(self) -> dict[str, GenerationResult]:
@@ -210,7 +388,7 @@ class ExternalEngine:
         self._places.close()
         if drain:
             await self._places.wait_until_empty()
-        self._gate.hold()
+        self._gate.keep_shut()
         async with self._gate.closed():
             await self._cut(self._running.values())
 
@@ -249,16 +427,16 @@ class ExternalEngine:
         with ExitStack() as stack:
             phases = Phases(metrics.ADOPT_PHASE_SECONDS)
             description = await asyncio.to_thread(stack.enter_context, shared(tensors))
-            phases.done("share")
+            phases.end_phase("share")
             async with self._gate.closed():
-                phases.done("gate")
+                phases.end_phase("gate")
                 started_at = time.monotonic()
                 await self._pause_segments()
-                phases.done("freeze")
+                phases.end_phase("freeze")
                 await self.backend.load(description)
-                phases.done("copy")
+                phases.end_phase("copy")
                 await self._resume_segments(version)
-                phases.done("thaw")
+                phases.end_phase("thaw")
                 stall_s = time.monotonic() - started_at
         logger.info("weights adopted", extra={"version": version, **phases.milliseconds()})
         return stall_s
@@ -266,7 +444,7 @@ class ExternalEngine:
     async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
         """Stops running requests and lets the engine's workers place received buckets."""
         await self._started.wait()
-        self._gate.hold()
+        self._gate.keep_shut()
         async with self._gate.closed():
             await self._pause_segments()
             return await place_in_workers(plan, slots, self.backend.load)
@@ -324,7 +502,7 @@ class ExternalEngine:
         while True:
             stream: SegmentStream | None = None
             try:
-                async with self._gate.passage(give_up=lambda: progress.is_aborted):
+                async with self._gate.enter(give_up=lambda: progress.is_aborted):
                     if progress.is_aborted:
                         return progress.result("aborted")
                     assert not self._is_blank, "an engine without weights cannot decode"

@@ -6,6 +6,7 @@ On a :class:`~services.rollout.engines.virtual_time.VirtualTimeLoop` its times a
 import asyncio
 import heapq
 import math
+import selectors
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -23,7 +24,7 @@ from services.rollout.engines.base import (
     check_scorable,
     check_supported,
 )
-from services.rollout.engines.engine_order import EngineConfig
+from services.rollout.engines.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +38,6 @@ class Lengths(Protocol):
 
     def length(self, seed: int) -> int:
         """Returns the length in tokens of the sample with this seed; the same on every replica."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +101,7 @@ class FakeEngine:
     Args:
         max_running: Max number of requests decoded at once.
         step_seconds: Maps the number of running requests to the seconds of one step.
-        lengths: Length of each sample.
         vocab_size: Exclusive upper bound of token ids.
-        stop_token: Last token of a response that is not cut.
     """
 
     capabilities = EngineCapabilities(
@@ -150,7 +148,7 @@ class FakeEngine:
     async def run(self) -> None:
         """Produces tokens until cancelled."""
         while True:
-            self._settle()
+            self._advance()
             self._admit()
             self._changed.clear()
             timer = self._wake_at_next_end()
@@ -162,7 +160,6 @@ class FakeEngine:
         """Returns at once: nothing has to start."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Decodes one request."""
         check_request(request, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
         check_supported(request, self.capabilities)
         num_left = max(1, self._lengths.length(request.seed) - request.draw_offset)
@@ -187,7 +184,7 @@ class FakeEngine:
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """Ends requests; their results keep the tokens so far."""
-        self._settle()
+        self._advance()
         for _, _, row in self._waiting:
             if request_ids is None or row.request.request_id in request_ids:
                 self._end(row, "aborted")
@@ -200,7 +197,7 @@ class FakeEngine:
 
     async def peek(self) -> dict[str, GenerationResult]:
         """Returns the tokens so far of each running request."""
-        self._settle()
+        self._advance()
         self._count()
         return {name: self._result(row, "aborted") for name, row in self._running.items()}
 
@@ -210,7 +207,7 @@ class FakeEngine:
         if drain and self._running:
             self._drained.clear()
             await self._drained.wait()
-        self._settle()
+        self._advance()
         self._may_step = False
         self._changed.set()
 
@@ -237,14 +234,13 @@ class FakeEngine:
     async def adopt_weights(self, version: int, tensors: "Mapping[str, Tensor]") -> float:
         """Attributes further tokens to a version; takes no time."""
         assert not self._is_asleep, "a sleeping engine has no memory for weights; wake it first"
-        self._settle()
+        self._advance()
         self._count()
         self._weight_version, self._is_blank = version, False
         return 0.0
 
     def stats(self) -> EngineStats:
-        """Returns gauges."""
-        self._settle()
+        self._advance()
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
@@ -255,7 +251,7 @@ class FakeEngine:
             is_asleep=self._is_blank,
         )
 
-    def _settle(self) -> None:
+    def _advance(self) -> None:
         """Counts the steps completed by now, even if the event loop is late."""
         now = asyncio.get_running_loop().time()
         since = now if self._since is None else self._since
@@ -334,3 +330,35 @@ class FakeEngine:
             version_runs=tuple(row.version_runs),
             finish_reason=reason,
         )
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """Runs timers in order without waiting for them: simulates hours in seconds.
+
+    ``asyncio.sleep`` and time-outs are virtual; sockets, threads and processes are not, so a
+    simulation must not wait for them.
+    """
+
+    def __init__(self) -> None:
+        self._jumped_s = 0.0
+        super().__init__(_JumpingSelector(self._jump))
+
+    def time(self) -> float:
+        return self._jumped_s
+
+    def _jump(self, seconds: float) -> None:
+        self._jumped_s += seconds
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Never blocks while a timer is pending: turns the requested wait into a jump of the clock."""
+
+    def __init__(self, jump: Callable[[float], None]) -> None:
+        super().__init__()
+        self._jump = jump
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(0 if timeout is not None else None)
+        if not events and timeout is not None and timeout > 0:
+            self._jump(timeout)
+        return events

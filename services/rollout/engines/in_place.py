@@ -95,7 +95,6 @@ def handle_weight_command(
 
     Args:
         order: JSON command.
-        model: The engine's model.
         rank: This worker's rank of tensor parallelism.
         ranks: Number of ranks of tensor parallelism.
         has_plain_experts: As in :func:`~services.rollout.engines.layout.plan_pieces`.
@@ -134,8 +133,6 @@ class _Writer:
 
     Args:
         slots: Shared buffers by name.
-        shapes: Shapes of the checkpoint tensors.
-        parameters: This worker's parameters.
         pieces: Mapping of checkpoint tensors to these parameters.
     """
 
@@ -167,11 +164,6 @@ class FlatTarget:
 
     Tensor and parameter are viewed as matrices whose rows are the dimensions before the cut one, so
     that the piece is a range of columns in all rows.
-
-    Args:
-        piece: Piece of the checkpoint tensor.
-        shape: Shape of the checkpoint tensor.
-        parameter: Parameter that contains the piece.
 
     Raises:
         UnknownLayoutError: If the parameter is not contiguous.

@@ -13,16 +13,18 @@ from typing import Any, Final, Self
 import torch
 from transformers import PretrainedConfig
 
-from services.common.models.kv_memory import kv_bytes_per_token, required_kv_tokens
 from services.common.models.training_memory import (
     SPARE,
     adapter_weights,
+    kv_bytes_per_token,
+    required_kv_tokens,
+    resident_memory,
     shapes_of,
+    sleeping_memory,
     trainer_memory,
     weight_bytes,
     weight_copies,
 )
-from services.common.models.turns_memory import resident_memory, sleeping_memory
 from services.common.runspec.engines import EngineKind, engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import LoraSpec
@@ -56,7 +58,6 @@ class ModelSize:
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> Self:
-        """Computes the size from a model's configuration."""
         text = config.get_text_config()
         heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
         return cls(
@@ -180,7 +181,6 @@ class MemoryPlan:
         return max(0, int(self.kv_cache / self.kv_per_token))
 
     def table(self) -> str:
-        """Formats the plan as a text table."""
         rows: Sequence[tuple[str, float]] = [
             ("engine: weights", self.weights),
             ("engine: activations, graphs", _WORKING),
@@ -241,10 +241,6 @@ def plan_memory(
     """Divides a model, its KV cache and the memory of weight sync among the GPUs of one rollout.
 
     Args:
-        model: Size of the model.
-        plane: Memory of weight sync.
-        gpu_bytes: Memory of one GPU.
-        kind: Kind of engine.
         arguments: Arguments of the engine, which determine how the model is divided.
         others: Bytes of other workers on that GPU.
         kv_token_limit: Max useful size of the KV cache in tokens.
@@ -274,8 +270,6 @@ def other_workers_bytes(
 
     Args:
         roles: Roles of the other workers, one entry per worker.
-        spec: The run.
-        config: Configuration of its model.
         gpu_bytes: Memory of the GPU; rollouts divide equally what trainers leave.
     """
     size = ModelSize.of(config, getattr(torch, spec.trainer.dtype)).weights
@@ -307,9 +301,6 @@ def plan_of(
     """Plans the memory of a run's rollouts on GPUs of a given size.
 
     Args:
-        spec: The run.
-        config: Configuration of its model.
-        gpu_bytes: Memory of one GPU.
         roles: Roles of the other workers on a rollout's GPUs.
         checks: True to refuse a plan that does not fit.
 
@@ -380,17 +371,17 @@ def _checked_share(
     name = kind.memory_argument
     assert name is not None
     excluded = _WORKING / plan.total if kind.memory_excludes_working else 0
-    most, given = plan.engine_share - excluded, arguments.get(name)
+    maximum, given = plan.engine_share - excluded, arguments.get(name)
     if given is None:
         # This fraction is of the memory that is free at that time; the explicit KV cache size
         # bounds the use.
         is_bounded = kind.memory_excludes_working and plan.others
         return {name: _LARGEST_SHARE if is_bounded else round(plan.wanted_share - excluded, 2)}
-    if given > most:
+    if given > maximum:
         beside = f" and other workers {plan.others / _GB:.1f}" if plan.others else ""
         raise ValueError(
             f"rollout.engine_arguments.{name} is {given}, but weight sync needs {plan.plane / _GB:.1f}"
-            f"{beside} of {plan.total / _GB:.1f} GB, which leaves at most {most:.2f}; lower or remove it\n"
+            f"{beside} of {plan.total / _GB:.1f} GB, which leaves at most {maximum:.2f}; lower or remove it\n"
             + plan.table()
         )
     return {}

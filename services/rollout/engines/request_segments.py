@@ -8,16 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.common.models.routing_shape import RoutingShape
+from services.common.models.families import RoutingShape
 from services.rollout.engines.base import (
+    Decode,
     FinishReason,
     GenerationRequest,
     GenerationResult,
     RoutedExperts,
     VersionRun,
     append_version,
+    ends_in_stop_text,
 )
-from services.rollout.engines.stop_texts import Decode, ends_in_stop_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,7 @@ class TokenChunk:
     finish_reason: str | None = None
     """``stop``, ``length`` or ``abort`` in the last chunk, else None."""
     routed_experts: RoutedExperts | None = None
-    """Chosen experts of the tokens after those already reported, starting at the segment's ``experts_from``.
-    """
+    """Chosen experts of the tokens that are not reported yet, from the segment's ``experts_from``."""
 
 
 class RequestProgress:
@@ -100,7 +100,6 @@ class RequestProgress:
         )
 
     def end_segment(self) -> None:
-        """Marks the current segment as ended."""
         self.segment_id = None
         self.segment_ended.set()
 
@@ -162,7 +161,6 @@ def convert_experts(experts: RoutedExperts, routing: RoutingShape) -> RoutedExpe
 
     Args:
         experts: ``[tokens, layers, K]`` integers, of the layers with experts or of all layers.
-        routing: Routing shape of the model.
     """
     if experts.shape[1] != len(routing.layers):
         experts = experts[:, routing.layers]

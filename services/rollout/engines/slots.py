@@ -37,11 +37,10 @@ class Slots:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for a slot."""
         return len(self._waiting)
 
     @asynccontextmanager
-    async def take(self, request: GenerationRequest) -> AsyncIterator[bool]:
+    async def acquire(self, request: GenerationRequest) -> AsyncIterator[bool]:
         """Waits for a slot and holds it while the block runs.
 
         Yields:
@@ -84,16 +83,13 @@ class Slots:
         heapq.heapify(left)
 
     def close(self) -> None:
-        """Stops admission."""
         self._is_open = False
 
     def open(self) -> None:
-        """Restarts admission."""
         self._is_open = True
         self._admit()
 
     async def wait_until_empty(self) -> None:
-        """Waits until no request runs."""
         await self._empty.wait()
 
     def _admit(self) -> None:

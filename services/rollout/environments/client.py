@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 import httpx
 
-from services.rollout.calls.outside import ExternalService
+from services.rollout.calls.outside import ExternalService, delays
 from services.rollout.environments.protocol import (
+    FIRST_DELAY_S,
+    MAX_DELAY_S,
     PROTOCOL,
     Message,
     Observation,
-    delays,
     parse_end,
     parse_observation,
 )
@@ -26,11 +27,9 @@ class Session(Protocol):
 
     async def step(self, message: Message) -> Observation:
         """Sends the policy's message and returns the next observation. Raises CallError."""
-        ...
 
     async def close(self) -> Observation:
         """Ends the episode if it is still running; returns the reward of the end."""
-        ...
 
 
 class Environment(Protocol):
@@ -38,19 +37,25 @@ class Environment(Protocol):
 
     async def check(self) -> None:
         """Checks that the environment responds and speaks the protocol. Raises CallError."""
-        ...
 
-    async def begin(self, task: Mapping[str, Any], *, seed: int) -> tuple[Session, Observation]:
-        """Starts an episode. Raises CallError naming the environment."""
-        ...
+    async def begin(
+        self, task: Mapping[str, Any], *, seed: int, sandbox: Mapping[str, str] | None = None
+    ) -> tuple[Session, Observation]:
+        """Starts an episode.
+
+        Args:
+            seed: Seed that all members of a group share.
+            sandbox: URL and key of the episode's sandbox, if it has one.
+
+        Raises:
+            CallError: With the environment's name.
+        """
 
 
 class HttpEnvironment:
     """An environment that speaks the protocol over HTTP.
 
     Args:
-        name: Name of the environment in messages.
-        service: HTTP service of the environment.
         timeout_s: Deadline of each answer, including retries.
         wait_s: Max time to retry while the environment is busy.
     """
@@ -65,7 +70,7 @@ class HttpEnvironment:
 
     async def check(self) -> None:
         """Checks that the environment responds and speaks this version of the protocol. Raises CallError."""
-        answer = await self.ask("GET", "/v1", None, what="answer", wait_s=self.timeout_s)
+        answer = await self.request("GET", "/v1", None, what="answer", wait_s=self.timeout_s)
         if answer.get("protocol") != PROTOCOL:
             raise CallError(
                 "invalid_value",
@@ -74,11 +79,13 @@ class HttpEnvironment:
             )
 
     async def begin(
-        self, task: Mapping[str, Any], *, seed: int
+        self, task: Mapping[str, Any], *, seed: int, sandbox: Mapping[str, str] | None = None
     ) -> tuple["HttpSession", Observation]:
         """Starts an episode. Raises CallError naming the environment."""
-        body = {"task": dict(task), "seed": seed}
-        answer = await self.ask(
+        body: dict[str, Any] = {"task": dict(task), "seed": seed}
+        if sandbox is not None:
+            body["sandbox"] = dict(sandbox)
+        answer = await self.request(
             "POST", "/v1/episodes", body, what="start an episode", wait_s=self._wait_s
         )
         name = answer.pop("episode", None)
@@ -89,7 +96,7 @@ class HttpEnvironment:
             )
         return HttpSession(self, name), parse_observation(answer, source=_source(self.name))
 
-    async def ask(
+    async def request(
         self,
         method: str,
         path: str,
@@ -109,7 +116,7 @@ class HttpEnvironment:
         """
         loop, begin = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         why = f"sent no response for {self.timeout_s:g} s"
-        for delay_s in delays():
+        for delay_s in delays(FIRST_DELAY_S, MAX_DELAY_S):
             is_busy = False
             left_s = max(begin + max(wait_s, self.timeout_s) - loop.time(), 0.0)
             try:
@@ -164,7 +171,7 @@ class HttpSession:
         environment = self._environment
         self._step += 1
         body = {"step": self._step, "message": dict(message)}
-        answer = await environment.ask(
+        answer = await environment.request(
             "POST",
             self._path,
             body,
@@ -182,7 +189,7 @@ class HttpSession:
     async def close(self) -> Observation:
         """Ends the episode if it is still running; returns the reward of the end."""
         environment = self._environment
-        answer = await environment.ask(
+        answer = await environment.request(
             "DELETE", self._path, None, what="end its episode", wait_s=environment.timeout_s
         )
         return parse_end(answer, source=_source(environment.name))

@@ -6,7 +6,8 @@ socket, without a token.
 
 Each episode gets a new instance of the class, created with the run's arguments. The class has::
 
-    reset(task, seed) -> observation     first messages, and tools if there are any
+    reset(task, seed) -> observation     first messages, and tools if there are any; if the run has sandboxes,
+                                         with the keyword argument sandbox
     step(message)     -> observation     the answer to the policy's message
     close()           -> reward | None   optional; called at the end, whichever side ends it
 
@@ -33,8 +34,10 @@ from starlette.routing import Route
 from services.common.callables import load_callable
 from services.common.errors import InvalidArgumentError
 from services.common.lifetime import wait_for_shutdown
+from services.common.parent import die_with_parent
 from services.rollout.calls.guard import add_options, serve_guarded
 from services.rollout.environments.protocol import MAX_ANSWER_BYTES, PROTOCOL, wire_size
+from services.rollout.sandbox.service import sandbox_argument
 
 _MAX_THREADS = 512
 _MAX_EPISODES = 1024
@@ -67,7 +70,6 @@ class Host:
 
     Args:
         make: Creates the instance of an episode.
-        name: Name of the environment.
         arguments: Keyword arguments of ``make``.
         max_episodes: Max concurrent episodes; further ones get status 503.
         idle_s: Seconds without a request after which an episode is ended.
@@ -91,7 +93,6 @@ class Host:
         self._episodes: dict[str, _Episode] = {}
 
     def app(self) -> Starlette:
-        """Returns the ASGI application."""
         return Starlette(
             routes=[
                 Route("/healthz", lambda _: Response()),
@@ -129,7 +130,10 @@ class Host:
         episode = self._episodes[name] = _Episode()
         try:
             episode.inner = await asyncio.to_thread(self._make, **self._arguments)
-            answer = await _call(episode.inner.reset, given["task"], seed=given["seed"])
+            more = {}
+            if given.get("sandbox") is not None:
+                more["sandbox"] = sandbox_argument(given["sandbox"], episode.inner.reset)
+            answer = await _call(episode.inner.reset, given["task"], seed=given["seed"], **more)
         except BaseException:
             del self._episodes[name]
             raise
@@ -271,6 +275,8 @@ def main() -> None:
         "--child", action="store_true", help="exit at the end of the standard input"
     )
     given = parser.parse_args()
+    if given.child:
+        die_with_parent()
     # The parent reads the answer from the original standard output; user code prints to standard error.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -13,8 +13,7 @@ from typing import Any
 
 import httpx
 
-from services.rollout.calls.outside import ExternalService
-from services.rollout.calls.reach import AddressPolicy
+from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.environments.client import HttpEnvironment, HttpSession
 from services.rollout.environments.protocol import Message, Observation
 from services.rollout.failures import CallError
@@ -29,9 +28,7 @@ class LocalEnvironment:
 
     Args:
         reference: ``module:Class`` or ``file.py:Class``.
-        arguments: Keyword arguments of the class.
         folder: Folder for the process's socket, accessible to this user only.
-        timeout_s: Deadline of each answer.
         wait_s: Max time to retry while the environment is busy.
     """
 
@@ -61,13 +58,13 @@ class LocalEnvironment:
         await environment.check()
 
     async def begin(
-        self, task: Mapping[str, Any], *, seed: int
+        self, task: Mapping[str, Any], *, seed: int, sandbox: Mapping[str, str] | None = None
     ) -> tuple["LocalSession", Observation]:
         """Starts an episode. Raises CallError naming the environment."""
         self.num_running += 1
         try:
             environment, process = await self._started()
-            beginning = environment.begin(task, seed=seed)
+            beginning = environment.begin(task, seed=seed, sandbox=sandbox)
             session, first = await self.while_alive(process, beginning)
         except BaseException:
             self.num_running -= 1
@@ -91,7 +88,6 @@ class LocalEnvironment:
             dying.cancel()
 
     async def stop(self) -> None:
-        """Kills the process."""
         if self._service is not None:
             await self._service.close()
         if self._process is not None and self._process.returncode is None:
@@ -177,11 +173,11 @@ class LocalEnvironments:
         await self._environments[0].check()
 
     async def begin(
-        self, task: Mapping[str, Any], *, seed: int
+        self, task: Mapping[str, Any], *, seed: int, sandbox: Mapping[str, str] | None = None
     ) -> tuple[LocalSession, Observation]:
         """Starts an episode. Raises CallError naming the environment."""
         least = min(self._environments, key=lambda environment: environment.num_running)
-        return await least.begin(task, seed=seed)
+        return await least.begin(task, seed=seed, sandbox=sandbox)
 
 
 @asynccontextmanager

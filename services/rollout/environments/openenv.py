@@ -12,12 +12,13 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.rollout.calls.reach import AddressPolicy
+from services.rollout.calls.outside import AddressPolicy, delays
 from services.rollout.environments.protocol import (
+    FIRST_DELAY_S,
     MAX_ANSWER_BYTES,
+    MAX_DELAY_S,
     Message,
     Observation,
-    delays,
     parse_observation,
 )
 from services.rollout.failures import BusyError, CallError
@@ -31,12 +32,10 @@ class OpenEnv:
 
     Args:
         url: ``openenv+http://host:port`` or ``openenv+https://...``.
-        reach: Policy for the server's address.
         action: JSON-like template of an action: the string ``{message}`` in it becomes the policy's
             message.
         observe: Key of the observation that the policy sees; None shows the whole observation as JSON.
         token: Token for ``Authorization: Bearer``; empty sends no header.
-        timeout_s: Deadline of each answer.
         wait_s: Max time to retry while the server is full.
     """
 
@@ -71,13 +70,14 @@ class OpenEnv:
         await session.close()
 
     async def begin(
-        self, task: Mapping[str, Any], *, seed: int
+        self, task: Mapping[str, Any], *, seed: int, sandbox: Mapping[str, str] | None = None
     ) -> tuple["OpenEnvSession", Observation]:
         """Starts an episode; retries while the server is down or full. Raises CallError naming the server."""
+        del sandbox  # the protocol has no place for one, so the run's rules refuse it
         from websockets.exceptions import WebSocketException
 
         loop, begin = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-        for delay_s in delays():
+        for delay_s in delays(FIRST_DELAY_S, MAX_DELAY_S):
             passed_s = loop.time() - begin + delay_s
             try:
                 return await self._begin_now(task, seed)
@@ -99,7 +99,6 @@ class OpenEnv:
         raise AssertionError  # delays() is infinite
 
     def action_of(self, message: Message) -> Any:
-        """Returns the action for a message of the policy."""
         return _filled(self._action, str(message.get("content") or ""))
 
     async def _begin_now(
@@ -133,7 +132,7 @@ class OpenEnv:
             timeout_s=self._timeout_s,
         )
         try:
-            return session, await session.ask("reset", {**task, "seed": seed})
+            return session, await session.send("reset", {**task, "seed": seed})
         except BaseException:
             await socket.close()
             raise
@@ -159,14 +158,14 @@ class OpenEnvSession:
 
     async def step(self, message: Message) -> Observation:
         """Sends the policy's message and returns the next observation. Raises CallError naming the server."""
-        return await self.ask("step", self._action_of(message))
+        return await self.send("step", self._action_of(message))
 
     async def close(self) -> Observation:
         """Ends the episode; the end has no reward."""
         await self._socket.close()
         return Observation(is_done=True)
 
-    async def ask(self, kind: str, data: Any) -> Observation:
+    async def send(self, kind: str, data: Any) -> Observation:
         """Sends a message and returns the observation that answers it.
 
         Raises:

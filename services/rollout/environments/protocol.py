@@ -9,13 +9,13 @@
     DELETE /v1/episodes/ID                              -> {"reward", "metrics"}
 
 A message is the policy's reply with ``role``, ``content`` and any ``tool_calls``. An observation is
-``{"messages", "tools", "done", "reward", "metrics"}``. Status 429 and 503 ask the client to retry
-later. A repeated step gets the answer that it got before.
+``{"messages", "tools", "done", "reward", "metrics"}``. If the run has sandboxes, a new episode also gets
+``"sandbox": {"url", "key"}``. Status 429 and 503 ask the client to retry later. A repeated step gets the
+answer that it got before.
 """
 
 import json
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,6 +24,8 @@ from services.rollout.rewards.terms import named_numbers
 
 PROTOCOL: Final = 1
 MAX_ANSWER_BYTES: Final = 1 << 20
+FIRST_DELAY_S, MAX_DELAY_S = 0.05, 2.0
+"""Arguments of ``delays`` for repeated requests to environments."""
 """Max size of one answer of an environment."""
 _KEYS: Final = frozenset({"messages", "tools", "done", "reward", "metrics"})
 _ROLES: Final = frozenset({"system", "user", "tool"})
@@ -51,7 +53,6 @@ def parse_observation(answer: object, *, source: str) -> Observation:
     """Parses an answer: a mapping, or a text that stands for one message of the role ``user``.
 
     Args:
-        answer: The answer.
         source: Name of the sender in error messages.
 
     Raises:
@@ -86,14 +87,6 @@ def parse_end(answer: object, *, source: str) -> Observation:
     if not isinstance(answer, Mapping) or set(answer) - known:
         raise _wrong(source, "an end", "an object with reward and metrics", answer)
     return parse_observation({**answer, "done": True}, source=source)
-
-
-def delays() -> Iterator[float]:
-    """Yields seconds to wait before each retry, without end: exponential backoff up to 2 s, with jitter."""
-    longest_s = 0.05
-    while True:
-        yield longest_s * random.uniform(0.5, 1.0)  # noqa: S311 -- jitter
-        longest_s = min(2 * longest_s, 2.0)
 
 
 def wire_size(answer: object) -> int:

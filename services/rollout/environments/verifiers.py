@@ -23,7 +23,6 @@ def tasks_of(
     """Returns the rows of a taskset.
 
     Args:
-        taskset: Id of the installed taskset.
         arguments: Configuration of the environment (``EnvConfig``) besides the taskset's id.
         limit: Max rows; required for an infinite taskset.
 

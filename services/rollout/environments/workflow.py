@@ -11,15 +11,14 @@ from pydantic import ValidationError
 
 from services.common.telemetry import tracing
 from services.rollout import metrics
-from services.rollout.calls.outside import ExternalService
-from services.rollout.calls.reach import AddressPolicy
+from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.environments.client import Environment, HttpEnvironment
 from services.rollout.environments.local import local_environments
 from services.rollout.environments.openenv import SCHEMES, OpenEnv
 from services.rollout.environments.protocol import Message, Observation
 from services.rollout.failures import CallError
 from services.rollout.openai.endpoint import MODEL_NAME
-from services.rollout.openai.record import EpisodeRecord
+from services.rollout.openai.record import EpisodeRecord, History, check_history
 from services.rollout.openai.requests import ApiError, ChatRequest
 from services.rollout.openai.requests import Message as ChatMessage
 from services.rollout.workflows.base import Episode
@@ -44,13 +43,13 @@ class Environments:
             ``http://`` or ``https://`` URL of a host of such a class; ``openenv+http://`` or
             ``openenv+https://`` URL of an OpenEnv server.
         arguments: Keyword arguments of the class; for an OpenEnv server ``action`` and ``observe``.
-        max_turns: Max sampled turns.
         max_turn_tokens: Max tokens of one turn; None applies only the response's limit.
         chat: True to render messages with the model's chat template; otherwise their texts are
             concatenated.
-        timeout_s: Deadline of each answer of the environment.
         wait_s: Max time to retry while the environment is busy.
         processes: Number of processes that run the class; each runs many episodes concurrently.
+        history: ``template`` to leave the reasoning of earlier replies out if the chat template does, which
+            starts a new conversation; ``recorded`` to keep it.
         token: Token for a remote host or server; a run's specification names the secret that holds it.
     """
 
@@ -65,8 +64,10 @@ class Environments:
         timeout_s: float = 60.0,
         wait_s: float = 600.0,
         processes: int = 1,
+        history: History = "template",
         token: str = "",
     ) -> None:
+        check_history(history)
         if token and "://" not in environment:
             raise ValueError(
                 f"{_KEY}.token applies to an environment with a URL, but {_KEY}.environment is "
@@ -84,6 +85,7 @@ class Environments:
         self._is_chat = chat
         self._timeout_s, self._wait_s = timeout_s, wait_s
         self._processes = processes
+        self._history: History = history
         self._token = token
         # An environment that changes its tools starts a new conversation; all of them train.
         self._trained = TrainedConversations("all")
@@ -92,9 +94,6 @@ class Environments:
     @asynccontextmanager
     async def serving(self, reach: AddressPolicy) -> AsyncIterator[None]:
         """Opens the environment while the block runs.
-
-        Args:
-            reach: Policy for a service's address.
 
         Raises:
             ValueError: If the environment cannot be reached or loaded, or speaks another version of
@@ -116,12 +115,13 @@ class Environments:
         """
         assert self._environment is not None, "the workflow must be serving"
         task = dict(episode.prompt.row)
-        beginning = self._environment.begin(task, seed=_seed(task))
+        sandbox = None if episode.sandbox is None else episode.sandbox.access
+        beginning = self._environment.begin(task, seed=_seed(task), sandbox=sandbox)
         session, seen = await self._timed("begin", beginning)
         seen_so_far = [seen]
         try:
             talk = (
-                _Chat(episode, self._max_turn_tokens)
+                _Chat(episode, self._max_turn_tokens, self._history)
                 if self._is_chat
                 else _Text(episode, self._max_turn_tokens)
             )
@@ -213,9 +213,9 @@ class Environments:
 class _Chat:
     """Renders the environment's messages with the chat template, like those of an agent."""
 
-    def __init__(self, episode: Episode, max_tokens: int | None) -> None:
+    def __init__(self, episode: Episode, max_tokens: int | None, history: History) -> None:
         self._episode = episode
-        self._record = EpisodeRecord(episode)
+        self._record = EpisodeRecord(episode, history=history)
         self._max_tokens = max_tokens
         self._messages: list[ChatMessage] = []
         self._tools: tuple[Message, ...] = ()

@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 
 from services.common.runspec.built_in import AGENTS
 from services.rollout.calls.agents import AgentRunner, agent_runner
-from services.rollout.calls.reach import AddressPolicy
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.openai.endpoint import Endpoint
+from services.rollout.openai.record import History, check_history
 from services.rollout.workflows.base import Episode
 from services.rollout.workflows.reply_formats import check_tool_format
 from services.rollout.workflows.training import TrainedConversations
@@ -17,10 +18,10 @@ from services.rollout.workflows.training import TrainedConversations
 class Agent:
     """Runs an agent for each sample; the tokens that it samples with its API key become the sample.
 
-    The agent is called with ``base_url``, ``api_key``, ``model``, ``prompt`` and ``row``, and
-    queries the policy with any OpenAI client. Its conversations are recorded token by token: the
-    first messages are the prompt; later messages are observed and do not train. The reward scores
-    the last reply.
+    The agent is called with ``base_url``, ``api_key``, ``model``, ``prompt``, ``row`` and, if the run has
+    sandboxes, ``sandbox``, and queries the policy with any OpenAI client. Its conversations are recorded
+    token by token: the first messages are the prompt; later messages are observed and do not train. The
+    reward scores the last reply.
 
     An interrupted sample is resumed by running the agent again. As long as the agent sends the same
     requests, it gets the recorded replies; from the first different request on, replies are sampled.
@@ -29,12 +30,13 @@ class Agent:
         agent: ``module:function`` or ``file.py:function``, a coroutine or a plain function; the URL
             of a service that receives the same arguments as JSON and answers when it has finished;
             or ``verifiers``. Its return value or answer is the value of the reward ``environment``.
-        timeout_s: Deadline of one episode.
         processes: Number of processes that run a function; each runs many episodes concurrently.
         train: Conversations that train: ``last`` (the one that was continued last), ``all``, or
             ``module:function`` / ``file.py:function`` that selects them.
         token: Token for a service; a run's specification names the secret that holds it.
         tool_format: Format of tool calls; ``auto`` recognizes it by the chat template.
+        history: ``template`` to leave the reasoning of earlier replies out of a request if the chat template
+            does, which starts a new conversation; ``recorded`` to keep it.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class Agent:
         train: str = "last",
         token: str = "",
         tool_format: str = "auto",
+        history: History = "template",
     ) -> None:
         check_tool_format(tool_format)
+        check_history(history)
         if token and "://" not in agent:
             raise ValueError(
                 "rollout.workflow_arguments.token applies to an agent with a URL, but "
@@ -63,6 +67,7 @@ class Agent:
         self._processes = processes
         self._token = token
         self._tool_format = tool_format
+        self._history: History = history
         self._trained = TrainedConversations(train)
         self._parts: tuple[Endpoint, AgentRunner] | None = None
 
@@ -73,15 +78,17 @@ class Agent:
         """Serves the endpoint and keeps the agent's processes running while the block runs.
 
         Args:
-            bind: ``host:port`` of the endpoint.
             host: Host name by which the agent reaches the endpoint.
-            temperature: The run's sampling temperature.
             reach: Policy for the agent's address, if it is a service.
         """
         async with (
             agent_runner(self._agent, self._processes, reach, token=self._token) as runner,
             Endpoint.serve(
-                bind, host=host, temperature=temperature, tool_format=self._tool_format
+                bind,
+                host=host,
+                temperature=temperature,
+                tool_format=self._tool_format,
+                history=self._history,
             ) as endpoint,
         ):
             self._parts = endpoint, runner
@@ -97,15 +104,16 @@ class Agent:
         endpoint, runner = self._parts
         try:
             async with endpoint.open(episode) as access, asyncio.timeout(self._timeout_s):
-                episode.earned = await runner.run(
-                    {
-                        "base_url": access.base_url,
-                        "api_key": access.api_key,
-                        "model": access.model,
-                        "prompt": episode.prompt.text,
-                        "row": dict(episode.prompt.row),
-                    }
-                )
+                given = {
+                    "base_url": access.base_url,
+                    "api_key": access.api_key,
+                    "model": access.model,
+                    "prompt": episode.prompt.text,
+                    "row": dict(episode.prompt.row),
+                }
+                if episode.sandbox is not None:
+                    given["sandbox"] = episode.sandbox.access
+                episode.earned = await runner.run(given)
         except TimeoutError as error:
             raise CallError(
                 "timeout", f"the agent took longer than {self._timeout_s:g} s"

@@ -75,7 +75,8 @@ class MessagesRequest(BaseModel):
             ApiError: If a parameter or a block cannot be applied; the message names it.
         """
         choice = (self.tool_choice or {}).get("type", "auto")
-        if choice not in ("auto", "none"):
+        is_single = (self.tool_choice or {}).get("disable_parallel_tool_use", False)
+        if choice not in ("auto", "none") or is_single:
             raise _not_applied("tool_choice", self.tool_choice, "let the policy choose")
         if (self.thinking or {}).get("type", "disabled") not in ("disabled", "adaptive"):
             raise _not_applied(
@@ -91,7 +92,6 @@ class MessagesRequest(BaseModel):
         more = {key: value for key, value in (self.model_extra or {}).items() if key not in ignored}
         return single_reply(
             {
-                **more,
                 "model": self.model,
                 "messages": [message.model_dump() for message in messages],
                 "max_tokens": self.max_tokens,
@@ -111,6 +111,7 @@ class MessagesRequest(BaseModel):
                     for tool in self.tools
                 ],
             },
+            more,
         )
 
 
@@ -119,12 +120,7 @@ class _CountRequest(MessagesRequest):
 
 
 class MessagesFormatter:
-    """Formats the answer to one request; a :class:`~services.rollout.openai.streaming.Formatter`.
-
-    Args:
-        request: The request.
-        reply_id: Id of the answer.
-    """
+    """Formats the answer to one request; a :class:`~services.rollout.openai.streaming.Formatter`."""
 
     def __init__(self, request: MessagesRequest, *, reply_id: str) -> None:
         self._request = request
@@ -138,7 +134,6 @@ class MessagesFormatter:
         self._num_blocks = 0
 
     def body(self, replies: Replies) -> dict[str, Any]:
-        """Returns the body of a complete answer."""
         choice = replies.choices[0]
         return {
             **self._head,
@@ -151,7 +146,6 @@ class MessagesFormatter:
         }
 
     def begin_events(self, num_replies: int, *, num_prompt_tokens: int) -> Iterator[str]:
-        """Yields ``message_start``."""
         del num_replies
         usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
         stop = {"stop_reason": None, "stop_sequence": None}
@@ -176,12 +170,10 @@ class MessagesFormatter:
         yield _event("message_delta", delta=self._stop(choice), usage=usage)
 
     def last_events(self, replies: Replies) -> Iterator[str]:
-        """Yields ``message_stop``."""
         del replies
         yield _event("message_stop")
 
     def error_event(self, error: ApiError) -> str:
-        """Returns the event that ends a stream with an error."""
         return _event("error", error=error_body(error)["error"])
 
     def _stop(self, choice: Choice) -> dict[str, Any]:
@@ -215,7 +207,11 @@ class MessagesFormatter:
 
 def parse_messages(body: bytes) -> MessagesRequest:
     """Parses a request. Raises ApiError naming the invalid parameter."""
-    return parse_body(MessagesRequest, body)
+    request = parse_body(MessagesRequest, body)
+    last = len(request.messages) - 1
+    if request.messages[last].role == "assistant":
+        raise _not_applied(f"messages.{last}.role", "assistant", "end with a message of the user")
+    return request
 
 
 def parse_count(body: bytes) -> ChatRequest:
@@ -224,7 +220,6 @@ def parse_count(body: bytes) -> ChatRequest:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """Returns an error in Anthropic's format."""
     kind = _ERROR_TYPES.get(error.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
@@ -236,12 +231,12 @@ def _messages(message: _Message, key: str) -> Iterator[Message]:
         return
     texts, reasoning, calls, results = [], [], [], []
     for place, block in enumerate(message.content):
-        given = block.model_extra or {}
+        given, where = block.model_extra or {}, f"{key}.content.{place}"
         match block.type:
             case "text":
-                texts.append(str(given.get("text", "")))
+                texts.append(_required_text(given, "text", where))
             case "thinking":
-                reasoning.append(str(given.get("thinking", "")))
+                reasoning.append(_required_text(given, "thinking", where))
             case "redacted_thinking":
                 pass
             case "tool_use":
@@ -250,9 +245,9 @@ def _messages(message: _Message, key: str) -> Iterator[Message]:
                 )
                 calls.append(ToolCall(id=str(given.get("id", "")), function=call))
             case "tool_result":
-                results.append(_result(given, f"{key}.content.{place}"))
+                results.append(_result(given, where))
             case _:
-                raise _not_applied(f"{key}.content.{place}.type", block.type, "send text")
+                raise _not_applied(f"{where}.type", block.type, "send text")
     yield from results
     if texts or calls or reasoning or not results:
         yield Message(
@@ -279,10 +274,19 @@ class _Parts(BaseModel):
 
 
 def _text(blocks: Sequence[_Block], key: str) -> str:
+    texts = []
     for place, block in enumerate(blocks):
         if block.type != "text":
             raise _not_applied(f"{key}.{place}.type", block.type, "send text")
-    return "".join(str((block.model_extra or {}).get("text", "")) for block in blocks)
+        texts.append(_required_text(block.model_extra or {}, "text", f"{key}.{place}"))
+    return "".join(texts)
+
+
+def _required_text(block: Mapping[str, Any], name: str, key: str) -> str:
+    text = block.get(name)
+    if not isinstance(text, str):
+        raise invalid(f"{key}.{name}: expected text, got {text!r:.80}", param=f"{key}.{name}")
+    return text
 
 
 def _blocks(message: Message) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from services.common.models.tokenizer import Tokenizer
@@ -31,8 +31,6 @@ def following_tokens(
     """Returns the tokens between the end of a recorded reply and the start of the next one.
 
     Args:
-        tokenizer: The model's.
-        messages: The whole chat.
         tools: Tools that the assistant may call.
         reply_index: Index of the recorded reply in ``messages``.
         last_id: Last token of the recorded reply.
@@ -55,6 +53,21 @@ def following_tokens(
         raise invalid(str(error), param="messages") from error
 
 
+def rendered_reasoning(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    indices: Iterable[int],
+) -> frozenset[int]:
+    """Returns those of the given messages whose reasoning the chat template renders."""
+    mark = secrets.token_hex(12)
+    marked = [*messages]
+    for index in indices:
+        marked[index] = messages[index].model_copy(update={"reasoning_content": f"{mark}-{index}-"})
+    text = _render(tokenizer, marked, tools)
+    return frozenset(index for index in indices if f"{mark}-{index}-" in text)
+
+
 def reply(
     tokenizer: Tokenizer,
     turn: Turn,
@@ -69,10 +82,6 @@ def reply(
     """Returns the message that the agent receives for a sampled turn.
 
     Args:
-        tokenizer: The model's.
-        turn: The sampled turn.
-        layout: Format of the model's replies.
-        tools: Tools of the request.
         stop_texts: Texts that end the turn; the reply ends before them.
         name: Prefix that makes the ids of the calls unique in the episode, and equal when it is replayed.
         has_tools: True if the reply may call tools.

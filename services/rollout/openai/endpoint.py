@@ -21,11 +21,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.common.http.limits import admit
 from services.common.http.server import serve_http
 from services.common.task_group import TaskGroup, leaves
 from services.rollout.openai import anthropic
 from services.rollout.openai.chat import first_tokens
-from services.rollout.openai.record import EpisodeRecord, Listener, Replies
+from services.rollout.openai.record import EpisodeRecord, History, Listener, Replies
 from services.rollout.openai.replies import CompletionFormatter
 from services.rollout.openai.requests import (
     ApiError,
@@ -69,10 +70,16 @@ class _Session:
     """One episode and its running requests."""
 
     def __init__(
-        self, episode: Episode, tasks: TaskGroup, temperature: float, tool_format: str
+        self,
+        episode: Episode,
+        tasks: TaskGroup,
+        temperature: float,
+        *,
+        tool_format: str,
+        history: History,
     ) -> None:
         self.episode = episode
-        self.record = EpisodeRecord(episode, tool_format)
+        self.record = EpisodeRecord(episode, tool_format, history)
         self._tasks = tasks
         self._temperature = temperature
         self._running: set[_Answer] = set()
@@ -150,10 +157,19 @@ class Endpoint:
         base_url: URL by which agents reach the endpoint.
         temperature: The run's sampling temperature; requests may repeat it, but not change it.
         tool_format: Format in which the policy calls tools, or ``auto``.
+        history: Treatment of earlier reasoning; see :class:`EpisodeRecord`.
     """
 
-    def __init__(self, base_url: str, *, temperature: float, tool_format: str = "auto") -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        temperature: float,
+        tool_format: str = "auto",
+        history: History = "template",
+    ) -> None:
         self._base_url = base_url
+        self._history: History = history
         self._temperature = temperature
         self._tool_format = tool_format
         self._sessions: dict[str, _Session] = {}
@@ -162,17 +178,23 @@ class Endpoint:
     @classmethod
     @asynccontextmanager
     async def serve(
-        cls, bind: str, *, host: str, temperature: float, tool_format: str = "auto"
+        cls,
+        bind: str,
+        *,
+        host: str,
+        temperature: float,
+        tool_format: str = "auto",
+        history: History = "template",
     ) -> AsyncIterator["Endpoint"]:
         """Serves until the block ends.
 
         Args:
             bind: ``host:port``; port 0 selects a free one.
             host: Host name by which agents reach the endpoint.
-            temperature: The run's sampling temperature.
             tool_format: Format in which the policy calls tools, or ``auto``.
+            history: Treatment of earlier reasoning; see :class:`EpisodeRecord`.
         """
-        endpoint = cls("", temperature=temperature, tool_format=tool_format)
+        endpoint = cls("", temperature=temperature, tool_format=tool_format, history=history)
         serving = serve_http(
             bind, endpoint.app(), max_request_bytes=_MAX_REQUEST_BYTES, keep_alive_s=_KEEP_ALIVE_S
         )
@@ -181,7 +203,6 @@ class Endpoint:
             yield endpoint
 
     def app(self) -> ASGIApp:
-        """Returns the ASGI application."""
         chat = self._answers(self._chat)
         others = Starlette(
             routes=[
@@ -216,7 +237,11 @@ class Endpoint:
         try:
             async with TaskGroup() as tasks:
                 session = self._sessions[key] = _Session(
-                    episode, tasks, self._temperature, self._tool_format
+                    episode,
+                    tasks,
+                    self._temperature,
+                    tool_format=self._tool_format,
+                    history=self._history,
                 )
                 try:
                     yield Access(base_url=self._base_url, api_key=key)
@@ -249,6 +274,7 @@ class Endpoint:
                 "this API key does not belong to a running episode; use the key that the agent received",
                 code="invalid_api_key",
             )
+        admit(request.scope)
         return session
 
     async def _models(self, request: Request, session: _Session) -> Response:
@@ -321,9 +347,6 @@ async def _answer(
     """Samples the replies to a request and returns them as one body or as a stream.
 
     Args:
-        request: The request.
-        formatter: Formats the answer.
-        session: Session of the episode.
         on_answer: Called with the replies before the answer ends.
     """
 

@@ -11,12 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from services.common.task_group import together
-from services.rollout.engines.stop_texts import split_stop_texts
+from services.common.task_group import gather_in_group
+from services.rollout.engines.base import split_stop_texts
 from services.rollout.failures import GroupError
-from services.rollout.openai.chat import first_tokens, following_tokens, reply, text_before
+from services.rollout.openai.chat import (
+    first_tokens,
+    following_tokens,
+    rendered_reasoning,
+    reply,
+    text_before,
+)
 from services.rollout.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -30,6 +36,9 @@ from services.rollout.workflows.turns import Turn, num_tokens, observed, token_i
 
 if TYPE_CHECKING:
     from hashlib import _Hash
+
+
+History = Literal["template", "recorded"]
 
 
 class Listener(Protocol):
@@ -60,7 +69,6 @@ class Choice:
 
     @property
     def reply_tokens(self) -> int:
-        """Number of sampled tokens."""
         return len(self.turn.token_ids)
 
 
@@ -74,7 +82,6 @@ class Replies:
 
     @property
     def num_reply_tokens(self) -> int:
-        """Number of tokens of all replies."""
         return sum(len(choice.turn.token_ids) for choice in self.choices)
 
 
@@ -87,6 +94,10 @@ class _Conversation:
     """Hash of the tokens before the last turn."""
     meanings: tuple[bytes, ...] = ()
     """For chats: digest of the tools, then of each message."""
+    reasoning: tuple[str, ...] = ()
+    """For chats: the policy's reasoning in each message; empty if it has none."""
+    kept: frozenset[int] = frozenset()
+    """Indices of the messages whose reasoning is in the turns."""
     text: str = ""
     """For completions: text of the prompt and the replies."""
     has_visible_reply: bool = True
@@ -99,10 +110,15 @@ class EpisodeRecord:
     Args:
         episode: Receives the turns of the conversation that was continued last.
         tool_format: Format in which the policy calls tools, or ``auto``.
+        history: ``template`` to leave reasoning out of the history if the chat template does, in a new
+            conversation; ``recorded`` to continue the recorded one.
     """
 
-    def __init__(self, episode: Episode, tool_format: str = "auto") -> None:
+    def __init__(
+        self, episode: Episode, tool_format: str = "auto", history: History = "template"
+    ) -> None:
         episode.is_served = True
+        self._is_rendered = history == "template"
         self._episode = episode
         self.format = reply_format(episode.tokenizer, tool_format)
         self._chats: list[_Conversation] = []
@@ -110,12 +126,16 @@ class EpisodeRecord:
         self._num_asked: Counter[bytes] = Counter()
 
     async def chat(self, request: ChatRequest, listener: Listener | None = None) -> Replies:
-        """Answers a chat request."""
         tools = hashlib.sha256(repr(request.tools).encode()).digest()
         meanings = (tools, *(message.meaning for message in request.messages))
         earlier = _longest(self._chats, lambda seen: _begins(meanings[:-1], seen.meanings))
-        added = request.messages[len(earlier.meanings) - 1 if earlier else 0 :]
-        self._episode.num_rewritten += any(message.role == "assistant" for message in added)
+        reasoning = earlier.reasoning if earlier else ()
+        added = request.messages[len(reasoning) :]
+        request, kept = self._with_reasoning(request, reasoning)
+        is_rewritten = any(message.role == "assistant" for message in added)
+        if earlier is not None and kept != earlier.kept:
+            earlier, is_rewritten = None, True
+        self._episode.num_rewritten += is_rewritten
         turns = self._chat_turns(request, earlier)
         asked = _hash(turns, earlier)
         is_open = self.format.opens_reasoning(self._episode.tokenizer, turns[-1].token_ids)
@@ -144,6 +164,12 @@ class EpisodeRecord:
                 turns=(*turns, choice.turn),
                 asked=asked,
                 meanings=(*meanings, choice.message.meaning),
+                reasoning=(
+                    *reasoning,
+                    *[""] * len(added),
+                    choice.message.reasoning_content or "",
+                ),
+                kept=kept | {len(request.messages)} if choice.message.reasoning_content else kept,
             )
             for choice in choices
         ]
@@ -190,8 +216,30 @@ class EpisodeRecord:
         ]
         return Replies(num_prompt_tokens=num_tokens(turns), choices=tuple(choices))
 
+    def _with_reasoning(
+        self, request: ChatRequest, reasoning: Sequence[str]
+    ) -> tuple[ChatRequest, frozenset[int]]:
+        """Adds recorded reasoning, which agents often do not send back, to a request.
+
+        Returns:
+            The request, and the indices of the messages whose reasoning belongs to the history: with
+            ``history: template``, those whose reasoning the chat template renders in this request.
+        """
+        known = {index: text for index, text in enumerate(reasoning) if text}
+        if not known:
+            return request, frozenset()
+        messages = [
+            message.model_copy(update={"reasoning_content": known[index]})
+            if index in known
+            else message
+            for index, message in enumerate(request.messages)
+        ]
+        request = request.model_copy(update={"messages": tuple(messages)})
+        if not self._is_rendered:
+            return request, frozenset(known)
+        return request, rendered_reasoning(self._episode.tokenizer, messages, request.tools, known)
+
     def _chat_turns(self, request: ChatRequest, earlier: _Conversation | None) -> tuple[Turn, ...]:
-        """Returns the turns before the reply."""
         tokenizer = self._episode.tokenizer
         if earlier is None:
             return self._extended(None, first_tokens(tokenizer, request.messages, request.tools))
@@ -237,11 +285,7 @@ class EpisodeRecord:
         """Samples all replies concurrently.
 
         Args:
-            turns: Turns before the replies.
             asked: Hash of the tokens of those turns.
-            request: The request.
-            max_tokens: Max tokens of a reply.
-            listener: Receives new tokens.
 
         Raises:
             Interrupted: If the episode was interrupted.
@@ -263,7 +307,7 @@ class EpisodeRecord:
         ]
         begun = [self._episode.replayed(turns, number=number + index) for index in range(request.n)]
         try:
-            sampled = await together(
+            sampled = await gather_in_group(
                 self._episode.sample_after(
                     turns,
                     draw,
@@ -274,7 +318,7 @@ class EpisodeRecord:
             )
         except GroupError as error:
             raise invalid(str(error)) from None
-        self._episode.keep(turns, sampled)
+        self._episode.record_alternatives(turns, sampled)
         if any(turn.is_cut for turn in sampled):
             raise Interrupted
         return sampled
@@ -317,12 +361,23 @@ class EpisodeRecord:
             raise invalid(str(error), param="prompt") from error
 
 
+def check_history(history: str) -> None:
+    """Raises ValueError if a workflow's argument ``history`` is unknown."""
+    if history not in get_args(History):
+        raise ValueError(
+            f"rollout.workflow_arguments.history must be one of {', '.join(get_args(History))}, got "
+            f"{history!r}"
+        )
+
+
 def _longest(
     conversations: Iterable[_Conversation], fits: Callable[[_Conversation], bool]
 ) -> _Conversation | None:
-    """Returns the longest conversation that a request continues."""
     fitting = [conversation for conversation in conversations if fits(conversation)]
-    return max(fitting, key=lambda found: num_tokens(found.turns), default=None)
+    # One that leaves reasoning out has more messages, but maybe fewer tokens.
+    return max(
+        fitting, key=lambda found: (len(found.meanings), num_tokens(found.turns)), default=None
+    )
 
 
 def _hash(turns: Sequence[Turn], earlier: _Conversation | None) -> "_Hash":

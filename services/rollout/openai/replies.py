@@ -16,9 +16,7 @@ class CompletionFormatter:
     """Formats the answers to one request; a :class:`~services.rollout.openai.streaming.Formatter`.
 
     Args:
-        request: The request.
         tokenizer: The model's; decodes single tokens for logprobs.
-        reply_id: Id of the answer.
         created: Unix seconds.
     """
 
@@ -37,7 +35,6 @@ class CompletionFormatter:
         self._head = {"id": reply_id, "created": created, "model": request.model}
 
     def body(self, replies: Replies) -> dict[str, Any]:
-        """Returns the body of a complete answer."""
         choices = [self._choice(index, choice) for index, choice in enumerate(replies.choices)]
         return {**self._head, "object": self._name, "choices": choices, "usage": _usage(replies)}
 
@@ -49,7 +46,6 @@ class CompletionFormatter:
             yield self._event([{"index": index, "delta": delta, "finish_reason": None}])
 
     def tokens_events(self, new: NewTokens) -> Iterator[str]:
-        """Yields an event with new tokens of a reply."""
         part = {
             "index": new.reply_index,
             **({"delta": _delta(new.piece)} if self._is_chat else {"text": new.piece.content}),
@@ -76,7 +72,6 @@ class CompletionFormatter:
         yield _DONE
 
     def error_event(self, error: ApiError) -> str:
-        """Returns the event that ends a stream with an error."""
         return f"data: {json.dumps(error.body)}\n\n"
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:

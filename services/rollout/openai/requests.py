@@ -37,7 +37,6 @@ class ApiError(Exception):
 
 
 def invalid(message: str, *, param: str | None = None) -> ApiError:
-    """Returns the error for an invalid request."""
     return ApiError(400, message, param=param)
 
 
@@ -148,7 +147,6 @@ class Message(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content as a single text."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "".join(part.text for part in self.content)
@@ -172,6 +170,8 @@ class Message(BaseModel):
             message["tool_call_id"] = self.tool_call_id
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
+            if not self.text:  # the name in gpt-oss's template, which refuses it next to a content
+                message["thinking"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [
                 {
@@ -203,7 +203,6 @@ class GenerateRequest(BaseModel):
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """Texts that end the reply."""
         if isinstance(self.stop, str):
             return (self.stop,)
         return self.stop or ()
@@ -240,7 +239,6 @@ class ChatRequest(GenerateRequest):
 
     @property
     def reply_tokens(self) -> int | None:
-        """Max tokens of the reply."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -261,9 +259,21 @@ def parse_completion(body: bytes) -> CompletionRequest:
     return parse_body(CompletionRequest, body)
 
 
-def single_reply(fields: Mapping[str, Any]) -> ChatRequest:
-    """Validates a chat of a protocol whose answers have one reply. Raises ApiError naming the parameter."""
-    request = parse_body(ChatRequest, fields)
+def single_reply(fields: Mapping[str, Any], extra: Mapping[str, Any]) -> ChatRequest:
+    """Validates a chat of a protocol whose answers have one reply.
+
+    Args:
+        fields: Parameters of the chat that follow from the protocol's own.
+        extra: Parameters that the protocol does not know.
+
+    Raises:
+        ApiError: Naming the parameter.
+    """
+    if foreign := sorted(extra.keys() & fields.keys()):
+        raise invalid(
+            f"{foreign[0]} is not a parameter of this API; use the API's own one", param=foreign[0]
+        )
+    request = parse_body(ChatRequest, {**extra, **fields})
     if request.n != 1:
         raise invalid(
             f"n={request.n} is not supported: the answer has one reply; leave n out", param="n"

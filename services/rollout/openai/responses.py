@@ -84,7 +84,6 @@ class ResponsesRequest(BaseModel):
             messages.insert(0, Message(role="system", content=self.instructions))
         return single_reply(
             {
-                **extra,
                 "model": self.model,
                 "messages": [message.model_dump() for message in messages],
                 "max_tokens": self.max_output_tokens,
@@ -93,6 +92,7 @@ class ResponsesRequest(BaseModel):
                 "tool_choice": self.tool_choice,
                 "tools": [_tool(tool, place) for place, tool in enumerate(self.tools)],
             },
+            extra,
         )
 
 
@@ -100,8 +100,6 @@ class ResponsesFormatter:
     """Formats the answer to one request; a :class:`~services.rollout.openai.streaming.Formatter`.
 
     Args:
-        request: The request.
-        reply_id: Id of the answer.
         created: Unix seconds.
     """
 
@@ -114,7 +112,6 @@ class ResponsesFormatter:
         self._open: dict[str, Any] | None = None
 
     def body(self, replies: Replies) -> dict[str, Any]:
-        """Returns the body of a complete answer."""
         choice = replies.choices[0]
         return self._response(self._items(choice), choice, replies)
 
@@ -154,7 +151,6 @@ class ResponsesFormatter:
         yield self._event(f"response.{response['status']}", response=response)
 
     def error_event(self, error: ApiError) -> str:
-        """Returns the event that ends a stream with an error."""
         given = error.body["error"]
         return self._event(
             "error", code=given["code"], message=given["message"], param=given["param"]

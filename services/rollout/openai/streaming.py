@@ -58,14 +58,7 @@ class Formatter(Protocol):
 
 
 class ReplyStream:
-    """Produces the events of the replies to one request.
-
-    Args:
-        request: The request.
-        formatter: Formats the events.
-        tokenizer: The model's.
-        layout: Format of the model's replies.
-    """
+    """Produces the events of the replies to one request."""
 
     def __init__(
         self,
@@ -102,12 +95,10 @@ class ReplyStream:
         ]
 
     def add(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Adds tokens of a reply."""
         if tokens:
             self._news.put_nowait((index, tokens, logprobs))
 
     def close(self) -> None:
-        """Ends the stream of tokens."""
         self._news.put_nowait(None)
 
     async def has_begun(self) -> bool:
@@ -164,7 +155,6 @@ class VisibleText:
     Holds back incomplete characters, text that may become a mark, and everything from a mark on.
 
     Args:
-        tokenizer: The model's.
         marks: Texts before which the visible reply ends: stop texts and the start of tool calls.
         reasoning: Marks of reasoning; None if replies have none.
         is_open: True if the reply starts inside its reasoning.
@@ -202,7 +192,6 @@ class VisibleText:
         return len(self._tokens)
 
     def add(self, tokens: Sequence[int]) -> Piece:
-        """Adds tokens; returns the text that became visible."""
         self._tokens += tokens
         known = self._decode(self._tokens[self._context : self._decoded])
         text = self._decode(self._tokens[self._context :])

@@ -24,7 +24,7 @@ class RewardInput:
     turn_lengths: tuple[int, ...] = ()
     """Number of tokens of each turn that the policy sampled in the scored conversation."""
     episode: Callable[[], Mapping[str, Any]] = dict
-    """Returns a JSON-like episode description; see :mod:`services.rollout.workflows.history`."""
+    """Returns a JSON-like episode description; see :mod:`services.rollout.workflows.training`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,4 +51,3 @@ class Reward(Protocol):
         Raises:
             CallError: If there is no score. A failure is never a score of 0.
         """
-        ...

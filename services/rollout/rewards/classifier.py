@@ -2,8 +2,8 @@
 
 ``python -m services.rollout.rewards.classifier MODEL --bind HOST:PORT --token-file FILE``
 
-Serves any ``AutoModelForSequenceClassification``. Requests that arrive during a pass are scored together in
-the next one.
+Serves any ``AutoModelForSequenceClassification``, and what ``algorithm.loss: reward_model`` trained. Requests
+that arrive during a pass are scored together in the next one.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from services.common.errors import InvalidArgumentError
 from services.common.lifetime import wait_for_shutdown
+from services.common.models.loading import SCORES_BEFORE_END
 from services.common.task_group import TaskGroup
 from services.rollout.calls.guard import add_options, serve_guarded
 
@@ -60,14 +61,20 @@ class Classifier:
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         self._model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._prompts = getattr(loaded.config, SCORES_BEFORE_END, None)
 
     def tokens(self, prompt: str, response: str) -> list[int]:
         """Tokenizes a prompt and its response, with the chat template if the model has one.
 
+        For a reward model that was trained here, the tokens are those of training: prompt and response are
+        tokenized separately, without the token that ends a response.
+
         Raises:
             ValueError: If the text is empty or too long.
         """
-        if self._tokenizer.chat_template is None:
+        if self._prompts is not None:
+            ids = self._open_tokens(prompt, response)
+        elif self._tokenizer.chat_template is None:
             ids = self._tokenizer.encode(prompt + response)
         else:
             chat = [
@@ -80,9 +87,18 @@ class Classifier:
             raise ValueError(f"the text must have 1 to {self._max_tokens} tokens, got {len(ids)}")
         return list(ids)
 
+    def _open_tokens(self, prompt: str, response: str) -> list[int]:
+        tokenizer = self._tokenizer
+        if self._prompts == "text":
+            before = tokenizer.encode(prompt)
+        else:
+            chat = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            before = tokenizer.encode(text, add_special_tokens=False)
+        return [*before, *tokenizer.encode(response, add_special_tokens=False)]
+
     @torch.no_grad()
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """Returns the score of each tokenized text."""
         longest = max(map(len, texts))
         pad = int(self._tokenizer.pad_token_id)
         ids = torch.tensor([[*text, *[pad] * (longest - len(text))] for text in texts])
@@ -98,7 +114,6 @@ class ClassifierService:
     """Answers reward requests, several in one pass.
 
     Args:
-        classifier: Scores the texts.
         max_batch: Max texts per pass.
     """
 

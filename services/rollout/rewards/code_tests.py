@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from services.rollout.rewards.sandbox import Limits, run_python
+from services.rollout.sandbox.programs import Limits, run_python
 
 # Linear time: the end of a fence is searched only once, because no other fence begins before it.
 _FENCE = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)

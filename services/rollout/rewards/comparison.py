@@ -17,7 +17,6 @@ class Comparison:
 
     Args:
         specs: Rewards whose ``sees`` is ``group`` or ``pairs``.
-        pool: Calls user code.
     """
 
     def __init__(self, specs: Sequence[RewardSpec], pool: CallPool) -> None:

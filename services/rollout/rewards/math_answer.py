@@ -128,7 +128,6 @@ def _single_spaced(text: str) -> str:
 
 
 def _marked(text: str) -> str | None:
-    """Returns the marked final answer of a text, or None."""
     start = text.rfind(_BOX)
     if start < 0:
         return text.rpartition(_MARK)[2].strip() if _MARK in text else None

@@ -152,7 +152,6 @@ def is_text(answer: str) -> bool:
 
 
 def has_words(answer: str) -> bool:
-    """Returns True if an answer contains words."""
     return bool(_WORDS.search(answer))
 
 

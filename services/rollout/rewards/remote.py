@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
@@ -12,8 +11,7 @@ import httpx
 
 from services.common.rpc.client import CHANNEL_OPTIONS
 from services.common.telemetry import tracing
-from services.rollout.calls.outside import ExternalService
-from services.rollout.calls.reach import AddressPolicy
+from services.rollout.calls.outside import AddressPolicy, ExternalService, delays
 from services.rollout.failures import BusyError, CallError
 from services.rollout.rewards.base import RewardInput
 from slipstream.reward.v1 import reward_pb2 as pb
@@ -27,7 +25,6 @@ class CircuitBreaker:
     """Refuses calls for a while after many failures in a row, so that a dead service costs no time-outs.
 
     Args:
-        max_failures: Failures in a row that open it.
         open_s: Seconds until calls are tried again.
         now: Returns monotonic seconds.
     """
@@ -51,7 +48,6 @@ class CircuitBreaker:
         return self._num_failures >= self._max_failures and self._now() < self._closes_at
 
     def record(self, *, succeeded: bool) -> None:
-        """Records the result of a call."""
         self._num_failures = 0 if succeeded else self._num_failures + 1
         if self._num_failures >= self._max_failures:
             self._closes_at = self._now() + self._open_s
@@ -60,22 +56,18 @@ class CircuitBreaker:
 class RewardService(Protocol):
     """Remote service that scores responses."""
 
-    async def ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
+    async def request_score(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
         """Returns the service's score: a number, or terms by name.
 
         Args:
-            given: The response.
             episode: Description of the episode, for a service that sees it.
 
         Raises:
             BusyError: If a retry may succeed.
             CallError: If not.
         """
-        ...
 
-    async def close(self) -> None:
-        """Closes the connections."""
-        ...
+    async def close(self) -> None: ...
 
 
 class RemoteReward:
@@ -83,8 +75,6 @@ class RemoteReward:
 
     Args:
         url: Name of the service in messages.
-        service: Service to call.
-        concurrency: Max concurrent calls.
         breaker: Circuit breaker; a new one by default.
     """
 
@@ -105,7 +95,6 @@ class RemoteReward:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Closes the connections."""
         await self._service.close()
 
     async def score(
@@ -140,13 +129,12 @@ class RemoteReward:
 
     async def _ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
         """Calls the service until a retry would not change the result."""
-        delay_s = _FIRST_DELAY_S
+        waits = delays(_FIRST_DELAY_S, _MAX_DELAY_S)
         while True:
             try:
-                return await self._service.ask(given, episode)
+                return await self._service.request_score(given, episode)
             except BusyError:
-                await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 -- jitter
-                delay_s = min(2 * delay_s, _MAX_DELAY_S)
+                await asyncio.sleep(next(waits))
 
 
 class HttpRewardService:
@@ -156,9 +144,6 @@ class HttpRewardService:
     429 and 5xx and broken connections are retried.
 
     Args:
-        url: ``http://`` or ``https://``.
-        reach: Addresses that it may have.
-        token: Bearer token for the service.
         transport: Replaces the network in tests.
     """
 
@@ -174,11 +159,9 @@ class HttpRewardService:
         self._service = ExternalService(url, reach=reach, token=token, transport=transport)
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._service.close()
 
-    async def ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
-        """Returns the service's score."""
+    async def request_score(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
         body = {
             "prompt": given.prompt,
             "response": given.response,
@@ -224,7 +207,6 @@ class GrpcRewardService:
 
     Args:
         url: ``grpc://host:port``, or ``grpcs://host:port`` for TLS with the system's authorities.
-        reach: Addresses that it may have.
         token: Bearer token, sent with each call.
     """
 
@@ -235,12 +217,10 @@ class GrpcRewardService:
         self._channel: grpc.aio.Channel | None = None
 
     async def close(self) -> None:
-        """Closes the connection."""
         if self._channel is not None:
             await self._channel.close()
 
-    async def ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
-        """Returns the service's score."""
+    async def request_score(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
         request = pb.ScoreResponseRequest(
             prompt=given.prompt,
             response=given.response,

@@ -8,8 +8,8 @@ from services.common.runspec.built_in import EARNED, REWARDS, SERVICES
 from services.common.runspec.rollout import RewardSpec
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup, unwrapped
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
-from services.rollout.calls.reach import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.rewards.comparison import Comparison
@@ -38,8 +38,6 @@ class Scorer:
         """Creates a scorer of the given rewards.
 
         Args:
-            specs: The rewards.
-            pool: Calls user code.
             remotes: Service of each reward whose name is a URL.
             key: Specification key of the rewards, for messages.
         """
@@ -62,10 +60,6 @@ class Scorer:
         """Opens a scorer; loads each reward once, so that a wrong name fails before the run starts.
 
         Args:
-            specs: The rewards.
-            pool: Calls user code.
-            reach: Addresses that services may have.
-            concurrency: Max concurrent calls to each service.
             key: Specification key of the rewards, for messages.
 
         Raises:
@@ -151,7 +145,6 @@ class ScorerOfSets:
 
     Args:
         common: Scorer of the sets without their own rewards.
-        own: Scorers of the other sets, by split.
     """
 
     def __init__(self, common: Scorer, own: Mapping[str, Scorer]) -> None:

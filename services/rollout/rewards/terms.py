@@ -50,8 +50,6 @@ def token_values(spec: RewardSpec, value: object, turn_lengths: Sequence[int]) -
     """Returns the reward that each sampled token earned, before weights; a turn's last token earns all of it.
 
     Args:
-        spec: A reward per turn or per token.
-        value: Result of the reward.
         turn_lengths: Number of tokens of each sampled turn.
 
     Raises:
@@ -112,8 +110,6 @@ def named_numbers(value: object, *, what: str, source: str) -> dict[str, float]:
 
     Args:
         value: A number, a mapping, or None for no number at all.
-        what: Kind of the numbers, for messages.
-        source: Origin of the numbers, for messages.
 
     Raises:
         CallError: ``invalid_value`` for anything else.
@@ -138,7 +134,6 @@ def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str
     """Converts the reward that an environment or agent returned for an episode to terms.
 
     Args:
-        spec: The reward ``environment``.
         earned: A number, or ``{"reward": number or terms, "metrics": numbers}``.
 
     Returns:

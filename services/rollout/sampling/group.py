@@ -16,20 +16,24 @@ from services.rollout import metrics
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.curriculum import Curriculum
 from services.rollout.data.prompts import Prompt
-from services.rollout.engines.base import Engine, GenerationResult
-from services.rollout.engines.stop_texts import split_stop_texts
+from services.rollout.engines.base import Engine, GenerationResult, split_stop_texts
 from services.rollout.failures import CallError, GroupError
 from services.rollout.rewards.base import Reward, RewardInput, Score
 from services.rollout.rewards.comparison import Comparison
 from services.rollout.rewards.terms import joined
-from services.rollout.sampling.demonstrated import demonstration_sample
 from services.rollout.sampling.progress_cache import GroupProgress, MemberProgress
-from services.rollout.sampling.samples import Sample, answer_digest, placed_rewards
+from services.rollout.sampling.samples import (
+    Sample,
+    answer_digest,
+    demonstration_sample,
+    placed_rewards,
+)
+from services.rollout.sandbox.service import SandboxService
 from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, Workflow
 from services.rollout.workflows.conversations import flattened, trained_once
-from services.rollout.workflows.history import history_of
+from services.rollout.workflows.training import history_of
 from services.rollout.workflows.turns import Turn, num_sampled
-from services.wire.rollout import GroupAssignment
+from services.wire.workers import GroupAssignment
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +52,8 @@ class GroupServices:
     """Runs the workflow's tool calls."""
     comparison: Callable[[str], Comparison | None] = lambda _: None
     """Returns, for a split, the reward that scores members against each other; None if the split has none."""
+    sandboxes: SandboxService | None = None
+    """Runs the sandboxes of episodes, if the run has them."""
     curriculum: Curriculum | None = None
     """Decides which prompts are worth sampling, if the run names a function for it."""
 
@@ -84,7 +90,6 @@ class RunningGroup:
         """Samples and scores all members; returns no samples if the group was cut.
 
         Args:
-            prompt: The prompt that all members answer.
             progress: Progress of an earlier attempt, by member.
 
         Raises:
@@ -102,9 +107,9 @@ class RunningGroup:
         if self.is_cut:
             return []
         samples = [task.result() for task in self._members.values()]
-        made = [sample for sample in samples if sample is not None]
+        finished = [sample for sample in samples if sample is not None]
         comparison = self._tools.comparison(self.assignment.split)
-        return made if comparison is None else await self._compared(made, comparison)
+        return finished if comparison is None else await self._compared(finished, comparison)
 
     def interrupt(self) -> Collection[str]:
         """Requests a stop and returns the engine requests that the caller must abort.
@@ -134,11 +139,11 @@ class RunningGroup:
         for member, episode in self._episodes.items():
             if member in self._scores:
                 continue
-            made = [running[name].token_ids for name in episode.request_ids if name in running]
-            num_waiting = len(episode.request_ids) - sum(map(bool, made))
+            generated = [running[name].token_ids for name in episode.request_ids if name in running]
+            num_waiting = len(episode.request_ids) - sum(map(bool, generated))
             turns = sum(map(len, (episode.turns, *episode.conversations)))
             turns += self._num_failed_scores[member]
-            marks[member] = (turns << 32) + sum(map(len, made)) + num_waiting * tokens_total
+            marks[member] = (turns << 32) + sum(map(len, generated)) + num_waiting * tokens_total
         return marks
 
     def progress(self, running: Mapping[str, GenerationResult]) -> GroupProgress:
@@ -198,6 +203,9 @@ class RunningGroup:
             EpisodeLimits(
                 seed=seed if num_failed == 0 else _derived_seed(seed, num_failed),
                 temperature=assignment.temperatures[place],
+                top_p=self._spec.sampling.top_p,
+                top_k=self._spec.sampling.top_k,
+                returns_mask=self._spec.sampling.is_truncated and self._is_training,
                 max_response_tokens=self._spec.max_response_tokens,
                 max_tokens=self._tools.engine.max_tokens,
                 stop_texts=stop_texts,
@@ -218,7 +226,7 @@ class RunningGroup:
         episode.is_interrupted = self.is_interrupted
         try:
             with tracing.span("rollout.generate") as span:
-                await self._tools.workflow.run(episode)
+                await self._run_in_sandbox(episode)
                 _check_sampled(episode)
                 span.attributes["gen_ai.usage.output_tokens"] = len(episode.response_ids)
                 span.attributes["num_segments"] = episode.num_segments
@@ -237,14 +245,23 @@ class RunningGroup:
         episode.is_complete = True
         return not self.is_interrupted
 
+    async def _run_in_sandbox(self, episode: Episode) -> None:
+        if self._tools.sandboxes is None:
+            await self._tools.workflow.run(episode)
+            return
+        async with self._tools.sandboxes.open(episode.prompt.row) as sandbox:
+            episode.sandbox = sandbox
+            await self._tools.workflow.run(episode)
+            episode.measured = {**episode.measured, **sandbox.measured}
+
     def _check_segments(self, episode: Episode) -> None:
         """Raises GroupError if a response has more weight versions than ``rollout.max_segments``."""
-        num_segments, most = episode.num_segments, self._spec.max_segments
-        if most is not None and num_segments > most:
+        num_segments, maximum = episode.num_segments, self._spec.max_segments
+        if maximum is not None and num_segments > maximum:
             raise GroupError(
                 "too_many_segments",
                 f"a response has tokens of {num_segments} weight versions, more than "
-                f"rollout.max_segments ({most}); raise it or publish less often",
+                f"rollout.max_segments ({maximum}); raise it or publish less often",
                 retryable=True,
             )
 
@@ -305,6 +322,7 @@ class RunningGroup:
             token_rewards=placed_rewards(earned, tuple(episode.turns), sequences) if earned else (),
             finish_reason="failed" if failed else episode.finish_reason,
             is_greedy=episode.limits.temperature == 0,
+            seed=episode.limits.seed,
             answer=self._answer(episode.response_text),
         )
         metrics.SAMPLES.labels(finish_reason=sample.finish_reason).inc()

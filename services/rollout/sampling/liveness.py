@@ -26,7 +26,6 @@ class ProgressWatch:
         """Compares the gauges with the previous check.
 
         Args:
-            stats: The engine's gauges.
             now: Monotonic seconds.
 
         Raises:
@@ -59,7 +58,9 @@ class EpisodeWatch:
         self.deadline_s = deadline_s
         self._seen: dict[tuple[str, int], tuple[int, float]] = {}
 
-    def look(self, groups: Mapping[str, Mapping[int, int]], *, now: float) -> dict[str, str]:
+    def find_stalled(
+        self, groups: Mapping[str, Mapping[int, int]], *, now: float
+    ) -> dict[str, str]:
         """Returns the groups that stalled, each with the reason.
 
         Args:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import AlreadyExistsError, ServiceError
-from services.common.fields import ROUTED_EXPERTS
+from services.common.fields import ROUTED_EXPERTS, SAMPLING_MASK
 from services.rollout.engines.base import FinishReason, RoutedExperts
 from services.rollout.failures import GroupError
 from services.rollout.rewards.base import Score
@@ -45,19 +45,19 @@ GroupProgress = Mapping[int, MemberProgress]
 
 PARTIAL_FIELDS: Final = (
     "response_ids", "rollout_logprobs", "version_runs", "turns", "scores", ROUTED_EXPERTS,
+    SAMPLING_MASK,
 )  # fmt: skip
 """Fields of the ``partial`` partition, which has one row per member of a group.
 
-``response_ids``, ``rollout_logprobs`` and ``version_runs`` are as for samples. ``turns``, int32
-``[T, 6]``, has for each turn: failed scores, tokens, version runs, finish code, milliseconds and
-tokens with known experts. ``scores``, uint8 ``[B]``, has the score, if there is one, as a JSON list
-of its value, terms and tokens. ``routed_experts``, uint8 ``[B]``, has the known experts, if there
-are any, in NumPy's file format.
+``response_ids``, ``rollout_logprobs``, ``version_runs`` and ``sampling_mask`` are as for samples.
+``turns``, int32 ``[T, 7]``, has for each turn: failed scores, tokens, version runs, finish code,
+milliseconds, tokens with known experts and entries of the sampling mask. ``scores``, uint8 ``[B]``,
+has the score, if there is one, as a JSON list of its value, terms and tokens. ``routed_experts``,
+uint8 ``[B]``, has the known experts, if there are any, in NumPy's file format.
 """
 
 
 def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
-    """Encodes a member's progress as tensors by field."""
     turns = progress.turns
     table = [
         (
@@ -67,9 +67,11 @@ def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
             _FINISH_CODES[turn.finish_reason],
             min(round(1000 * turn.seconds), _MAX_MS),
             0 if turn.routed_experts is None else len(turn.routed_experts),
+            0 if turn.sampling_mask is None else len(turn.sampling_mask),
         )
         for turn in turns
     ]
+    masks = [turn.sampling_mask for turn in turns if turn.sampling_mask is not None]
     score = progress.score
     stored = None if score is None else [score.value, dict(score.terms), score.tokens]
     scores = b"" if stored is None else json.dumps(stored).encode()
@@ -79,9 +81,10 @@ def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
         "version_runs": torch.tensor(
             [run for turn in turns for run in turn.version_runs], dtype=torch.int32
         ).reshape(-1, 2),
-        "turns": torch.tensor(table, dtype=torch.int32).reshape(-1, 6),
+        "turns": torch.tensor(table, dtype=torch.int32).reshape(-1, 7),
         "scores": torch.tensor(list(scores), dtype=torch.uint8),
         ROUTED_EXPERTS: _stored(routed_experts(turns)),
+        SAMPLING_MASK: torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *masks])),
     }
 
 
@@ -101,8 +104,9 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
     scores = bytes(fields["scores"].tolist())
     experts = _read(fields[ROUTED_EXPERTS])
     turns: list[Turn] = []
-    token, run, known = 0, 0, 0
-    for _, num_tokens, num_runs, code, ms, num_known in table:
+    masks = fields[SAMPLING_MASK].numpy()
+    token, run, known, masked = 0, 0, 0, 0
+    for _, num_tokens, num_runs, code, ms, num_known, num_masked in table:
         turns.append(
             Turn(
                 token_ids=tuple(tokens[token : token + num_tokens]),
@@ -111,8 +115,10 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
                 finish_reason=_FINISH_REASONS[code],
                 seconds=ms / 1000,
                 routed_experts=experts[known : known + num_known] if num_known else None,
+                sampling_mask=masks[masked : masked + num_masked] if num_masked else None,
             )
         )
+        masked += num_masked
         token, run, known = token + num_tokens, run + num_runs, known + num_known
     return MemberProgress(
         num_failed_scores=table[0][0] if table else 0,
@@ -153,11 +159,6 @@ class TransferQueueCache:
     ``attempt`` fences a row: an attempt that starts over never resumes rows of earlier attempts,
     however late they are stored or restored. Replicas that work on different members of a group
     write different rows.
-
-    Args:
-        partition_id: The run's ``partial`` partition.
-        data: Transfers the tensors.
-        metadata: Finds and deletes rows.
     """
 
     def __init__(
@@ -207,8 +208,6 @@ class TransferQueueCache:
         """Replaces the stored progress of members.
 
         Args:
-            groups: Progress by group.
-            attempts: The attempt of each group.
             is_last: True if this replica gives the groups up after this call.
 
         Raises:
@@ -247,8 +246,7 @@ class TransferQueueCache:
             else:
                 self._serials[group_id][member] = serial
 
-    async def forget(self, group_id: str, members: Collection[int]) -> None:
-        """Deletes the progress of members of a group, if there is any."""
+    async def delete_progress(self, group_id: str, members: Collection[int]) -> None:
         known = self._serials.pop(group_id, {})
         keys = [_key(group_id, m, slot) for m in members if m in known for slot in _SLOTS]
         if not keys:
@@ -267,7 +265,6 @@ def _key(group_id: str, member: int, slot: int) -> str:
 
 
 def _members(stored: KVBatchMeta) -> list[_Member]:
-    """Returns the group and member of each row."""
     names, members = stored.tag("group_id"), stored.tag("member")
     return [(str(names[row]), int(members[row])) for row in range(stored.num_keys)]
 

@@ -11,7 +11,16 @@
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, Self
 
 from services.common.errors import UnavailableError
@@ -23,12 +32,58 @@ from services.rollout import metrics
 from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.base import GenerationResult
 from services.rollout.failures import GroupError, InterruptedGroupError
-from services.rollout.sampling.admission import Admission
 from services.rollout.sampling.group import GroupServices, RunningGroup
 from services.rollout.sampling.liveness import EpisodeWatch
 from services.rollout.sampling.progress_cache import GroupProgress
 from services.rollout.sampling.samples import Sample
-from services.wire.rollout import DEFERRED, GroupAssignment
+from services.wire.workers import DEFERRED, GroupAssignment
+
+_CROWDED_KV = 0.95
+_SLOW_PUBLISH_S = 2.0
+_DECREASE = 0.5
+
+
+class Admission:
+    """Limits concurrent groups by the load of the KV cache and the transferqueue.
+
+    Args:
+        maximum: The limit without load.
+    """
+
+    def __init__(self, maximum: int) -> None:
+        self._maximum = maximum
+        self.limit = maximum
+        self._num_admitted = 0
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncIterator[None]:
+        """Waits until the limit allows another group, which counts while the block runs."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._num_admitted < self.limit)
+            self._num_admitted += 1
+        try:
+            yield
+        finally:
+            self._num_admitted -= 1
+            async with self._changed:
+                self._changed.notify()
+
+    async def adapt(self, *, kv_used_fraction: float, publish_wait_s: float) -> None:
+        """Lowers or raises the limit; to be called at regular intervals.
+
+        Args:
+            kv_used_fraction: Fraction of the KV cache in use, 0 to 1.
+            publish_wait_s: Age of the oldest unfinished publication.
+        """
+        if kv_used_fraction >= _CROWDED_KV or publish_wait_s >= _SLOW_PUBLISH_S:
+            # Start from the groups that run, not from a limit that was never reached.
+            self.limit = max(1, int(min(self.limit, self._num_admitted) * _DECREASE))
+        elif self.limit < self._maximum:
+            self.limit += 1
+        async with self._changed:
+            self._changed.notify_all()
+
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +101,6 @@ class Publisher(Protocol):
         self, assignment: GroupAssignment, prompt: Prompt, samples: list[Sample]
     ) -> None:
         """Stores a group. Raises GroupError if it cannot be stored."""
-        ...
 
 
 class ProgressCache(Protocol):
@@ -58,7 +112,6 @@ class ProgressCache(Protocol):
         Args:
             first_attempts: By group, the first attempt whose progress may be resumed.
         """
-        ...
 
     async def save(
         self, groups: Mapping[str, GroupProgress], attempts: Mapping[str, int], *, is_last: bool
@@ -66,15 +119,11 @@ class ProgressCache(Protocol):
         """Replaces stored progress. Raises GroupError if it cannot be stored.
 
         Args:
-            groups: Progress by group.
-            attempts: The attempt of each group.
             is_last: True if this replica gives the groups up after this call.
         """
-        ...
 
-    async def forget(self, group_id: str, members: Collection[int]) -> None:
+    async def delete_progress(self, group_id: str, members: Collection[int]) -> None:
         """Deletes the stored progress of members of a group, if there is any."""
-        ...
 
 
 Failure = tuple[GroupAssignment, GroupError]
@@ -102,11 +151,6 @@ class GroupSampler:
         """Initializes a sampler without groups.
 
         Args:
-            prompts: The run's data.
-            tools: Collaborators of the groups.
-            spec: Limits and policies.
-            publisher: Stores finished groups.
-            cache: Stores the progress of unfinished groups.
             report_failures: Reports groups without samples to the controller.
         """
         self._prompts = prompts
@@ -131,13 +175,11 @@ class GroupSampler:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        """Cancels all groups."""
         self.cancel_all()
         await self._tasks.__aexit__(*error)
 
     @property
     def num_groups(self) -> int:
-        """Number of running groups."""
         return len(self._running)
 
     def num_prompts(self) -> dict[str, int]:
@@ -166,7 +208,6 @@ class GroupSampler:
             )
 
     def refuse(self) -> None:
-        """Refuses all further groups."""
         self._is_ending = True
 
     def cancel(self, group_ids: Iterable[str]) -> None:
@@ -215,7 +256,7 @@ class GroupSampler:
         """Interrupts groups that have a member without a token or a call for longer than the deadline."""
         running, total = await self._tools.engine.peek(), self._tools.engine.stats().tokens_total
         marks = {name: group.marks(running, total) for name, group in self._groups.items()}
-        stalled = watch.look(marks, now=now)
+        stalled = watch.find_stalled(marks, now=now)
         for name, why in stalled.items():
             self._groups[name].stalled = why
         if stalled:
@@ -329,7 +370,7 @@ class GroupSampler:
         self._end(group)
         if self._spec.partial_rollout and not group.is_cut:
             async with self._caching:
-                await self._cache.forget(group_id, assignment.members)
+                await self._cache.delete_progress(group_id, assignment.members)
 
 
 def _interruption(group: RunningGroup) -> InterruptedGroupError:

@@ -1,22 +1,37 @@
-"""The finished sample and its tensors and tags."""
+"""Finished samples: their tensors and tags, and their publication to the transferqueue."""
 
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import regex
 import torch
 from torch import Tensor
 
-from services.common.fields import ROUTED_EXPERTS, TOKEN_REWARDS, TOOL_VERSION
-from services.common.models.routing_shape import RoutingShape
+from services.common.errors import AlreadyExistsError, InvalidArgumentError, ServiceError
+from services.common.fields import (
+    MODEL_INPUTS,
+    ROUTED_EXPERTS,
+    SAMPLING_MASK,
+    TOKEN_REWARDS,
+    TOOL_VERSION,
+    sample_key,
+)
+from services.common.models.families import RoutingShape
+from services.common.runspec.data import kind_of
+from services.common.runspec.rollout import RolloutSpec
+from services.common.telemetry import tracing
+from services.rollout import metrics
+from services.rollout.data.demonstrations import Demonstration
 from services.rollout.data.prompts import Prompt
-from services.rollout.engines.base import VersionRun
+from services.rollout.engines.base import Engine, VersionRun
+from services.rollout.failures import GroupError
 from services.rollout.rewards.base import Score
 from services.rollout.workflows.conversations import Conversation, divided
 from services.rollout.workflows.turns import (
@@ -24,9 +39,17 @@ from services.rollout.workflows.turns import (
     observed,
     routed_experts,
     sampled_versions,
+    sampling_mask,
+    shown,
     token_ids,
     version_runs,
 )
+from services.wire.data.client import DataClient
+from services.wire.workers import GroupAssignment
+
+if TYPE_CHECKING:
+    from services.rollout.sampling.sample_recorder import SampleRecorder
+    from services.rollout.sampling.teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +74,8 @@ class Sample:
     """``stop``, ``length`` or ``failed``."""
     is_greedy: bool
     """True if the sample was decoded greedily."""
+    seed: int = 0
+    """Seed that the response was sampled with; 0 without meaning if it was not sampled."""
     token_rewards: tuple[float, ...] = ()
     """Reward of each response token, if a reward assigns it by token; otherwise empty."""
     answer: str = ""
@@ -76,7 +101,6 @@ def answer_digest(response: str, pattern: str) -> str:
     """Returns a digest that is equal for responses with equal answers.
 
     Args:
-        response: Text of a response.
         pattern: Regular expression. The answer is its last match, or the first group of that match
             if the pattern has groups. The whole response is the answer if the pattern is empty,
             does not match or times out.
@@ -100,7 +124,6 @@ def placed_rewards(
 
     Args:
         tokens: One reward for each sampled token of the judged conversation.
-        judged: The conversation that the reward scored.
         trained: The conversations of the sample; tokens that are context there get 0.
     """
     by_turn, place = dict[int, Sequence[float]](), 0
@@ -135,11 +158,11 @@ def sample_fields(
     routing: RoutingShape | None = None,
     *,
     has_token_rewards: bool = False,
+    has_masks: bool = False,
 ) -> dict[str, list[Tensor]]:
     """Returns the tensors of the samples by field name, as the data dictionary defines them.
 
     Args:
-        samples: Samples of one group.
         routing: Shape of the routers' choices, if the trainer replays them.
         has_token_rewards: True if a reward of the run scores turns or tokens.
 
@@ -174,6 +197,8 @@ def sample_fields(
         ]
     if routing is not None:
         fields[ROUTED_EXPERTS] = [_experts(sample, routing) for sample in samples]
+    if has_masks:
+        fields[SAMPLING_MASK] = [torch.from_numpy(sampling_mask(s.turns)) for s in samples]
     return fields
 
 
@@ -216,5 +241,163 @@ def _tags(sample: Sample, prompt: Prompt, *, group_id: str, attempt: int) -> dic
         "finish_reason": sample.finish_reason,
         "data_source": prompt.data_source,
         "greedy": int(sample.is_greedy),
+        "seed": sample.seed,
     }
     return tags | {"answer": sample.answer} if sample.answer else tags
+
+
+async def demonstration_sample(
+    prompt: Prompt, member: int, spec: RolloutSpec, engine: Engine, *, is_training: bool
+) -> Sample:
+    """Returns a sample whose response is an answer of the prompt's row.
+
+    Args:
+        prompt: Prompt with a demonstration for each member.
+        member: Index of the demonstration.
+        engine: Limits the length of prompt and response; computes log-probabilities of held-out answers.
+        is_training: True if the answer is trained. Otherwise the sample's score is the mean
+            log-probability of the answer's tokens and the term ``loss`` is its negative; for a
+            pair, the term ``preferred`` is 1 if the first answer is likelier than the second.
+
+    Raises:
+        GroupError: If the answer does not fit and may not be cut; a retry would not help.
+    """
+    shows = prompt.demonstrations[member]
+    most = min(spec.max_response_tokens, engine.max_tokens - len(shows.prompt_ids))
+    is_cut = shows.num_tokens > most
+    if is_cut and not (prompt.may_be_cut and most > 0):
+        raise GroupError(
+            "demonstration_too_long",
+            f"an answer has {shows.num_tokens} tokens, but only {most} fit after its prompt of "
+            f"{len(shows.prompt_ids)} tokens (rollout.max_response_tokens is {spec.max_response_tokens}, the "
+            f"model's context {engine.max_tokens}); raise it, set data.demonstration.too_long to 'cut', or "
+            "remove the row",
+            retryable=False,
+        )
+    shows = shows.cut(most)
+    turns = [shown(part.token_ids, is_answer=part.is_answer) for part in shows.stretches]
+    # The first answer of a pair is the preferred one.
+    score = Score(float(member == 0))
+    if not is_training:
+        score = await _likelihood([shows, *prompt.demonstrations[1:]], prompt, engine)
+    sample = Sample(
+        member=member,
+        prompt_ids=shows.prompt_ids,
+        turns=tuple(turns),
+        score=score,
+        finish_reason="length" if is_cut else "stop",
+        is_greedy=not is_training,
+        answer="" if is_training else answer_digest(shows.text, ""),
+    )
+    metrics.SAMPLES.labels(finish_reason=sample.finish_reason).inc()
+    metrics.RESPONSE_TOKENS.observe(shows.num_tokens)
+    return sample
+
+
+async def _likelihood(every: Sequence[Demonstration], prompt: Prompt, engine: Engine) -> Score:
+    first, *others = [await _logprobs(shows, prompt, engine) for shows in every]
+    mean = sum(first) / len(first)
+    terms = {"loss": -mean}
+    if others:
+        terms["preferred"] = float(sum(first) > sum(others[0]))
+    return Score(mean, terms)
+
+
+async def _logprobs(shows: Demonstration, prompt: Prompt, engine: Engine) -> list[float]:
+    """Returns the log-probabilities of the tokens that belong to the answer."""
+    response = [token for part in shows.stretches for token in part.token_ids]
+    trains = [part.is_answer for part in shows.stretches for _ in part.token_ids]
+    try:
+        logprobs = await engine.score([*shows.prompt_ids, *response], prompt.model_inputs)
+    except ValueError as error:
+        raise GroupError("request_refused", str(error), retryable=False) from error
+    own = logprobs[len(shows.prompt_ids) - 1 :]
+    return [value for value, is_answer in zip(own, trains, strict=True) if is_answer]
+
+
+class GroupPublisher:
+    """Stores each group with one call; a prompt that all samples share is stored once.
+
+    Args:
+        routing: Shape of the routers' choices, if the trainer replays them.
+        has_token_rewards: True if a reward of the run scores turns or tokens.
+        teacher: Adds fields to training samples; None if the run needs none.
+        sample_recorder: Records some of the samples for people to read; None if none are recorded.
+    """
+
+    def __init__(
+        self,
+        data: DataClient,
+        routing: RoutingShape | None = None,
+        *,
+        has_token_rewards: bool = False,
+        has_masks: bool = False,
+        teacher: "Teacher | None" = None,
+        sample_recorder: "SampleRecorder | None" = None,
+    ) -> None:
+        self._data = data
+        self._routing = routing
+        self._has_token_rewards = has_token_rewards
+        self._has_masks = has_masks
+        self._teacher = teacher
+        self._sample_recorder = sample_recorder
+        self._waiting: dict[str, float] = {}
+
+    @property
+    def oldest_pending_s(self) -> float:
+        """Age of the oldest unfinished publication; 0 if there is none."""
+        return time.monotonic() - min(self._waiting.values()) if self._waiting else 0.0
+
+    async def publish(
+        self, assignment: GroupAssignment, prompt: Prompt, samples: list[Sample]
+    ) -> None:
+        """Stores a group, which is visible after the call returns; waits while the queue is full.
+
+        Raises:
+            GroupError: If the transferqueue does not accept the group, or its teacher fails; a retry may
+                succeed.
+        """
+        group_id = assignment.group_id
+        taught: dict[str, list[Tensor]] = {}
+        if self._teacher is not None and kind_of(assignment.split) == "train":
+            taught = await self._teacher.fields(assignment.split, prompt, samples)
+        self._waiting[group_id] = time.monotonic()
+        try:
+            prompts = prompt_fields(samples)
+            is_shared = len(prompts) < len(samples)
+            columns = sample_fields(
+                samples,
+                self._routing,
+                has_token_rewards=self._has_token_rewards,
+                has_masks=self._has_masks,
+            )
+            fields = columns | taught | ({} if is_shared else {"prompt_ids": prompts})
+            shared = {"prompt_ids": prompts[0]} if is_shared else {}
+            if prompt.model_inputs is not None:
+                shared[MODEL_INPUTS] = prompt.model_inputs.encoded
+            with metrics.PUBLISH_SECONDS.time(), tracing.span("samples.put"):
+                await self._data.put(
+                    assignment.partition_id,
+                    [sample_key(group_id, sample.member) for sample in samples],
+                    fields,
+                    tags=sample_tags(
+                        samples, prompt, group_id=group_id, attempt=assignment.attempt
+                    ),
+                    shared=shared,
+                )
+            if self._sample_recorder is not None and self._sample_recorder.keeps(assignment):
+                await self._sample_recorder.record_group(assignment, prompt, samples, columns)
+        except AlreadyExistsError as error:
+            # Either another replica that received the lease published first, or an earlier lease
+            # published too late. The controller knows which; in the second case it generates the
+            # group again.
+            metrics.LATE_GROUPS.inc()
+            raise GroupError("publish_failed", error.message, retryable=True) from error
+        except InvalidArgumentError as error:
+            # The group can never fit or breaks another rule. Unlike publish_failed, this reason
+            # counts against the group, so that it is not retried forever.
+            raise GroupError("publish_refused", error.message, retryable=True) from error
+        except ServiceError as error:
+            raise GroupError("publish_failed", error.message, retryable=True) from error
+        finally:
+            del self._waiting[group_id]

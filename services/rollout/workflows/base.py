@@ -6,6 +6,7 @@ returns the recorded turns without sampling or calling anything, and generation 
 turn that was cut.
 """
 
+import inspect
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from services.rollout.engines.base import (
     OnTokens,
 )
 from services.rollout.failures import GroupError
+from services.rollout.sandbox.pool import EpisodeSandbox
 from services.rollout.workflows.conversations import (
     Conversation,
     divided,
@@ -53,6 +55,12 @@ class EpisodeLimits:
     """Seed of this sample."""
     temperature: float
     """Sampling temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus sampling; 1 allows all tokens."""
+    top_k: int = 0
+    """Number of most likely tokens that may be drawn; 0 allows all."""
+    returns_mask: bool = False
+    """True if the trainer needs to know which tokens could be drawn."""
     max_response_tokens: int
     """Max tokens of the response, observed ones included, after any prompt."""
     max_tokens: int
@@ -65,7 +73,6 @@ class EpisodeLimits:
     """Tokens after which the episode is interrupted, at any position; None disables segments."""
 
     def response_tokens(self, *, prompt_tokens: int) -> int:
-        """Returns the max tokens of the response to a prompt."""
         return min(self.max_response_tokens, self.max_tokens - prompt_tokens)
 
 
@@ -85,7 +92,7 @@ class SamplingChoice:
     """Tokens that end the turn, in addition to the episode's."""
 
 
-class Interrupted(Exception):  # noqa: N818 -- an order, not an error
+class Interrupted(Exception):  # noqa: N818 -- a signal, not an error
     """Ends a workflow whose generation was interrupted; the episode keeps all its turns."""
 
 
@@ -107,6 +114,7 @@ class Episode:
         is_interrupted: True after a stop at the next opportunity was requested.
         earned: Reward that the environment or the agent gave; see
             :func:`services.rollout.rewards.terms.earned_terms`.
+        sandbox: Sandbox of this episode; None if ``rollout.sandbox`` is not set.
         tokenizer: The model's.
         call: Calls a user's function in a separate process; see
             :meth:`services.rollout.calls.pool.CallPool.call`.
@@ -135,6 +143,7 @@ class Episode:
         self.is_served = False
         self.is_interrupted = False
         self.earned: object = None
+        self.sandbox: EpisodeSandbox | None = None
         self.tokenizer = tokenizer
         self.call = calls.call
         self._engine = engine
@@ -145,7 +154,6 @@ class Episode:
 
     @property
     def request_ids(self) -> list[str]:
-        """Ids of the engine requests that run for this episode."""
         return list(self._active)
 
     @property
@@ -157,7 +165,6 @@ class Episode:
 
     @property
     def response_turns(self) -> tuple[Turn, ...]:
-        """Turns of the response."""
         return tuple(self.turns[1:] if self.is_served else self.turns)
 
     @property
@@ -221,7 +228,6 @@ class Episode:
         """Returns the turn that followed these turns before an interruption; None if there is none.
 
         Args:
-            turns: The preceding turns.
             number: Index among several following turns.
         """
         place, before = len(turns), tuple(turns)
@@ -231,7 +237,7 @@ class Episode:
         following = list(dict.fromkeys(recorded))
         return following[number] if number < len(following) else None
 
-    def keep(self, before: Conversation, turns: Sequence[Turn]) -> None:
+    def record_alternatives(self, before: Conversation, turns: Sequence[Turn]) -> None:
         """Records an agent's alternative turns after the same ones; the first continues the episode."""
         for turn in turns:
             self.conversations = with_turn(self.conversations, before, turn)
@@ -296,8 +302,6 @@ class Episode:
         """Samples the turn that follows the given ones, which need not be the episode's own.
 
         Args:
-            turns: The preceding turns.
-            draw: Sampling parameters of the turn.
             started: Tokens of the turn that exist already.
             on_tokens: Receives the turn's tokens, as far as the engine streams them.
 
@@ -347,6 +351,9 @@ class Episode:
             experts_from=0 if known is None else len(known),
             oldest_version=min(versions, default=None),
             temperature=self.limits.temperature,
+            top_p=self.limits.top_p,
+            top_k=self.limits.top_k,
+            returns_mask=self.limits.returns_mask,
             stop_token_ids=(
                 self.tokenizer.stop_ids | self.limits.stop_token_ids | draw.stop_token_ids
             ),
@@ -381,21 +388,36 @@ class Workflow(Protocol):
 
     async def run(self, episode: Episode) -> None:
         """Asks the episode for turns until the response is complete."""
-        ...
 
 
 def load_workflow(spec: RolloutSpec) -> Workflow:
     """Creates the run's workflow with its arguments.
 
     Raises:
-        ValueError: If the workflow does not exist or does not accept the arguments.
+        ValueError: If the workflow does not exist, does not accept the arguments, or has no ``run``.
     """
     make = load_callable(WORKFLOWS.get(spec.workflow, spec.workflow))
     try:
         workflow: Workflow = make(**spec.workflow_arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"rollout.workflow {spec.workflow!r} cannot be created with the arguments "
             f"{sorted(spec.workflow_arguments)} ({error}); check rollout.workflow_arguments"
         ) from error
+    except Exception as error:
+        raise ValueError(
+            f"rollout.workflow {spec.workflow!r} raised {error!r} when it was created; correct the class"
+        ) from error
+    if not inspect.iscoroutinefunction(getattr(workflow, "run", None)):
+        raise ValueError(
+            f"rollout.workflow {spec.workflow!r} needs a method 'async def run(self, episode)', "
+            f"got {type(workflow).__name__}; add the method"
+        )
     return workflow
+
+
+class SingleTurn:
+    """Samples one turn."""
+
+    async def run(self, episode: Episode) -> None:
+        await episode.generate()

@@ -45,7 +45,6 @@ def following_ids(
     """Returns the token ids between a sampled reply and the start of the next one.
 
     Args:
-        tokenizer: The model's.
         chats: The same chat in several forms; the first one that the template accepts is used. Each
             has the mark as the content of the reply, or as the name of its last call.
         tools: Tools that the assistant may call.
@@ -85,11 +84,7 @@ def tool_result_ids(
     """Returns the token ids of the last round's results, up to the start of the next reply.
 
     Args:
-        tokenizer: The model's.
-        messages: The prompt.
         rounds: All rounds so far; the policy sampled the replies.
-        tools: Tools that the prompt offers.
-        last_id: Last token of the last reply.
 
     Raises:
         ValueError: If the chat template cannot render the results.

@@ -25,8 +25,6 @@ def with_turn(
 
     Args:
         conversations: Conversations, none of which continues another.
-        before: The turns before the new one.
-        turn: The new turn.
     """
     found, grown = list(conversations), (*before, turn)
     for place, conversation in enumerate(found):
@@ -40,7 +38,6 @@ def merged(reached: Sequence[Conversation], recorded: Sequence[Conversation]) ->
     """Merges the conversations of two attempts, keeping the longer version of each.
 
     Args:
-        reached: Conversations of this attempt.
         recorded: Conversations of the previous attempt; those that this attempt has not started are kept.
     """
     found, unreached = list(reached), list[Conversation]()
@@ -56,7 +53,6 @@ def merged(reached: Sequence[Conversation], recorded: Sequence[Conversation]) ->
 
 
 def flattened(conversations: Iterable[Conversation]) -> tuple[Turn, ...]:
-    """Concatenates all conversations into one row of turns."""
     first, *others = [conversation for conversation in conversations if conversation] or [()]
     further = [turn for other in others for turn in (_as_prompt(other[0]), *other[1:])]
     return (*first, *further)

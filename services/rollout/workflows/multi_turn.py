@@ -19,7 +19,7 @@ from services.rollout.workflows.reply_formats import ParsedCall, check_tool_form
 from services.rollout.workflows.turns import Turn
 
 _MCP = "services.rollout.calls.mcp"
-_SCHEMAS = "services.rollout.calls.schemas"
+_SCHEMAS = "services.rollout.calls.mcp"
 
 
 class MultiTurn:
@@ -35,9 +35,7 @@ class MultiTurn:
     Args:
         tools: Python functions, ``module:function`` or ``file.py:function``, called with keyword arguments.
         mcp_servers: Commands of Model Context Protocol servers; all their tools are offered.
-        max_turns: Max sampled turns.
         max_turn_tokens: Max tokens of one turn; None applies only the response's limit.
-        tool_timeout_s: Deadline of one call.
         result_template: Text to add for each result instead of the chat template's rendering; it contains
             ``{result}`` in place of the result. It must end the policy's turn and open the next one.
         offer_tools: True to give the tools' names, docstrings and parameters to the chat template.
@@ -118,11 +116,11 @@ class MultiTurn:
             if episode.remaining_tokens < 1:
                 return
             turn = await episode.generate(max_tokens=self._max_turn_tokens)
-            said = episode.text(turn)
+            text = episode.text(turn)
             calls = self._calls(episode, turn)
             if not calls:
                 return
-            results = partial(self._results, episode, rounds, said, calls)
+            results = partial(self._results, episode, rounds, text, calls)
             if (seen := await episode.observe(results)) is None:
                 return
             # Derived from the observed text, so that a resumed episode sees the same results.
@@ -130,7 +128,7 @@ class MultiTurn:
             made = tuple(
                 ToolCallAndResult(name=call.name or "unknown", result=result) for call in calls
             )
-            rounds.append(ToolRound(reply=said, calls=made))
+            rounds.append(ToolRound(reply=text, calls=made))
 
     def _calls(self, episode: Episode, turn: Turn) -> tuple[ParsedCall, ...]:
         layout = reply_format(episode.tokenizer, self._tool_format)
@@ -151,7 +149,7 @@ class MultiTurn:
             )
 
     async def _results(
-        self, episode: Episode, rounds: Sequence[ToolRound], said: str, calls: Sequence[ParsedCall]
+        self, episode: Episode, rounds: Sequence[ToolRound], text: str, calls: Sequence[ParsedCall]
     ) -> str | list[int]:
         results = [await self._result(episode, call) for call in calls]
         if self._result_template is not None:
@@ -165,7 +163,7 @@ class MultiTurn:
             return tool_result_ids(
                 episode.tokenizer,
                 episode.prompt.messages,
-                [*rounds, ToolRound(reply=said, calls=made)],
+                [*rounds, ToolRound(reply=text, calls=made)],
                 self._schemas if self._offers_tools else (),
                 last_id=episode.turns[-1].token_ids[-1],
             )

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from services.common.models.tokenizer import Tokenizer
-from services.common.runspec.suggestions import did_you_mean
+from services.common.runspec.base import did_you_mean
 
 _DECODER = json.JSONDecoder()
 _NO_JSON = (ValueError, RecursionError)
@@ -36,7 +36,7 @@ class ParsedCall:
     name: str
     """Name of the tool; empty if the call has none."""
     arguments: Any
-    """Arguments, normally an object; their text if that is no JSON but the call has a name of its own."""
+    """Arguments, normally an object; their text if it is not JSON but the call has a separate name."""
     id: str = ""
     """Id that the policy wrote (Kimi K2); empty in all other formats."""
     problem: str = ""
@@ -83,7 +83,6 @@ class ReasoningFormat:
         """Splits a reply into reasoning and the rest.
 
         Args:
-            text: The reply.
             is_open: True if the prompt ends with the begin mark, so that the reply starts inside.
             calls: Marks with which calls begin; the first one ends a reasoning that has no end mark.
         """

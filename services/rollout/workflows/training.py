@@ -1,14 +1,13 @@
-"""Selection of the conversations of an episode that train."""
+"""JSON-like form of an episode for user functions, and selection of its conversations that train."""
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from services.rollout import metrics
 from services.rollout.failures import CallError
 from services.rollout.workflows.base import Episode
 from services.rollout.workflows.conversations import Conversation, trained_once
-from services.rollout.workflows.history import messages_of
-from services.rollout.workflows.turns import num_sampled
+from services.rollout.workflows.turns import num_sampled, observed
 
 _KEY: Final = "rollout.workflow_arguments.train"
 _TIMEOUT_S = 30.0
@@ -70,3 +69,46 @@ class TrainedConversations:
 def _num_sampled(conversations: Sequence[Conversation]) -> int:
     """Returns the number of sampled tokens; a beginning that several conversations share counts once."""
     return sum(map(num_sampled, trained_once(conversations)))
+
+
+def history_of(episode: Episode) -> Mapping[str, Any]:
+    """Returns the whole episode in JSON-like form.
+
+    Returns:
+        ``messages``: see :func:`messages_of`; if there are several conversations, those of the one
+        continued last. ``other_conversations``: the messages of each other one. ``finish_reason``:
+        ``stop`` or ``length``. ``seconds``: total of all messages.
+    """
+    judged = (observed(episode.prompt_ids), *episode.response_turns)
+    last = tuple(episode.turns)
+    others = [messages_of(episode, each) for each in episode.conversations if each != last]
+    return {
+        "messages": messages_of(episode, judged),
+        "other_conversations": others,
+        "finish_reason": episode.finish_reason,
+        "seconds": sum(turn.seconds for turn in episode.turns),
+    }
+
+
+def messages_of(episode: Episode, conversation: Conversation) -> list[dict[str, Any]]:
+    """Returns the messages of a conversation in JSON-like form.
+
+    Returns:
+        The prompt, then every turn. Each has ``role`` (``user`` for the prompt, ``assistant`` for a
+        sampled turn, ``tool`` for an observed one), ``content`` (text without special tokens),
+        ``token_ids``, ``seconds`` and, if it was sampled, ``logprobs`` and ``versions`` (pairs of
+        weight version and number of tokens).
+    """
+    messages: list[dict[str, Any]] = []
+    for turn in conversation:
+        message: dict[str, Any] = {
+            "role": "assistant" if turn.is_sampled else "tool" if messages else "user",
+            "content": episode.text(turn),
+            "token_ids": list(turn.token_ids),
+            "seconds": turn.seconds,
+        }
+        if turn.is_sampled:
+            message["logprobs"] = list(turn.logprobs)
+            message["versions"] = [list(run) for run in turn.version_runs]
+        messages.append(message)
+    return messages

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from services.common.fields import TOOL_VERSION
+from services.common.fields import ALL_TOKENS, TOOL_VERSION
 from services.rollout.engines.base import (
     FinishReason,
     GenerationResult,
     RoutedExperts,
+    SamplingMask,
     VersionRun,
     append_version,
 )
@@ -31,6 +34,8 @@ class Turn:
     """Duration of the turn, waiting included."""
     routed_experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
     """Experts of the tokens after those that an earlier turn has experts of, without the last token."""
+    sampling_mask: SamplingMask | None = field(default=None, compare=False, repr=False)
+    """Tokens that could be drawn for each token; None if no limit is known."""
 
     @property
     def is_sampled(self) -> bool:
@@ -54,6 +59,7 @@ class Turn:
             finish_reason=result.finish_reason,
             seconds=self.seconds + seconds,
             routed_experts=_joined([self.routed_experts, result.routed_experts]),
+            sampling_mask=_joined([self.sampling_mask, result.sampling_mask]),
         )
 
 
@@ -62,7 +68,6 @@ NOTHING_SAMPLED = Turn(token_ids=(), logprobs=(), version_runs=(), finish_reason
 
 
 def observed(token_ids: Sequence[int], seconds: float = 0.0) -> Turn:
-    """Returns a turn of tokens that no policy sampled."""
     return Turn(
         token_ids=tuple(token_ids),
         logprobs=(0.0,) * len(token_ids),
@@ -82,13 +87,23 @@ def routed_experts(turns: Iterable[Turn]) -> RoutedExperts | None:
     return _joined([turn.routed_experts for turn in turns])
 
 
-def _joined(parts: Sequence[RoutedExperts | None]) -> RoutedExperts | None:
+def sampling_mask(turns: Iterable[Turn]) -> SamplingMask:
+    """Returns the tokens that could be drawn for each token of all turns."""
+    parts = [
+        np.full(len(turn.token_ids), ALL_TOKENS, np.int32)
+        if turn.sampling_mask is None
+        else turn.sampling_mask
+        for turn in turns
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def _joined(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
     known = [part for part in parts if part is not None]
     return np.concatenate(known) if known else None
 
 
 def token_ids(turns: Iterable[Turn]) -> tuple[int, ...]:
-    """Returns the tokens of all turns."""
     found: list[int] = []
     for turn in turns:
         found += turn.token_ids  # extends in bulk; token by token is ten times slower
@@ -96,7 +111,6 @@ def token_ids(turns: Iterable[Turn]) -> tuple[int, ...]:
 
 
 def num_tokens(turns: Iterable[Turn]) -> int:
-    """Returns the number of tokens of all turns."""
     return sum(len(turn.token_ids) for turn in turns)
 
 

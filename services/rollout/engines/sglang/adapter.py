@@ -20,13 +20,10 @@ from sglang.srt.managers import io_struct
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import MultiprocessingSerializer
 
-from services.common.models.families import exact_tokens
-from services.common.models.routing_shape import routing_shape
-from services.rollout.engines.backend import EngineDiedError
+from services.common.models.families import exact_tokens, routing_shape
 from services.rollout.engines.base import EngineCapabilities, RoutedExperts
-from services.rollout.engines.engine_config import write_sglang_config
-from services.rollout.engines.engine_order import EngineConfig
-from services.rollout.engines.external import ExternalEngine
+from services.rollout.engines.engine_config import EngineConfig, write_sglang_config
+from services.rollout.engines.external import EngineDiedError, ExternalEngine
 from services.rollout.engines.request_segments import Segment, TokenChunk, convert_experts
 
 
@@ -134,7 +131,6 @@ class SglangBackend:
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Capacity of the KV cache in tokens."""
         (info, *_) = self.engine._scheduler_init_result.scheduler_infos  # noqa: SLF001 -- as its get_server_info does
         return int(info["max_total_num_tokens"])
 
@@ -145,7 +141,6 @@ class SglangBackend:
         return self._engine
 
     async def serve(self, started: Callable[[], None]) -> None:
-        """Starts SGLang and serves until cancelled."""
         # A failing child sends this signal, which would end this process without a message.
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGQUIT, self._note_death)
@@ -173,7 +168,6 @@ class SglangBackend:
                     os.kill(pid, signal.SIGKILL)
 
     async def submit(self, part: Segment) -> "_Stream":
-        """Submits a segment."""
         request = part.request
         sampling = {
             "max_new_tokens": part.max_tokens,
@@ -211,7 +205,6 @@ class SglangBackend:
             self.abort(f"{segment_id};")
 
     def abort(self, name: str) -> None:
-        """Ends one request."""
         self.engine.tokenizer_manager.abort_request(rid=name)
 
     async def load(self, description: str) -> None:
@@ -349,17 +342,17 @@ class _Stream:
 
         SGLang reports flat int32 values, as base64 if they come through its own detokenizer.
         """
-        routing, told = self._backend.routing, info.get("routed_experts")
-        if routing is None or told is None:
+        routing, experts = self._backend.routing, info.get("routed_experts")
+        if routing is None or experts is None:
             return None
-        if isinstance(told, str):
-            told = np.frombuffer(base64.b64decode(told), np.int32)
-        entries = np.asarray(told).reshape(-1, routing.num_chosen)
+        if isinstance(experts, str):
+            experts = np.frombuffer(base64.b64decode(experts), np.int32)
+        entries = np.asarray(experts).reshape(-1, routing.num_chosen)
         num_tokens = info["prompt_tokens"] + info["completion_tokens"] - 1
         if not entries.size or len(entries) % num_tokens:
             return None
-        told = convert_experts(entries.reshape(num_tokens, -1, routing.num_chosen), routing)
-        return told[self._experts_from :]
+        experts = convert_experts(entries.reshape(num_tokens, -1, routing.num_chosen), routing)
+        return experts[self._experts_from :]
 
     def fail(self) -> None:
         """Cancels the wait for an output that will not arrive."""

@@ -11,7 +11,7 @@ from sglang.srt.distributed.parallel_state import (
 )
 from torch import Tensor
 
-from services.common.models.expert_names import checkpoint_names
+from services.common.models.experts import checkpoint_names
 from services.rollout.engines.in_place import handle_weight_command
 from services.rollout.engines.layout import UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
@@ -23,7 +23,6 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Replaces all weights; SGLang calls this between two steps (``custom_weight_loader``).
 
     Args:
-        model: SGLang's model.
         named_tensors: One entry, whose name describes the shared tensors or is a command of
             :mod:`services.rollout.engines.in_place`.
     """

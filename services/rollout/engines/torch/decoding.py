@@ -1,5 +1,6 @@
 """Batched decoding of transformers models: attention masks, sampling, decode steps and prefill."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,22 +11,211 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
-from services.common.models.families import has_plain_scores, windows_of
-from services.common.models.routers import RouterWatch
-from services.common.models.routing_shape import RoutingShape
+from services.common.models.experts import RouterWatch
+from services.common.models.families import (
+    RoutingShape,
+    has_plain_scores,
+    recurrent_module,
+    windows_of,
+)
+from services.common.models.invariant import KEYS, ROWS
+from services.common.models.vision import vision_tower
 from services.rollout.engines.base import (
+    Decode,
     FinishReason,
     GenerationRequest,
     GenerationResult,
     OnTokens,
     RoutedExperts,
+    SamplingMask,
     VersionRun,
     append_version,
+    ends_in_stop_text,
 )
-from services.rollout.engines.stop_texts import Decode, ends_in_stop_text
-from services.rollout.engines.torch.kv_slots import SlotCache
 from services.wire.data.model_inputs import ModelInputs, model_arguments
+
+
+class SlotCache(Cache):
+    """Keys and values of the running requests, ``[slots, heads, tokens, head_dim]`` per layer.
+
+    Running requests occupy the slots ``0..n-1`` without holes, so that a decode step attends over
+    views and copies nothing. Before each forward pass the owner calls :meth:`begin_prefill` or
+    :meth:`begin_decode`. Entries beyond a request's length are never attended to.
+
+    A recurrent layer has the last inputs of its short convolution and a state instead, ``[slots, ...]``. It
+    cannot tell padding from tokens, so contexts of one prefill pass must have the same length.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._inputs: dict[int, Tensor] = {}
+        self._states: dict[int, Tensor] = {}
+        self.num_slots = 0
+        self.num_tokens = 0
+        self._targets: Tensor | None = None
+        self._sources: Tensor | None = None
+        self._positions: Tensor | None = None
+        self._first = self._span = 0
+        self._gathers = False
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Slots and tokens per slot; while they do not change, neither does the memory."""
+        return self.num_slots, self.num_tokens
+
+    def reserve(self, num_slots: int, num_tokens: int) -> None:
+        """Ensures room for that many slots and tokens per slot; sizes at least double when they grow."""
+        slots, tokens = self.num_slots, self.num_tokens
+        if num_slots > slots:
+            slots = max(num_slots, 2 * slots)
+        if num_tokens > tokens:
+            tokens = max(num_tokens, 2 * tokens)
+        if (slots, tokens) == (self.num_slots, self.num_tokens):
+            return
+        for stored in (self._keys, self._values):
+            for layer, old in stored.items():
+                stored[layer] = old.new_zeros(slots, old.shape[1], tokens, old.shape[3])
+                stored[layer][: old.shape[0], :, : old.shape[2]] = old
+        for stored in (self._inputs, self._states):
+            for layer, old in stored.items():
+                stored[layer] = old.new_zeros(slots, *old.shape[1:])
+                stored[layer][: old.shape[0]] = old
+        self.num_slots, self.num_tokens = slots, tokens
+
+    def clear(self) -> None:
+        """Frees all memory; requests must be stored again."""
+        for stored in (self._keys, self._values, self._inputs, self._states):
+            stored.clear()
+        self.num_slots = self.num_tokens = 0
+
+    def reset_states(self, slots: Tensor) -> None:
+        """Empties the recurrent states of some slots, as before a request's first token."""
+        for stored in (*self._inputs.values(), *self._states.values()):
+            stored[slots] = 0
+
+    def begin_prefill(self, targets: Tensor, sources: Tensor, *, first: int = 0) -> None:
+        """Begins a pass over a part of contexts; tokens before the part must be stored already.
+
+        Args:
+            targets: ``[N]`` int64 slots to fill.
+            sources: ``[N]`` int64 row that fills each slot, ascending; equal contexts share a row.
+            first: Position of the part's first token.
+        """
+        self._targets, self._sources, self._positions = targets, sources, None
+        self._first, self._gathers = first, False
+
+    def begin_decode(self, positions: Tensor, span: int) -> None:
+        """Begins a pass of one token for each of the first ``N`` slots.
+
+        Args:
+            positions: ``[N]`` int64 position of each new token.
+            span: Number of tokens to attend over, greater than any position.
+        """
+        self._positions, self._span, self._gathers = positions, span, False
+        self._targets = torch.arange(len(positions), device=positions.device)
+
+    def begin_rows(self, slots: Tensor, positions: Tensor, span: int) -> None:
+        """Begins a pass of one token for each of ``N`` rows, several of which may be of one slot.
+
+        Args:
+            slots: ``[N]`` int64 slot of each token.
+            positions: ``[N]`` int64 position of each token; earlier ones are stored, or in this pass.
+            span: Number of tokens to attend over, greater than any position.
+        """
+        self._targets, self._positions, self._span, self._gathers = slots, positions, span, True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores a layer's new keys and values and returns those to attend over."""
+        if layer_idx not in self._keys:
+            shape = (self.num_slots, key_states.shape[1], self.num_tokens, key_states.shape[3])
+            self._keys[layer_idx] = key_states.new_zeros(shape)
+            self._values[layer_idx] = value_states.new_zeros(*shape[:3], value_states.shape[3])
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        assert self._targets is not None, "no forward pass is prepared"
+        if self._positions is None:
+            assert self._sources is not None
+            end = self._first + key_states.shape[2]
+            keys[self._targets, :, self._first : end] = key_states[self._sources]
+            values[self._targets, :, self._first : end] = value_states[self._sources]
+            if self._first == 0:
+                return key_states, value_states
+            holders = self._holders()
+            return keys[holders, :, :end], values[holders, :, :end]
+        keys[self._targets, :, self._positions] = key_states[:, :, 0]
+        values[self._targets, :, self._positions] = value_states[:, :, 0]
+        if self._gathers:
+            return keys[self._targets, :, : self._span], values[self._targets, :, : self._span]
+        num_rows = len(self._positions)
+        return keys[:num_rows, :, : self._span], values[:num_rows, :, : self._span]
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Returns True if a recurrent layer must pass its inputs to :meth:`update_conv_state`.
+
+        The alternative overwrites the result of :meth:`get_conv_state`, which is a copy in a prefill pass.
+        """
+        return self._positions is None
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Returns the last inputs of a layer's convolution, ``[N, channels, kernel]``; None at the start."""
+        return self._recurrent(self._inputs, layer_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Returns a layer's states, ``[N, ...]``; None at the start."""
+        return self._recurrent(self._states, layer_idx)
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Stores the last of a layer's new inputs and returns all that its convolution sees."""
+        size = int(kwargs["conv_kernel_size"])
+        before = self._recurrent(self._inputs, layer_idx)
+        seen = conv_states if before is None else torch.cat([before, conv_states], -1)
+        kept = pad(seen, (max(0, size - seen.shape[-1]), 0))[..., -size:]
+        self._keep(self._inputs, layer_idx, kept)
+        return seen
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        self._keep(self._states, layer_idx, recurrent_states)
+        return recurrent_states
+
+    def _recurrent(self, stored: dict[int, Tensor], layer: int) -> Tensor | None:
+        if layer not in stored or (self._positions is None and self._first == 0):
+            return None
+        if self._positions is None:
+            return stored[layer][self._holders()]
+        return stored[layer][: len(self._positions)]
+
+    def _keep(self, stored: dict[int, Tensor], layer: int, states: Tensor) -> None:
+        assert self._targets is not None, "no forward pass is prepared"
+        if layer not in stored:
+            stored[layer] = states.new_zeros(self.num_slots, *states.shape[1:])
+        given = states if self._positions is not None else states[self._sources]
+        stored[layer][self._targets] = given
+
+    def _holders(self) -> Tensor:
+        """Returns ``[N]`` a slot that has each row of a prefill pass."""
+        assert self._targets is not None
+        assert self._sources is not None
+        rows = torch.arange(int(self._sources[-1]) + 1, device=self._targets.device)
+        return self._targets[torch.searchsorted(self._sources, rows)]
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies slots over others, to close the holes that finished requests leave."""
+        for stored in (self._keys, self._values, self._inputs, self._states):
+            for each in stored.values():
+                each[targets] = each[sources]
 
 
 class Visibility:
@@ -40,11 +230,11 @@ class Visibility:
 
     def __init__(self, config: Mapping[str, Any], dtype: torch.dtype) -> None:
         self._windows = windows_of(config)
-        self._by_kind = bool(config.get("layer_types"))
+        self._kinds = set(config.get("layer_types") or ())
         self._dtype = dtype
         self._is_added = not has_plain_scores(config)
 
-    def masks(self, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
+    def masks(self, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor | None]:
         """Returns the masks of a forward pass.
 
         Args:
@@ -53,13 +243,15 @@ class Visibility:
 
         Returns:
             ``[N, 1, Q, K]``, a dict by layer type if the model has several. Bool, or an additive mask if the
-            model caps scores or its heads have sinks.
+            model caps scores or its heads have sinks. Recurrent layers have None.
         """
-        masks = {
+        masks: dict[str, Tensor] = {
             kind: self._formed(_visible(queries, keys, window))
             for kind, window in self._windows.items()
         }
-        return masks if self._by_kind else next(iter(masks.values()))
+        if not self._kinds:
+            return next(iter(masks.values()))
+        return {kind: masks.get(kind) for kind in self._kinds}
 
     def _formed(self, visible: Tensor) -> Tensor:
         if not self._is_added:
@@ -109,6 +301,8 @@ class Truncation:
     """Number of allowed tokens; 0 allows all."""
     min_p: Tensor
     """Min probability of an allowed token, relative to the most probable one; 0 allows all."""
+    reported: Tensor
+    """``[N]`` bool: rows whose allowed tokens are reported; their log probabilities are relative to them."""
 
     def padded(self, size: int) -> "Truncation":
         """Returns a copy with additional rows that allow all tokens."""
@@ -117,37 +311,44 @@ class Truncation:
             top_p=pad(self.top_p, missing, value=1.0),
             top_k=pad(self.top_k, missing),
             min_p=pad(self.min_p, missing),
+            reported=pad(self.reported, missing),
         )
 
 
 def draw_tokens(
     logits: Tensor, temperatures: Tensor, numbers: Tensor, *, truncation: Truncation | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draws one token per row by inverting its cumulative distribution.
 
     Args:
         logits: ``[N, V]`` of any float type.
         temperatures: ``[N]`` float32; 0 takes the most probable token.
         numbers: ``[N]`` float64 in ``[0, 1)``, one per row.
-        truncation: Restricts the tokens that may be drawn; None allows all. Log probabilities ignore it.
+        truncation: Restricts the tokens that may be drawn; None allows all. Log probabilities ignore it,
+            except in the reported rows.
 
     Returns:
         ``[N]`` int64 tokens and ``[N]`` float32 log probabilities, ``log_softmax(logits / temperature)``;
-        those of greedy rows are at temperature 1.
+        those of greedy rows are at temperature 1. The third value is ``[N, V]`` bool, the tokens that could
+        be drawn; None without truncation.
     """
     is_greedy = temperatures == 0
     scaled = logits.float() / torch.where(is_greedy, 1.0, temperatures)[:, None]
     logprobs = torch.log_softmax(scaled, dim=-1)
     probabilities = logprobs.exp()
+    allowed = None
     if truncation is not None:
         probabilities = _truncate(probabilities, truncation)
+        allowed = probabilities > 0
+        relative = torch.log_softmax(scaled.masked_fill(~allowed, -math.inf), dim=-1)
+        logprobs = torch.where(truncation.reported[:, None], relative, logprobs)
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     # A number is at most 1 - 2**-52, so the target is below the total, and the first entry above it
     # belongs to a token of positive probability.
     targets = (numbers * cumulative[:, -1])[:, None]
     drawn = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
     tokens = torch.where(is_greedy, scaled.argmax(dim=-1), drawn)
-    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1), allowed
 
 
 def _truncate(probabilities: Tensor, truncation: Truncation) -> Tensor:
@@ -182,6 +383,8 @@ class StepInputs:
     """Last token of each request."""
     positions: NDArray[np.int64]
     """Position of that token."""
+    rotary_positions: NDArray[np.int64]
+    """Its position in the rotary embedding, which differs after images."""
     temperatures: NDArray[np.float32]
     """Divisors of the logits; 0 is greedy."""
     numbers: NDArray[np.float64]
@@ -198,19 +401,27 @@ class StepOutputs:
     """``[N]`` float32."""
     experts: Tensor | None
     """``[N, layers, K]`` int64 experts chosen for the input token, if they are recorded."""
+    allowed: Tensor | None = None
+    """``[N, V]`` bool: tokens that could be drawn; None without truncation."""
 
     def first(self, num_rows: int) -> "StepOutputs":
-        """Returns the outputs of the first rows."""
         experts = None if self.experts is None else self.experts[:num_rows]
-        return StepOutputs(self.tokens[:num_rows], self.logprobs[:num_rows], experts)
+        allowed = None if self.allowed is None else self.allowed[:num_rows]
+        return StepOutputs(self.tokens[:num_rows], self.logprobs[:num_rows], experts, allowed)
 
 
 class DecodeStep:
     """Runs decode steps over the first ``N`` slots of a cache."""
 
     def __init__(
-        self, model: PreTrainedModel, cache: SlotCache, watch: RouterWatch | None = None
+        self,
+        model: PreTrainedModel,
+        cache: SlotCache,
+        watch: RouterWatch | None = None,
+        *,
+        is_invariant: bool = False,
     ) -> None:
+        self._is_invariant = is_invariant
         self._model = model
         self._watch = watch
         self._cache = cache
@@ -220,22 +431,29 @@ class DecodeStep:
         self._num_seen: dict[tuple[int, int], int] = {}
         self._layout = cache.layout
         self._visibility = Visibility(model.config.to_dict(), model.dtype)
+        # A graph's warm-up would advance the states of running requests.
+        self._is_captured = recurrent_module(model.config.to_dict()) is None
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, truncation: Truncation | None) -> StepOutputs:
         """Stores keys and values and draws one token per row; on a GPU, returns when both are done.
 
         Args:
-            inputs: Inputs of all rows.
             truncation: Restricts the tokens that may be drawn; None allows all.
         """
         num_rows, span = len(inputs.tokens), int(inputs.positions.max()) + 1
+        if self._is_invariant:
+            size, span = _multiple(num_rows, ROWS), _multiple(span, KEYS)
+            self._cache.reserve(size, span)
+            truncation = truncation and truncation.padded(size)
+            return self._compute(self._move(_pad(inputs, size)), span, truncation).first(num_rows)
         if not self._is_cuda:
             return self._compute(self._move(inputs), span, truncation)
         size, span = rounded_up(num_rows), max(rounded_up(span), _MIN_SPAN)
         self._cache.reserve(size, span)
         padded = _pad(inputs, size)
-        graph = self._graph(size, span) if truncation is None else None
+        is_captured = self._is_captured and truncation is None
+        graph = self._graph(size, span) if is_captured else None
         if graph is not None:
             outputs = graph.replay(padded)
         else:
@@ -248,7 +466,7 @@ class DecodeStep:
             torch.cuda.current_stream(self._device).synchronize()
         return outputs.first(num_rows)
 
-    def forget(self) -> None:
+    def discard_graphs(self) -> None:
         """Discards the captured graphs; called before weights or cache move in memory."""
         self._graphs.clear()
 
@@ -260,18 +478,22 @@ class DecodeStep:
         keys = torch.arange(span, device=self._device)
         logits = self._model(
             input_ids=inputs.tokens[:, None],
-            position_ids=positions[:, None],
+            position_ids=inputs.rotary_positions[:, None],
             attention_mask=self._visibility.masks(positions[:, None], keys),
             past_key_values=self._cache,
             use_cache=True,
         ).logits[:, -1]
-        drawn = draw_tokens(logits, inputs.temperatures, inputs.numbers, truncation=truncation)
-        return StepOutputs(*drawn, None if self._watch is None else self._watch.chosen())
+        tokens, logprobs, allowed = draw_tokens(
+            logits, inputs.temperatures, inputs.numbers, truncation=truncation
+        )
+        experts = None if self._watch is None else self._watch.chosen()
+        return StepOutputs(tokens, logprobs, experts, allowed)
 
     def _move(self, inputs: StepInputs) -> "_DeviceInputs":
         return _DeviceInputs(
             tokens=torch.from_numpy(inputs.tokens).to(self._device),
             positions=torch.from_numpy(inputs.positions).to(self._device),
+            rotary_positions=torch.from_numpy(inputs.rotary_positions).to(self._device),
             temperatures=torch.from_numpy(inputs.temperatures).to(self._device),
             numbers=torch.from_numpy(inputs.numbers).to(self._device),
         )
@@ -294,6 +516,7 @@ class _DeviceInputs:
 
     tokens: Tensor
     positions: Tensor
+    rotary_positions: Tensor
     temperatures: Tensor
     numbers: Tensor
 
@@ -303,7 +526,7 @@ class _Graph:
 
     def __init__(self, step: DecodeStep, size: int, span: int) -> None:
         empty = StepInputs(
-            *(np.zeros(0, dtype) for dtype in (np.int64, np.int64, np.float32, float))
+            *(np.zeros(0, dtype) for dtype in (np.int64, np.int64, np.int64, np.float32, float))
         )
         self._inputs = step._move(_pad(empty, size))  # noqa: SLF001 -- a part of the step
         self._graph = torch.cuda.CUDAGraph()
@@ -329,6 +552,11 @@ class _Graph:
         return self._outputs
 
 
+def _multiple(number: int, of: int) -> int:
+    """Rounds up to a multiple."""
+    return -(-number // of) * of
+
+
 def rounded_up(number: int) -> int:
     """Rounds up to the next ``2**k`` or ``3 * 2**k``, which wastes at most a third."""
     power = 1 << (number - 1).bit_length()
@@ -341,6 +569,7 @@ def _pad(inputs: StepInputs, size: int) -> StepInputs:
     return StepInputs(
         tokens=np.pad(inputs.tokens, (0, num_missing)),
         positions=np.pad(inputs.positions, (0, num_missing)),
+        rotary_positions=np.pad(inputs.rotary_positions, (0, num_missing)),
         temperatures=np.pad(inputs.temperatures, (0, num_missing), constant_values=1),
         numbers=np.pad(inputs.numbers, (0, num_missing)),
     )
@@ -351,6 +580,8 @@ _Context = tuple[tuple[int, ...], str]
 
 _MAX_PREFILL_TOKENS = 16_384
 """Max padded tokens of one prefill pass; bounds the memory of activations."""
+_MAX_ROW_KEYS = 1 << 16
+"""Max keys that the rows of one invariant pass attend to; bounds the memory of their copies."""
 _MAX_MASK = 1 << 25
 """Max token pairs in the mask of one prefill pass; longer contexts take several passes."""
 
@@ -361,10 +592,14 @@ class _Row:
 
     request: GenerationRequest
     tokens: list[int]
+    offset: int = 0
+    """Difference of a token's rotary position and its place, after the prompt's images."""
     logprobs: list[float] = field(default_factory=list)
     version_runs: list[VersionRun] = field(default_factory=list)
     experts: list[RoutedExperts] = field(default_factory=list)
     """Experts of the tokens from ``request.experts_from`` on."""
+    masks: list[SamplingMask] = field(default_factory=list)
+    """Tokens that could be drawn for each new token, if the request asks for them."""
 
     @property
     def num_sampled(self) -> int:
@@ -378,6 +613,7 @@ class _Row:
             version_runs=tuple(self.version_runs),
             finish_reason=reason,
             routed_experts=np.concatenate(self.experts) if self.experts and self.logprobs else None,
+            sampling_mask=np.concatenate(self.masks) if self.masks else None,
         )
 
 
@@ -395,15 +631,18 @@ class DecodeBatch:
         *,
         decode: Decode | None = None,
         routing: RoutingShape | None = None,
+        is_invariant: bool = False,
     ) -> None:
+        self._is_invariant = is_invariant
         self._routing = routing
         self._watch = None if routing is None else RouterWatch(model)
         self._model = model
         self._decode = decode
         self._device = model.device
         self._cache = SlotCache()
-        self._step = DecodeStep(model, self._cache, self._watch)
+        self._step = DecodeStep(model, self._cache, self._watch, is_invariant=is_invariant)
         self._visibility = Visibility(model.config.to_dict(), model.dtype)
+        self._pads = recurrent_module(model.config.to_dict()) is None
         self._rows: list[_Row] = []
         self.prompt_tokens_total = 0
         """Context tokens that were stored."""
@@ -426,17 +665,26 @@ class DecodeBatch:
     def admit(self, requests: Sequence[GenerationRequest]) -> None:
         """Adds requests and prefills their contexts.
 
-        Requests whose model inputs the model refuses are removed; see :meth:`take_refused`.
+        Requests whose model inputs the model refuses are removed; see :meth:`pop_refused`.
         """
         first = len(self._rows)
-        self._rows.extend(_Row(request, list(request.context_ids)) for request in requests)
+        self._rows.extend(
+            _Row(request, list(request.context_ids), self._offset(request.model_inputs))
+            for request in requests
+        )
         self._cache.reserve(len(self._rows), self.span)
         failures = self._prefill(range(first, len(self._rows)), notes_experts=True)
         for slot, error in failures.items():
             self._refused[self._rows[slot].request.request_id] = error
         self._remove(dict.fromkeys(failures, "aborted"))
 
-    def take_refused(self) -> dict[str, Exception]:
+    def _offset(self, given: ModelInputs | None) -> int:
+        if given is None or vision_tower(self._model) is None:
+            return 0
+        decoder: Any = self._model.base_model
+        return int(decoder.position_offset(given.tensors))
+
+    def pop_refused(self) -> dict[str, Exception]:
         """Returns the errors of requests that :meth:`admit` removed since the last call, by request."""
         refused, self._refused = self._refused, {}
         return refused
@@ -448,9 +696,9 @@ class DecodeBatch:
         for error in self._prefill(range(len(self._rows))).values():
             raise error
 
-    def forget(self) -> None:
+    def release_cache(self) -> None:
         """Releases the cache's memory and the graphs that read it; requests keep their tokens."""
-        self._step.forget()
+        self._step.discard_graphs()
         self._cache.clear()
 
     @torch.inference_mode()
@@ -462,8 +710,10 @@ class DecodeBatch:
         """
         outputs = self._step.run(self._inputs(), self._truncation())
         if outputs.experts is not None:
-            for row, experts in zip(self._rows, self._as_told(outputs.experts), strict=True):
+            for row, experts in zip(self._rows, self._to_array(outputs.experts), strict=True):
                 row.experts.append(experts[None])
+        if outputs.allowed is not None:
+            self._note_masks(outputs.allowed)
         finished: dict[int, FinishReason] = {}
         for slot, (row, token, logprob) in enumerate(
             zip(self._rows, outputs.tokens.tolist(), outputs.logprobs.tolist(), strict=True)
@@ -502,21 +752,26 @@ class DecodeBatch:
         requests = [row.request for row in self._rows]
         seeds = np.array([request.seed % 2**64 for request in requests], dtype=np.uint64)
         drawn = [row.request.draw_offset + len(row.logprobs) for row in self._rows]
+        positions = np.array([len(row.tokens) - 1 for row in self._rows])
         return StepInputs(
             tokens=np.array([row.tokens[-1] for row in self._rows]),
-            positions=np.array([len(row.tokens) - 1 for row in self._rows]),
+            positions=positions,
+            rotary_positions=positions + np.array([row.offset for row in self._rows]),
             temperatures=np.array([r.temperature for r in requests], dtype=np.float32),
             numbers=uniforms(seeds, np.array(drawn, dtype=np.uint64)),
         )
 
     def _truncation(self) -> Truncation | None:
         requests = [row.request for row in self._rows]
-        if not any(request.is_truncated for request in requests):
+        if not any(request.is_truncated or request.returns_mask for request in requests):
             return None
         return Truncation(
             top_p=torch.tensor([request.top_p for request in requests], device=self._device),
             top_k=self._tensor([request.top_k for request in requests]),
             min_p=torch.tensor([request.min_p for request in requests], device=self._device),
+            reported=torch.tensor(
+                [request.returns_mask for request in requests], device=self._device
+            ),
         )
 
     def _finish_reason(self, row: _Row) -> FinishReason | None:
@@ -538,13 +793,13 @@ class DecodeBatch:
         """Computes each distinct context once and stores it in every slot that has it.
 
         Args:
-            slots: Slots of the requests.
             notes_experts: True to record the contexts' experts. A recomputation must not, because experts of
                 tokens sampled under older weights stay as they were.
 
         Returns:
             Errors of contexts whose inputs besides tokens the model refuses, by slot.
         """
+        self._cache.reset_states(self._tensor(list(slots)))
         slots_by_context: dict[_Context, list[int]] = {}
         for slot in slots:
             row = self._rows[slot]
@@ -556,8 +811,12 @@ class DecodeBatch:
         for (tokens, _), owners in slots_by_context.items():
             self.prompt_tokens_total += len(tokens) * len(owners)
             self.shared_tokens_total += len(tokens) * (len(owners) - 1)
+        if self._is_invariant:
+            self._store_rows(slots_by_context)
+            return {}
         failures: dict[int, Exception] = {}
-        for contexts in _split_by_size(sorted(slots_by_context, key=lambda each: len(each[0]))):
+        by_length = sorted(slots_by_context, key=lambda each: len(each[0]))
+        for contexts in _split_by_size(by_length, pads=self._pads):
             holders = [slots_by_context[context] for context in contexts]
             targets = [slot for own in holders for slot in own]
             sources = [row for row, own in enumerate(holders) for _ in own]
@@ -573,8 +832,8 @@ class DecodeBatch:
                 failures |= dict.fromkeys(targets, error)
                 continue
             if notes_experts and experts is not None:
-                for (ids, _), own, told in zip(contexts, holders, experts, strict=True):
-                    self._note_experts(own, told[: len(ids)])
+                for (ids, _), own, chosen_experts in zip(contexts, holders, experts, strict=True):
+                    self._note_experts(own, chosen_experts[: len(ids)])
         return failures
 
     def _store(
@@ -589,7 +848,6 @@ class DecodeBatch:
         Args:
             inputs: ``[N, L]`` int64 contexts, padded on the right, where causal attention hides the
                 padding from every real token.
-            targets: Slots to fill.
             sources: Row that fills each slot.
             model_inputs: What the model takes besides the tokens of a single context. The pass is then not
                 split, because it is not known to which tokens the inputs belong.
@@ -618,19 +876,60 @@ class DecodeBatch:
                 **arguments,
             )
             if self._watch is not None:
-                told = self._as_told(self._watch.chosen())
-                chosen.append(told.reshape(num_rows, end - first, *told.shape[1:]))
+                chosen_experts = self._to_array(self._watch.chosen())
+                chosen.append(
+                    chosen_experts.reshape(num_rows, end - first, *chosen_experts.shape[1:])
+                )
         return np.concatenate(chosen, axis=1) if chosen else None
+
+    def _store_rows(self, slots_by_context: Mapping[_Context, Sequence[int]]) -> None:
+        """Stores contexts as a decode step would, token by token, so that their bits are the same."""
+        rows = [
+            (token, owners[0], position)
+            for (tokens, _), owners in slots_by_context.items()
+            for position, token in enumerate(tokens)
+        ]
+        longest = max((len(tokens) for tokens, _ in slots_by_context), default=0)
+        self._cache.reserve(len(self._rows), _multiple(longest, KEYS))
+        most = max(ROWS, _MAX_ROW_KEYS // _multiple(longest + 1, KEYS) // ROWS * ROWS)
+        for first in range(0, len(rows), most):
+            part = rows[first : first + most]
+            part += part[-1:] * (-len(part) % ROWS)  # stores the same again
+            tokens, slots, positions = self._tensor(part).unbind(1)
+            span = _multiple(int(positions.max()) + 1, KEYS)
+            self._cache.begin_rows(slots, positions, span)
+            keys = torch.arange(span, device=self._device)
+            self._model.base_model(
+                input_ids=tokens[:, None],
+                position_ids=positions[:, None],
+                attention_mask=self._visibility.masks(positions[:, None], keys),
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+        for owners in slots_by_context.values():
+            if len(owners) > 1:
+                holders = [owners[0]] * (len(owners) - 1)
+                self._cache.move(self._tensor(holders), self._tensor(owners[1:]))
+
+    def _note_masks(self, allowed: Tensor) -> None:
+        slots = [slot for slot, row in enumerate(self._rows) if row.request.returns_mask]
+        rows, ids = allowed[slots].nonzero(as_tuple=True)
+        counts = torch.bincount(rows, minlength=len(slots)).tolist()
+        told = ids.int().cpu()
+        for slot, mask in zip(slots, told.split(counts), strict=True):
+            encoded = mask.numpy().copy()
+            encoded[0] = ~encoded[0]
+            self._rows[slot].masks.append(encoded)
 
     def _note_experts(self, slots: Sequence[int], experts: RoutedExperts) -> None:
         for slot in slots:
             row = self._rows[slot]
             row.experts.append(experts[row.request.experts_from :])
 
-    def _as_told(self, experts: Tensor) -> RoutedExperts:
+    def _to_array(self, experts: Tensor) -> RoutedExperts:
         assert self._routing is not None
-        told: RoutedExperts = experts.cpu().numpy().astype(self._routing.dtype)
-        return told
+        chosen_experts: RoutedExperts = experts.cpu().numpy().astype(self._routing.dtype)
+        return chosen_experts
 
     @torch.inference_mode()
     def _remove(self, reasons: dict[int, FinishReason]) -> list[tuple[str, GenerationResult]]:
@@ -659,17 +958,19 @@ def _final_length(request: GenerationRequest) -> int:
     return len(request.context_ids) + request.max_tokens
 
 
-def _split_by_size(contexts: list[_Context]) -> list[list[_Context]]:
+def _split_by_size(contexts: list[_Context], *, pads: bool) -> list[list[_Context]]:
     """Splits contexts, sorted by length, into passes of bounded padded size.
 
-    A context with model inputs has a pass of its own, in which nothing is padded.
+    A context with model inputs gets a separate pass without padding. Without ``pads``, contexts of a pass
+    have the same length.
     """
     passes: list[list[_Context]] = []
     alone = [[context] for context in contexts if context[1]]
     for context in contexts:
         if context[1]:
             continue
-        if passes and (len(passes[-1]) + 1) * len(context[0]) <= _MAX_PREFILL_TOKENS:
+        is_joined = bool(passes) and (pads or len(passes[-1][0][0]) == len(context[0]))
+        if is_joined and (len(passes[-1]) + 1) * len(context[0]) <= _MAX_PREFILL_TOKENS:
             passes[-1].append(context)
         else:
             passes.append([context])

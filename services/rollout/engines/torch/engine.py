@@ -11,11 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.common.host import usable_processors
-from services.common.models.families import check_trainer, has_plain_scores
+from services.common.models.families import check_trainer, has_plain_scores, routing_shape
 from services.common.models.head import use_float32_head
+from services.common.models.invariant import use_invariant_operators
 from services.common.models.loading import build_model, stored_tensors
-from services.common.models.routing_shape import routing_shape
+from services.common.models.vision import set_attention
+from services.common.runspec.trainer import OF_EXPERTS
 from services.rollout.engines.base import (
+    Decode,
     EngineCapabilities,
     EngineStats,
     GenerationRequest,
@@ -24,8 +27,7 @@ from services.rollout.engines.base import (
     check_scorable,
     check_tensors,
 )
-from services.rollout.engines.engine_order import EngineConfig
-from services.rollout.engines.stop_texts import Decode
+from services.rollout.engines.engine_config import EngineConfig
 from services.rollout.engines.torch.decoding import DecodeBatch
 from services.weightsync.arena import copy_all
 from services.weightsync.endpoints import Place
@@ -43,8 +45,10 @@ def use_decoding_kernels(model: PreTrainedModel) -> None:
     models with other sizes compute one expert after the other.
     """
     config = model.config.get_text_config().to_dict()
-    model.set_attn_implementation("sdpa" if has_plain_scores(config) else "eager")
-    experts = (value for value in model.parameters() if value.ndim == 3)
+    set_attention(model, "sdpa" if has_plain_scores(config) else "eager")
+    experts = (
+        value for name, value in model.named_parameters() if OF_EXPERTS in name and value.ndim == 3
+    )
     if any(size * each.element_size() % _ROW_BYTES for each in experts for size in each.shape[1:]):
         model.set_experts_implementation("eager")
 
@@ -58,6 +62,7 @@ def build(order: EngineConfig) -> "TorchEngine":
         kv_policy=order.kv_policy,
         decode=order.decode,
         returns_experts=order.returns_experts,
+        is_invariant=order.is_invariant,
         **order.arguments,
     )
 
@@ -90,6 +95,7 @@ class TorchEngine:
         truncation=True,
         seeds=True,
         routed_experts=True,
+        sampling_masks=True,
         model_inputs=True,
     )
 
@@ -102,6 +108,7 @@ class TorchEngine:
         kv_policy: str = "recompute",
         decode: Decode | None = None,
         returns_experts: bool = False,
+        is_invariant: bool = False,
     ) -> None:
         """Wraps a loaded model.
 
@@ -112,6 +119,7 @@ class TorchEngine:
             kv_policy: ``recompute`` if an adoption recomputes the KV prefix of running requests.
             decode: Converts token ids to text; needed for stop texts.
             returns_experts: True if results include the experts that a mixture's routers chose.
+            is_invariant: True if a request's tokens must not depend on other requests.
 
         Raises:
             ValueError: If the model cannot be decoded exactly, or has no experts to report.
@@ -122,6 +130,9 @@ class TorchEngine:
             raise ValueError("; ".join(problems))
         use_decoding_kernels(model)
         use_float32_head(model)
+        self._is_invariant = is_invariant
+        if is_invariant:
+            use_invariant_operators(model)
         self._model = model.train(False).requires_grad_(False)
         # Found once: a search through all modules takes milliseconds, in which no token would be
         # produced.
@@ -138,7 +149,7 @@ class TorchEngine:
                 f"model.path has model_type {config.model_type!r} without experts; set "
                 "rollout.routing_replay to 'off'"
             )
-        self._batch = DecodeBatch(model, decode=decode, routing=routing)
+        self._batch = DecodeBatch(model, decode=decode, routing=routing, is_invariant=is_invariant)
         self._waiting: list[_Waiting] = []
         self._num_arrived = 0
         self._futures: dict[str, asyncio.Future[GenerationResult]] = {}
@@ -165,7 +176,7 @@ class TorchEngine:
                 finished = await asyncio.to_thread(self._advance, self._next_requests())
                 self._busy_seconds += time.monotonic() - started_at
                 self._batch.deliver_tokens()
-                self._refuse(self._batch.take_refused())
+                self._refuse(self._batch.pop_refused())
                 self._resolve(finished)
             await self._notify()
 
@@ -176,6 +187,11 @@ class TorchEngine:
         """Decodes one request; see :class:`~services.rollout.engines.base.Engine`."""
         check_request(request, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
         if request.model_inputs is not None and request.model_inputs.tensors:
+            if self._is_invariant:
+                raise ValueError(
+                    "rollout.reproducible is batch_invariant, which the engine torch does not support with "
+                    "inputs besides tokens; set it to true"
+                )
             check_arguments(self._model.base_model, request.model_inputs)
             if len(request.context_ids) == 1:
                 raise ValueError(
@@ -291,7 +307,6 @@ class TorchEngine:
             return time.monotonic() - started_at
 
     def stats(self) -> EngineStats:
-        """Returns gauges."""
         return EngineStats(
             num_running=len(self._batch),
             num_waiting=len(self._waiting),
@@ -353,7 +368,7 @@ class TorchEngine:
 
     def _release_memory(self) -> None:
         """Frees the parameters' storage; their shapes remain."""
-        self._batch.forget()
+        self._batch.release_cache()
         for name, parameter in self._parameters.items():
             storage = parameter.untyped_storage()
             self._weight_bytes[name] = storage.nbytes()

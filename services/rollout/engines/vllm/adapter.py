@@ -6,36 +6,77 @@ Tokens arrive in batches with their log probabilities in arrays (see
 """
 
 import asyncio
+import multiprocessing
 import secrets
-import tempfile
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
 
-from services.common.models.routing_shape import routing_shape
-from services.rollout.engines.backend import EngineDiedError
+from services.common.models.families import recurrent_module, routing_shape
 from services.rollout.engines.base import EngineCapabilities, RoutedExperts, VersionRun
-from services.rollout.engines.engine_config import engine_config
-from services.rollout.engines.engine_order import EngineConfig
-from services.rollout.engines.external import ExternalEngine
+from services.rollout.engines.engine_config import EngineConfig, cached_config_folder
+from services.rollout.engines.external import EngineDiedError, ExternalEngine, FirstToken
 from services.rollout.engines.request_segments import (
     Segment,
     TokenChunk,
     convert_experts,
     segment_seed,
 )
-from services.rollout.engines.vllm.first_token import FirstToken
-from services.rollout.engines.vllm.start import start
+
+_SCHEDULERS = "services.rollout.engines.vllm.scheduler"
+_CPU_WORKERS = "services.rollout.engines.vllm.cpu_worker"
+
+
+def start(arguments: AsyncEngineArgs, *, reports_experts: bool) -> AsyncLLM:
+    """Starts an engine that sends tokens in batches.
+
+    Args:
+        reports_experts: True to report the chosen experts with the tokens.
+
+    Raises:
+        ValueError: If the engine cannot report them.
+    """
+    reports_on_cpu = reports_experts and current_platform.is_cpu()
+    if reports_experts and not reports_on_cpu:
+        arguments = replace(arguments, enable_return_routed_experts=True)
+    config = arguments.create_engine_config()
+    if reports_on_cpu:
+        if not config.cache_config.enable_prefix_caching:
+            raise ValueError(
+                "vLLM reports chosen experts only with prefix caching, which is unavailable on a CPU for "
+                "latent attention and with rollout.engine_arguments.enable_prefix_caching false; set "
+                "rollout.routing_replay to 'off'"
+            )
+        config.parallel_config.worker_cls = f"{_CPU_WORKERS}.RoutingWorker"
+        scheduler = f"{_CPU_WORKERS}.RoutingScheduler"
+    elif config.scheduler_config.async_scheduling:
+        scheduler = f"{_SCHEDULERS}.BatchingAsyncScheduler"
+    else:
+        scheduler = f"{_SCHEDULERS}.BatchingScheduler"
+    config.scheduler_config.scheduler_cls = scheduler
+    if not current_platform.is_cpu():
+        # vLLM would spawn its engine's process, which imports for tens of seconds. The fork server
+        # of `begin_imports` has done that and has not initialized the GPU driver.
+        utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
+    return AsyncLLM(
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=False,
+        log_requests=False,
+    )
+
 
 _WORKER = "services.rollout.engines.vllm.worker.WeightLoader"
 _PLAIN_WORKER = "services.rollout.engines.vllm.cpu_worker.PlainWeightLoader"
@@ -89,7 +130,6 @@ class VllmBackend:
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Capacity of all blocks of the KV cache in tokens."""
         cache = self.llm.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
@@ -101,11 +141,10 @@ class VllmBackend:
 
     async def serve(self, started: Callable[[], None]) -> None:
         """Starts vLLM and serves until cancelled."""
-        with tempfile.TemporaryDirectory() as folder:
-            engine_config(self._order.config).save_pretrained(folder)
-            llm = await asyncio.to_thread(
-                start, self.engine_args(folder), tells_experts=self.routing is not None
-            )
+        folder = cached_config_folder(self._order.config, Path(envs.VLLM_CACHE_ROOT) / "slipstream")
+        llm = await asyncio.to_thread(
+            start, self.engine_args(str(folder)), reports_experts=self.routing is not None
+        )
         try:
             self._llm = llm
             await self._warm_up()
@@ -119,7 +158,6 @@ class VllmBackend:
             llm.shutdown()
 
     async def submit(self, part: Segment) -> "_Stream":
-        """Submits a segment."""
         return await self._ask(
             part.segment_id, part.context_ids, self._sampling(part), part.cache_salt
         )
@@ -155,7 +193,7 @@ class VllmBackend:
                     reset_running_requests=True, reset_connector=True
                 )
             await self.llm.engine_core.resume_scheduler_async()
-        self.first_token.expect()
+        self.first_token.start()
         return is_emptied is True
 
     async def sleep(self) -> None:
@@ -197,7 +235,6 @@ class VllmBackend:
 
         Args:
             eras: Pairs of an era and the index of its first token.
-            num_tokens: Total number of tokens.
         """
         starts = [start for _, start in eras] + [num_tokens]
         return tuple(
@@ -230,6 +267,9 @@ class VllmBackend:
             # vLLM's engine dies on a CPU if it prefills a seeded request in chunks: it rewinds the
             # request's random generator, which CPU generators cannot do.
             arguments["enable_chunked_prefill"] = False
+            if recurrent_module(self._order.config.to_dict()) is not None:
+                # Prefixes of recurrent states are cached only with chunked prefill.
+                arguments["enable_prefix_caching"] = False
             if self._order.is_written_in_place:
                 arguments["worker_extension_cls"] = _PLAIN_WORKER
         return AsyncEngineArgs(**(arguments | {**self._order.arguments}))
@@ -323,7 +363,6 @@ class _Stream:
         self._wake()
 
     def end(self, end: TokenChunk | EngineDiedError) -> None:
-        """Ends the stream with a last chunk or an error."""
         self._end = end
         self._wake()
 
@@ -354,7 +393,7 @@ class _Stream:
             raise EngineDiedError(f"vLLM aborted {self.segment_id!r}; see its log")
         if output.new_logprobs is None:
             return TokenChunk(token_ids=(), logprobs=(), finish_reason=reason)
-        self._backend.first_token.came()
+        self._backend.first_token.record()
         eras, logprobs = output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs
         return TokenChunk(
             token_ids=output.new_token_ids,
@@ -367,10 +406,10 @@ class _Stream:
 
     def _experts(self, output: EngineCoreOutput) -> RoutedExperts | None:
         """Converts vLLM's experts of the new tokens, ``[n, layers, K]``, with or without dense layers."""
-        routing, told = self._backend.routing, getattr(output, "routed_experts", None)
-        if routing is None or told is None:
+        routing, experts = self._backend.routing, getattr(output, "routed_experts", None)
+        if routing is None or experts is None:
             return None
-        return convert_experts(told, routing)
+        return convert_experts(experts, routing)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -1,7 +1,8 @@
 """Runs inside vLLM's CPU workers: unpacked weights for in-place updates, and chosen experts of each step.
 
 vLLM packs most weights for its CPU kernels and keeps no unpacked copy, so received weights would have no
-destination. Importing this module turns the packing off.
+destination. Importing this module turns the packing off. Only the processes of vLLM's engine import it, by
+name, and it changes vLLM's choice of kernels, not torch's: the torch engine and the trainer are unaffected.
 """
 
 from types import SimpleNamespace
@@ -69,9 +70,9 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
         """Samples the tokens of the step and adds the chosen experts to the output."""
         output = super().sample_tokens(grammar_output)
         batch, self._batch = self._batch, None
-        told = None if batch is None else self._connector.prepare_output(batch)
-        if told is not None:
+        prepared = None if batch is None else self._connector.prepare_output(batch)
+        if prepared is not None:
             drawn = np.array([len(token_ids) for token_ids in output.sampled_token_ids])
-            told.enqueue_cpu_copy(drawn, np.zeros_like(drawn))
-            output.aux_output_connector_output = told.process_output()
+            prepared.enqueue_cpu_copy(drawn, np.zeros_like(drawn))
+            output.aux_output_connector_output = prepared.process_output()
         return output

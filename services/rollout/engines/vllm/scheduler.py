@@ -35,11 +35,7 @@ class _Gathered:
 
 
 class TokenBatcher:
-    """Holds tokens back until a request has enough of them, or ends.
-
-    Args:
-        interval: Number of tokens sent together.
-    """
+    """Holds tokens back until a request has enough of them, or ends."""
 
     def __init__(self, interval: int) -> None:
         self.era = 0
@@ -81,8 +77,7 @@ class TokenBatcher:
                 ready.append(output)
         return ready
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Discards the held tokens of aborted requests."""
+    def discard_tokens(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._held.pop(request_id, None)
 
@@ -119,9 +114,8 @@ class _Gathering:
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """Ends requests from outside."""
         ended: list[Request] = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
-        self._gatherer.forget(request.request_id for request in ended)
+        self._gatherer.discard_tokens(request.request_id for request in ended)
         return ended
 
     def set_pause_state(self, pause_state: PauseState) -> None:

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from services.common.models.expert_names import checkpoint_names, is_fused_on_hub
+from services.common.models.experts import checkpoint_names, is_fused_on_hub
 from services.rollout.engines.in_place import handle_weight_command
 from services.rollout.engines.layout import UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared

@@ -7,14 +7,15 @@ Guarantees, regardless of the program (docs/rollouts.md explains them to users):
 * It has no network, starts no process, and neither sees nor affects other processes. (seccomp, bubblewrap)
 * It has no privileges, not even root's. (capabilities)
 * It is killed at its deadline; memory, file size and open files are limited. (resource limits)
+* It ends with the process that started it, however that ends.
 * The total size of its files is limited: by the size of a private file system (bubblewrap), else by checks of
   its folder several times a second.
 """
 
-import json
+import fcntl
+import functools
 import logging
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -22,12 +23,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from services.rollout.rewards import bubblewrap, landlock, seccomp
+from services.rollout.sandbox import bubblewrap, landlock, seccomp
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,11 @@ _REMOVE_S = 60.0
 _MIN_ENTRY_BYTES = 4096
 """Bytes that count for each file or folder, even an empty one."""
 _MAX_OUTPUT_BYTES = 1 << 20
+_FOLDER_PREFIX = "slipstream-program-"
+_UNLOCKED_S = 60.0
+"""Age in seconds from which a folder that no process has locked is left over."""
+_INNER_FOLDER = "/tmp"  # noqa: S108 -- inside its own namespace
+_PROJECT = Path(__file__).parents[2]
 _KILLS = (signal.SIGKILL, signal.SIGTERM)
 _KILLED = {*(-kill for kill in _KILLS), *(128 + kill for kill in _KILLS)}
 """Exit statuses of killed programs, as a process and as bubblewrap report them."""
@@ -70,7 +76,7 @@ class Limits:
 # contains it.
 _LAUNCHER = """\
 import os, resource, sys
-from services.rollout.rewards import confine
+from services.rollout.sandbox import confine
 seconds, memory_bytes, reads_files, parts = map(int, sys.argv[1:])
 # The soft limit sends a distinct signal; the hard limit sends SIGKILL, which has many other causes.
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 60))
@@ -96,7 +102,6 @@ def run_python(parts: Sequence[str], given: str, limits: Limits) -> str | None:
         parts: Parts of the program that run in order and share their names. A part is in the memory of the
             process only once all earlier ones have ended.
         given: Standard input.
-        limits: Resource limits.
 
     Returns:
         Standard output, up to 1 MiB; None if the program failed or exceeded a limit.
@@ -107,8 +112,9 @@ def run_python(parts: Sequence[str], given: str, limits: Limits) -> str | None:
     """
     is_usable = bubblewrap.is_usable()
     _check_host(limits, is_wrapped=is_usable)
+    is_wrapped = is_usable and not limits.reads_files
     with (
-        _folder() as folder,
+        nullcontext("/") if is_wrapped else _folder() as folder,
         tempfile.TemporaryFile(buffering=0) as output,
         tempfile.TemporaryFile() as given_file,
         tempfile.TemporaryFile() as given_parts,
@@ -117,8 +123,12 @@ def run_python(parts: Sequence[str], given: str, limits: Limits) -> str | None:
         _write(given_file, given.encode())
         contents = [part.encode() for part in parts]
         _write(given_parts, b"".join(len(each).to_bytes(8, "big") + each for each in contents))
-        wrapper = bubblewrap.prefix(folder, disk_bytes=limits.disk_bytes, info_fd=info_writer)
-        is_wrapped = is_usable and not limits.reads_files
+        wrapper = bubblewrap.prefix(
+            [_INNER_FOLDER],
+            disk_bytes=limits.disk_bytes,
+            info_fd=info_writer,
+            readable=[_PROJECT],
+        )
         seconds = max(1, round(limits.seconds))
         process = subprocess.Popen(  # noqa: S603 -- running what the model wrote is the purpose
             [
@@ -135,7 +145,7 @@ def run_python(parts: Sequence[str], given: str, limits: Limits) -> str | None:
             start_new_session=True,
         )
         try:
-            is_in_limits = _wait(process, folder, limits)
+            is_in_limits = _wait(process, None if is_wrapped else folder, limits)
         finally:
             _end(process, info)
         if not is_in_limits:
@@ -156,14 +166,14 @@ def _write(file: IO[bytes], content: bytes) -> None:
     file.seek(0)
 
 
-def _wait(process: subprocess.Popen[bytes], folder: str, limits: Limits) -> bool:
-    """Waits until a program ends; returns False if it takes too long or writes too much."""
+def _wait(process: subprocess.Popen[bytes], folder: str | None, limits: Limits) -> bool:
+    """Waits until a program ends; returns False if it takes too long, or writes too much to the folder."""
     deadline = time.monotonic() + limits.seconds
     while (left := deadline - time.monotonic()) > 0:
         try:
             process.wait(min(left, _CHECK_S))
         except subprocess.TimeoutExpired:
-            if _has_more(folder, limits.disk_bytes):
+            if folder is not None and _has_more(folder, limits.disk_bytes):
                 return False
         else:
             return True
@@ -193,19 +203,15 @@ def _has_more(folder: str, limit_bytes: int) -> bool:
 def _end(process: subprocess.Popen[bytes], info: int) -> None:
     """Kills the rest of a program and waits until none of its processes exists.
 
-    With bubblewrap, the first process inside is killed: the kernel ends a process namespace with
-    its first process, and bubblewrap ends after it. Without bubblewrap, the program has one
-    process, because it cannot start others.
+    Without bubblewrap, the program has one process, because it cannot start others.
     """
     if process.poll() is None:
-        output = os.read(info, 1 << 12) if select.select([info], [], [], 0)[0] else b""
-        try:
-            first, _ = json.JSONDecoder().raw_decode(
-                output.decode()
-            )  # the rest is not from bubblewrap
-            os.kill(first["child-pid"], signal.SIGKILL)
-        except (ValueError, KeyError, ProcessLookupError):  # not wrapped, or not started yet
+        first = bubblewrap.first_process(info)
+        if first is None:  # not wrapped, or not started yet
             process.kill()
+        else:
+            with suppress(ProcessLookupError):
+                os.kill(first, signal.SIGKILL)
     try:
         process.wait(_END_S)
     except subprocess.TimeoutExpired:
@@ -225,25 +231,51 @@ def _pipe() -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _folder() -> Iterator[str]:
-    """Creates a folder and removes it at the end, even with unreadable or very deeply nested folders."""
-    folder = tempfile.mkdtemp()
+    """Creates a folder, locked while this process lives, and removes it at the end."""
+    _remove_left_folders()
+    folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         yield folder
     finally:
+        _remove(folder)
+        os.close(lock)
+
+
+@functools.cache
+def _remove_left_folders() -> None:
+    """Removes the folders of processes that were killed; does so once."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         try:
-            shutil.rmtree(folder)
-        except (OSError, RecursionError):
-            for command in (
-                ["find", folder, "-type", "d", "-exec", "chmod", "u+rwx", "{}", ";"],
-                ["rm", "-rf", folder],
-            ):
-                subprocess.run(  # noqa: S603 -- the folder is ours
-                    command, stderr=subprocess.DEVNULL, timeout=_REMOVE_S, check=False
-                )
-        if Path(folder).exists():
-            logger.error(
-                "deleting the folder of a sandboxed program failed", extra={"folder": folder}
+            if time.time() - folder.stat().st_mtime < _UNLOCKED_S:
+                continue
+            lock = os.open(folder, os.O_RDONLY)
+        except OSError:  # another user's, or removed in the meantime
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(str(folder))
+        except BlockingIOError:  # its process lives
+            continue
+        finally:
+            os.close(lock)
+
+
+def _remove(folder: str) -> None:
+    """Removes a folder, even with unreadable or very deeply nested folders."""
+    try:
+        shutil.rmtree(folder)
+    except (OSError, RecursionError):
+        for command in (
+            ["find", folder, "-type", "d", "-exec", "chmod", "u+rwx", "{}", ";"],
+            ["rm", "-rf", folder],
+        ):
+            subprocess.run(  # noqa: S603 -- the folder is ours
+                command, stderr=subprocess.DEVNULL, timeout=_REMOVE_S, check=False
             )
+    if Path(folder).exists():
+        logger.error("deleting the folder of a sandboxed program failed", extra={"folder": folder})
 
 
 def _check_host(limits: Limits, *, is_wrapped: bool) -> None:

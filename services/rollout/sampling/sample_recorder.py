@@ -21,7 +21,7 @@ from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.reply_formats import reply_format
 from services.rollout.workflows.turns import Turn
 from services.wire.data.client import DataClient
-from services.wire.rollout import GroupAssignment
+from services.wire.workers import GroupAssignment
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,6 @@ class SampleRecorder:
     """Stores the records of selected samples; the name of a group decides if it is selected.
 
     Args:
-        data: Client of the transferqueue.
-        spec: The run.
-        tokenizer: The model's.
         num_heldout: Number of held-out prompts of the run.
     """
 
@@ -56,7 +53,6 @@ class SampleRecorder:
         self._format = reply_format(tokenizer, str(named))
 
     def keeps(self, assignment: GroupAssignment) -> bool:
-        """Returns True if the samples of a group are recorded."""
         kept = self._spec.samples
         if kind_of(assignment.split) == "train":
             prompts = self._spec.trainer.prompts_per_step
@@ -73,9 +69,6 @@ class SampleRecorder:
         """Stores the records of a group; a failure is counted and logged only.
 
         Args:
-            assignment: The group.
-            prompt: The prompt of the group.
-            samples: Its samples.
             fields: The samples' columns, as published for training.
         """
         try:
@@ -126,6 +119,15 @@ class SampleRecorder:
             "prompt": decode(sample.prompt_ids),
             "response": "".join(str(turn["text"]) for turn in turns),
             "answer": prompt.answer,
+            "images": [
+                {
+                    "name": each.name,
+                    "width": each.size[0],
+                    "height": each.size[1],
+                    "thumbnail": each.thumbnail,
+                }
+                for each in prompt.pictures
+            ],
             "turns": turns,
             "vocabulary": self._vocabulary(sample.response_ids),
         }

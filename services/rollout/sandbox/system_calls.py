@@ -182,6 +182,36 @@ ARGUMENTS: dict[str, tuple[int, tuple[int, ...]]] = {
 }
 """Index of the argument that decides about a checked call, from 0, and its allowed values."""
 
+REFUSED_IN_SANDBOXES: dict[str, Numbers] = {
+    # Memory that no process needs to map, so that no limit counts it.
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    # Rights in new namespaces, and parts of the kernel that ordinary programs do not use.
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "fsopen": (430, 430),
+    "open_tree": (428, 428),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+}
+"""Calls that commands in the sandbox of an episode may not make; others are allowed.
+
+``clone`` may not create user namespaces, and ``socket`` only :data:`SOCKET_FAMILIES`.
+"""
+
+SOCKET: Numbers = (41, 198)
+SOCKET_FAMILIES = (1, 2, 10, 16)
+"""Unix, IPv4, IPv6 and netlink, which end in the sandbox's own network. vsock, for example, does not."""
+
 CLONE3 = 435
 """Number of ``clone3`` on all machines, treated as unknown.
 

@@ -4,7 +4,8 @@ import ctypes
 import sys
 from pathlib import Path
 
-from services.rollout.rewards import landlock, seccomp
+from services.common.parent import die_with_parent
+from services.rollout.sandbox import landlock, seccomp
 
 _SYSTEM = (
     *("/usr", "/lib", "/lib64", "/bin"),
@@ -22,7 +23,6 @@ def confine(folder: str, *, reads_files: bool) -> None:
     """Gives up privileges that a program could misuse, irreversibly.
 
     Args:
-        folder: Folder that it may write to.
         reads_files: True to keep read access to all files that this user can read.
 
     Raises:
@@ -31,6 +31,7 @@ def confine(folder: str, *, reads_files: bool) -> None:
     if not reads_files and landlock.is_supported():
         landlock.restrict(readable=software(), writable=[Path(folder), *_DEVICES])
     _drop_capabilities()
+    die_with_parent()
     seccomp.install()
 
 

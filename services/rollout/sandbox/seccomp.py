@@ -1,8 +1,8 @@
-"""System call filter that needs no privileges and denies every call that is not listed.
+"""System call filters for programs of ``code_tests`` and for sandboxes of episodes. They need no privileges.
 
-Denied calls fail with EPERM. ``system_calls.py`` has the list: a program has files, memory, threads
-and time, but no network and no other processes, and cannot act on them with signals, priorities,
-schedulers or limits.
+The filter of programs denies every call that is not listed, with EPERM. ``system_calls.py`` has the list: a
+program has files, memory, threads and time, but no network and no other processes, and cannot act on them
+with signals, priorities, schedulers or limits. The filter of sandboxes refuses the calls that are listed.
 
 libseccomp could replace the list of numbers, but its binding (pyseccomp 0.1.2, of 2021) needs the
 library on every host, and refuses calls that it does not know with EPERM, for which the C library has
@@ -15,17 +15,20 @@ import platform
 import struct
 from collections.abc import Sequence
 
-from services.rollout.rewards.system_calls import (
+from services.rollout.sandbox.system_calls import (
     ALLOWED,
     ARGUMENTS,
     CHECKED,
     CLONE3,
     MACHINES,
     NEWEST,
+    REFUSED_IN_SANDBOXES,
+    SOCKET,
+    SOCKET_FAMILIES,
 )
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_CLONE_THREAD = 0x00010000
+_CLONE_THREAD, _CLONE_NEWUSER = 0x00010000, 0x10000000
 _LOAD_WORD, _JUMP_EQUAL, _JUMP_ABOVE, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _DENY, _UNKNOWN = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
@@ -53,15 +56,7 @@ def build_filter(machine: str) -> bytes:
         machine: ``x86_64`` or ``aarch64``.
     """
     column = MACHINES.index(machine)
-    code: list[_Instruction] = [
-        (_LOAD_WORD, 0, 0, _ARCHITECTURE_OFFSET),
-        (_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD_WORD, 0, 0, _NUMBER_OFFSET),
-        # Calls added to the kernel later, and calls of the x32 ABI.
-        *_if(_JUMP_ABOVE, NEWEST, [(_RETURN, 0, 0, _UNKNOWN)]),
-        *_if(_JUMP_EQUAL, CLONE3, [(_RETURN, 0, 0, _UNKNOWN)]),
-    ]
+    code = _first_instructions(machine)
     for numbers in ALLOWED.values():
         if (number := numbers[column]) is not None:
             code += _if(_JUMP_EQUAL, number, [(_RETURN, 0, 0, _ALLOW)])
@@ -69,7 +64,34 @@ def build_filter(machine: str) -> bytes:
         if (number := numbers[column]) is not None:
             code += _if(_JUMP_EQUAL, number, _checks(name))
     code.append((_RETURN, 0, 0, _DENY))
-    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+    return _packed(code)
+
+
+def sandbox_filter(machine: str) -> bytes:
+    """Returns the filter of sandboxes as classic BPF instructions.
+
+    Args:
+        machine: ``x86_64`` or ``aarch64``.
+    """
+    column = MACHINES.index(machine)
+    code = _first_instructions(machine)
+    for numbers in REFUSED_IN_SANDBOXES.values():
+        if (number := numbers[column]) is not None:
+            code += _if(_JUMP_EQUAL, number, [(_RETURN, 0, 0, _UNKNOWN)])
+    clone, socket = CHECKED["clone"][column], SOCKET[column]
+    assert clone is not None
+    assert socket is not None
+    load_argument = (_LOAD_WORD, 0, 0, _ARGUMENTS_OFFSET)
+    refusals = _if(_JUMP_BITS, _CLONE_NEWUSER, [(_RETURN, 0, 0, _DENY)])
+    code += _if(_JUMP_EQUAL, clone, [load_argument, *refusals, (_RETURN, 0, 0, _ALLOW)])
+    families = [
+        part
+        for family in SOCKET_FAMILIES
+        for part in _if(_JUMP_EQUAL, family, [(_RETURN, 0, 0, _ALLOW)])
+    ]
+    code += _if(_JUMP_EQUAL, socket, [load_argument, *families, (_RETURN, 0, 0, _DENY)])
+    code.append((_RETURN, 0, 0, _ALLOW))
+    return _packed(code)
 
 
 def install() -> None:
@@ -87,6 +109,23 @@ def install() -> None:
     ):
         if library.prctl(*call) != 0:
             raise OSError(ctypes.get_errno(), "the kernel rejected the seccomp filter")
+
+
+def _first_instructions(machine: str) -> list[_Instruction]:
+    """Returns the instructions that load the number of the call and refuse unknown calls."""
+    return [
+        (_LOAD_WORD, 0, 0, _ARCHITECTURE_OFFSET),
+        (_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD_WORD, 0, 0, _NUMBER_OFFSET),
+        # Calls added to the kernel later, and calls of the x32 ABI.
+        *_if(_JUMP_ABOVE, NEWEST, [(_RETURN, 0, 0, _UNKNOWN)]),
+        *_if(_JUMP_EQUAL, CLONE3, [(_RETURN, 0, 0, _UNKNOWN)]),
+    ]
+
+
+def _packed(code: Sequence[_Instruction]) -> bytes:
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
 
 def _checks(name: str) -> list[_Instruction]:

@@ -1,0 +1,354 @@
+"""Images of prompts: reads and decodes them within limits, and makes the model's inputs of them.
+
+A row has images in a column, or as parts of its messages. Each becomes one placeholder in the prompt's
+tokens, which is then repeated for every feature of the image.
+"""
+
+import asyncio
+import base64
+import binascii
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import httpx
+from PIL import Image, ImageOps
+
+from services.common.models.configs import PRESET_PATCH, load_problem, read_config
+from services.common.models.tokenizer import Tokenizer
+from services.common.runspec.data import DataSpec
+from services.common.runspec.run import ModelSpec
+from services.common.security.confinement import CodePolicy
+from services.rollout.calls.outside import AddressPolicy, ExternalService
+from services.rollout.failures import BusyError, CallError, GroupError, refused_prompt
+
+if TYPE_CHECKING:
+    from services.wire.data.model_inputs import ModelInputs
+
+MARK: Final = "<image>"
+"""Marks the place of an image in the text of a row that has some."""
+_FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
+_MAX_DECODED_PIXELS: Final = 64 << 20
+"""Max pixels of an image before it is scaled down: a few bytes may decode to gigabytes."""
+_FETCH_TIMEOUT_S: Final = 30.0
+_THUMBNAIL: Final = (192, 192)
+_URLS: Final = ("http://", "https://")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image of a prompt as people see it."""
+
+    name: str
+    """Path or address; empty for bytes."""
+    size: tuple[int, int]
+    """Width and height of the image in the data, in pixels."""
+    thumbnail: str
+    """Data URL of a small copy."""
+
+
+class ImageReader:
+    """Reads the images of prompts for one model.
+
+    Args:
+        model: A model with ``images``.
+        data: Names the columns and limits.
+        tokenizer: The model's.
+        allowance: Files that rows may name.
+        reach: Addresses that rows may name.
+
+    Raises:
+        ValueError: If the model has no image processor.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        data: DataSpec,
+        tokenizer: Tokenizer,
+        *,
+        allowance: CodePolicy,
+        reach: AddressPolicy,
+    ) -> None:
+        self._data = data
+        self._allowance = allowance
+        self._reach = reach
+        config = read_config(model, tokenizer)
+        self._placeholder = int(config["image_token_id"])
+        around = (config.get("vision_start_token_id"), config.get("vision_end_token_id"))
+        before, after = ([] if each is None else [int(each)] for each in around)
+        self.mark_ids = [*before, self._placeholder, *after]
+        """Tokens of one image in a text without chat template."""
+        self._processor: Any = _processor(model)
+
+    def inputs_of(
+        self, token_ids: Sequence[int], sources: Sequence[Any], *, folder: Path, place: str
+    ) -> tuple[list[int], "ModelInputs", tuple[Picture, ...]]:
+        """Reads images and returns tokens with all placeholders, the model's inputs, and the pictures.
+
+        Args:
+            token_ids: Tokens of the prompt, with one placeholder for each image.
+            sources: The images as the row has them, in order.
+            folder: Folder that paths are relative to.
+            place: Position of the row, for error messages.
+
+        Raises:
+            GroupError: If an image is missing, forbidden, broken or too large, or there are too many.
+        """
+        from services.wire.data.model_inputs import ModelInputs
+
+        marks = sum(id_ == self._placeholder for id_ in token_ids)
+        if marks != len(sources):
+            raise refused_prompt(
+                "prompt_malformed",
+                f"{place} has {len(sources)} images, but its text has {marks} places for them; mark each "
+                f"place with {MARK}, or none",
+            )
+        if sources and token_ids[-1] == self._placeholder:
+            raise refused_prompt(
+                "prompt_malformed",
+                f"{place} ends with an image, but the model answers after text; add text after it",
+            )
+        if len(sources) > self._data.max_images:
+            raise refused_prompt(
+                "too_many_images",
+                f"{place} has {len(sources)} images, more than data.max_images ({self._data.max_images}); "
+                "raise it or remove the row",
+            )
+        if not sources:
+            return list(token_ids), ModelInputs.from_values(None), ()
+        named = [(f"image {n} of {place}", source) for n, source in enumerate(sources)]
+        images = [self._read(source, folder, name) for name, source in named]
+        pictures = tuple(
+            _picture(image, source) for image, source in zip(images, sources, strict=True)
+        )
+        smaller = [_scaled_down(image, self._data.max_image_pixels) for image in images]
+        try:
+            made = self._processor(images=smaller, return_tensors="pt")
+        except ValueError as error:
+            raise refused_prompt(
+                "image_invalid", f"{place}: the model's processor refuses an image: {error}"
+            ) from error
+        merge = self._processor.merge_size**2
+        counts = [math.prod(grid) // merge for grid in made["image_grid_thw"].tolist()]
+        expanded, places = list[int](), list[list[int]]()
+        for id_ in token_ids:
+            if id_ == self._placeholder:
+                places.append([len(places), len(expanded)])
+                expanded += [id_] * counts[len(places) - 1]
+            else:
+                expanded.append(id_)
+        values = {name: made[name] for name in ("pixel_values", "image_grid_thw")}
+        return expanded, ModelInputs.from_values({**values, "image_places": places}), pictures
+
+    def _read(self, source: Any, folder: Path, name: str) -> Image.Image:
+        content = self._content(source, folder, name)
+        limit = self._data.max_image_bytes
+        if len(content) > limit:
+            raise _too_large(name, len(content), limit)
+        try:
+            image = Image.open(io.BytesIO(content), formats=_FORMATS)
+            if image.width * image.height > _MAX_DECODED_PIXELS:
+                raise refused_prompt(
+                    "image_too_large",
+                    f"{name} has {image.width} x {image.height} pixels, more than {_MAX_DECODED_PIXELS:,}; "
+                    "scale it down",
+                )
+            image.load()
+            turned = ImageOps.exif_transpose(image) or image
+            return turned.convert("RGB")
+        except Image.DecompressionBombError as error:
+            raise refused_prompt("image_too_large", f"{name}: {error}") from error
+        except (OSError, ValueError, SyntaxError) as error:
+            raise refused_prompt(
+                "image_invalid",
+                f"{name} cannot be decoded ({error}); expected {', '.join(_FORMATS)}",
+            ) from error
+
+    def _content(self, source: Any, folder: Path, name: str) -> bytes:
+        """Returns the encoded image."""
+        if isinstance(source, Image.Image):  # of a data set with decoded images
+            buffer = io.BytesIO()
+            source.convert("RGB").save(buffer, "PNG")
+            return buffer.getvalue()
+        if isinstance(source, Mapping):
+            inner = next((source[key] for key in ("bytes", "path", "url") if source.get(key)), None)
+            if inner is not None:
+                return self._content(inner, folder, name)
+        if isinstance(source, bytes | bytearray):
+            return bytes(source)
+        if not isinstance(source, str) or not source or "\0" in source:
+            raise refused_prompt(
+                "image_invalid",
+                f"{name} must be a path, a data URL, an http(s) URL or bytes, got {source!r:.60}",
+            )
+        if source.startswith("data:"):
+            return _decoded(source, name, self._data.max_image_bytes)
+        if source.startswith(_URLS):
+            return self._fetched(source, name)
+        return self._file(folder / source.removeprefix("file://"), name)
+
+    def _file(self, path: Path, name: str) -> bytes:
+        problems = self._allowance.path_problems(path)
+        if problems:
+            raise refused_prompt("image_forbidden", f"{name}: {problems[0]}")
+        try:
+            if not path.is_file():
+                raise refused_prompt(
+                    "image_missing", f"{name}: there is no file {str(path)!r}; correct the row"
+                )
+            if (size := path.stat().st_size) > self._data.max_image_bytes:
+                raise _too_large(name, size, self._data.max_image_bytes)
+            return path.read_bytes()
+        except (OSError, ValueError) as error:
+            raise refused_prompt(
+                "image_missing", f"{name}: {str(path)!r} cannot be read: {error}"
+            ) from error
+
+    def _fetched(self, url: str, name: str) -> bytes:
+        async def fetch() -> bytes:
+            service = ExternalService(
+                url, reach=self._reach, max_answer_bytes=self._data.max_image_bytes
+            )
+            try:
+                async with asyncio.timeout(_FETCH_TIMEOUT_S):
+                    response = await service.send("GET", "")
+            finally:
+                await service.close()
+            if response.status_code != httpx.codes.OK:
+                raise refused_prompt(
+                    "image_missing", f"{name}: {url} answered with status {response.status_code}"
+                )
+            return response.content
+
+        try:
+            return asyncio.run(fetch())
+        except CallError as error:
+            raise refused_prompt("image_forbidden", f"{name}: {error.message}") from error
+        except (BusyError, TimeoutError, httpx.TransportError) as error:
+            raise GroupError(
+                "image_unreachable", f"{name}: {url} cannot be fetched now: {error}", retryable=True
+            ) from error
+        except (httpx.InvalidURL, ValueError) as error:
+            raise refused_prompt(
+                "image_invalid", f"{name}: {url!r:.80} is no URL: {error}"
+            ) from error
+
+
+def with_parts(
+    messages: Sequence[Mapping[str, Any]], images: Sequence[Any]
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Returns messages whose images are parts of their own, and the images in the order of the parts.
+
+    Args:
+        messages: Chat messages; their content is text, or a list of parts.
+        images: Images of the row's column, which marks and parts without an image take in order. If there are
+            no places for them, they precede the text of the first user.
+    """
+    rest, found = list(images), list[Any]()
+    split = [list(_parts_of(each["content"], marks=bool(images))) for each in messages]
+    if all(part["type"] == "text" for parts in split for part in parts):
+        users = (n for n, message in enumerate(messages) if message["role"] == "user")
+        split[next(users, 0)][:0] = [{"type": "image"} for _ in rest]
+    made = []
+    for message, parts in zip(messages, split, strict=True):
+        for place, part in enumerate(parts):
+            if part["type"] == "text":
+                continue
+            own = _own_image(part)
+            if own is None and rest:
+                own = rest.pop(0)
+            found += [] if own is None else [own]
+            parts[place] = {"type": "image"}
+        is_text = isinstance(message["content"], str) and [p["type"] for p in parts] == ["text"]
+        made.append({**message, "content": message["content"] if is_text else parts})
+    return made, found + rest
+
+
+def _parts_of(text: Any, *, marks: bool) -> Iterator[dict[str, Any]]:
+    """Yields the parts of a message; with ``marks``, marks in its text are images."""
+    if not isinstance(text, str):
+        yield from ({**part} for part in text)
+        return
+    pieces = text.split(MARK) if marks else [text]
+    for number, piece in enumerate(pieces):
+        if number:
+            yield {"type": "image"}
+        if piece or len(pieces) == 1:
+            yield _text(piece)
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _own_image(part: Mapping[str, Any]) -> Any:
+    url = part.get("image_url")
+    own = url.get("url") if isinstance(url, Mapping) else url
+    return own or next((part[k] for k in ("image", "url", "path", "bytes") if part.get(k)), None)
+
+
+def _processor(model: ModelSpec) -> Any:
+    if model.is_tiny:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+        )
+
+        side = 2 * PRESET_PATCH
+        size = {"shortest_edge": side * side, "longest_edge": 64 * side * side}
+        return Qwen2VLImageProcessorPil(patch_size=PRESET_PATCH, size=size)
+    from transformers import AutoImageProcessor
+
+    auto: Any = AutoImageProcessor
+    try:
+        return auto.from_pretrained(
+            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:
+        raise ValueError(load_problem(model, error)) from error
+
+
+def _scaled_down(image: Image.Image, max_pixels: int) -> Image.Image:
+    factor = math.sqrt(max_pixels / (image.width * image.height))
+    if factor >= 1:
+        return image
+    width, height = (max(1, int(side * factor)) for side in image.size)
+    return image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def _picture(image: Image.Image, source: Any) -> Picture:
+    small = image.copy()
+    small.thumbnail(_THUMBNAIL)
+    buffer = io.BytesIO()
+    small.save(buffer, "PNG" if small.width * small.height <= 64 * 64 else "JPEG")
+    kind = "png" if buffer.getvalue()[1:4] == b"PNG" else "jpeg"
+    data = base64.b64encode(buffer.getvalue()).decode()
+    if isinstance(source, Mapping):
+        source = source.get("path") or source.get("url") or ""
+    name = source if isinstance(source, str) and not source.startswith("data:") else ""
+    return Picture(name[:200], image.size, f"data:image/{kind};base64,{data}")
+
+
+def _decoded(url: str, name: str, max_bytes: int) -> bytes:
+    head, separator, data = url.partition(",")
+    if not separator or not head.endswith(";base64"):
+        raise refused_prompt(
+            "image_invalid",
+            f"{name} must be a data URL 'data:image/...;base64,...', got {head!r:.60}",
+        )
+    if len(data) > 2 * max_bytes:
+        raise _too_large(name, len(data) * 3 // 4, max_bytes)
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise refused_prompt("image_invalid", f"{name} is no base64: {error}") from error
+
+
+def _too_large(name: str, size: int, limit: int) -> GroupError:
+    return refused_prompt(
+        "image_too_large",
+        f"{name} has {size:,} bytes, more than data.max_image_bytes ({limit:,}); raise it or remove the row",
+    )

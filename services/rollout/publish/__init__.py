@@ -1,1 +1,0 @@
-"""Publishes samples to the transferqueue."""

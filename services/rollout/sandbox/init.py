@@ -1,0 +1,204 @@
+"""First program in a bubblewrap sandbox of an episode: runs commands that arrive on standard input.
+
+A request is a line of four numbers (bytes of the command, bytes of its standard input, milliseconds, max
+bytes of output), the command and its input. An answer is a line of the exit status, 1 if output was dropped,
+the exceeded limit or ``-``, and the bytes of the output, and the output. The program exits at the end of its
+standard input, and the sandbox with it.
+
+It runs from its source text and imports little: its start is most of the start of a sandbox.
+"""
+
+import os
+import resource
+import select
+import sys
+import time
+
+_CHECK_S = 0.25
+"""Seconds between two checks of the number of processes and their memory."""
+_END_TIMEOUT_S = 5.0
+"""Deadline in seconds for the end of killed processes."""
+_READ_BYTES = 1 << 16
+_MAX_OPEN_FILES = 1024
+# Numbers, because the import of the module `signal` takes longer than all others.
+_SIGKILL, _SIGPIPE, _SIGXFSZ = 9, 13, 25
+_NOT_STARTED_STATUS = 126
+_PAGE_BYTES = resource.getpagesize()
+
+
+def serve(max_memory_bytes: int, max_processes: int) -> None:
+    """Runs commands until the input ends."""
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    _answer(0, is_truncated=False, limit="", output=b"")
+    while True:
+        _wait_for_request(max_memory_bytes, max_processes)
+        if not (line := requests.readline()):
+            break
+        command_bytes, stdin_bytes, milliseconds, output_bytes = map(int, line.split())
+        command, given = requests.read(command_bytes), requests.read(stdin_bytes)
+        output = _Output(output_bytes)
+        try:
+            process = _start(command, given, output)
+        except (OSError, ValueError) as error:  # a zero byte, too long, or no process is left
+            output.close_writer()
+            output.read_rest()
+            output.content += f"the command cannot start: {error}\n".encode()
+            _answer(_NOT_STARTED_STATUS, is_truncated=False, limit="", output=output.content)
+            continue
+        deadline = time.monotonic() + milliseconds / 1000
+        limit = _wait(process, output, deadline, max_memory_bytes, max_processes)
+        if limit:
+            # Everything but this program and the namespace's first process, background processes included.
+            os.kill(-1, _SIGKILL)
+        _, status = os.waitpid(process, 0)
+        if limit:
+            _wait_for_others()
+        output.read_rest()
+        status = 128 + _SIGKILL if limit else os.waitstatus_to_exitcode(status)
+        _answer(
+            status if status >= 0 else 128 - status,
+            is_truncated=output.is_truncated,
+            limit=limit,
+            output=output.content,
+        )
+    answers.close()
+
+
+class _Output:
+    """Pipe for the output of a command, and its first bytes; the rest is read and dropped."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.reader, self.writer = os.pipe()
+        self.content = bytearray()
+        self.is_truncated = False
+        self._max_bytes = max_bytes
+
+    def close_writer(self) -> None:
+        os.close(self.writer)
+
+    def read(self) -> bool:
+        """Reads once; returns False at the end of the output."""
+        part = os.read(self.reader, _READ_BYTES)
+        room = self._max_bytes - len(self.content)
+        self.is_truncated |= len(part) > room
+        self.content += part[:room]
+        return bool(part)
+
+    def read_rest(self) -> None:
+        """Reads what is there already: a background process may keep the pipe open."""
+        os.set_blocking(self.reader, False)
+        try:
+            while self.read():
+                pass
+        except BlockingIOError:
+            pass
+        os.close(self.reader)
+
+
+def _start(command: bytes, given: bytes, output: _Output) -> int:
+    stdin = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)  # noqa: S108 -- inside its own namespace
+    try:
+        for begin in range(0, len(given), _READ_BYTES):
+            os.write(stdin, given[begin : begin + _READ_BYTES])
+        os.lseek(stdin, 0, os.SEEK_SET)
+        process = os.posix_spawn(
+            "/bin/sh",
+            (b"/bin/sh", b"-c", command),
+            os.environ,  # noqa: TID251 -- bubblewrap has set it
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, stdin, 0),
+                (os.POSIX_SPAWN_DUP2, output.writer, 1),
+                (os.POSIX_SPAWN_DUP2, output.writer, 2),
+            ],
+            setsid=True,
+            setsigdef=[_SIGPIPE, _SIGXFSZ],  # Python ignores them, and its children would, too
+        )
+    finally:
+        os.close(stdin)
+    output.close_writer()
+    return process
+
+
+def _wait(
+    process: int, output: _Output, deadline: float, max_memory_bytes: int, max_processes: int
+) -> str:
+    """Reads output until a command ends; returns the name of a limit that it exceeded, or no text."""
+    ended = os.pidfd_open(process)
+    watched = [sys.stdin.fileno(), ended, output.reader]
+    check_at = time.monotonic() + _CHECK_S
+    try:
+        while (left_s := deadline - time.monotonic()) > 0:
+            ready, _, _ = select.select(watched, [], [], min(left_s, _CHECK_S))
+            if sys.stdin.fileno() in ready:
+                sys.exit()  # the next request comes after this answer, so this is the end of the input
+            if output.reader in ready and not output.read():
+                watched.remove(output.reader)
+            if ended in ready:
+                return ""
+            if time.monotonic() >= check_at:
+                if limit := _exceeded(max_memory_bytes, max_processes):
+                    return limit
+                check_at = time.monotonic() + _CHECK_S
+    finally:
+        os.close(ended)
+    return "time"
+
+
+def _wait_for_request(max_memory_bytes: int, max_processes: int) -> None:
+    """Waits for the next request, and holds processes that run meanwhile to their limits."""
+    while not select.select([sys.stdin.fileno()], [], [], _CHECK_S if _others() else None)[0]:
+        if _exceeded(max_memory_bytes, max_processes):
+            os.kill(-1, _SIGKILL)
+
+
+def _others() -> list[str]:
+    """Returns the ids of all processes except this one and the namespace's first one."""
+    names = os.listdir("/proc")  # noqa: PTH208 -- pathlib is slow to import
+    return [name for name in names if name.isdecimal() and int(name) not in (1, os.getpid())]
+
+
+def _wait_for_others() -> None:
+    """Waits until killed processes are gone, so that the next command does not meet them."""
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while _others() and time.monotonic() < deadline:
+        time.sleep(_CHECK_S / 10)
+
+
+def _exceeded(max_memory_bytes: int, max_processes: int) -> str:
+    """Returns the name of a limit that all processes together exceed, or no text."""
+    others = _others()
+    if len(others) > max_processes:
+        return "processes"
+    num_pages = 0
+    for name in others:
+        try:
+            with open(f"/proc/{name}/statm", "rb") as file:  # noqa: PTH123
+                num_pages += int(file.read().split()[1])
+        except OSError:  # it has ended in the meantime
+            continue
+    return "memory" if num_pages * _PAGE_BYTES > max_memory_bytes else ""
+
+
+def _answer(status: int, *, is_truncated: bool, limit: str, output: bytes | bytearray) -> None:
+    answers = sys.stdout.buffer
+    answers.write(f"{status} {int(is_truncated)} {limit or '-'} {len(output)}\n".encode())
+    answers.write(output)
+    answers.flush()
+
+
+def main() -> None:
+    """Sets the limits of its children, whose number is per user and not for root, and serves."""
+    memory_bytes, processes, disk_bytes = map(int, sys.argv[1:])
+    for limit, value in (
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_FSIZE, disk_bytes),
+        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+    serve(memory_bytes, processes)
+
+
+if __name__ == "__main__":
+    main()

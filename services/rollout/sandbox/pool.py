@@ -1,0 +1,198 @@
+"""Sandboxes of a replica's episodes: a bounded number, measured, and ended with their episodes."""
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from services.common.callables import load_callable
+from services.common.runspec.rollout import SandboxSpec
+from services.rollout import metrics
+from services.rollout.failures import CallError
+from services.rollout.sandbox import base
+from services.rollout.sandbox.base import CommandResult, Sandbox, SandboxError, SandboxKind
+
+logger = logging.getLogger(__name__)
+
+_HERE = "services.rollout.sandbox"
+# Import paths, because a process loads only the client of its kind.
+_KINDS = {
+    "bubblewrap": f"{_HERE}.bubblewrap:Bubblewrap",
+    "docker": f"{_HERE}.containers:Containers",
+    "podman": f"{_HERE}.containers:Containers",
+}
+_STARTS_PER_CORE = 2
+_MAX_SNAPSHOTS = 16
+
+
+class EpisodeSandbox:
+    """Sandbox of one episode, with the limits of the specification.
+
+    Attributes:
+        access: URL and key by which another process uses the sandbox; see
+            :mod:`services.rollout.sandbox.service`.
+    """
+
+    def __init__(self, sandbox: Sandbox, spec: SandboxSpec) -> None:
+        self.access: Mapping[str, str] = {}
+        self._sandbox = sandbox
+        self._spec = spec
+        self._snapshots: dict[str, bytes] = {}
+        self._numbers = itertools.count(1)
+        self._num_commands = 0
+        self._seconds = 0.0
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """Number of commands so far, and their seconds."""
+        return {"sandbox_commands": float(self._num_commands), "sandbox_seconds": self._seconds}
+
+    async def run(
+        self, command: str, *, timeout_s: float | None = None, stdin: bytes = b""
+    ) -> CommandResult:
+        """Runs a shell command in the working folder.
+
+        Args:
+            command: Text for ``sh -c``.
+            timeout_s: Max seconds, at most ``rollout.sandbox.command_timeout_s``, which is the default.
+
+        Raises:
+            SandboxError: If the sandbox has died.
+        """
+        max_s = self._spec.command_timeout_s
+        begin = time.perf_counter()
+        with _measured("command"):
+            result = await self._sandbox.execute(
+                command,
+                stdin=stdin,
+                timeout_s=max_s if timeout_s is None else min(timeout_s, max_s),
+                output_bytes=self._spec.output_bytes,
+            )
+        self._num_commands += 1
+        self._seconds += time.perf_counter() - begin
+        if result.limit:
+            metrics.SANDBOX_LIMITS.labels(limit=result.limit).inc()
+        return result
+
+    async def read(self, path: str) -> bytes:
+        """Returns a file's content; a relative path begins in the working folder. Raises SandboxError."""
+        return await base.read_file(self._sandbox, path)
+
+    async def write(self, path: str, content: bytes) -> None:
+        """Writes a file and creates its folders. Raises SandboxError."""
+        await base.write_file(self._sandbox, path, content)
+
+    async def snapshot(self) -> str:
+        """Saves the working folder; returns a name for :meth:`restore`. Raises SandboxError."""
+        if len(self._snapshots) >= _MAX_SNAPSHOTS:
+            raise SandboxError(
+                f"an episode may have {_MAX_SNAPSHOTS} snapshots; use one of {[*self._snapshots]}"
+            )
+        archive = await base.save(self._sandbox)
+        name = f"snapshot-{next(self._numbers)}"
+        self._snapshots[name] = archive
+        return name
+
+    async def restore(self, snapshot: str) -> None:
+        """Replaces the content of the working folder by that of a snapshot. Raises SandboxError."""
+        if snapshot not in self._snapshots:
+            raise SandboxError(
+                f"this episode has no snapshot {snapshot!r}; its snapshots are {[*self._snapshots]}"
+            )
+        await base.restore(self._sandbox, self._snapshots[snapshot])
+
+
+class SandboxPool:
+    """Starts a sandbox for each episode, at most ``max_running`` at once.
+
+    Args:
+        kind: Starts the sandboxes; by default the specification's.
+    """
+
+    def __init__(self, spec: SandboxSpec, kind: SandboxKind | None = None) -> None:
+        self._spec = spec
+        self._kind: SandboxKind = kind or load_callable(_KINDS[spec.kind])(spec)
+        self._slots = asyncio.Semaphore(spec.max_running)
+        # More concurrent starts would finish no sooner, and each would take longer.
+        self._starts = asyncio.Semaphore(_STARTS_PER_CORE * (os.cpu_count() or 1))
+
+    async def prepare(self) -> None:
+        """Checks that sandboxes can start here. Raises ValueError naming the key."""
+        try:
+            await self._kind.prepare()
+        except SandboxError as error:
+            raise ValueError(str(error)) from error
+
+    async def close(self) -> None:
+        await self._kind.close()
+
+    @asynccontextmanager
+    async def open(self, row: Mapping[str, Any]) -> AsyncIterator[EpisodeSandbox]:
+        """Runs a sandbox while the block runs.
+
+        Raises:
+            CallError: If it does not start.
+        """
+        waiting = metrics.SANDBOXES.labels(state="waiting")
+        waiting.inc()
+        begin = time.perf_counter()
+        try:
+            await self._slots.acquire()
+        finally:
+            waiting.dec()
+        try:
+            sandbox = await self._start(row, begin)
+            with metrics.SANDBOXES.labels(state="running").track_inprogress():
+                try:
+                    yield EpisodeSandbox(sandbox, self._spec)
+                finally:
+                    await self._end(sandbox)
+        finally:
+            self._slots.release()
+
+    async def _start(self, row: Mapping[str, Any], begin: float) -> Sandbox:
+        async with self._starts:
+            waited_s = time.perf_counter() - begin
+            metrics.SANDBOX_SECONDS.labels(operation="wait").observe(waited_s)
+            try:
+                with _measured("start"):
+                    return await self._kind.start(self._image(row))
+            except SandboxError as error:
+                message = f"the episode's sandbox did not start: {error}"
+                raise CallError("exception", message) from error
+
+    def _image(self, row: Mapping[str, Any]) -> str:
+        column = self._spec.image_column
+        if column is None:
+            return self._spec.image
+        image = row.get(column)
+        if not isinstance(image, str) or not image:
+            raise SandboxError(
+                f"rollout.sandbox.image_column is {column!r}, but the row has {image!r:.80} there; expected "
+                "the name of an image"
+            )
+        return image
+
+    async def _end(self, sandbox: Sandbox) -> None:
+        """Ends a sandbox; its episode does not fail if that fails."""
+        try:
+            with _measured("end"):
+                async with asyncio.timeout(base.END_TIMEOUT_S):
+                    await sandbox.end()
+        except (SandboxError, TimeoutError, OSError) as error:
+            logger.error("a sandbox did not end", extra={"why": repr(error)})  # noqa: TRY400
+
+
+@contextmanager
+def _measured(operation: str) -> Iterator[None]:
+    """Measures an operation of a sandbox and counts its failure."""
+    with metrics.SANDBOX_SECONDS.labels(operation=operation).time():
+        try:
+            yield
+        except Exception:
+            metrics.SANDBOX_FAILURES.labels(operation=operation).inc()
+            raise
