@@ -19,6 +19,7 @@ from torch import distributed
 from transformers.utils import logging as transformers_logging
 
 from services.common.host import usable_processors
+from services.common.lifetime import ending_with_outages
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.workers import WORKERS
 from services.common.security.credentials import acting_as
@@ -38,8 +39,8 @@ async def follow(settings: TrainerSettings) -> None:
     """Executes the commands of rank 0."""
     command_group = CommandGroup(settings.world_size)
     with command_group.listening():
-        order = await asyncio.to_thread(command_group.receive)
-        message = json.loads(order.payload)
+        command = await asyncio.to_thread(command_group.receive)
+        message = json.loads(command.payload)
         spec = parse_spec(message["spec"])
         async with connect_data(message["transferqueue_address"], spec) as data:
             transfers = QueueTransfers(data, asyncio.get_running_loop())
@@ -67,11 +68,12 @@ def main() -> None:
     if settings.world_size > 1:
         join_processes(device=device, rank=settings.rank, world_size=settings.world_size)
     failures: list[BaseException] = []
-    try:
-        _work(settings)
-    except* (OwnFunctionError, RankFailedError) as group:
-        failures = leaves(group)
-    if failures:  # the message says what is wrong; our traceback would only hide it
+    with ending_with_outages():
+        try:
+            _work(settings)
+        except* (OwnFunctionError, RankFailedError) as group:
+            failures = leaves(group)
+    if failures:  # the message is complete; a traceback would hide it
         sys.exit(str(failures[0]))
     if distributed.is_initialized():
         distributed.destroy_process_group()

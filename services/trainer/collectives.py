@@ -72,7 +72,7 @@ class Ranks:
         return self._reduce(values, distributed.ReduceOp.MAX)
 
     @contextmanager
-    def agreed(self, doing: str) -> Iterator[None]:
+    def fail_together(self, doing: str) -> Iterator[None]:
         """Guards work that each rank does alone: fails on all ranks if it fails on one.
 
         Without it, the ranks that succeeded would enter the next collective alone.

@@ -18,18 +18,18 @@ STEP_SECONDS = Histogram(
 )  # fmt: skip
 TOKENS = Counter("slipstream_trainer_tokens_total", "Trained tokens by kind.", ["run", "kind"])
 IDLE_SECONDS = Counter(
-    "slipstream_trainer_idle_seconds_total", "Time without work, by what was waited for.",
+    "slipstream_trainer_idle_seconds_total", "Idle time by reason.",
     ["run", "reason"],
 )  # fmt: skip
 MFU = Gauge(
-    "slipstream_trainer_mfu_ratio", "Useful operations per second over what the device can do.",
+    "slipstream_trainer_mfu_ratio", "Model FLOPs utilization of the newest step.",
     ["run"],
 )  # fmt: skip
 TOKEN_RATE = Gauge(
-    "slipstream_trainer_tokens_per_second", "Tokens of the newest step over its time.", ["run"]
+    "slipstream_trainer_tokens_per_second", "Tokens per second of the newest step.", ["run"]
 )
 GPU_MEMORY = Gauge(
-    "slipstream_trainer_gpu_memory_bytes", "Memory of rank 0's GPU.", ["run", "kind"]
+    "slipstream_trainer_gpu_memory_bytes", "GPU memory of rank 0 by kind.", ["run", "kind"]
 )
 CHECKPOINTS = Counter("slipstream_checkpoints_total", "Checkpoints by outcome.", ["run", "outcome"])
 CHECKPOINT_SECONDS = Histogram(
@@ -38,29 +38,35 @@ CHECKPOINT_SECONDS = Histogram(
     ["run", "phase"],
     buckets=STEP,
 )
-CHECKPOINT_STEP = Gauge("slipstream_checkpoint_last_success_step", "Newest saved step.", ["run"])
-CHECKPOINT_TIME = Gauge(
-    "slipstream_checkpoint_last_success_timestamp_seconds", "When it was saved.", ["run"]
+CHECKPOINT_STEP = Gauge(
+    "slipstream_checkpoint_last_success_step", "Step of the newest checkpoint.", ["run"]
 )
-CHECKPOINT_BYTES = Gauge("slipstream_checkpoint_size_bytes", "Size of the newest one.", ["run"])
+CHECKPOINT_TIME = Gauge(
+    "slipstream_checkpoint_last_success_timestamp_seconds",
+    "Time of the newest checkpoint.",
+    ["run"],
+)
+CHECKPOINT_BYTES = Gauge(
+    "slipstream_checkpoint_size_bytes", "Size of the newest checkpoint.", ["run"]
+)
 SAVING_BYTES = Gauge(
-    "slipstream_checkpoint_saving_bytes", "Of a checkpoint under way: written, and all.",
+    "slipstream_checkpoint_saving_bytes", "Written and total bytes of the checkpoint that is being saved.",
     ["run", "part"],
 )  # fmt: skip
 FREE_BYTES = Gauge(
-    "slipstream_checkpoint_volume_free_bytes", "Room that was left when it was saved.",
+    "slipstream_checkpoint_volume_free_bytes", "Free bytes on the checkpoint volume after the newest save.",
     ["run"],
 )  # fmt: skip
 WEIGHT_VERSION = Gauge("slipstream_trainer_weight_version", "Steps trained.", ["run"])
 NONFINITE = Counter(
-    "slipstream_trainer_nonfinite_total", "Numbers that were not finite.", ["run", "what"]
+    "slipstream_trainer_nonfinite_total", "Non-finite values by kind.", ["run", "what"]
 )
 LEFT_OUT = Counter(
     "slipstream_trainer_left_out_sequences_total",
     "Sequences that did not fit into memory.",
     ["run"],
 )
-KL = Gauge("slipstream_train_kl_divergence_nats", "Divergence of two policies.", ["run", "pair"])
+KL = Gauge("slipstream_train_kl_divergence_nats", "KL divergence of two policies.", ["run", "pair"])
 _GAUGES = {
     name: Gauge(f"slipstream_train_{suffix}", text, ["run"])
     for name, suffix, text in (
@@ -68,16 +74,16 @@ _GAUGES = {
         ("reward_mean", "reward_mean", "Mean task reward."),
         ("reward_std", "reward_std", "Standard deviation of the task reward."),
         ("entropy", "entropy_nats", "Mean entropy of the policy."),
-        ("clip_fraction", "clip_ratio", "Tokens whose ratio was clipped."),
-        ("is_clipped_fraction", "is_clipped_ratio", "Tokens whose importance weight passed the cap."),
+        ("clip_fraction", "clip_ratio", "Fraction of tokens whose ratio was clipped."),
+        ("is_clipped_fraction", "is_clipped_ratio", "Fraction of tokens with a capped importance weight."),
         ("is_weight_mean", "is_weight", "Mean importance weight."),
-        ("ess", "ess_ratio", "Effective sample size over samples."),
+        ("ess", "ess_ratio", "Effective sample size relative to the number of samples."),
         ("grad_norm", "grad_norm", "Global gradient norm before clipping."),
         ("learning_rate", "learning_rate", "Learning rate."),
-        ("rejected_fraction", "rejected_ratio", "Tokens that a rejection mask took out."),
-        ("zero_advantage_fraction", "zero_advantage_ratio", "Tokens without an advantage."),
-        ("shared_token_fraction", "shared_token_ratio", "Tokens that another sample's pass covered."),
-        ("rollout_logprob_abs_diff_max", "logprob_abs_diff", "Largest rollout-to-trainer gap."),
+        ("rejected_fraction", "rejected_ratio", "Fraction of tokens that a rejection mask removed."),
+        ("zero_advantage_fraction", "zero_advantage_ratio", "Fraction of tokens with advantage 0."),
+        ("shared_token_fraction", "shared_token_ratio", "Fraction of tokens shared by several samples."),
+        ("rollout_logprob_abs_diff_max", "logprob_abs_diff", "Max logprob gap of rollout and trainer."),
     )
 }  # fmt: skip
 _NONFINITE = ("reward", "logprob", "loss", "grad", "critic")
@@ -88,8 +94,6 @@ def observe_step(run: str, step: int, metrics: Mapping[str, float], *, skipped: 
     """Exports the metrics of a step.
 
     Args:
-        run: The run's id.
-        step: Number of the step.
         metrics: Metrics by name, reduced over all ranks.
         skipped: True if the weights did not change.
     """

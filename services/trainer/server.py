@@ -19,15 +19,13 @@ from slipstream.trainer.v1 import trainer_pb2 as pb
 from slipstream.trainer.v1 import trainer_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-_TELL_EVERY_S = 1.0
+_REPORT_INTERVAL_S = 1.0
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Implements the gRPC ``TrainerService`` on a :class:`Leader`.
 
     Args:
-        leader: Rank 0 of the trainer.
-        run_id: Label of the metrics.
         on_step: Called with number and result of every answered step.
         on_saving: Called about once a second while a checkpoint is written, with a description and gauges.
     """
@@ -48,7 +46,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def TrainStep(
         self, request: pb.TrainStepRequest, context: _Context
     ) -> pb.TrainStepResponse:
-        """Trains one batch."""
         meta = KVBatchMeta.from_proto(request.batch)
         # A retry of the newest step is answered without samples, which may have been released by then.
         if meta.num_keys == 0 and request.step != await self._leader.newest_step():
@@ -102,7 +99,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def GetNewestStep(
         self, request: pb.GetNewestStepRequest, context: _Context
     ) -> pb.GetNewestStepResponse:
-        """Returns the newest trained step."""
         return pb.GetNewestStepResponse(step=await self._leader.newest_step())
 
     async def SaveCheckpoint(
@@ -111,9 +107,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Saves the training state; returns once the checkpoint is safe on disk."""
         with metrics.counted_checkpoint(self._run_id), unwrapped():
             async with TaskGroup() as tasks:
-                telling = tasks.create_task(self._tell_saving(request.step))
+                reporting = tasks.create_task(self._report_saving(request.step))
                 saved = await self._leader.save(request.step, tuple(request.keep_steps))
-                telling.cancel()
+                reporting.cancel()
         metrics.observe_checkpoint(self._run_id, request.step, saved)
         return pb.SaveCheckpointResponse(path=str(saved.folder), size_bytes=saved.num_bytes)
 
@@ -127,17 +123,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await self._leader.wake()
         return pb.WakeResponse()
 
-    async def _tell_saving(self, step: int) -> None:
+    async def _report_saving(self, step: int) -> None:
         """Reports the progress of a checkpoint until cancelled."""
         try:
             while True:
                 written, total = self._leader.save_progress()
                 metrics.observe_saving(self._run_id, written, total)
                 size = f": {written / 1e9:.2f} of {total / 1e9:.2f} GB" if total else ""
-                size += ", which are hashed" if total and written == total else ""
+                size += ", hashing" if total and written == total else ""
                 gauges = {"checkpoint_written_bytes": written, "checkpoint_bytes": total}
                 self._on_saving(f"saving step {step}{size}", gauges)
-                await asyncio.sleep(_TELL_EVERY_S)
+                await asyncio.sleep(_REPORT_INTERVAL_S)
         finally:
             metrics.observe_saving(self._run_id, 0, 0)
             self._on_saving("", {"checkpoint_written_bytes": 0, "checkpoint_bytes": 0})

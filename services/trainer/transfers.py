@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -31,18 +31,25 @@ StoreRecords = Callable[[str, Sequence[str], Mapping[str, Sequence[Tensor]]], No
 
 _TIMEOUT_S = 300.0
 # Short, because nothing waits for sample records.
-_TELL_TIMEOUT_S = 5.0
+_RECORD_TIMEOUT_S = 5.0
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 
-class QueueTransfers:
-    """Runs transfers on the event loop for callers in other threads, who are blocked until the end.
+class Transfers(Protocol):
+    """Source of the samples that a rank trains."""
 
-    Args:
-        data: Client of the transferqueue.
-        loop: Event loop of the client.
-    """
+    def fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
+        """Fetches fields of samples; see :data:`Fetch`."""
+
+    def store_records(
+        self, partition_id: str, keys: Sequence[str], fields: Mapping[str, Sequence[Tensor]]
+    ) -> None:
+        """Stores records for people to read; see :data:`StoreRecords`."""
+
+
+class QueueTransfers:
+    """Runs transfers on the event loop for other threads; a call blocks until its transfer ends."""
 
     def __init__(self, data: DataClient, loop: asyncio.AbstractEventLoop) -> None:
         self._data = data
@@ -50,14 +57,13 @@ class QueueTransfers:
         self._storing: Future[None] | None = None
 
     def fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
-        """Fetches fields of samples."""
-        problem = f"{meta.num_keys} samples did not arrive"
+        problem = f"the transferqueue did not return {meta.num_keys} samples"
         return _wait(self._data.get(meta, fields), self._loop, problem)
 
     def add(self, meta: KVBatchMeta, fields: Mapping[str, Sequence[Tensor]]) -> None:
         """Adds fields to stored samples; succeeds if they are there already, so a request can be retried."""
         rows = {name: list(tensors) for name, tensors in fields.items()}
-        problem = f"{meta.num_keys} samples took no {', '.join(rows)}"
+        problem = f"the transferqueue did not store {', '.join(rows)} of {meta.num_keys} samples"
         with suppress(AlreadyExistsError):
             _wait(self._data.add_fields(meta, rows), self._loop, problem)
 
@@ -69,7 +75,7 @@ class QueueTransfers:
         Drops the new records if earlier ones are still being stored.
         """
         if self._storing is not None and not self._storing.done():
-            logger.warning("samples are not kept: earlier ones are under way")
+            logger.warning("sample records dropped: earlier ones are still being stored")
             return
         rows = {name: list(tensors) for name, tensors in fields.items()}
         storing = self._store_records(partition_id, keys, rows)
@@ -84,18 +90,14 @@ class QueueTransfers:
         self, partition_id: str, keys: Sequence[str], fields: Mapping[str, list[Tensor]]
     ) -> None:
         try:
-            async with asyncio.timeout(_TELL_TIMEOUT_S):
+            async with asyncio.timeout(_RECORD_TIMEOUT_S):
                 await self._data.put(partition_id, keys, fields)
         except (ServiceError, TimeoutError) as error:
-            logger.warning("samples are not kept", extra={"why": type(error).__name__})
+            logger.warning("sample records dropped", extra={"cause": type(error).__name__})
 
 
 def fetch_model_inputs(fetch: Fetch, meta: KVBatchMeta) -> list[ModelInputs]:
     """Fetches the model inputs of samples, once for all samples that share them.
-
-    Args:
-        fetch: Fetches fields of samples.
-        meta: The samples.
 
     Returns:
         One for each sample, the same object for equal ones; empty if the run has none.
@@ -115,10 +117,6 @@ def of_vocabulary(fetch: Fetch, vocab_size: int) -> Fetch:
     """Wraps ``fetch`` to raise ``InvalidArgumentError`` for tokens that the model does not have.
 
     Without it, the embedding would fail on an index without naming the sample.
-
-    Args:
-        fetch: Fetches fields of samples.
-        vocab_size: Size of the model's vocabulary.
     """
 
     def checked(meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
@@ -131,7 +129,7 @@ def of_vocabulary(fetch: Fetch, vocab_size: int) -> Fetch:
                 row = int((fetched[name].offsets() <= place).sum()) - 1
                 raise InvalidArgumentError(
                     f"sample {meta.keys[row]} has the token {int(values[place])} in {name}, but the model "
-                    f"has 0 to {vocab_size - 1}; is model.tokenizer that of model.path?",
+                    f"has 0 to {vocab_size - 1}; check that model.tokenizer belongs to model.path",
                     key=meta.keys[row],
                 )
         return fetched
@@ -146,5 +144,5 @@ def _wait(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop, proble
     except TimeoutError as error:
         future.cancel()
         raise DeadlineExceededError(
-            f"{problem} within {_TIMEOUT_S:.0f} s; look at the transferqueue's log"
+            f"{problem} within {_TIMEOUT_S:.0f} s; check its log"
         ) from error

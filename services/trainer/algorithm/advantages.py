@@ -5,7 +5,7 @@ advantages, which all tokens of a sequence share; token estimators work on ``[T]
 count in their group's statistics: staleness masks tokens later.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -97,6 +97,26 @@ def maxrl(scores: Tensor, groups: Tensor) -> Tensor:
     return torch.where(mean > 0, _centred(scores, groups) / mean.clamp(min=_STD_EPSILON), 0.0)
 
 
+def gdpo(terms: Mapping[str, Tensor], groups: Tensor, *, weights: Mapping[str, float]) -> Tensor:
+    """Group-relative advantages of each term, summed with weights and normalized over the batch (GDPO).
+
+    Normalized by themselves, terms keep their weights in the sum whatever their scales, and combinations of
+    terms with equal sums keep different advantages. Source: arXiv:2601.05242, equations 4 to 6.
+
+    Args:
+        terms: ``[N]`` float scores by term.
+        groups: ``[N]`` int64.
+
+    Returns:
+        ``[N]`` advantages.
+    """
+    parts = [weight * grpo(terms[name], groups) for name, weight in weights.items()]
+    total = torch.stack(parts).sum(0)
+    centred = total - total.mean() if len(total) else total
+    deviation = centred.square().sum().div(max(len(total) - 1, 1)).sqrt()
+    return centred / (deviation + _STD_EPSILON)
+
+
 def opo(scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     """Score minus the length-weighted mean of the group (arXiv:2505.23585).
 
@@ -148,7 +168,6 @@ def returns_to_go(rewards: Tensor, mask: Tensor, segments: Segments, *, gamma: f
     Args:
         rewards: ``[T]`` float token rewards.
         mask: ``[T]`` bool, tokens that the policy sampled.
-        segments: Sequences of the tokens.
         gamma: Discount per token.
 
     Returns:
@@ -182,7 +201,6 @@ def gae(
         rewards: ``[T]`` float token rewards.
         values: ``[T]`` float state values.
         mask: ``[T]`` bool, tokens that the policy sampled.
-        segments: Sequences of the tokens.
         gamma: Discount per token.
         decay: Lambda, the decay of the estimate: a number, or ``[N]`` float by sequence.
 
@@ -190,7 +208,7 @@ def gae(
         ``[T]`` advantages and ``[T]`` returns, 0 outside ``mask``.
     """
     advantages = torch.zeros_like(rewards)
-    decays = segments.spread(torch.as_tensor(decay, dtype=rewards.dtype).expand(len(segments)))
+    decays = segments.expand(torch.as_tensor(decay, dtype=rewards.dtype).expand(len(segments)))
 
     def step(tokens: Tensor, state: Tensor) -> Tensor:
         next_value, next_advantage = state.unbind(1)
@@ -219,23 +237,23 @@ def length_adaptive_decay(lengths: Tensor, *, alpha: float) -> Tensor:
 
 
 def whiten(
-    values: Tensor, mask: Tensor, *, add_up: Callable[[Tensor], Tensor] = lambda part: part
+    values: Tensor, mask: Tensor, *, sum_over_ranks: Callable[[Tensor], Tensor] = lambda part: part
 ) -> Tensor:
     """Normalizes to zero mean and unit variance over all tokens of the batch, 0 outside ``mask``.
 
     Args:
         values: ``[T]`` float, this part of the batch.
         mask: ``[T]`` bool.
-        add_up: Sums a small tensor over all parts; called twice.
+        sum_over_ranks: Sums a small tensor over all parts; called twice.
 
     Returns:
         ``[T]`` whitened values.
     """
     kept = torch.where(mask, values, 0.0).to(torch.float64)
-    count, total = add_up(torch.stack([mask.sum().to(kept.dtype), kept.sum()])).unbind()
+    count, total = sum_over_ranks(torch.stack([mask.sum().to(kept.dtype), kept.sum()])).unbind()
     # Center first: as a difference of two large sums, the variance could be mere rounding error.
     centred = torch.where(mask, kept - total / count.clamp(min=1), 0.0)
-    variance = add_up(centred.square().sum()) / (count - 1).clamp(min=1)
+    variance = sum_over_ranks(centred.square().sum()) / (count - 1).clamp(min=1)
     return (centred * torch.rsqrt(variance + _WHITEN_EPSILON)).to(values.dtype)
 
 
@@ -262,9 +280,7 @@ def overlong_penalty(
 
     Args:
         lengths: ``[N]`` response tokens.
-        max_tokens: Max tokens of a response.
         buffer_tokens: Tokens before the limit over which the penalty grows linearly; above 0.
-        factor: Max penalty.
 
     Returns:
         ``[N]`` float in ``[-factor, 0]``, of the default dtype.

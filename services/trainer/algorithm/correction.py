@@ -30,10 +30,8 @@ def importance_weights(
     Args:
         log_ratio: ``[T]`` proximal minus rollout logprobs.
         mask: ``[T]`` bool, trained tokens.
-        segments: Sequences of the tokens.
         level: ``token``, ``sequence`` (product over the sequence) or ``geometric`` (its geometric mean).
         cap: Max weight; None for no bound.
-        floor: Min weight.
         cap_mode: ``truncate`` clamps weights to the bounds, ``mask`` sets weights outside them to 0.
 
     Returns:
@@ -78,9 +76,9 @@ def raw_weights(log_ratio: Tensor, mask: Tensor, segments: Segments, *, level: s
     """Returns the ``[T]`` ratio of each token, or of its sequence, before any bound; 0 outside ``mask``."""
     log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
     if level == "sequence":
-        log_ratio = segments.spread(segments.sum(log_ratio))
+        log_ratio = segments.expand(segments.sum(log_ratio))
     elif level == "geometric":
-        log_ratio = segments.spread(segments.mean(log_ratio, mask))
+        log_ratio = segments.expand(segments.mean(log_ratio, mask))
     elif level != "token":
         raise ValueError(f"unknown level {level!r}; expected token, sequence or geometric")
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -105,7 +103,6 @@ def rejection_mask(
     Args:
         log_ratio: ``[T]`` proximal minus rollout logprobs.
         mask: ``[T]`` bool, trained tokens.
-        segments: Sequences of the tokens.
         level: ``token``, or ``seq_sum``, ``seq_mean``, ``seq_max`` over the sequence.
         statistic: ``k1``, ``k2`` or ``k3``.
         lower: Min accepted value; None for no bound.
@@ -144,11 +141,11 @@ def rejection_statistic(
         case "token":
             pass
         case "seq_sum":
-            values = segments.spread(segments.sum(values))
+            values = segments.expand(segments.sum(values))
         case "seq_mean":
-            values = segments.spread(segments.mean(values, mask))
+            values = segments.expand(segments.mean(values, mask))
         case "seq_max":
-            values = segments.spread(segments.max(values, mask))
+            values = segments.expand(segments.max(values, mask))
         case _:
             raise ValueError(f"unknown level {level!r}; expected token or seq_sum|mean|max")
     return torch.where(mask, values, 0.0)

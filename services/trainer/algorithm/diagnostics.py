@@ -43,7 +43,6 @@ def sequence_terms(
         proximal_logprobs: ``[T]``, policy at the start of the step.
         rollout_logprobs: ``[T]``, policy that sampled the tokens.
         mask: ``[T]`` bool, trained tokens.
-        segments: Sequences of the tokens.
 
     Returns:
         ``[N]`` each: ``proximal_ppl``, ``rollout_ppl``, ``ppl_ratio``, ``log_ppl_diff``,
@@ -71,7 +70,6 @@ def staleness_terms(
     Args:
         token_versions: ``[T]`` int64, version that sampled each token, -1 for tool tokens.
         mask: ``[T]`` bool, tokens that the policy sampled.
-        segments: Sequences of the tokens.
         weight_version: Version of the trainer at the start of the step.
 
     Returns:

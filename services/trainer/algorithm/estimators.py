@@ -1,6 +1,6 @@
 """Advantage estimators by name: each turns the scores of a batch into advantages of one rank's tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +31,8 @@ class ScoredBatch:
     """``[G]`` float64 by prompt: score of its greedy response, NaN if there is none."""
     prompts: Tensor
     """``[n]`` int64, index of each sequence's prompt among the ``G``."""
+    terms: Mapping[str, Tensor]
+    """``[M]`` float64 by name: terms of the rewards that all samples have, before weights."""
     places: Tensor
     """``[n]`` int64, index of each sequence's sample among the ``M``; -1 if it is not among them."""
     segments: Segments
@@ -45,49 +47,64 @@ class ScoredBatch:
     """``[T]`` bool, sampled tokens that train."""
     values: Tensor | None
     """``[T]`` float64 values of the critic; None without a critic."""
-    add_up: Callable[[Tensor], Tensor]
+    sum_over_ranks: Callable[[Tensor], Tensor]
     """Sums a small tensor over all ranks, each of which must call it."""
 
-    def spread(self, per_sample: Tensor) -> Tensor:
+    def expand(self, per_sample: Tensor) -> Tensor:
         """Expands ``[M]`` to ``[T]``: each token gets its sample's value, 0 if that is not listed."""
         kept = self.places >= 0
         own = per_sample.new_zeros(len(self.places))
         own[kept] = per_sample[self.places[kept]]
-        return self.segments.spread(own)
+        return self.segments.expand(own)
 
     def whiten(self, values: Tensor) -> Tensor:
         """Normalizes ``[T]`` to zero mean and unit variance over all trained tokens of the whole batch."""
-        return advantages.whiten(values, self.trained, add_up=self.add_up)
+        return advantages.whiten(values, self.trained, sum_over_ranks=self.sum_over_ranks)
 
 
 def grpo(batch: ScoredBatch) -> Tensor:
     """Group-relative advantages; see :func:`advantages.grpo`."""
-    return batch.spread(advantages.grpo(batch.scores, batch.groups))
+    return batch.expand(advantages.grpo(batch.scores, batch.groups))
 
 
 def dr_grpo(batch: ScoredBatch) -> Tensor:
     """Like :func:`grpo` without division by the standard deviation (arXiv:2503.20783)."""
-    return batch.spread(advantages.grpo(batch.scores, batch.groups, divide_by_std=False))
+    return batch.expand(advantages.grpo(batch.scores, batch.groups, divide_by_std=False))
 
 
 def rloo(batch: ScoredBatch) -> Tensor:
     """Leave-one-out advantages; see :func:`advantages.rloo`."""
-    return batch.spread(advantages.rloo(batch.scores, batch.groups))
+    return batch.expand(advantages.rloo(batch.scores, batch.groups))
 
 
 def maxrl(batch: ScoredBatch) -> Tensor:
     """Advantages relative to the group's mean; see :func:`advantages.maxrl`."""
-    return batch.spread(advantages.maxrl(batch.scores, batch.groups))
+    return batch.expand(advantages.maxrl(batch.scores, batch.groups))
+
+
+def gdpo(batch: ScoredBatch, *, weights: Mapping[str, float]) -> Tensor:
+    """Advantages of terms that are normalized one by one; see :func:`advantages.gdpo`.
+
+    Raises:
+        IncompleteBatchError: If samples lack a term.
+    """
+    if missing := sorted(weights.keys() - batch.terms.keys()):
+        raise IncompleteBatchError(
+            f"algorithm.advantage_arguments.weights has {', '.join(missing)}, but the terms of all samples "
+            f"are {', '.join(batch.terms) or 'none'}; use the names that metrics show as reward/NAME",
+            missing=", ".join(missing),
+        )
+    return batch.expand(advantages.gdpo(batch.terms, batch.groups, weights=weights))
 
 
 def opo(batch: ScoredBatch) -> Tensor:
     """Advantages with the length-weighted baseline; see :func:`advantages.opo`."""
-    return batch.spread(advantages.opo(batch.scores, batch.groups, batch.lengths))
+    return batch.expand(advantages.opo(batch.scores, batch.groups, batch.lengths))
 
 
 def pass_at_k(batch: ScoredBatch) -> Tensor:
     """Pass@k advantages; see :func:`advantages.pass_at_k`."""
-    return batch.spread(advantages.pass_at_k(batch.scores, batch.groups))
+    return batch.expand(advantages.pass_at_k(batch.scores, batch.groups))
 
 
 def none(batch: ScoredBatch) -> Tensor:
@@ -102,7 +119,7 @@ def uniform(batch: ScoredBatch) -> Tensor:
 
 def reinforce_pp_baseline(batch: ScoredBatch) -> Tensor:
     """Score minus the group's mean, whitened over the batch (arXiv:2501.03262)."""
-    return batch.whiten(batch.spread(advantages.group_baseline(batch.scores, batch.groups)))
+    return batch.whiten(batch.expand(advantages.group_baseline(batch.scores, batch.groups)))
 
 
 def reinforce_pp(batch: ScoredBatch, *, gamma: float) -> Tensor:
@@ -119,9 +136,9 @@ def remax(batch: ScoredBatch, *, gamma: float) -> Tensor:
     if num_lacking := int(batch.greedy_scores.isnan().sum()):
         raise IncompleteBatchError(
             "algorithm.advantage 'remax' needs one greedy response in each group, but "
-            f"{num_lacking} groups have none; let the rollouts add it"
+            f"{num_lacking} groups have none; check the rollouts' logs"
         )
-    return _returns(batch, gamma) - batch.segments.spread(batch.greedy_scores[batch.prompts])
+    return _returns(batch, gamma) - batch.segments.expand(batch.greedy_scores[batch.prompts])
 
 
 def gae(
@@ -130,7 +147,6 @@ def gae(
     """Generalized advantages, whitened over the batch, and the critic's targets (arXiv:1506.02438).
 
     Args:
-        batch: The batch, with values.
         gamma: Discount per token.
         gae_lambda: Lambda of the advantages, and of the critic's targets.
         length_adaptive: Alpha of VAPO's lambda by length (arXiv:2504.05118), which then replaces

@@ -6,6 +6,7 @@ tokens x vocabulary. On a GPU the two reductions are compiled into one kernel ea
 otherwise read and write the chunk a dozen times.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,8 +18,19 @@ from services.common.models.head import float32_products
 
 _CHUNK_BYTES = 24 * (1 << 30) // 10
 """Max bytes of logits at once."""
+_DIVERGENCE_COPIES = 4
+"""Tensors of the size of a chunk's logits that a divergence needs besides them."""
+LOWEST = -1e30
+"""Logit of a token that cannot be drawn: its products with a probability of 0 are 0, unlike those of -inf."""
 _TILE = 128
 """Rows that a matrix kernel processes at a time: chunks are multiples of it."""
+
+
+ChunkDivergence = Callable[[Tensor, Tensor], Tensor]
+"""Maps ``[C, V]`` logits over the temperature and the teacher's columns to a ``[C]`` divergence."""
+
+_Numbers = tuple[float, float | None, float]
+"""Scale and cap of an output head, and the temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,41 +46,66 @@ class OutputHead:
 
 
 def token_logprobs(
-    hidden: Tensor, head: OutputHead, targets: Tensor, *, temperature: float
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor,
+    head: OutputHead,
+    targets: Tensor,
+    *,
+    temperature: float,
+    mask: Tensor | None = None,
+    divergence: "ChunkDivergence | None" = None,
+    teacher: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Computes the logprob of each target and the entropy of its distribution, both differentiable.
 
     Args:
         hidden: ``[T, H]`` final hidden states, of the model's dtype.
-        head: The output head.
         targets: ``[T]`` int64 tokens to score.
         temperature: Divides the logits, as the engine did when it sampled.
+        mask: ``[2, S]`` int64 pairs of an index in ``targets``, ascending, and a token that could be drawn:
+            probabilities are then relative to these tokens (DeepSeek-V3.2, arXiv:2512.02556). Targets without
+            pairs could be any token, as all can with None.
+        divergence: Computes the divergence from a teacher.
+        teacher: ``[T, ...]`` distributions of the teacher; None computes no divergence.
 
     Returns:
-        ``[T]`` float32 logprobs and ``[T]`` float32 entropies in nats.
+        ``[T]`` float32 logprobs and ``[T]`` float32 entropies in nats; with a teacher, also the ``[T]``
+        float32 divergence.
     """
-    result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, targets, head, temperature
+    extra = None if divergence is None or teacher is None else (divergence, teacher)
+    result: tuple[Tensor, ...] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, head.weight, targets, head, temperature, mask, extra
     )
     return result
 
 
-def _bounded(
-    products: Tensor, scale: float, cap: float | None, temperature: float
+def bounded_logits(
+    products: Tensor,
+    excluded: Tensor | None,
+    numbers: _Numbers,
 ) -> tuple[Tensor, Tensor | float]:
-    """Returns ``[C, V]`` float32 logits over the temperature, and their derivative by the products."""
+    """Returns ``[C, V]`` float32 logits over the temperature, and their derivative by the products.
+
+    The logits of excluded tokens are so low that their probability is 0, but finite.
+    """
+    scale, cap, temperature = numbers
     logits = products.float() * scale
+    slope: Tensor | float = scale / temperature
     if cap is None:
-        return logits / temperature, scale / temperature
-    share = torch.tanh(logits / cap)
-    return share * (cap / temperature), (1.0 - share.square()) * (scale / temperature)
+        scaled = logits / temperature
+    else:
+        share = torch.tanh(logits / cap)
+        scaled, slope = share * (cap / temperature), (1.0 - share.square()) * slope
+    return scaled if excluded is None else scaled.masked_fill(excluded, LOWEST), slope
 
 
 def _reduce(
-    products: Tensor, targets: Tensor, scale: float, cap: float | None, temperature: float
+    products: Tensor,
+    targets: Tensor,
+    excluded: Tensor | None,
+    numbers: _Numbers,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns logprob of the target, log-normalizer and entropy, each ``[C]``."""
-    scaled, _ = _bounded(products, scale, cap, temperature)
+    scaled, _ = bounded_logits(products, excluded, numbers)
     normalizer = torch.logsumexp(scaled, -1)
     logprobs = scaled.gather(1, targets[:, None]).squeeze(1) - normalizer
     expected = (torch.exp(scaled - normalizer[:, None]) * scaled).sum(-1)
@@ -80,9 +117,8 @@ def _gradient(
     targets: Tensor,
     saved: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
-    scale: float,
-    cap: float | None,
-    temperature: float,
+    excluded: Tensor | None,
+    numbers: _Numbers,
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns the gradient of ``[C, V]`` products in ``dtype``.
@@ -91,7 +127,7 @@ def _gradient(
     """
     normalizer, entropy = saved
     grad_logprobs, grad_entropy = grads
-    scaled, slope = _bounded(products, scale, cap, temperature)
+    scaled, slope = bounded_logits(products, excluded, numbers)
     log_p = scaled - normalizer[:, None]
     p = torch.exp(log_p)
     tokens = torch.arange(products.shape[1], device=products.device)
@@ -125,46 +161,91 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         head: OutputHead,
         temperature: float,
-    ) -> tuple[Tensor, Tensor]:
+        mask: Tensor | None,
+        extra: tuple[ChunkDivergence, Tensor] | None,
+    ) -> tuple[Tensor, ...]:
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         normalizer, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        divergence = torch.empty_like(logprobs)
         numbers = head.scale, head.cap, temperature
-        for part in _chunks(hidden, weight):
+        for part in chunks(hidden, weight, copies=1 if extra is None else _DIVERGENCE_COPIES):
             products = float32_products(hidden[part], weight)
-            reduced = _fused(_reduce, products)(products, targets[part], *numbers)
+            excluded = _excluded(mask, part, products)
+            reduced = _fused(_reduce, products)(products, targets[part], excluded, numbers)
             logprobs[part], normalizer[part], entropy[part] = reduced
+            if extra is not None:
+                compute, teacher = extra
+                logits, _ = bounded_logits(products, excluded, numbers)
+                divergence[part] = compute(logits, teacher[part])
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
-        ctx.numbers = numbers
-        return logprobs, entropy
+        ctx.numbers, ctx.mask, ctx.extra = numbers, mask, extra
+        return (logprobs, entropy) if extra is None else (logprobs, entropy, divergence)
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_divergence: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks, so it is float32 regardless of the model's dtype. A frozen head has no gradient.
         grad_weight = (
             torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         )
-        for part in _chunks(hidden, weight):
+        for part in chunks(hidden, weight, copies=1 if ctx.extra is None else _DIVERGENCE_COPIES):
             products = float32_products(hidden[part], weight)
+            excluded = _excluded(ctx.mask, part, products)
             grad = _fused(_gradient, products)(
                 products,
                 targets[part],
                 (normalizer[part], entropy[part]),
                 (grad_logprobs[part], grad_entropy[part]),
-                *ctx.numbers,
+                excluded,
+                ctx.numbers,
                 hidden.dtype,
             )
+            if ctx.extra is not None and grad_divergence is not None:
+                grad = grad + _divergence_gradient(
+                    products, excluded, ctx.numbers, ctx.extra, part, grad_divergence[part]
+                ).to(grad)
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
         of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, of_weight, None, None, None
+        return grad_hidden, of_weight, None, None, None, None, None
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    size = max(1, _CHUNK_BYTES // (weight.shape[0] * 4))
+def _divergence_gradient(
+    products: Tensor,
+    excluded: Tensor | None,
+    numbers: _Numbers,
+    extra: tuple[ChunkDivergence, Tensor],
+    part: slice,
+    gradient: Tensor,
+) -> Tensor:
+    """Returns the gradient of a chunk's ``[C, V]`` products from that of its divergence."""
+    compute, teacher = extra
+    logits, slope = bounded_logits(products, excluded, numbers)
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        (found,) = torch.autograd.grad(compute(leaf, teacher[part]), leaf, gradient)
+    return found * slope
+
+
+def _excluded(mask: Tensor | None, part: slice, products: Tensor) -> Tensor | None:
+    """Returns ``[C, V]`` bool: tokens that could not be drawn, for a chunk; None if all could."""
+    if mask is None:
+        return None
+    bounds = torch.tensor([part.start, part.stop], device=mask.device)
+    start, end = torch.searchsorted(mask[0].contiguous(), bounds).tolist()
+    rows, tokens = mask[0, start:end] - part.start, mask[1, start:end]
+    excluded = torch.zeros(products.shape, dtype=torch.bool, device=products.device)
+    excluded[rows] = True
+    excluded[rows, tokens] = False
+    return excluded
+
+
+def chunks(hidden: Tensor, weight: Tensor, *, copies: int = 1) -> list[slice]:
+    """Returns the chunks of ``[T, H]`` states whose logits exist at once, ``copies`` times."""
+    size = max(1, _CHUNK_BYTES // (weight.shape[0] * 4 * copies))
     size = size - size % _TILE or size
     return [slice(start, start + size) for start in range(0, hidden.shape[0], size)]

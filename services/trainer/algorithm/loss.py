@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from services.common.runspec.algorithm import KlSpec
+from services.common.runspec.algorithm import AlgorithmSpec, KlSpec
 from services.trainer.batch.segments import Segments
 
 _MOST_ERROR = 0.2
@@ -22,10 +22,7 @@ def adapted_kl(coefficient: float, kl: KlSpec, *, divergence: float, num_samples
     """Returns the KL coefficient, adapted towards the target divergence (Ziegler et al., arXiv:1909.08593).
 
     Args:
-        coefficient: Current coefficient.
-        kl: The penalty.
         divergence: Divergence from the reference in a step; NaN leaves the coefficient unchanged.
-        num_samples: Samples of the step.
     """
     # After a skipped step the divergence may be NaN, and then the coefficient would stay NaN forever.
     if kl.target is None or not math.isfinite(divergence):
@@ -33,6 +30,23 @@ def adapted_kl(coefficient: float, kl: KlSpec, *, divergence: float, num_samples
     error = min(max(divergence / kl.target - 1.0, -_MOST_ERROR), _MOST_ERROR)
     # Over a horizon of few samples the formula would change the sign and reward leaving the reference.
     return coefficient * max(1.0 + error * num_samples / kl.horizon, _LEAST_FACTOR)
+
+
+def adapted_entropy(weight: float, spec: AlgorithmSpec, *, entropy: float) -> tuple[float, float]:
+    """Returns the adapted weight of the entropy bonus, and the coefficient of the next step.
+
+    The weight follows the target; the coefficient is the weight while the entropy is at most the target, and
+    0 above it (Skywork-OR1, arXiv:2505.22312, section 4.2).
+
+    Args:
+        entropy: Entropy of a step in nats; NaN keeps the weight.
+    """
+    target = spec.entropy_target
+    if target is None or not math.isfinite(entropy):
+        return weight, weight
+    is_low = entropy < target
+    weight = max(weight + (spec.entropy_step if is_low else -spec.entropy_step), 0.0)
+    return weight, weight if entropy <= target else 0.0
 
 
 MAX_LOG_RATIO = 20.0
@@ -45,7 +59,7 @@ class LossTokens:
     """The ``T`` tokens of a micro-batch, from whole sequences; only ``logprobs`` has a gradient."""
 
     logprobs: Tensor
-    """``[T]`` float32, current policy; 0 outside ``mask``."""
+    """``[T]`` float32, current policy; 0 outside ``mask``. If a reward model trains, these are its values."""
     old_logprobs: Tensor
     """``[T]`` float32, policy that the ratio refers to: the sampling one (``bypass``) or the proximal one."""
     rollout_logprobs: Tensor
@@ -58,6 +72,8 @@ class LossTokens:
     """The ``N`` sequences of the tokens."""
     ref_logprobs: Tensor | None = None
     """``[T]`` float32, reference policy; None if the run has none."""
+    divergence: Tensor | None = None
+    """``[T]`` float32 with gradient, from the teacher's distributions; None unless the run compares them."""
     groups: Tensor | None = None
     """``[N]`` int64, group of each sequence; None unless a built-in loss compares the members of a group."""
 
@@ -90,7 +106,6 @@ def ppo(
     """Clipped surrogate (arXiv:1707.06347), with clip-higher (DAPO) and dual clip (arXiv:1912.09729).
 
     Args:
-        tokens: The micro-batch.
         clip_low: The ratio is clipped at ``1 - clip_low``.
         clip_high: The ratio is clipped at ``1 + clip_high``.
         dual_clip: Bound on the loss of tokens with a negative advantage, in multiples of the advantage; None
@@ -124,7 +139,6 @@ def gspo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     The ratio is taken over trained tokens; the gradient flows as if each token had the sequence's ratio.
 
     Args:
-        tokens: The micro-batch.
         clip_low: Lower clip distance, for example 3e-4.
         clip_high: Upper clip distance, for example 4e-4.
 
@@ -133,7 +147,7 @@ def gspo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     """
     logprobs, segments = tokens.logprobs, tokens.segments
     mean = segments.mean((logprobs - tokens.old_logprobs).detach(), tokens.mask)
-    log_ratio = segments.spread(mean) + logprobs - logprobs.detach()
+    log_ratio = segments.expand(mean) + logprobs - logprobs.detach()
     ratio = torch.exp(log_ratio.clamp(max=_GSPO_MAX_LOG_RATIO))
     return _clipped(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
 
@@ -142,7 +156,6 @@ def cispo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> TokenLoss
     """REINFORCE with a clipped weight, so that every token keeps a gradient (arXiv:2506.13585).
 
     Args:
-        tokens: The micro-batch.
         clip_low: The weight is at least ``1 - clip_low``.
         clip_high: The weight is at most ``1 + clip_high``.
 
@@ -159,7 +172,6 @@ def aipo(tokens: LossTokens, *, ratio_max: float) -> TokenLoss:
     """REINFORCE weighted by the ratio to the sampling policy, clipped from above (arXiv:2505.24034).
 
     Args:
-        tokens: The micro-batch.
         ratio_max: Max weight, for example 2 to 10.
 
     Returns:
@@ -176,7 +188,6 @@ def sapo(
     """Surrogate with a smooth sigmoid gate in place of the clip (arXiv:2511.20347).
 
     Args:
-        tokens: The micro-batch.
         sapo_temperature_positive: Steepness of the gate for positive advantages.
         sapo_temperature_negative: Steepness of the gate for all other advantages.
 
@@ -200,12 +211,10 @@ def dppo(
     leads back.
 
     Args:
-        tokens: The micro-batch.
         clip_low: Max divergence of a token whose probability falls.
         clip_high: Max divergence of a token whose probability rises.
         divergence: ``tv``, the difference of the two probabilities, or ``kl``, the divergence of the two
             Bernoulli distributions.
-        ratio_max: Max weight of a token.
 
     Returns:
         Token loss with ``clip_fraction``, the masked tokens.
@@ -239,7 +248,6 @@ def gmpo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     cannot decide for its sequence.
 
     Args:
-        tokens: The micro-batch.
         clip_low: A log-ratio that falls below ``-clip_low`` with a negative advantage is clipped.
         clip_high: A log-ratio that rises above ``clip_high`` with a positive advantage is clipped.
 
@@ -252,7 +260,7 @@ def gmpo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     ) & (tokens.advantages != 0)
     bounded = torch.where(is_clipped, log_ratio.clamp(-clip_low, clip_high), log_ratio)
     mean = tokens.segments.mean(bounded, tokens.mask)
-    values = -tokens.advantages * tokens.segments.spread(torch.exp(mean))
+    values = -tokens.advantages * tokens.segments.expand(torch.exp(mean))
     return TokenLoss(values, {"clip_fraction": is_clipped.to(values.dtype)})
 
 
@@ -272,7 +280,6 @@ def clip_cov(
     micro-batch. Equal micro-batches have equal selections.
 
     Args:
-        tokens: The micro-batch.
         clip_low: The ratio is clipped at ``1 - clip_low``.
         clip_high: The ratio is clipped at ``1 + clip_high``.
         fraction: Fraction of the trained tokens that are selected.
@@ -337,6 +344,18 @@ def reinforce(tokens: LossTokens) -> TokenLoss:
     return TokenLoss(-tokens.advantages * tokens.logprobs)
 
 
+def distill(tokens: LossTokens, **_: object) -> TokenLoss:
+    """Divergence from the teacher's distribution (:mod:`services.trainer.algorithm.divergence`).
+
+    The arguments of the loss are those of the forward pass, which computes it.
+
+    Returns:
+        Token loss with ``teacher_divergence``, its value.
+    """
+    assert tokens.divergence is not None
+    return TokenLoss(tokens.divergence, {"teacher_divergence": tokens.divergence.detach()})
+
+
 def dpo(tokens: LossTokens, *, dpo_beta: float) -> TokenLoss:
     """Direct preference optimization on pairs of answers (arXiv:2305.18290).
 
@@ -355,10 +374,32 @@ def dpo(tokens: LossTokens, *, dpo_beta: float) -> TokenLoss:
         multiplied by ``dpo_beta``.
     """
     assert tokens.ref_logprobs is not None
+    ratios = torch.where(tokens.mask, tokens.logprobs - tokens.ref_logprobs, 0.0)
+    return _preferred(tokens, dpo_beta * tokens.segments.sum(ratios))
+
+
+def reward_model(tokens: LossTokens, *, center: float) -> TokenLoss:
+    """Bradley-Terry loss of a reward model on pairs of answers (arXiv:2203.02155, equation 1).
+
+    The loss of a pair is ``-log sigmoid(chosen - rejected)``. The reward of an answer is the value before its
+    last token, which ends the answer: it depends on all other tokens.
+
+    Args:
+        tokens: The micro-batch, with groups, and with values in place of logprobs: a group is a pair.
+        center: Factor of ``(chosen + rejected)^2``, which keeps rewards around 0 (arXiv:2312.09244).
+
+    Returns:
+        Token loss with the same facts as :func:`dpo`.
+    """
+    is_last = tokens.segments.last(tokens.mask)
+    rewards = tokens.segments.sum(torch.where(is_last, tokens.logprobs, 0.0))
+    return _preferred(tokens, rewards, center=center)
+
+
+def _preferred(tokens: LossTokens, rewards: Tensor, *, center: float = 0.0) -> TokenLoss:
+    """Returns the negative log-likelihood of the preferences that ``[N]`` rewards imply (Bradley-Terry)."""
     assert tokens.groups is not None
     mask, segments = tokens.mask, tokens.segments
-    ratios = torch.where(mask, tokens.logprobs - tokens.ref_logprobs, 0.0)
-    rewards = dpo_beta * segments.sum(ratios)
     is_chosen = segments.max(tokens.advantages, mask) > 0
     _, pairs = torch.unique(tokens.groups, return_inverse=True)
     of_pairs = [
@@ -366,7 +407,8 @@ def dpo(tokens: LossTokens, *, dpo_beta: float) -> TokenLoss:
         for own in (is_chosen, ~is_chosen)
     ]
     margins = of_pairs[0] - of_pairs[1]
-    losses = torch.where(segments.last(mask), segments.spread(-logsigmoid(margins)), 0.0)
+    of_answers = -logsigmoid(margins) + center * (of_pairs[0] + of_pairs[1]).square()
+    losses = torch.where(segments.last(mask), segments.expand(of_answers), 0.0)
     facts = {
         "preference_accuracy": (margins > 0).to(margins.dtype),
         "preference_margin": margins.detach(),
@@ -445,7 +487,6 @@ def aggregate(
         mask: ``[T]`` bool, trained tokens.
         segments: Sequences of the tokens; a sequence is never split over parts.
         mode: An aggregation of :class:`~services.common.runspec.algorithm.AlgorithmSpec`.
-        denominators: Counts of the whole update.
 
     Returns:
         Scalar.

@@ -1,4 +1,4 @@
-"""User-defined losses and advantages: errors name the function, and no rank waits forever for another."""
+"""User-defined losses and advantages. Errors name the function; differences between ranks cannot deadlock."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -20,15 +20,13 @@ class OwnFunctionError(ValueError):
 
 
 class OwnFunction(TorchDispatchMode):
-    """A user's function of one argument, which may run no collectives except those that it is given.
+    """A user's function of one argument. It must not run collectives except those that it is given.
 
-    Each rank calls it for its own micro-batches and samples, of which it may have none: if other ranks do
-    not call it, a collective would wait forever.
+    Each rank calls the function for its own micro-batches and samples. A rank without samples does not call
+    it, and a collective on the other ranks would wait for that rank forever.
 
     Args:
         reference: ``module:function`` or ``file.py:function``.
-        arguments: Keyword arguments of the function.
-        key: Key of the specification that names the function.
 
     Raises:
         ValueError: If the function does not load or does not accept its arguments.
@@ -39,16 +37,16 @@ class OwnFunction(TorchDispatchMode):
         self._function = bind_callable(reference, arguments, key=key)
         self._name = f"{key} {reference!r}"
         self._may_wait = False
-        self._add_up: Callable[[Tensor], Tensor] | None = None
+        self._sum_over_ranks: Callable[[Tensor], Tensor] | None = None
         self._num_ranks = 1
-        self._parted: OwnFunctionError | None = None
+        self._mismatch: OwnFunctionError | None = None
 
     def __call__(self, given: Any) -> Any:
         """Calls the function.
 
         Raises:
-            OwnFunctionError: If it fails on this rank or another, or if ranks sum differently; the message
-                names it.
+            OwnFunctionError: If the function fails on any rank, or if ranks call their sums differently; the
+                message names the function.
         """
         failure: Exception | None = None
         try:
@@ -56,15 +54,15 @@ class OwnFunction(TorchDispatchMode):
                 found = self._function(given)
         except Exception as error:  # noqa: BLE001 -- a user's code; other ranks are notified first
             failure = error
-        if self._parted is not None:  # even if the function caught the error
-            raise self._parted
+        if self._mismatch is not None:  # even if the function caught the error
+            raise self._mismatch
         self._agree(has_failed=failure is not None)
         if isinstance(failure, torch.OutOfMemoryError):
             raise failure
         if failure is not None:
             logger.error("%s failed", self._name, exc_info=failure)
-            told = f"{self._name} failed: {type(failure).__name__}: {failure}"
-            raise OwnFunctionError(told) from failure
+            problem = f"{self._name} failed: {type(failure).__name__}: {failure}"
+            raise OwnFunctionError(problem) from failure
         return found
 
     def __torch_dispatch__(
@@ -73,63 +71,58 @@ class OwnFunction(TorchDispatchMode):
         """Executes an operation of the function, unless it is a collective."""
         if operation.namespace in _COLLECTIVES and not self._may_wait:
             raise RuntimeError(
-                f"it calls the collective {operation}, but other ranks may have nothing to call it for, and "
-                "all would wait for ever; leave it out (an advantage has batch.whiten and batch.add_up)"
+                f"it calls the collective {operation}, which deadlocks if another rank has no samples; "
+                "remove the call (an advantage can use batch.whiten and batch.sum_over_ranks)"
             )
         return operation(*args, **(kwargs or {}))
 
-    def adding_up(
-        self, add_up: Callable[[Tensor], Tensor], *, num_ranks: int
+    def checked_sum(
+        self, sum_over_ranks: Callable[[Tensor], Tensor], *, num_ranks: int
     ) -> Callable[[Tensor], Tensor]:
         """Returns a sum over all ranks that the function may call.
 
-        The ranks first agree that all of them sum the same count of numbers. All ranks must then call the
+        The ranks first check that all of them sum the same count of numbers. All ranks must call the
         function.
-
-        Args:
-            add_up: Sums a small tensor over the ranks.
-            num_ranks: Number of ranks.
         """
-        self._add_up, self._num_ranks = add_up, num_ranks
+        self._sum_over_ranks, self._num_ranks = sum_over_ranks, num_ranks
 
-        def added_up(value: Tensor) -> Tensor:
+        def summed(value: Tensor) -> Tensor:
             self._may_wait = True
             try:
                 self._agree(numbers=value.numel())
-                return add_up(value)
+                return sum_over_ranks(value)
             finally:
                 self._may_wait = False
 
-        return added_up
+        return summed
 
     def _agree(self, *, numbers: int | None = None, has_failed: bool = False) -> None:
-        """Exchanges what the function does on all ranks, and returns only if it is the same.
+        """Compares the function's next action on all ranks; returns only if it is the same.
 
         Args:
-            numbers: Count of numbers that it sums on this rank; None if it has ended.
-            has_failed: True if it has failed.
+            numbers: Count of numbers that the function sums on this rank; None if it has returned.
 
         Raises:
-            OwnFunctionError: If it does something else on another rank. All ranks raise, and none waits.
+            OwnFunctionError: If the ranks differ. All ranks raise it, so none waits.
         """
-        if self._add_up is None:
+        if self._sum_over_ranks is None:
             return
         count = numbers or 0
         mine = torch.tensor([numbers is not None, has_failed, count, count * count])
-        adding, failed, total, squares = self._add_up(mine).tolist()
+        adding, failed, total, squares = self._sum_over_ranks(mine).tolist()
         if failed and not has_failed:
-            self._part("failed on another rank, which says why")
+            self._raise_mismatch("failed on another rank; see that rank's log")
         if not failed and adding not in (0, self._num_ranks):
-            self._part(
-                f"calls batch.whiten or batch.add_up on {adding} of {self._num_ranks} ranks, which would "
-                "wait for the others for ever; call it equally often on each, also on one without tokens"
+            self._raise_mismatch(
+                f"calls batch.whiten or batch.sum_over_ranks on {adding} of {self._num_ranks} ranks, which "
+                "would deadlock; call it equally often on every rank, including ranks without tokens"
             )
         if not failed and total * total != self._num_ranks * squares:
-            self._part(
-                f"calls batch.add_up with {count} numbers on this rank, and not as many on others; give it "
-                "as many on each"
+            self._raise_mismatch(
+                f"calls batch.sum_over_ranks with {count} numbers on this rank and a different count on "
+                "others; pass the same count on every rank"
             )
 
-    def _part(self, told: str) -> None:
-        self._parted = OwnFunctionError(f"{self._name} {told}")
-        raise self._parted
+    def _raise_mismatch(self, problem: str) -> None:
+        self._mismatch = OwnFunctionError(f"{self._name} {problem}")
+        raise self._mismatch

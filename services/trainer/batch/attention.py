@@ -70,7 +70,6 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
     """Computes causal attention inside each sequence of a pack, along its own path.
 
     Args:
-        module: The attention layer.
         query: ``[1, heads, T, D]``.
         key: ``[1, kv_heads, T, D]``.
         value: ``[1, kv_heads, T, D]``.
@@ -79,7 +78,6 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
         sliding_window: See :attr:`Scores.window`.
         softcap: See :attr:`Scores.cap`.
         s_aux: See :attr:`Scores.sinks`.
-        layout: Attention layout of the pack.
         context: Ranks that compute the pack together; ``T`` is then the number of this rank's tokens.
 
     Returns:
@@ -95,7 +93,7 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
     if context is not None:
         num_tokens = len(layout.ends)
         query, key, value = (context.to_heads(each, num_tokens) for each in (query, key, value))
-        s_aux = None if s_aux is None else context.own_heads(s_aux)
+        s_aux = None if s_aux is None else context.local_heads(s_aux)
     scores = Scores(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
@@ -179,9 +177,13 @@ def _visible(batch: AttentionBatch, window: int | None) -> Tensor:
     return batch.visible[window]
 
 
-class _Copied(torch.autograd.Function):
-    """Selects rows of a tensor, some of them several times; sums gradients in float32."""
+def copied_rows(states: Tensor, places: Tensor) -> Tensor:
+    """Returns the rows ``[K, ...]`` of a tensor at some places; sums gradients in float32."""
+    copied: Tensor = _CopyRows.apply(states, places)  # type: ignore[no-untyped-call]
+    return copied
 
+
+class _CopyRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
@@ -202,8 +204,8 @@ def _varlen(
     cu_lengths, max_length = layout.cu_lengths, layout.max_length
     if layout.paths is not None:
         cu_lengths, max_length = layout.paths.cu_lengths, layout.paths.max_length
-        copied: Any = _Copied.apply
-        key, value = copied(key, layout.paths.places), copied(value, layout.paths.places)
+        key = copied_rows(key, layout.paths.places)
+        value = copied_rows(value, layout.paths.places)
     # The last query of a branch is at its last key: the kernel aligns both at their ends.
     width = value.shape[-1]
     # The kernel needs values as wide as keys, in a multiple of its head size; latent attention has others.

@@ -32,7 +32,7 @@ class ContextRanks:
         """Returns the number of tokens of each rank, including padding."""
         return -(-num_tokens // self.size)
 
-    def num_own(self, num_tokens: int) -> int:
+    def num_local(self, num_tokens: int) -> int:
         """Returns the number of this rank's tokens without padding."""
         size = self.chunk(num_tokens)
         return min(size, max(0, num_tokens - self.rank * size))
@@ -43,7 +43,7 @@ class ContextRanks:
         part = tokens[self.rank * size :][:size]
         return torch.cat([part, part.new_full((size - len(part), *part.shape[1:]), filler)])
 
-    def own_heads(self, of_heads: Tensor) -> Tensor:
+    def local_heads(self, of_heads: Tensor) -> Tensor:
         """Returns this rank's heads of ``[heads]``."""
         return of_heads.chunk(self.size)[self.rank]
 
@@ -52,14 +52,14 @@ class ContextRanks:
     def to_heads(self, states: Tensor, num_tokens: int) -> Tensor:
         """Exchanges ``[1, heads, C, D]`` of this rank's tokens for ``[1, heads / size, T, D]`` of all tokens.
 
-        Key and value heads, of which there may be fewer, are repeated until each rank has the same number.
+        There may be fewer key and value heads; they are repeated until each rank has the same number.
         """
         heads, size, width = states.shape[1:]
         repeats = self.size // gcd(heads, self.size)
         if repeats > 1:
             states = states.repeat_interleave(repeats, 1)
         share = heads * repeats // self.size
-        arrived = exchanged(states[0], [share] * self.size, group=self.group)
+        arrived = all_to_all(states[0], [share] * self.size, group=self.group)
         by_head = arrived.view(self.size, share, size, width).transpose(0, 1)
         return by_head.reshape(1, share, self.size * size, width)[:, :, :num_tokens]
 
@@ -69,7 +69,7 @@ class ContextRanks:
         num_tokens, share, width = outputs.shape[1:]
         size = self.chunk(num_tokens)
         filled = functional.pad(outputs[0], (0, 0, 0, 0, 0, self.size * size - num_tokens))
-        arrived = exchanged(filled, [size] * self.size, group=self.group)
+        arrived = all_to_all(filled, [size] * self.size, group=self.group)
         by_token = arrived.view(self.size, size, share, width).transpose(0, 1)
         return by_token.reshape(1, size, self.size * share, width)
 
@@ -77,15 +77,15 @@ class ContextRanks:
         """Concatenates the values of all ranks, from which each rank then computes the same loss.
 
         Args:
-            values: ``[counts[rank]]``.
+            values: ``[counts[rank], ...]``.
             counts: Number of values of each rank.
         """
-        result: Tensor = _Gathered.apply(values, counts, self)  # type: ignore[no-untyped-call]
+        result: Tensor = _AllGather.apply(values, counts, self)  # type: ignore[no-untyped-call]
         return result
 
     def summed(self, values: Tensor) -> Tensor:
         """Sums values over ranks, from which each rank then computes the same loss."""
-        result: Tensor = _Summed.apply(values, self)  # type: ignore[no-untyped-call]
+        result: Tensor = _AllReduce.apply(values, self)  # type: ignore[no-untyped-call]
         return result
 
     def whole(self, flags: Tensor, num_tokens: int) -> Tensor:
@@ -96,7 +96,7 @@ class ContextRanks:
         return torch.cat(parts)[:num_tokens].bool()
 
 
-def exchanged(
+def all_to_all(
     rows: Tensor,
     sent: list[int],
     received: list[int] | None = None,
@@ -111,11 +111,11 @@ def exchanged(
         received: Number of rows from each rank; None if the same as ``sent``.
         group: The ranks, all of which must call it.
     """
-    result: Tensor = _Exchange.apply(rows, sent, received or sent, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _AllToAll.apply(rows, sent, received or sent, group)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -141,11 +141,11 @@ def _moved(
     return arrived
 
 
-class _Gathered(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, counts: Sequence[int], ranks: ContextRanks) -> Tensor:
         ctx.plan = counts, ranks
-        filled = functional.pad(values, (0, max(counts) - len(values)))
+        filled = functional.pad(values, (0, 0) * (values.ndim - 1) + (0, max(counts) - len(values)))
         parts = [torch.empty_like(filled) for _ in counts]
         distributed.all_gather(parts, filled, group=ranks.group)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
@@ -158,7 +158,7 @@ class _Gathered(torch.autograd.Function):
         return gradients[0].split(counts)[ranks.rank] * ranks.size, None, None
 
 
-class _Summed(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, ranks: ContextRanks) -> Tensor:
         ctx.size = ranks.size

@@ -57,9 +57,6 @@ def flash_attention(  # noqa: PLR0913 -- as the kernels
         value: ``[K, kv_heads, D]``.
         cu_queries: ``[N + 1]`` int32 offsets of the sequences' queries, and the total.
         cu_keys: ``[N + 1]`` int32 offsets of the sequences' keys, and the total.
-        max_queries: Max queries of a sequence.
-        max_keys: Max keys of a sequence.
-        scaling: Factor of the products.
         window: Number of tokens that are attended to, including the query's own; None for all earlier ones.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Detection of numbers that are not finite, before they spoil the weights, and a limit on skipped steps."""
+"""Detects numbers that are not finite before they reach the weights, and limits skipped steps."""
 
 from dataclasses import dataclass
 
@@ -21,13 +21,12 @@ class NonFiniteGuard:
     """Limits the number of consecutive skipped steps.
 
     Args:
-        max_in_a_row: Max consecutive steps that may be skipped.
         suspects: Likely causes besides the learning rate and rewards, for the message.
     """
 
-    max_in_a_row: int
+    max_skipped: int
     suspects: tuple[str, ...] = ()
-    in_a_row: int = 0
+    num_skipped: int = 0
     has_rewound: bool = False
 
     def must_rewind(self, step: int, *, skipped: bool) -> bool:
@@ -37,19 +36,19 @@ class NonFiniteGuard:
             NotFiniteError: If going back to the newest checkpoint did not help before.
         """
         if not skipped:
-            self.in_a_row, self.has_rewound = 0, False
+            self.num_skipped, self.has_rewound = 0, False
             return False
-        self.in_a_row += 1
-        if self.in_a_row <= self.max_in_a_row:
+        self.num_skipped += 1
+        if self.num_skipped <= self.max_skipped:
             return False
         if self.has_rewound:
             raise NotFiniteError(
-                f"step {step} has a number that is not finite, as had all steps since the newest "
-                "checkpoint was loaded; lower trainer.optimizer.learning_rate, or look for a fault in "
-                f"{' or '.join((*self.suspects, 'a reward'))}",
+                f"step {step} has a number that is not finite, like all steps since the newest checkpoint "
+                "was loaded; lower trainer.optimizer.learning_rate, or check "
+                f"{' and '.join((*self.suspects, 'the rewards'))}",
                 step=step,
             )
-        self.in_a_row, self.has_rewound = 0, True
+        self.num_skipped, self.has_rewound = 0, True
         return True
 
 
@@ -60,7 +59,7 @@ def nonfinite_inputs(samples: Samples, cohort: BatchFacts) -> tuple[str, ...]:
     rewarded = member | cohort.is_greedy[samples.rows]
     found = [] if bool(torch.isfinite(samples.rewards[rewarded]).all()) else ["rewards"]
     # Untrained tokens may count too, in the rewards that others train with.
-    mask = samples.tokens["response_mask"] & samples.segments.spread(member)
+    mask = samples.tokens["response_mask"] & samples.segments.expand(member)
     found += [
         name
         for name in _CHECKED_COLUMNS

@@ -45,7 +45,9 @@ class Paths:
     """True if there are too many to copy."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: torch 2.11 guards every field of a frozen dataclass that enters a checkpoint which it
+# compiles (``activation_checkpointing: selective``), so each number of batches was another graph.
+@dataclass(slots=True, eq=False)
 class AttentionLayout:
     """Branches of a pack and their keys: shared prefixes of their sequences and the branches themselves."""
 
@@ -72,11 +74,10 @@ def build_layout(branches: Sequence[Branch], device: torch.device) -> AttentionL
 
     Args:
         branches: Branches in the order of the pack, depth first.
-        device: Device of the model.
     """
     branches = [branch for branch in branches if branch.length]
     lengths = [branch.length for branch in branches]
-    ends, depths = _reach(branches)
+    ends, depths = _ends_and_depths(branches)
     batches, gather = _batches(branches, device)
     return AttentionLayout(
         cu_lengths=on_device(_offsets(lengths), device),
@@ -104,7 +105,7 @@ def _paths(branches: Sequence[Branch], device: torch.device) -> Paths:
     )
 
 
-def _reach(branches: Sequence[Branch]) -> tuple[Tensor, Tensor]:
+def _ends_and_depths(branches: Sequence[Branch]) -> tuple[Tensor, Tensor]:
     """Returns ``ends`` and ``depths`` of a layout."""
     total = sum(branch.length for branch in branches)
     ends, depths = np.empty(total, np.int64), np.empty(total, np.int64)
@@ -124,7 +125,7 @@ def _batches(
     """Returns ``batches`` and ``gather`` of a layout."""
     gather = np.empty(sum(branch.length for branch in branches), np.int64)
     batches, filled = [], 0
-    for rows in _similar(branches):
+    for rows in _group_similar(branches):
         members = [branches[row] for row in rows]
         width = max(branch.length for branch in members)
         queries = np.zeros((len(members), width), np.int64)
@@ -148,7 +149,7 @@ def _batches(
     return tuple(batches), torch.from_numpy(gather)
 
 
-def _similar(branches: Sequence[Branch]) -> list[list[int]]:
+def _group_similar(branches: Sequence[Branch]) -> list[list[int]]:
     """Groups branches, longest first, so that no batch has too much padding of queries or of keys."""
     order = sorted(
         range(len(branches)),

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.common.fields import ALL_TOKENS
 from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.layout import AttentionLayout, build_layout
 from services.trainer.batch.prefixes import (
@@ -91,6 +92,12 @@ class PackedTokens:
     """``[T]`` int64: number of sequences that contain each token; None if nothing is shared."""
     experts: Tensor | None = None
     """``[T, layers, K]`` int64 experts that the engine chose, -1 if unknown."""
+    mask: Tensor | None = None
+    """``[2, S]`` int64 pairs of a prediction and a token that could be drawn, by ascending prediction. A
+    prediction without pairs was drawn from all tokens. None if all were.
+    """
+    teacher: Tensor | None = None
+    """``[P, ...]`` float32: the teacher's distribution of each prediction; None if the run compares none."""
     inputs: tuple[PlacedInputs, ...] = ()
     """Model inputs of the prompts that have some, in the order of the prompts."""
     context: ContextRanks | None = None
@@ -101,13 +108,16 @@ class PackedTokens:
     """Number of predictions of each of these ranks."""
 
     def shared_with(self, ranks: ContextRanks) -> "PackedTokens":
-        """Returns this rank's part of a whole pack."""
         assert not self.inputs, (
             "a specification with model inputs and context parallelism is refused"
         )
         size = ranks.chunk(len(self.input_ids))
         bounds = np.searchsorted(self.places, np.arange(ranks.size + 1) * size).tolist()
         own = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
+        mask = self.mask
+        if mask is not None:
+            mask = mask[:, (mask[0] >= own.start) & (mask[0] < own.stop)]
+            mask = torch.stack([mask[0] - own.start, mask[1]])
         return replace(
             self,
             input_ids=ranks.own(self.input_ids),
@@ -116,12 +126,14 @@ class PackedTokens:
             experts=None if self.experts is None else ranks.own(self.experts, filler=-1),
             predictors=self.predictors[own] - ranks.rank * size,
             targets=self.targets[own],
+            mask=mask,
+            teacher=None if self.teacher is None else self.teacher[own],
             context=ranks,
             counts=tuple(end - start for start, end in pairwise(bounds)),
         )
 
     def of_responses(self, values: Tensor) -> Tensor:
-        """Expands ``[P]`` values of predictions to ``[R]`` values of response tokens.
+        """Expands ``[P, ...]`` values of predictions to ``[R, ...]`` values of response tokens.
 
         If ranks compute the pack together, all of them must call it, and each gets the values of all.
         """
@@ -137,6 +149,8 @@ def pack(
     device: torch.device,
     shares_prefixes: bool = False,
     experts: Jagged | None = None,
+    masks: Jagged | None = None,
+    teacher: Tensor | None = None,
     inputs: Sequence[ModelInputs] = (),
 ) -> PackedTokens:
     """Packs prompts and their responses.
@@ -144,10 +158,12 @@ def pack(
     Args:
         prompts: ``N`` rows of token ids, each with at least one token.
         responses: ``N`` rows of token ids.
-        device: Device of the model.
         shares_prefixes: True to lay out common prefixes of sequences only once, unless that would save
             little.
         experts: ``N`` rows, one entry for each token except the last.
+        masks: ``N`` rows with the tokens that could be drawn for each response token, as in the data
+            dictionary; None if all could.
+        teacher: ``[R, ...]`` float32 distributions of a teacher; None if the run compares none.
         inputs: Model inputs of each prompt; empty if the run has none.
 
     Raises:
@@ -186,11 +202,16 @@ def pack(
     predictions = uses = None
     if any(prefixes.shared):
         uses = _on_device(np.bincount(np.concatenate([branch.path for branch in found])), device)
-        predictors, targets, predictions = _distinct(predictors, targets)
+        if masks is None and teacher is None:
+            predictors, targets, predictions = _distinct(predictors, targets)
+        else:  # equal tokens may have been drawn from different ones, or have different teachers
+            order = np.argsort(predictors, kind="stable")
+            predictors, targets, predictions = predictors[order], targets[order], np.argsort(order)
+            teacher = None if teacher is None else teacher[torch.from_numpy(order)]
     layout = build_layout(found, device)
-    told = None
+    chosen = None
     if rows is not None:
-        told = torch.cat([rows[i][b.depth :] for i, b in zip(prefixes.order, found, strict=True)])
+        chosen = torch.cat([rows[i][b.depth :] for i, b in zip(prefixes.order, found, strict=True)])
     return PackedTokens(
         input_ids=_on_device(token_ids(input_ids), device),
         position_ids=layout.depths,
@@ -201,9 +222,22 @@ def pack(
         work=_work(found, len(predictors)),
         places=predictors,
         uses=uses,
-        experts=None if told is None else _known(on_device(told, device)),
+        experts=None if chosen is None else _known(on_device(chosen, device)),
+        mask=None if masks is None else on_device(_pairs(masks.values, predictions), device),
+        teacher=None if teacher is None else on_device(teacher, device),
         inputs=_placed(given, prefixes, found),
     )
+
+
+def _pairs(masks: Tensor, predictions: NDArray[np.int64] | None) -> Tensor:
+    """Returns the ``[2, S]`` pairs of predictions and tokens of sampling masks, in order of predictions."""
+    tokens = torch.cumsum(masks < 0, 0) - 1
+    pairs = torch.stack([tokens, torch.where(masks < 0, ~masks, masks).long()])
+    pairs = pairs[:, masks != ALL_TOKENS]
+    if predictions is not None:
+        pairs[0] = torch.from_numpy(predictions)[pairs[0]]
+        pairs = pairs[:, torch.argsort(pairs[0], stable=True)]
+    return pairs
 
 
 def _placed(

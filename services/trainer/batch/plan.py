@@ -66,7 +66,7 @@ class Bounds:
     too_long: int = sys.maxsize
     """Min tokens of a sequence, or of a group that stays together, that does not fit even alone."""
 
-    def within(self, other: "Bounds") -> "Bounds":
+    def intersection(self, other: "Bounds") -> "Bounds":
         """Returns the stricter of both limits."""
         return Bounds(min(self.max_tokens, other.max_tokens), min(self.too_long, other.too_long))
 
@@ -86,10 +86,6 @@ def shard_of(
     A batch of fewer groups than updates has one update for each group.
 
     Args:
-        cohort: The whole batch.
-        num_updates: Optimizer updates.
-        rank: Data-parallel rank of the shard.
-        num_ranks: Data-parallel ranks.
         cost: Returns the relative cost of a sequence of a given length.
         shares_prefixes: True if a prompt is computed once for those members of its group that are on one
             rank; members then stay together, as far as that balances the ranks.
@@ -126,11 +122,9 @@ def plan_step(
     """Divides a rank's samples into micro-batches. All ranks must call it.
 
     Args:
-        share: This rank's shard.
         samples: This rank's samples, in the order of ``share.rows``; the sequences of one sample may be
             divided.
         bounds: Token budget of a micro-batch, and sizes that are known to exceed memory.
-        ranks: Data-parallel ranks.
         shares_prefixes: True if tokens that samples of a micro-batch have in common count once.
     """
     lengths = (samples.prompts.lengths + samples.responses.lengths).tolist()
@@ -162,11 +156,11 @@ def cut(
     chosen = torch.as_tensor(positions, dtype=torch.int64)
     groups = None if samples.groups is None else samples.groups[chosen].tolist()
     # Unbinding gives views: experts are many times larger than tokens.
-    told = samples.experts.unbind() if shares and samples.experts is not None else None
+    experts = samples.experts.unbind() if shares and samples.experts is not None else None
     sequences = joined(
         samples.prompts.select(chosen).unbind(),
         samples.responses.select(chosen).unbind(),
-        None if told is None else [told[position] for position in positions],
+        None if experts is None else [experts[position] for position in positions],
         [samples.inputs[position] for position in positions] if samples.inputs else [],
     )
     found = micro_batches(sequences, max_tokens, shares=shares, groups=groups)
@@ -213,8 +207,6 @@ def micro_batches(
     than ``max_tokens`` gets its own micro-batch.
 
     Args:
-        sequences: Tokens of each sequence.
-        max_tokens: Token budget of a micro-batch.
         shares: True if common prefixes of sequences count once.
         groups: Group of each sequence, if groups stay together even when larger than ``max_tokens``.
 

@@ -60,9 +60,9 @@ def joined(
         responses: ``[R]`` token ids each.
         experts: ``[P + R - 1, layers, K]`` each, if known: a token that passes other experts has other
             hidden states and cannot be shared. The upper bits of a key are a digest of them.
-        inputs: Model inputs of each prompt; empty if the run has none. Nobody knows which tokens they affect,
-            so prompts with inputs are shared as a whole or not at all: the upper bits of their first key
-            number the distinct pairs of a prompt and its inputs.
+        inputs: Model inputs of each prompt; empty if the run has none. They may affect any token, so prompts
+            with inputs are shared as a whole or not at all: the upper bits of their first key number the
+            distinct pairs of a prompt and its inputs.
     """
     sequences = [
         np.concatenate([prompt.numpy(), response.numpy()]).astype(np.int64)
@@ -122,12 +122,7 @@ def worthwhile(sequences: Sequence[NDArray[np.int64]]) -> Prefixes:
 
 
 def families(prefixes: Prefixes, lengths: Sequence[int]) -> list[Prefixes]:
-    """Cuts sorted sequences into families whose neighbours share a substantial prefix.
-
-    Args:
-        prefixes: Common prefixes of the sequences.
-        lengths: Tokens of each sequence, by its index.
-    """
+    """Cuts sorted sequences into families whose neighbours share a substantial prefix."""
     starts = [0]
     for place in range(1, len(prefixes.order)):
         before, after = prefixes.order[place - 1 : place + 1]
@@ -138,7 +133,7 @@ def families(prefixes: Prefixes, lengths: Sequence[int]) -> list[Prefixes]:
 
 
 def part(prefixes: Prefixes, start: int, end: int) -> Prefixes:
-    """Returns a range of the sorted sequences, of which the first shares nothing."""
+    """Returns a range of the sorted sequences; its first sequence shares nothing."""
     return Prefixes(prefixes.order[start:end], (0, *prefixes.shared[start + 1 : end]))
 
 
@@ -147,7 +142,6 @@ def branches(prefixes: Prefixes, lengths: Sequence[int]) -> list[Branch]:
 
     Args:
         prefixes: Common prefixes of the sequences; at least one sequence.
-        lengths: Tokens of each sequence, by its index.
     """
     found, path, end = [], np.zeros(0, np.int64), 0
     for index, shared in zip(prefixes.order, prefixes.shared, strict=True):

@@ -7,13 +7,19 @@ import torch
 from torch import Tensor
 
 from services.common.errors import InvalidArgumentError
-from services.common.fields import ROUTED_EXPERTS, TOKEN_REWARDS
+from services.common.fields import (
+    ROUTED_EXPERTS,
+    SAMPLING_MASK,
+    TEACHER_PROMPT,
+    TEACHER_TOP_K,
+    TOKEN_REWARDS,
+)
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import apart
+from services.common.runspec.workers import kinds_with_own_gpus
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.segments import Segments, on_device
-from services.trainer.batch.sequences import sequences_of
+from services.trainer.batch.sequences import Sequences, sequences_of
 from services.wire.batch import MISSING, KVBatchMeta
 from services.wire.data.jagged import Jagged
 from services.wire.data.model_inputs import ModelInputs
@@ -21,7 +27,9 @@ from services.wire.data.model_inputs import ModelInputs
 _CORRECTION_FIELDS = ("rollout_logprobs", "version_runs")
 _REQUIRED_FIELDS = ("prompt_ids", "response_ids", "response_mask", "rewards")
 _SCORED_FIELDS = ("ref_logprobs", "proximal_logprobs", "values")
-_TOKEN_FIELDS = ("rollout_logprobs", TOKEN_REWARDS, *_SCORED_FIELDS)
+_TOKEN_FIELDS = ("rollout_logprobs", TOKEN_REWARDS, TEACHER_TOP_K, *_SCORED_FIELDS)
+TEACHER_STATES = "teacher_states"
+"""Column ``[R, H]`` with a teacher's final hidden states, which only the trainer computes."""
 
 
 class IncompleteBatchError(InvalidArgumentError):
@@ -45,9 +53,13 @@ class Samples:
     rewards: Tensor
     """``[n]`` float32 task rewards of the samples."""
     tokens: Mapping[str, Tensor]
-    """Columns ``[R]`` over all response tokens: ``response_mask``, ``loss_mask`` and others."""
+    """Columns ``[R, ...]`` over all response tokens: ``response_mask``, ``loss_mask`` and others."""
     experts: Jagged | None = None
     """``n`` rows ``[P + R - 1, layers, K]``: experts that the engine chose, as in the data dictionary."""
+    masks: Jagged | None = None
+    """``n`` rows ``[S]``: tokens that could be drawn for each response token, as in the data dictionary."""
+    teacher_prompts: Jagged | None = None
+    """``n`` rows of token ids: what the teacher sees in place of the prompt; None if it sees the prompt."""
     inputs: tuple[ModelInputs, ...] = ()
     """Model inputs of each sequence's prompt; empty if the run has none."""
     groups: Tensor | None = None
@@ -78,11 +90,9 @@ class Samples:
         return Segments(lengths=torch.bincount(ids), ids=ids)
 
     def with_tokens(self, **columns: Tensor) -> "Samples":
-        """Returns the samples with further columns."""
         return replace(self, tokens={**self.tokens, **columns})
 
     def without_tokens(self, name: str) -> "Samples":
-        """Returns the samples without a column."""
         return replace(self, tokens={key: v for key, v in self.tokens.items() if key != name})
 
     def places(self, positions: Sequence[int]) -> Tensor:
@@ -91,7 +101,6 @@ class Samples:
         return Jagged(everything, self.responses.lengths).select(positions).values
 
     def select(self, positions: Sequence[int]) -> "Samples":
-        """Returns some of the sequences, by position, with their columns."""
         chosen = torch.as_tensor(positions, dtype=torch.int64)
         kept = self.places(positions)
         return Samples(
@@ -102,13 +111,32 @@ class Samples:
             rewards=self.rewards[chosen],
             tokens={name: column[kept] for name, column in self.tokens.items()},
             experts=None if self.experts is None else self.experts.select(chosen),
+            masks=None if self.masks is None else self.masks.select(chosen),
+            teacher_prompts=None
+            if self.teacher_prompts is None
+            else self.teacher_prompts.select(chosen),
             inputs=tuple(self.inputs[place] for place in positions) if self.inputs else (),
             groups=None if self.groups is None else self.groups[chosen],
         )
 
+    @property
+    def teacher(self) -> Tensor | None:
+        """``[R, ...]`` distributions of the teacher; None if the run compares none."""
+        return self.tokens.get(TEACHER_TOP_K, self.tokens.get(TEACHER_STATES))
+
+    @property
+    def of_teacher(self) -> "Samples":
+        """The samples as the teacher sees them."""
+        prompts = self.prompts if self.teacher_prompts is None else self.teacher_prompts
+        return replace(self, prompts=prompts)
+
     def to(self, device: torch.device) -> "Samples":
-        """Returns the samples with their columns on ``device``; token ids are not moved."""
-        columns = {name: on_device(column, device) for name, column in self.tokens.items()}
+        """Returns the samples with their columns ``[R]`` on ``device``; the others are not moved."""
+        columns = {
+            name: on_device(column, device)
+            for name, column in self.tokens.items()
+            if column.ndim == 1
+        }
         return self.with_tokens(**columns)
 
 
@@ -120,6 +148,8 @@ def pack_samples(samples: Samples, device: torch.device, *, shares_prefixes: boo
         device=device,
         shares_prefixes=shares_prefixes,
         experts=samples.experts,
+        masks=samples.masks,
+        teacher=samples.teacher,
         inputs=samples.inputs,
     )
 
@@ -188,6 +218,8 @@ class BatchFacts:
     """``[N]`` bool: the sample has no reward."""
     keys: tuple[str, ...] = ()
     """Keys of the samples."""
+    terms: tuple[str, ...] = ()
+    """Terms of each sample's reward as JSON, as in the tag; empty if the batch has none."""
 
     @property
     def lost_baseline(self) -> Tensor:
@@ -207,6 +239,7 @@ class BatchFacts:
         failed = torch.tensor([reason == "failed" for reason in reasons])
         return cls(
             keys=meta.keys,
+            terms=tuple(map(str, meta.tags.get("terms", ()))),
             groups=torch.tensor([numbers[name] for name in meta.tag("group_id")]),
             lengths=tuple(p + r for p, r in zip(prompts.lengths, responses.lengths, strict=True)),
             prompt_lengths=prompts.lengths,
@@ -227,28 +260,39 @@ def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
     correction = spec.algorithm.correction
     required: tuple[str, ...] = _REQUIRED_FIELDS
     # No policy sampled a demonstration.
-    told: tuple[str, ...] = () if spec.algorithm.num_demonstrations else _CORRECTION_FIELDS
+    optional: tuple[str, ...] = () if spec.algorithm.num_demonstrations else _CORRECTION_FIELDS
     if correction != "none":
         required += _CORRECTION_FIELDS
     missing = [name for name in required if name not in present]
     if missing:
         raise IncompleteBatchError(
             f"the batch lacks {', '.join(missing)}, which algorithm.correction "
-            f"{correction!r} needs; let the rollouts write them, or set algorithm.correction "
+            f"{correction!r} needs; check the rollouts' logs, or set algorithm.correction "
             "to 'none' (synchronous training only)",
             missing=", ".join(missing),
         )
-    for role, kind in apart(spec.topology).items():
+    for role, kind in kinds_with_own_gpus(spec.topology).items():
         for name in kind.adds:
             if name not in present:
                 raise IncompleteBatchError(
-                    f"the batch lacks {name}, which the workers of the role {role} add; look at their logs",
+                    f"the batch lacks {name}, which the workers of the role {role} add; check their logs",
                     missing=name,
                 )
     if spec.rollout.routing_replay != "off":
-        told += (ROUTED_EXPERTS,)
-    known = (*_REQUIRED_FIELDS, *told, *_SCORED_FIELDS, "proximal_version", TOKEN_REWARDS)
-    return tuple(name for name in known if name in present)
+        optional += (ROUTED_EXPERTS,)
+    needed = dict.fromkeys(
+        spec.teacher_fields, "rollouts add for the run's teacher; check their logs"
+    )
+    if spec.rollout.sampling.is_truncated:
+        needed[SAMPLING_MASK] = (
+            "rollout.sampling.top_k needs; let the rollouts write it, or set top_p to 1 and top_k to 0"
+        )
+    for name, use in needed.items():
+        optional += (name,)
+        if name not in present:
+            raise IncompleteBatchError(f"the batch lacks {name}, which {use}", missing=name)
+    known = (*_REQUIRED_FIELDS, *optional, *_SCORED_FIELDS, "proximal_version", TOKEN_REWARDS)
+    return tuple(name for name in dict.fromkeys(known) if name in present)
 
 
 def build_samples(
@@ -267,10 +311,7 @@ def build_samples(
     its sample is not a member of the group, or ReMax has no score of the group's greedy response.
 
     Args:
-        fields: Fetched fields of this rank's samples.
         rows: Indexes of the samples in the whole batch.
-        cohort: The whole batch.
-        spec: The algorithm.
         weight_version: Version of the trainer at the start of the step.
         inputs: Model inputs of each sample; empty if the run has none.
 
@@ -296,22 +337,36 @@ def build_samples(
         rewards=fields["rewards"].values.float()[found.samples],
         tokens=tokens,
         experts=found.experts,
+        masks=found.masks,
         inputs=tuple(inputs[row] for row in found.samples.tolist()) if inputs else (),
         groups=cohort.groups[chosen] if spec.loss_kind.compares_members else None,
     )
     trains = cohort.is_member[chosen]
+    if TEACHER_PROMPT in fields:
+        samples = replace(samples, teacher_prompts=_teacher_prompts(fields[TEACHER_PROMPT], found))
+        # A sample without any has no teacher: no other response of its group was good enough.
+        trains = trains & (fields[TEACHER_PROMPT].lengths > 0)[found.samples]
     if spec.advantage_kind.needs_greedy:
         trains = trains & ~cohort.lost_baseline[chosen]
     if spec.overlong.mask_truncated:
         trains = trains & ~cohort.is_truncated[chosen]
-    loss_mask = tokens["response_mask"] & samples.segments.spread(trains)
+    loss_mask = tokens["response_mask"] & samples.segments.expand(trains)
     if "token_versions" in tokens:
         versions = tokens["token_versions"]
         loss_mask &= weight_version - versions <= spec.max_staleness
         if spec.mask_older_tokens:
             newest = samples.segments.max(versions.double(), tokens["response_mask"])
-            loss_mask &= versions.double() == samples.segments.spread(newest)
+            loss_mask &= versions.double() == samples.segments.expand(newest)
     return samples.with_tokens(loss_mask=loss_mask)
+
+
+def _teacher_prompts(given: Jagged, found: Sequences) -> Jagged:
+    """Returns the teacher's prompt of each sequence; its own one if it is not the first of its sample."""
+    shown, own = given.unbind(), found.prompts.unbind()
+    for place, sample in enumerate(found.samples.tolist()):
+        if found.numbers[place] == 0 and len(shown[sample]):
+            own[place] = shown[sample].to(own[place])
+    return Jagged.from_list(own)
 
 
 def _check_lengths(fields: Mapping[str, Jagged]) -> None:
@@ -326,6 +381,9 @@ def _check_lengths(fields: Mapping[str, Jagged]) -> None:
     if ROUTED_EXPERTS in fields:
         # The engine has experts for every token except the last, including those of the prompt.
         found[ROUTED_EXPERTS] = fields[ROUTED_EXPERTS].lengths - fields["prompt_ids"].lengths + 1
+    if SAMPLING_MASK in fields:
+        masks = fields[SAMPLING_MASK]
+        found[SAMPLING_MASK] = Segments.from_lengths(masks.lengths).sum((masks.values < 0).long())
     for name, lengths in found.items():
         for row in torch.nonzero(lengths != expected).flatten().tolist():
             raise IncompleteBatchError(

@@ -54,7 +54,7 @@ class Segments:
         """Counts the tokens in ``mask`` of each sequence: ``[T]`` bool to ``[N]`` int64."""
         return self.sum(mask.to(torch.int64))
 
-    def spread(self, per_sequence: Tensor) -> Tensor:
+    def expand(self, per_sequence: Tensor) -> Tensor:
         """Expands ``[N]`` to ``[T]``: every token gets its sequence's value."""
         return per_sequence[self.ids]
 
@@ -63,7 +63,7 @@ class Segments:
         positions = torch.arange(len(self.ids), device=self.ids.device)
         newest = positions.new_full((len(self),), -1)
         newest = newest.scatter_reduce(0, self.ids, torch.where(mask, positions, -1), reduce="amax")
-        return mask & (self.spread(newest) == positions)
+        return mask & (self.expand(newest) == positions)
 
     def scan_backwards(self, step: Callable[[Tensor, Tensor], Tensor], state: Tensor) -> Tensor:
         """Runs a recursion from the last token to the first of all sequences at once.

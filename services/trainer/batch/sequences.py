@@ -8,12 +8,12 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from services.common.fields import PROMPT_VERSION, ROUTED_EXPERTS
+from services.common.fields import PROMPT_VERSION, ROUTED_EXPERTS, SAMPLING_MASK
 from services.wire.data.jagged import Jagged
 
 
@@ -33,10 +33,12 @@ class Sequences:
     """``[R]`` bool: tokens after the samples' prompts that are not the prompt of a further sequence."""
     experts: Jagged | None = None
     """``n`` rows ``[P + R - 1, layers, K]``; None if unknown."""
+    masks: Jagged | None = None
+    """``n`` rows ``[S]``: sampling masks of the responses; None if all tokens could be drawn."""
 
     def joined(self, columns: Tensor) -> Tensor:
         """Maps values of the sequences' response tokens to those of the samples, 0 at further prompts."""
-        whole = columns.new_zeros(len(self.is_response))
+        whole = columns.new_zeros(len(self.is_response), *columns.shape[1:])
         whole[self.is_response] = columns
         return whole
 
@@ -45,18 +47,20 @@ def sequences_of(fields: Mapping[str, Jagged]) -> Sequences:
     """Splits samples into their sequences.
 
     Args:
-        fields: ``prompt_ids``, ``response_ids`` and optionally ``version_runs`` and ``routed_experts``, of
-            matching lengths. Without versions every sample is one sequence.
+        fields: ``prompt_ids``, ``response_ids`` and optionally ``version_runs``, ``routed_experts`` and
+            ``sampling_mask``, of matching lengths. Without versions every sample is one sequence.
     """
     prompts, responses = fields["prompt_ids"], fields["response_ids"]
-    experts = fields.get(ROUTED_EXPERTS)
+    experts, masks = fields.get(ROUTED_EXPERTS), fields.get(SAMPLING_MASK)
     rows = torch.arange(len(responses))
     is_prompt = torch.zeros(len(responses.values), dtype=torch.bool)
     if "version_runs" in fields:
         runs = fields["version_runs"].values.to(torch.int64).reshape(-1, 2)
         is_prompt = torch.repeat_interleave(runs[:, 0] == PROMPT_VERSION, runs[:, 1])
     if not bool(is_prompt.any()):
-        return Sequences(rows, torch.zeros_like(rows), prompts, responses, ~is_prompt, experts)
+        return Sequences(
+            rows, torch.zeros_like(rows), prompts, responses, ~is_prompt, experts, masks
+        )
     row_of = torch.repeat_interleave(rows, responses.lengths)
     follows = torch.zeros_like(is_prompt)
     follows[1:] = is_prompt[:-1] & (row_of[1:] == row_of[:-1])
@@ -79,6 +83,11 @@ def sequences_of(fields: Mapping[str, Jagged]) -> Sequences:
         responses=Jagged(responses.values[~is_prompt], lengths),
         is_response=~is_prompt,
     )
+    if masks is not None:
+        token_of = torch.cumsum(masks.values < 0, 0) - 1
+        kept = found.is_response[token_of]
+        sizes = torch.bincount(sequence_of[token_of][kept], minlength=len(samples))
+        found = replace(found, masks=Jagged(masks.values[kept], sizes))
     return found if experts is None else _with_experts(found, experts)
 
 
@@ -92,11 +101,4 @@ def _with_experts(found: Sequences, experts: Jagged) -> Sequences:
         place = 0 if number == 0 else place
         kept.append(rows[sample][place : place + length - 1])
         place += length
-    return Sequences(
-        found.samples,
-        found.numbers,
-        found.prompts,
-        found.responses,
-        found.is_response,
-        Jagged.from_list(kept),
-    )
+    return replace(found, experts=Jagged.from_list(kept))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import FailedPreconditionError
-from services.trainer.checkpoint import manifest
+from services.trainer.checkpoint import compatibility, manifest
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import PendingSave, TrainEngine
 
@@ -26,11 +26,10 @@ class Snapshot:
     parts: Mapping[str, PendingSave]
     """Copy of each engine's state, by the engine's subfolder."""
     facts: Mapping[str, Any]
-    """Plain numbers, the same on every rank."""
+    """Plain numbers and the model's facts, the same on every rank."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all ranks' parts."""
         return sum(part.num_bytes for part in self.parts.values())
 
 
@@ -40,14 +39,21 @@ class Checkpointer:
     Args:
         engines: Engines that train, by the subfolder of their files; the policy has none (``""``).
         root: Folder of all checkpoints of the run, visible to every rank.
-        keep: Number of newest checkpoints to keep.
-        ranks: Data-parallel ranks.
+        model: Result of :func:`compatibility.model_facts`: each checkpoint has it, and must have it to be
+            loaded. None if the caller guarantees that checkpoints are of this model.
     """
 
     def __init__(
-        self, engines: Mapping[str, TrainEngine], *, root: Path, keep: int, ranks: Ranks
+        self,
+        engines: Mapping[str, TrainEngine],
+        *,
+        root: Path,
+        keep: int,
+        ranks: Ranks,
+        model: Mapping[str, Any] | None = None,
     ) -> None:
         self._engines = engines
+        self._model = model
         self._root = root
         self._keep = keep
         self._is_first = (ranks.everyone or ranks).rank == 0
@@ -57,17 +63,16 @@ class Checkpointer:
         """Copies the state; the copy is valid until the next snapshot.
 
         Args:
-            step: Newest trained step.
-            facts: Plain numbers to store, including each engine's ``num_updates`` (:func:`counter`).
+            facts: Plain numbers to store, including each engine's ``num_updates``
+                (:func:`compatibility.counter`).
         """
         parts = {folder: engine.save() for folder, engine in self._engines.items()}
-        return Snapshot(step=step, parts=parts, facts=dict(facts))
+        return Snapshot(step=step, parts=parts, facts={**facts, "model": self._model})
 
     def write(self, snapshot: Snapshot, keep_steps: Collection[int] = ()) -> Path:
         """Writes a snapshot. Blocks; runs in a thread while training continues. All ranks must call it.
 
         Args:
-            snapshot: The state to write.
             keep_steps: Steps whose folders are kept besides the newest ones; only rank 0 needs them.
 
         Returns:
@@ -81,7 +86,7 @@ class Checkpointer:
             return self._write(snapshot, keep_steps)
         except OSError as error:
             raise FailedPreconditionError(
-                f"step {snapshot.step} cannot be written to {self._root}: {error}; make room there, "
+                f"step {snapshot.step} cannot be written to {self._root}: {error}; free space there, "
                 "or lower trainer.checkpoint.keep",
                 step=snapshot.step,
             ) from error
@@ -129,16 +134,14 @@ class Checkpointer:
         Raises:
             NotFoundError: If there is none.
             DataLossError: If ``folder`` is not complete.
+            ValueError: If the checkpoint is of another model, or lacks one.
         """
         if folder is None:
             folder, facts = manifest.newest(self._root)
         else:
             facts = manifest.verify(folder)
+        if problems := [*compatibility.mismatches(facts, self._model, parts=self._engines)]:
+            raise ValueError(f"checkpoint {folder} cannot be loaded: {'; '.join(problems)}")
         for part, engine in self._engines.items():
-            engine.load(folder / part, num_updates=int(facts[counter(part)]))
+            engine.load(folder / part, num_updates=int(facts[compatibility.counter(part)]))
         return facts
-
-
-def counter(folder: str) -> str:
-    """Returns the name of the fact that counts the updates of the engine with a subfolder."""
-    return f"{folder}.num_updates" if folder else "num_updates"

@@ -4,34 +4,52 @@ python -m services.trainer.checkpoint.export CHECKPOINT SPEC FOLDER
 """
 
 import argparse
+import shutil
+from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from services.common.models.configs import find_file
+from services.common.models.families import image_kind
 from services.common.models.loading import (
+    SCORES_BEFORE_END,
+    as_stored,
     build_model,
+    find_folder,
     load_config,
     load_model,
     stored_tensors,
 )
 from services.common.models.tokenizer import load_tokenizer
+from services.common.models.vision import checkpoint_config
+from services.common.models.weight_files import stored_names
 from services.common.runspec.loader import load_spec
 from services.common.runspec.run import RunSpec
 from services.trainer.checkpoint import manifest
 from services.trainer.engines.fsdp.lora import add_adapters, merged_parameters
+from services.trainer.model.policy import freeze_tower
+from services.trainer.model.quantized import quantize_base
 
 _PREFIX = "model."
 """Prefix of the weights' names in a checkpoint."""
 
 
 def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
-    """Writes weights (adapters merged), configuration and tokenizer.
+    """Writes weights (adapters merged), configuration and tokenizer; a reward model as a classifier.
+
+    A checkpoint that has more than the trained model, such as a multimodal one, is written as a whole.
 
     Args:
         checkpoint: A published checkpoint.
-        spec: The run that wrote it.
         folder: Output folder; created if it does not exist.
 
     Raises:
@@ -43,27 +61,101 @@ def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
     config = load_config(spec.model, tokenizer)
     dtype = getattr(torch, spec.trainer.dtype)
     lora = spec.trainer.lora
-    if lora is None or spec.model.is_tiny:
+    has_frozen = lora is not None or (spec.model.images and spec.trainer.freeze_vision_tower)
+    if not has_frozen or spec.model.is_tiny:
         trained = build_model(config, dtype=torch.float32, device="cpu")
     else:
         # The checkpoint holds trained tensors only.
-        trained = load_model(spec.model, tokenizer, dtype=dtype, device="cpu")
-    saved = stored_tensors(trained)
+        trained = load_model(
+            spec.model, tokenizer, dtype=torch.float32 if lora is None else dtype, device="cpu"
+        )
+        freeze_tower(trained, is_frozen=spec.trainer.freeze_vision_tower)
     if lora is not None:
         add_adapters(trained, lora)
-        saved = stored_tensors(trained)
-        if not spec.model.is_tiny:
-            frozen = {name for name, each in trained.named_parameters() if not each.requires_grad}
-            saved = {name: value for name, value in saved.items() if name not in frozen}
+        if lora.base_dtype is not None:
+            quantize_base(trained, lora.base_dtype, dtype=dtype)
+    saved = stored_tensors(trained)
+    if not spec.model.is_tiny:
+        frozen = {name for name, each in trained.named_parameters() if not each.requires_grad}
+        saved = {name: value for name, value in saved.items() if name not in frozen}
     load_shards(
         {_PREFIX + name: value.detach() for name, value in saved.items()},
         storage_reader=HuggingFaceStorageReader(str(checkpoint)),
         no_dist=True,
     )
-    exported = build_model(config, dtype=dtype, device="cpu")
-    exported.load_state_dict(dict(merged_parameters(trained)), strict=False)
-    exported.save_pretrained(folder)
+    source = None if spec.model.is_tiny else find_folder(spec.model)
+    merged = dict(merged_parameters(trained))
+    if spec.algorithm.loss_kind.trains_values:
+        setattr(config, SCORES_BEFORE_END, "chat" if spec.data.chat_template else "text")
+        _classifier(trained, checkpoint, config).to(dtype).save_pretrained(folder)
+    elif source is None or not _replace(merged, config, source, folder):
+        exported = build_model(config, dtype=dtype, device="cpu")
+        exported.load_state_dict(merged, strict=False)
+        exported.save_pretrained(folder)
+        if spec.model.images:
+            checkpoint_config(config).save_pretrained(folder)
+    # It may list more end tokens than config.json.
+    if source is not None and (file := find_file(spec.model, GENERATION_CONFIG_NAME)):
+        shutil.copyfile(file, folder / GENERATION_CONFIG_NAME)
     tokenizer.save(folder)
+
+
+def _replace(
+    tensors: Mapping[str, Tensor], config: PretrainedConfig, source: Path, folder: Path
+) -> bool:
+    """Writes a copy of the source model with other weights, if it is more than the trained language model.
+
+    Those are kept bit for bit: vision towers, heads for multi-token prediction. Trained ones get the dtype
+    that they have in the source.
+
+    Returns:
+        False if all tensors of the source were trained; nothing is written then.
+    """
+    known = stored_names(source)
+    stored = as_stored(tensors, config.to_dict(), known=known)
+    if config.tie_word_embeddings:
+        embedding = next(stored[name] for name in stored if name.endswith("embed_tokens.weight"))
+        stored |= {name: embedding for name in known if name.endswith("lm_head.weight")}
+    if not known - stored.keys() and image_kind(config.to_dict()) is None:
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no dict
+            found = {
+                name: stored[name].to(value.dtype).contiguous() if name in stored else value
+                for name, value in held.items()
+            }
+            save_file(found, folder / path.name, metadata={"format": "pt"})
+        elif path.suffix == ".json":
+            shutil.copyfile(path, folder / path.name)
+    return True
+
+
+def _classifier(
+    trained: PreTrainedModel, checkpoint: Path, config: PretrainedConfig
+) -> PreTrainedModel:
+    """Returns the sequence classifier with one output that a reward model is."""
+    head = torch.zeros(1, config.hidden_size)
+    load_shards(
+        {"head.weight": head},
+        storage_reader=HuggingFaceStorageReader(str(checkpoint)),
+        no_dist=True,
+    )
+    config = deepcopy(config)
+    config.num_labels = 1
+    model: PreTrainedModel = AutoModelForSequenceClassification.from_config(  # type: ignore[no-untyped-call]
+        config
+    )
+    weights = {**trained.state_dict(), "score.weight": head}
+    missing, _ = model.load_state_dict(weights, strict=False)
+    if missing:
+        raise ValueError(
+            f"the sequence classifier of model_type {config.model_type!r} has {', '.join(missing[:4])}, "
+            "which the trained model lacks; train a reward model of another family"
+        )
+    return model
 
 
 def main() -> None:

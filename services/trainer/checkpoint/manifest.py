@@ -23,7 +23,6 @@ STEP_PREFIX = "step-"
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Returns the folder of a step's published checkpoint."""
     return root / f"{STEP_PREFIX}{step:08d}"
 
 
@@ -84,23 +83,24 @@ def newest(root: Path) -> tuple[Path, dict[str, Any]]:
             refused.append(folder.name)
     damaged = f"; damaged: {', '.join(refused)}" if refused else ""
     raise NotFoundError(
-        f"there is no usable checkpoint in {root}{damaged}; start without resuming, or restore one",
+        f"there is no usable checkpoint in {root}{damaged}; restore one, or start without resuming",
         folder=root,
     )
 
 
-def step_of(folder: Path) -> int:
-    """Returns the step of a checkpoint without verifying its files.
+def facts_of(folder: Path) -> dict[str, Any]:
+    """Returns the facts of a checkpoint, with its ``step``, without verifying its files.
 
     Raises:
         ValueError: If the folder is not a checkpoint.
     """
     try:
-        return int(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["step"])
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return {**manifest["facts"], "step": int(manifest["step"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{str(folder)!r} is no checkpoint, because it has no readable {MANIFEST}; name a folder such as "
-            f"checkpoints/{STEP_PREFIX}00000010 of a run"
+            f"{str(folder)!r} is not a checkpoint, because it has no readable {MANIFEST}; use a folder such "
+            f"as checkpoints/{STEP_PREFIX}00000010 of a run"
         ) from error
 
 

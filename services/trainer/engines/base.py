@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import InternalError
+from services.common.runspec.formulas import DistillArguments
 from services.common.runspec.run import RunSpec
 from services.common.runspec.train_engines import train_engine_kind
 from services.trainer.batch.packing import Work
@@ -37,21 +38,15 @@ _REMEDY = (
 
 
 class OomLimitError(InternalError):
-    """A micro-batch does not fit into memory, and the update or pass that it belongs to cannot be repeated.
-
-    Args:
-        told: Description of the micro-batch.
-        why: Message of the device.
-        then: Consequence, for the message.
-    """
+    """A micro-batch does not fit into memory, and its update or pass cannot be repeated."""
 
     reason = "OUT_OF_MEMORY"
 
     def __init__(
-        self, told: str, why: str, *, then: str = "what it is a part of cannot go on without it"
+        self, size: str, cause: str, *, consequence: str = "the update or pass cannot be repeated"
     ) -> None:
         super().__init__(
-            f"a micro-batch of {told} does not fit into memory: {why}; {then}; {_REMEDY}"
+            f"a micro-batch of {size} does not fit into memory: {cause}; {consequence}; {_REMEDY}"
         )
 
 
@@ -85,13 +80,20 @@ class UpdateLoss(Protocol):
     def num_trained(self) -> Tensor:
         """Scalar: number of tokens that the loss is divided by, over all ranks."""
 
-    def __call__(self, part: Samples, scores: Tensor, entropy: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        part: Samples,
+        scores: Tensor,
+        entropy: Tensor | None = None,
+        divergence: Tensor | None = None,
+    ) -> Tensor:
         """Returns a micro-batch's share of the loss, a scalar with gradient.
 
         Args:
-            part: The micro-batch, on the CPU.
             scores: ``[R]`` float32 with gradient: logprobs of a policy, values of a critic.
             entropy: ``[R]`` float32 with gradient; None for a critic.
+            divergence: ``[R]`` float32 with gradient, from the teacher's distributions in ``part``; None
+                without them.
         """
 
 
@@ -178,17 +180,24 @@ class TrainEngine(Protocol):
         """Layout of the exported weights."""
 
     def forward_logprobs(
-        self, samples: Samples, plan: StepPlan, *, temperature: float | None = None
+        self,
+        samples: Samples,
+        plan: StepPlan,
+        *,
+        temperature: float | None = None,
+        teaches: DistillArguments | None = None,
     ) -> Tensor:
         """Scores samples without gradients: logprobs of a policy, values of a critic.
 
         Args:
-            samples: This rank's samples.
             plan: Micro-batches of the samples. All ranks have the same number.
             temperature: Divides the logits; None uses the sampling temperature.
+            teaches: Returns the distributions that this divergence compares with, instead of logprobs.
 
         Returns:
-            ``[R]`` float32 on the CPU; :data:`UNSCORED` for tokens of sequences that do not fit into memory.
+            ``[R]`` float32 on the CPU; with ``teaches``, ``[R, K + 1, 2]`` tokens and logprobs, or ``[R, H]``
+            final hidden states for the whole vocabulary. :data:`UNSCORED` for tokens of sequences that do not
+            fit into memory.
 
         Raises:
             OomLimitError: If a micro-batch does not fit and the ranks cannot repeat the pass.
@@ -261,7 +270,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOrder:
+class EngineArgs:
     """Everything that an engine is built from."""
 
     spec: RunSpec
@@ -272,16 +281,16 @@ class EngineOrder:
     progress: Progress = lambda step, steps: None
 
 
-def build_engines(order: EngineOrder) -> dict[ModelRole, TrainEngine]:
+def build_engines(args: EngineArgs) -> dict[ModelRole, TrainEngine]:
     """Loads the models of a process with the engine that the run names. Blocks. All ranks must call it.
 
     Raises:
         ValueError: If a model does not load, cannot be trained, or does not fit into memory.
     """
-    build: Callable[[EngineOrder], dict[ModelRole, TrainEngine]] = resolve_name(
-        train_engine_kind(order.spec.trainer.engine).build
+    build: Callable[[EngineArgs], dict[ModelRole, TrainEngine]] = resolve_name(
+        train_engine_kind(args.spec.trainer.engine).build
     )
-    return build(order)
+    return build(args)
 
 
 def score_text(engine: TrainEngine, token_ids: Sequence[int]) -> list[float]:

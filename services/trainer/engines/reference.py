@@ -12,18 +12,23 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from services.common.errors import DataLossError
+from services.common.fields import ALL_TOKENS
 from services.common.models.loading import stored_tensors
 from services.common.models.tokenizer import load_tokenizer
+from services.common.runspec.formulas import DistillArguments
 from services.common.runspec.run import RunSpec
+from services.trainer.algorithm.divergence import divergence
+from services.trainer.algorithm.logprobs import bounded_logits
 from services.trainer.batch.packing import Work
 from services.trainer.batch.plan import Bounds, StepPlan
 from services.trainer.batch.samples import Samples
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import (
-    EngineOrder,
+    EngineArgs,
     LossT,
     Micros,
     ModelFacts,
@@ -35,6 +40,7 @@ from services.trainer.engines.base import (
     WeightLayout,
 )
 from services.trainer.model.flops import active_weights
+from services.trainer.model.policy import freeze_tower, output_head
 from services.trainer.model.warm_start import load_base_model
 from services.weightsync.plan import TensorSpec
 from services.wire.data.model_inputs import model_arguments
@@ -44,26 +50,28 @@ _FILE = "model.safetensors"
 
 
 def build(
-    order: EngineOrder, make: "type[ReferenceEngine] | None" = None
+    args: EngineArgs, make: "type[ReferenceEngine] | None" = None
 ) -> dict[ModelRole, TrainEngine]:
     """Loads the models as engines of this class or a given one. Blocks.
 
     Raises:
         ValueError: If a model does not load.
     """
-    engines: dict[ModelRole, TrainEngine] = {}
-    for role in order.roles:
-        spec = order.spec.of_reference if role == "reference" else order.spec
+    engines: dict[ModelRole, ReferenceEngine] = {}
+    for role in args.roles:
+        spec = args.spec.of_reference if role == "reference" else args.spec
         model = load_base_model(
             spec.model,
             load_tokenizer(spec.model),
             seed=spec.seed,
-            device=order.device,
-            cache=order.settings.model_cache.expanduser(),
-            progress=order.progress,
+            device=args.device,
+            cache=args.settings.model_cache.expanduser(),
+            progress=args.progress,
         )
-        engines[role] = (make or ReferenceEngine)(model, order.spec, role=role)
-    return engines
+        engines[role] = (make or ReferenceEngine)(model, args.spec, role=role)
+    if "policy" in engines and "reference" in engines:
+        engines["policy"].teacher = engines["reference"]
+    return {**engines}
 
 
 class _Model(nn.Module):
@@ -84,7 +92,6 @@ class ReferenceEngine:
 
     Args:
         model: A Hugging Face causal language model in float32, on its device.
-        spec: The run.
         role: Role of the model; a reference is frozen.
     """
 
@@ -93,11 +100,17 @@ class ReferenceEngine:
         self.device = model.device
         self.model = ModelFacts(model.config, active_weights(model, model.config))
         self.bounds = Bounds(max_tokens=spec.trainer.tokens_per_micro_batch)
-        self.module = _Model(model, has_head=role == "critic")
+        is_reward_model = role == "policy" and spec.algorithm.loss_kind.trains_values
+        has_head = role == "critic" or is_reward_model
+        self.module = _Model(model, has_head=has_head)
         self.module.requires_grad_(role != "reference")
+        freeze_tower(model, is_frozen=spec.trainer.freeze_vision_tower)
         self._temperature = spec.rollout.sampling.temperature
+        self._distill = spec.distillation
+        self.teacher = self
+        """Engine of the teacher, if the loss compares the policy with one."""
         self._max_grad_norm = spec.trainer.optimizer.max_grad_norm
-        named = list(self.module.named_parameters()) if role != "reference" else []
+        named = [each for each in self.module.named_parameters() if each[1].requires_grad]
         # Norms and biases do not decay; biases of fused experts have two dimensions.
         decayed = {name for name, each in named if each.ndim > 1 and not name.endswith("bias")}
         decay = spec.trainer.optimizer.weight_decay
@@ -116,7 +129,6 @@ class ReferenceEngine:
 
     @property
     def weights(self) -> WeightLayout:
-        """Layout of the exported weights."""
         return WeightLayout(
             [
                 TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
@@ -126,16 +138,25 @@ class ReferenceEngine:
 
     @torch.no_grad()
     def forward_logprobs(
-        self, samples: Samples, plan: StepPlan, *, temperature: float | None = None
+        self,
+        samples: Samples,
+        plan: StepPlan,
+        *,
+        temperature: float | None = None,
+        teaches: DistillArguments | None = None,
     ) -> Tensor:
         """Scores samples without gradients, one sequence after the other."""
-        result = torch.zeros(len(samples.responses.values))
-        for micros in plan.updates:
-            for micro in micros:
-                for position in micro:
-                    scores, _ = self._sequence(samples, position, temperature or self._temperature)
-                    result[samples.places([position])] = scores.cpu()
-        return result
+        result: Tensor | None = None
+        temperature = temperature or self._temperature
+        for position in (each for micros in plan.updates for micro in micros for each in micro):
+            if teaches is None:
+                found, *_ = self._sequence(samples, position, temperature)
+            else:
+                found = self._distribution(samples, position, temperature, teaches)
+            if result is None:
+                result = torch.zeros(len(samples.responses.values), *found.shape[1:])
+            result[samples.places([position])] = found.cpu()
+        return torch.zeros(0) if result is None else result
 
     def forward_backward(
         self,
@@ -150,10 +171,8 @@ class ReferenceEngine:
         passes = Passes(loss_of, micros, torch.zeros((), device=self.device), Work())
         for micro in filter(None, micros):
             found = [self._sequence(samples, position, self._temperature) for position in micro]
-            scores = torch.cat([scores for scores, _ in found])
-            entropies = [entropy for _, entropy in found if entropy is not None]
-            entropy = torch.cat(entropies) if entropies else None
-            loss = loss_of(samples.select(micro), scores, entropy)
+            columns = [torch.cat(each) for each in zip(*found, strict=True)]
+            loss = loss_of(samples.select(micro), *columns)
             loss.backward()
             passes.loss += loss.detach()
             for position in micro:
@@ -162,10 +181,45 @@ class ReferenceEngine:
                 passes.work += Work(length, length, float(length) ** 2, responses)
         return passes
 
-    def _sequence(
-        self, samples: Samples, position: int, temperature: float
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns scores and, of a policy, entropies ``[r]`` of one sequence's response tokens."""
+    def _sequence(self, samples: Samples, position: int, temperature: float) -> tuple[Tensor, ...]:
+        """Returns ``[r]`` scores and, of a policy, entropies and divergences of a sequence's response."""
+        found, response = self._predicted(samples, position)
+        if self.module.head is not None:
+            return (self.module.head(found).squeeze(-1).float(),)
+        if samples.masks is not None:
+            found = _limited(found, samples.masks.select([position]).values.tolist())
+        logprobs = torch.log_softmax(found / temperature, dim=-1)
+        entropy = -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
+        scores = logprobs.gather(1, response[:, None]).squeeze(1), entropy
+        if self._distill is None or samples.teacher is None:
+            return scores
+        taught = samples.teacher[samples.places([position])].to(self.device)
+        if self._distill.top_k is None:
+            head = output_head(self.teacher.module.model)
+            numbers = head.scale, head.cap, temperature
+            logits, _ = bounded_logits(taught @ head.weight.detach().T, None, numbers)
+            known = torch.log_softmax(logits, dim=-1)
+        else:
+            logprobs, known = _events(logprobs, taught[:, :-1, 0].long()), taught[..., 1]
+        kind, beta = self._distill.divergence, self._distill.beta
+        return *scores, divergence(logprobs, known, kind=kind, beta=beta)
+
+    def _distribution(
+        self, samples: Samples, position: int, temperature: float, teaches: DistillArguments
+    ) -> Tensor:
+        """Returns what a policy is compared with, as :meth:`forward_logprobs` does with ``teaches``."""
+        found, _ = self._predicted(samples, position, has_logits=teaches.top_k is not None)
+        if teaches.top_k is None:
+            return found.float()
+        logprobs = torch.log_softmax(found / temperature, dim=-1)
+        ids = logprobs.topk(min(teaches.top_k, logprobs.shape[1])).indices
+        places = functional.pad(ids.float(), (0, 1), value=-1.0)
+        return torch.stack([places, _events(logprobs, ids)], -1)
+
+    def _predicted(
+        self, samples: Samples, position: int, *, has_logits: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the ``[r, V]`` logits of a policy, or ``[r, H]`` states, and the response's tokens."""
         prompt = samples.prompts.select([position]).values.to(self.device, torch.int64)
         response = samples.responses.select([position]).values.to(self.device, torch.int64)
         tokens = torch.cat([prompt, response])[None]
@@ -174,14 +228,10 @@ class ReferenceEngine:
         arguments = {"use_cache": False, **model_arguments(model.get_decoder(), given, self.device)}
         # The state before a token predicts it.
         predictors = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
-        if self.module.head is not None:
+        if self.module.head is not None or not has_logits:
             states = model.get_decoder()(input_ids=tokens, **arguments).last_hidden_state
-            values: Tensor = self.module.head(states[0, predictors]).squeeze(-1)
-            return values.float(), None
-        logits = model(input_ids=tokens, **arguments).logits[0, predictors].float()
-        logprobs = torch.log_softmax(logits / temperature, dim=-1)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(1, response[:, None]).squeeze(1), entropy
+            return states[0, predictors], response
+        return model(input_ids=tokens, **arguments).logits[0, predictors].float(), response
 
     def optimizer_step(
         self, learning_rate: float | None, *, scale: Tensor | None = None
@@ -203,7 +253,6 @@ class ReferenceEngine:
         return OptimizerStep(grad_norm, moved=moved)
 
     def export_weights(self, *, rows: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yields the live weights."""
         for name, value in stored_tensors(self.module.model).items():
             yield name, value.detach()
 
@@ -261,3 +310,21 @@ class ReferenceEngine:
         if hasattr(self, "optimizer"):
             for state in self.optimizer.state.values():
                 state.update({moment: state[moment].to(device) for moment in _MOMENTS})
+
+
+def _events(own: Tensor, ids: Tensor) -> Tensor:
+    """Returns the logprobs ``[r, K + 1]`` of chosen tokens, and of all others."""
+    rest = own.scatter(1, ids, -1e30).logsumexp(-1, keepdim=True)
+    return torch.cat([own.gather(1, ids), rest], -1)
+
+
+def _limited(logits: Tensor, mask: list[int]) -> Tensor:
+    """Returns ``[R, V]`` logits that are -inf for tokens that a sampling mask excludes."""
+    row, excluded = -1, torch.zeros_like(logits, dtype=torch.bool)
+    for entry in mask:
+        row += entry < 0
+        if entry < 0:
+            excluded[row] = entry != ALL_TOKENS
+        if entry != ALL_TOKENS:
+            excluded[row, ~entry if entry < 0 else entry] = False
+    return logits.masked_fill(excluded, -math.inf)

@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from services.trainer.batch.context import exchanged
+from services.trainer.batch.context import all_to_all
 from services.trainer.model.local_parts import local_part
 
 EXPERTS = "slipstream_experts"
@@ -36,7 +36,7 @@ class ExpertRanks:
 
 
 def share_experts(module: nn.Module, ranks: ExpertRanks) -> None:
-    """Records which ranks share the experts of a layer, of which this rank holds its part."""
+    """Records the ranks that share the experts of a layer."""
     setattr(module, _RANKS, ranks)
 
 
@@ -46,7 +46,6 @@ def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     """Computes the weighted sum of the chosen experts' outputs for each token.
 
     Args:
-        module: Experts as transformers fuses them.
         hidden: ``[T, H]``.
         chosen: ``[T, K]`` int64 experts of each token.
         weights: ``[T, K]``.
@@ -79,8 +78,8 @@ def _elsewhere(
     distributed.all_to_all_single(arriving, counts, group=ranks.group)
     by_rank = torch.stack([counts, arriving]).view(2, ranks.size, -1)
     sent, received = by_rank.sum(2).tolist()
-    arrived = exchanged(rows, sent, received, group=ranks.group)
-    shares = exchanged(shares, sent, received, group=ranks.group)
+    arrived = all_to_all(rows, sent, received, group=ranks.group)
+    shares = all_to_all(shares, sent, received, group=ranks.group)
     # Rows arrive sorted by rank and then by expert, and are multiplied by expert.
     experts = torch.arange(by_rank.shape[2], device=rows.device).repeat(ranks.size)
     order = torch.argsort(experts.repeat_interleave(by_rank[1].flatten()), stable=True)
@@ -88,7 +87,7 @@ def _elsewhere(
     unsorted = torch.empty_like(order).index_copy_(
         0, order, torch.arange(len(order), device=order.device)
     )
-    return exchanged(outputs[unsorted], received, sent, group=ranks.group)
+    return all_to_all(outputs[unsorted], received, sent, group=ranks.group)
 
 
 def _products(

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from services.common.models.families import num_experts
+from services.common.models.families import num_attention_layers, num_experts
 from services.common.models.loading import build_model
+from services.trainer.model.quantized import quantized_layers
 
 _PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bfloat16 operations per second, by a part of the device's name."""
@@ -18,13 +19,14 @@ def active_weights(model: nn.Module, config: PretrainedConfig) -> float:
 
     Args:
         model: The model on any device, sharded or not.
-        config: Configuration of the model.
     """
     shape: Any = config
     counts = {True: 0, False: 0}
     for name, parameter in model.named_parameters():
         if ".layers." in name:
             counts[".experts." in name] += parameter.numel()
+    for layer in quantized_layers(model).values():
+        counts[False] += layer.in_features * layer.out_features
     if not counts[True]:
         return float(counts[False])
     share = float(shape.num_experts_per_tok) / num_experts(shape.to_dict())
@@ -47,28 +49,29 @@ def training_flops(
     """Returns the useful operations of one forward and backward pass.
 
     Padding, recomputation and the optimizer do not count. Forward ``2 P`` per token in the layers' ``P``
-    weights, ``2 n h L^2`` in causal attention over a sequence, ``2 V h`` per scored token in the logits; the
-    backward pass takes twice as many.
+    weights, ``2 n h L^2`` in causal attention over a sequence, ``2 V h`` per scored token in the logits, and
+    per token three products with each state of a recurrent layer; the backward pass takes twice as many.
 
     Args:
-        config: Configuration of the model.
         weights: Result of :func:`active_weights`.
         tokens: Tokens that the layers compute; those that sequences share count once.
         squares: Squares of the sequences' lengths, minus those of what they share.
         predictions: Number of computed logprobs.
     """
     shape: Any = config
-    hidden, layers, heads = (
-        shape.hidden_size,
-        shape.num_hidden_layers,
-        shape.num_attention_heads,
-    )
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    layers = num_attention_layers(shape.to_dict())
     if hasattr(shape, "qk_head_dim"):
         head = (shape.qk_head_dim + shape.v_head_dim) / 2
     else:
         head = getattr(shape, "head_dim", None) or hidden // heads
     forward = 2.0 * weights * tokens
     forward += 2.0 * layers * heads * head * squares
+    if (recurrent := shape.num_hidden_layers - layers) > 0:
+        state = (
+            shape.linear_num_value_heads * shape.linear_key_head_dim * shape.linear_value_head_dim
+        )
+        forward += 3 * 2.0 * recurrent * state * tokens
     forward += 2.0 * shape.vocab_size * hidden * predictions
     return 3.0 * float(forward)
 

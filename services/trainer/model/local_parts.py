@@ -15,7 +15,7 @@ def spread_like(local: Tensor, tensor: Tensor) -> Tensor:
     Returns ``local`` itself if ``tensor`` is not sharded.
 
     Args:
-        local: Tensor of the shape of the other one's local part, on any device.
+        local: Tensor with the shape of ``tensor``'s local part, on any device.
         tensor: Tensor that defines shape and sharding.
     """
     if not isinstance(tensor, DTensor):

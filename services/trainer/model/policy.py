@@ -1,6 +1,7 @@
 """The policy and the critic: causal language models that score packed responses."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -8,10 +9,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from services.common.models.families import check_trainer, is_mixture
+from services.common.models.vision import set_attention, vision_tower
+from services.common.runspec.formulas import DistillArguments
+from services.trainer.algorithm.divergence import TokenDivergence, most_likely
 from services.trainer.algorithm.logprobs import OutputHead, token_logprobs
 from services.trainer.batch.attention import PACKED
 from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.packing import PackedTokens
+from services.trainer.batch.recurrence import use_packed_recurrence
 from services.trainer.model.experts import EXPERTS
 from services.trainer.model.routing import Routing
 from services.wire.data.model_inputs import model_arguments
@@ -27,13 +32,19 @@ class Policy(nn.Module):
         temperature: Divides the logits, as in sampling.
         routing_replay: Use of the engine's choice of experts, if a pack has it: value of
             ``rollout.routing_replay``.
+        distill: Divergence from the teacher, if the loss is one.
 
     Raises:
         ValueError: If the trainer does not compute the architecture exactly.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float, routing_replay: str = "off"
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float,
+        routing_replay: str = "off",
+        distill: DistillArguments | None = None,
     ) -> None:
         super().__init__()
         problems = check_trainer(model.config.to_dict())
@@ -45,36 +56,61 @@ class Policy(nn.Module):
         self.routing = Routing(model, config) if is_mixture(config) else None
         self._routing_replay = routing_replay
         self._temperature = temperature
+        self._distill = distill
+        self.teacher_head: OutputHead | None = None
+        """Output head of another model that teaches the whole vocabulary; None if this one does."""
         self.context: ContextRanks | None = None
         """Ranks that compute each pack together; None without context parallelism."""
 
     def forward(
-        self, packed: PackedTokens, *, temperature: float | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        packed: PackedTokens,
+        *,
+        temperature: float | None = None,
+        teaches: DistillArguments | None = None,
+    ) -> tuple[Tensor, ...]:
         """Scores the response tokens of a micro-batch.
 
         Args:
-            packed: The micro-batch.
             temperature: Divides the logits; None uses the sampling temperature.
+            teaches: Returns the distributions that this divergence compares with, instead of scores.
 
         Returns:
-            ``[R]`` float32 logprobs and ``[R]`` float32 entropies, both with gradients.
+            ``[R]`` float32 logprobs and ``[R]`` float32 entropies, both with gradients; with a teacher's
+            distributions in the pack, also the ``[R]`` divergence from them. With ``teaches``:
+            ``[R, K + 1, 2]`` tokens and logprobs, or ``[R, H]`` final hidden states, in float32.
         """
         packed = packed if self.context is None else packed.shared_with(self.context)
         if self.routing is not None:
             self.routing.begin(packed, self._routing_replay)
         hidden = decoder_states(self.model, packed)[packed.predictors]
-        logprobs, entropy = token_logprobs(
+        head, temperature = output_head(self.model), temperature or self._temperature
+        if teaches is not None:
+            if teaches.top_k is None:
+                return (packed.of_responses(hidden.float()),)
+            found = most_likely(hidden, head, teaches.top_k, temperature=temperature)
+            return (packed.of_responses(found),)
+        scores = token_logprobs(
             hidden,
-            output_head(self.model),
+            head,
             packed.targets,
-            temperature=temperature or self._temperature,
+            temperature=temperature,
+            mask=packed.mask,
+            divergence=None if packed.teacher is None else self._divergence(head, temperature),
+            teacher=packed.teacher,
         )
-        return packed.of_responses(logprobs), packed.of_responses(entropy)
+        return tuple(packed.of_responses(each) for each in scores)
+
+    def _divergence(self, head: OutputHead, temperature: float) -> TokenDivergence:
+        assert self._distill is not None, "only the loss distill has a teacher's distributions"
+        teacher_head = None
+        if self._distill.top_k is None:
+            teacher_head = self.teacher_head or replace(head, weight=head.weight.detach())
+        return TokenDivergence(arguments=self._distill, temperature=temperature, head=teacher_head)
 
 
 class Critic(nn.Module):
-    """Predicts the return from each response token on (GAE).
+    """Predicts the return from each response token on (GAE), or the reward of a response (reward models).
 
     Args:
         model: A Hugging Face causal language model; its output embedding is not used.
@@ -115,21 +151,25 @@ def decoder_states(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
     """Returns the ``[T, H]`` final hidden states of a pack, or of this rank's part of it."""
     decoder = _untyped(model).get_decoder()
     bundles = [placed.inputs for placed in packed.inputs]
+    arguments = model_arguments(decoder, bundles, packed.input_ids.device)
+    if bundles and vision_tower(model) is not None:
+        arguments["prompts"] = torch.tensor([[each.start, each.end] for each in packed.inputs])
     output = decoder(
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
         use_cache=False,
         layout=packed.layout,
         context=packed.context,
-        **model_arguments(decoder, bundles, packed.input_ids.device),
+        **arguments,
     )
     states: Tensor = output.last_hidden_state[0]
     return states
 
 
 def _use_packs(model: PreTrainedModel) -> None:
-    """Switches a model to our attention and, if it has experts, to our experts."""
-    model.set_attn_implementation(PACKED)
+    """Switches a model to our attention, recurrent layers and experts, as far as it has them."""
+    set_attention(model, PACKED)
+    use_packed_recurrence(model)
     if is_mixture(model.config.to_dict()):
         model.set_experts_implementation(EXPERTS)
 
@@ -140,8 +180,14 @@ def _untyped(model: PreTrainedModel) -> Any:
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters that the optimizer updates."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def freeze_tower(model: nn.Module, *, is_frozen: bool) -> None:
+    """Freezes a model's vision tower, if it has one and ``trainer.freeze_vision_tower`` is true."""
+    tower = vision_tower(model)
+    if tower is not None and is_frozen:
+        tower.requires_grad_(False)
 
 
 def freeze(module: _Module) -> _Module:

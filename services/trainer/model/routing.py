@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from services.common.models.experts import routers_of
 from services.common.models.families import FAMILIES, num_experts
-from services.common.models.routers import routers_of
 from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.packing import PackedTokens
 
@@ -63,7 +63,7 @@ class Routing:
 
         A token that sequences share counts as often as it would without sharing.
         """
-        own = self._num_own
+        own = self._num_local
         chosen = torch.stack([self._chosen[place][:own] for place in sorted(self._chosen)])
         times = torch.ones_like(chosen)
         if self._uses is not None:
@@ -92,7 +92,7 @@ class Routing:
         all are chosen equally often. If each expert has its own sigmoid score, probabilities are shares of
         their sum (arXiv:2412.19437, equation 18).
         """
-        own = self._num_own
+        own = self._num_local
         logits = torch.cat([self._logits[place][:own] for place in sorted(self._logits)]).float()
         if self._kind == "sigmoid":
             scores = logits.sigmoid()
@@ -106,11 +106,11 @@ class Routing:
         return self._num_experts * (chosen / num_choices * probability / num_choices).sum()
 
     @property
-    def _num_own(self) -> int:
+    def _num_local(self) -> int:
         """Number of this rank's tokens without the padding of its chunk."""
         if self._context is None:
             return self._num_tokens
-        return self._context.num_own(self._num_tokens)
+        return self._context.num_local(self._num_tokens)
 
     @torch.no_grad()
     def move_biases(self, counts: Tensor, rate: float) -> None:
@@ -118,7 +118,6 @@ class Routing:
 
         Args:
             counts: ``[layers, E]``, over all ranks.
-            rate: Size of the change.
         """
         for router, chosen in zip(self._routers, counts.double(), strict=True):
             bias: Tensor = router.get_buffer(_BIAS)

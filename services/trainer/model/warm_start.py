@@ -23,13 +23,13 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from services.common.callables import load_callable, source_digest
 from services.common.models.loading import (
+    as_stored,
     find_folder,
     load_config,
     load_folder,
     load_model,
     stored_tensors,
 )
-from services.common.models.reading import as_stored
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.run import ModelSpec, WarmStartSpec
 from services.trainer.batch.packing import pack
@@ -60,10 +60,8 @@ def load_base_model(
 
     Args:
         model: The model; a preset with a warm start is trained here unless the cache has it.
-        tokenizer: Tokenizer of the model.
         seed: Seed of random weights and of the examples.
         device: Device that it is loaded to and trained on.
-        cache: Folder of warm-started models.
         progress: Called after each step of a warm start.
 
     Raises:
@@ -162,8 +160,8 @@ def _draw(spec: WarmStartSpec, tokenizer: Tokenizer, *, seed: int) -> list[tuple
     is_pairs = all(isinstance(pair, Sequence) and len(pair) == 2 and all(pair) for pair in pairs)
     if len(pairs) != wanted or not is_pairs:
         raise ValueError(
-            f"{called} must give {wanted} pairs of non-empty prompt and response; it gave {len(pairs)} "
-            f"items, the first being {pairs[0] if pairs else None!r}"
+            f"{called} must return {wanted} pairs of non-empty prompt and response, but returned "
+            f"{len(pairs)} items, first {pairs[0] if pairs else None!r}"
         )
     eos = [tokenizer.eos_id]
     return [

@@ -6,26 +6,27 @@ from pathlib import Path
 
 import torch
 
-from services.common.models.teachers import check_teacher
+from services.common.models.tokenizer import check_teacher, load_tokenizer
 from services.common.runspec.run import RunSpec
+from services.common.runspec.trainer import checkpoint_root
 from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.checkpoint.compatibility import CRITIC, critic_folder, model_facts
 from services.trainer.checkpoint.manifest import STEP_PREFIX
-from services.trainer.engines.base import EngineOrder, ModelRole, Progress, build_engines
+from services.trainer.engines.base import EngineArgs, ModelRole, Progress, build_engines
 from services.trainer.ranks.rank import Rank, Runner, StepProfiler
 from services.trainer.ranks.training_recorder import TrainingRecorder
+from services.trainer.record.files import FOLDER
+from services.trainer.record.recorder import StepRecorder, compute_deterministically
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.critic_step import CriticStepRunner
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.steps.step import StepRunner
-from services.trainer.transfers import QueueTransfers, of_vocabulary
-
-_CRITIC = "critic"
-"""Subfolder of the critic's checkpoints and profiles."""
+from services.trainer.transfers import QueueTransfers, Transfers, of_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class LoadedRank:
     """A loaded rank of a policy trainer."""
 
     rank: Rank
@@ -34,22 +35,22 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
-class BuiltCritic:
+class LoadedCritic:
     """A loaded rank of a critic."""
 
     rank: Rank
     values: FieldScoring
     step: int
-    """Newest trained step, as in :class:`Built`."""
+    """Newest trained step, as in :class:`LoadedRank`."""
 
 
 def build_rank(
     spec: RunSpec,
     settings: TrainerSettings,
     *,
-    transfers: QueueTransfers,
+    transfers: Transfers,
     progress: Progress,
-) -> Built:
+) -> LoadedRank:
     """Loads the policy, its reference and critic if needed, and the newest checkpoint.
 
     Blocks; runs in a thread. All ranks must call it.
@@ -58,13 +59,15 @@ def build_rank(
         ValueError: If the model does not load or cannot be trained.
         NotFoundError: If training must resume and there is no complete checkpoint.
     """
+    if spec.record == "full":
+        compute_deterministically()
     roles: list[ModelRole] = ["policy"]
     if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
         check_teacher(spec)
         roles.append("reference")
     if spec.algorithm.advantage_kind.needs_critic and not spec.topology.own_gpus("critic"):
         roles.append("critic")
-    engines = build_engines(EngineOrder(spec, settings, device_of(settings), roles, progress))
+    engines = build_engines(EngineArgs(spec, settings, device_of(settings), roles, progress))
     policy, critic = engines["policy"], engines.get("critic")
     runner = StepRunner(
         policy,
@@ -75,17 +78,35 @@ def build_rank(
     recorder = None
     if spec.samples.is_on and policy.ranks.is_first_of_peers:
         recorder = TrainingRecorder(transfers.store_records, spec)
-        runner.on_trained = recorder.take
-    root = checkpoint_root(spec, settings)
+        runner.on_trained = recorder.collect
+    root = checkpoint_root(spec.trainer.checkpoint.directory, settings.state_directory)
     start_from = spec.trainer.checkpoint.start_from
-    rank = _rank(runner, spec, settings, transfers=transfers, root=root, recorder=recorder)
+    step_recorder = None
+    if spec.record == "full":
+        step_recorder = StepRecorder(
+            root / FOLDER,
+            settings.rank,
+            keeps_samples=policy.ranks.is_first_of_peers,
+            trains_adapters=spec.trainer.lora is not None,
+        )
+    rank = _rank(
+        runner,
+        spec,
+        settings,
+        transfers=transfers,
+        root=root,
+        recorder=recorder,
+        step_recorder=step_recorder,
+    )
     step = _resume(rank, root, Path(start_from) if start_from else None, settings)
-    return Built(rank=rank, step=step)
+    if step_recorder is not None:
+        step_recorder.begin(step, spec, policy)
+    return LoadedRank(rank=rank, step=step)
 
 
 def build_critic(
     spec: RunSpec, settings: TrainerSettings, *, transfers: QueueTransfers, progress: Progress
-) -> BuiltCritic:
+) -> LoadedCritic:
     """Loads a critic that has its own processes. Blocks; runs in a thread. All ranks must call it.
 
     Raises:
@@ -97,11 +118,11 @@ def build_critic(
     spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=size)})
     roles: Sequence[ModelRole] = ["critic"]
     (engine,) = build_engines(
-        EngineOrder(spec, settings, device_of(settings), roles, progress)
+        EngineArgs(spec, settings, device_of(settings), roles, progress)
     ).values()
     runner = CriticStepRunner(CriticRunner(engine, spec=spec), spec=spec)
-    root = checkpoint_root(spec, settings) / _CRITIC
-    rank = _rank(runner, spec, settings, transfers=transfers, root=root, folder=_CRITIC)
+    root = checkpoint_root(spec.trainer.checkpoint.directory, settings.state_directory) / CRITIC
+    rank = _rank(runner, spec, settings, transfers=transfers, root=root, folder=CRITIC)
     values = FieldScoring(
         "values",
         engine,
@@ -110,8 +131,8 @@ def build_critic(
         shares_prefixes=spec.shares_prefixes,
     )
     start_from = spec.trainer.checkpoint.start_from
-    folder = Path(start_from).parent / _CRITIC / Path(start_from).name if start_from else None
-    return BuiltCritic(rank=rank, values=values, step=_resume(rank, root, folder, settings))
+    folder = critic_folder(Path(start_from)) if start_from else None
+    return LoadedCritic(rank=rank, values=values, step=_resume(rank, root, folder, settings))
 
 
 def _rank(
@@ -119,10 +140,11 @@ def _rank(
     spec: RunSpec,
     settings: TrainerSettings,
     *,
-    transfers: QueueTransfers,
+    transfers: Transfers,
     root: Path,
     folder: str = "",
     recorder: TrainingRecorder | None = None,
+    step_recorder: StepRecorder | None = None,
 ) -> Rank:
     """Creates a rank; ``folder`` is the subfolder of its profiles."""
     engine = runner.engine
@@ -131,7 +153,11 @@ def _rank(
         fetch=of_vocabulary(transfers.fetch, engine.model.config.vocab_size),
         spec=spec,
         checkpointer=Checkpointer(
-            runner.trained(), root=root, keep=spec.trainer.checkpoint.keep, ranks=engine.ranks
+            runner.trained(),
+            root=root,
+            keep=spec.trainer.checkpoint.keep,
+            ranks=engine.ranks,
+            model=model_facts(spec, engine.model.config, load_tokenizer(spec.model)),
         ),
         profiler=StepProfiler(
             settings.state_directory / "profiles" / folder,
@@ -139,6 +165,7 @@ def _rank(
             steps=frozenset(spec.trainer.profile_steps),
         ),
         recorder=recorder,
+        step_recorder=step_recorder,
     )
 
 
@@ -150,12 +177,6 @@ def _resume(rank: Rank, root: Path, start_from: Path | None, settings: TrainerSe
     if settings.resume or any(root.glob(f"{STEP_PREFIX}*")):
         return rank.restore()
     return rank.restore(start_from) if start_from is not None else 0
-
-
-def checkpoint_root(spec: RunSpec, settings: TrainerSettings) -> Path:
-    """Returns the folder of the run's checkpoints."""
-    directory = spec.trainer.checkpoint.directory
-    return Path(directory) if directory else settings.state_directory / "checkpoints"
 
 
 def device_of(settings: TrainerSettings) -> torch.device:

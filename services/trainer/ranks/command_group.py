@@ -1,9 +1,9 @@
 """Command channel from rank 0 to the other ranks of a worker, and failure notification among all ranks.
 
 Rank 0 broadcasts every command as a small header and its bytes, so that no rank enters a collective alone. A
-rank that fails writes the cause into the store of the process group; the others read it there, whatever they
-are doing, and abort their process groups. Then all processes end, which also closes what cannot be aborted.
-So no rank waits forever in a collective for a rank that has failed.
+rank that fails writes the cause to the store of the process group. A thread of every other rank waits on that
+key and aborts the rank's process groups. Then all processes end, which also closes what cannot be aborted. So
+no rank waits forever in a collective for a failed rank.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from services.trainer.engines.base import OomLimitError
 logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<qqqqq")
-_LONGEST_TEXT = 512
+_MAX_TEXT_BYTES = 512
 _END = "worker/end"
-"""Key of the store. Its value is :data:`_WELL`, or the cause of the first rank that failed."""
-_WELL = "ended"
+"""Key of the store. Its value is :data:`_ENDED_NORMALLY`, or the cause of the first rank that failed."""
+_ENDED_NORMALLY = "ended"
 _LISTEN = timedelta(days=365)
 # Seconds for the other ranks to read how rank 0 ended, before the store ends with its process.
 _JOIN_S = 5.0
@@ -81,18 +81,14 @@ class Command:
 
 
 class RankFailedError(UnavailableError):
-    """Failure of a rank of this worker. All of its ranks end and are restarted together."""
+    """A rank of this worker failed. All ranks end and are restarted together."""
 
     def __init__(self, cause: str) -> None:
-        super().__init__(f"a rank is gone, and all of them start again: {cause}")
+        super().__init__(f"a rank failed, and all ranks restart: {cause}")
 
 
 class CommandGroup:
-    """All processes of a worker. With one process, sending does nothing.
-
-    Args:
-        size: Number of processes.
-    """
+    """All processes of a worker. With one process, sending does nothing."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -101,7 +97,6 @@ class CommandGroup:
 
     @property
     def has_failed(self) -> bool:
-        """True if a rank has failed."""
         return self._cause.done()
 
     @contextmanager
@@ -114,21 +109,23 @@ class CommandGroup:
             yield
             return
         # The thread has its own connection: a waiting call blocks all others on the same connection.
-        store = _meeting().clone()
-        listener = threading.Thread(target=self._listen, args=(store,), name="crew", daemon=True)
+        store = _default_store().clone()
+        listener = threading.Thread(
+            target=self._listen, args=(store,), name="rank-failures", daemon=True
+        )
         listener.start()
         try:
             yield
         finally:
             if distributed.is_initialized() and distributed.get_rank() == 0:
-                _meeting().compare_set(_END, "", _WELL)
+                _default_store().compare_set(_END, "", _ENDED_NORMALLY)
             listener.join(_JOIN_S)
 
     def _listen(self, store: distributed.Store) -> None:  # type: ignore[name-defined]
         # If the store's process is gone, no cause can be read; the launcher ends the other ranks.
         with suppress(RuntimeError):
             store.wait([_END], _LISTEN)
-            if (end := store.get(_END).decode()) != _WELL:
+            if (end := store.get(_END).decode()) != _ENDED_NORMALLY:
                 self._abort(end)
 
     def fail(self, cause: str) -> "RankFailedError":
@@ -140,7 +137,7 @@ class CommandGroup:
         if distributed.is_initialized():
             mine = f"rank {distributed.get_rank()}: {cause}"
             with suppress(RuntimeError):  # the store is gone with rank 0
-                mine = _meeting().compare_set(_END, "", mine).decode()
+                mine = _default_store().compare_set(_END, "", mine).decode()
             cause = mine
         self._abort(cause)
         return RankFailedError(self._cause.result())
@@ -159,22 +156,22 @@ class CommandGroup:
             if self._cause.done():
                 return
             self._cause.set_result(cause)
-            logger.error("a rank failed, and this one ends with it", extra={"cause": cause})
+            logger.error("a rank failed; this rank ends too", extra={"cause": cause})
             abort_processes()
 
-    def broadcast(self, order: Command) -> None:
+    def broadcast(self, command: Command) -> None:
         """Broadcasts a command from rank 0 to the others, unless a rank has failed."""
         if self._size == 1 or self.has_failed:
             return
-        numbers = (order.kind, order.step, order.weight_version, order.num_steps)
-        header = _HEADER.pack(*numbers, len(order.payload))
+        numbers = (command.kind, command.step, command.weight_version, command.num_steps)
+        header = _HEADER.pack(*numbers, len(command.payload))
         _broadcast(bytearray(header))
-        if order.payload:
-            _broadcast(bytearray(order.payload))
+        if command.payload:
+            _broadcast(bytearray(command.payload))
 
     @contextmanager
     def guard(self, *, ends: bool = False) -> Iterator[None]:
-        """Guards work of all ranks: turns the failure of any rank into an outage, which the run waits out.
+        """Guards work of all ranks: raises the failure of any rank as an outage, which the run waits out.
 
         Args:
             ends: True if any error ends this rank; else only errors that leave other ranks waiting do.
@@ -188,9 +185,9 @@ class CommandGroup:
         try:
             yield
         except Exception as error:
-            leaves_others = isinstance(error, OomLimitError) or _is_of_a_collective(error)
+            leaves_others = isinstance(error, OomLimitError) or _is_collective_error(error)
             if ends and not (leaves_others or self.has_failed):
-                logger.exception("this rank fails")
+                logger.exception("this rank failed")
             if ends or leaves_others or self.has_failed:
                 # After an abort every operation fails in some way; only the first cause matters.
                 raise self.fail(str(error)) from error
@@ -202,7 +199,7 @@ class CommandGroup:
         """Returns the texts of all ranks, in rank order. All ranks must call it."""
         if self._size == 1:
             return [text]
-        mine = torch.zeros(_LONGEST_TEXT, dtype=torch.uint8)
+        mine = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         found = [torch.zeros_like(mine) for _ in range(self._size)]
         distributed.all_gather(found, mine)
@@ -216,7 +213,7 @@ class CommandGroup:
         return Command(CommandKind(kind), step, weight_version, payload, num_steps)
 
 
-def _is_of_a_collective(error: Exception) -> bool:
+def _is_collective_error(error: Exception) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     # NCCL failures have their own class. Gloo failures do not, and FSDP calls Gloo: the module that made
@@ -228,8 +225,7 @@ def _is_of_a_collective(error: Exception) -> bool:
     )
 
 
-def _meeting() -> distributed.Store:  # type: ignore[name-defined]
-    """Returns the store of the default process group."""
+def _default_store() -> distributed.Store:  # type: ignore[name-defined]
     return distributed.distributed_c10d._get_default_store()  # noqa: SLF001 -- there is no public name
 
 

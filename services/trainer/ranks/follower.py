@@ -21,13 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Follower:
-    """Executes the commands of rank 0.
-
-    Args:
-        command_group: Receives the commands.
-        rank: This process's part in training.
-        values: Scores batches; only for a critic.
-    """
+    """Executes the commands of rank 0."""
 
     def __init__(
         self,
@@ -54,15 +48,15 @@ class Follower:
             self._command_group.guard(ends=True),
         ):
             writing: Future[Path] | None = None
-            while (order := self._command_group.receive()).kind is not CommandKind.STOP:
+            while (command := self._command_group.receive()).kind is not CommandKind.STOP:
                 with self._turn:
-                    if order.kind is CommandKind.SAVE:
+                    if command.kind is CommandKind.SAVE:
                         if writing is not None:
                             _await_written(writing)  # the new snapshot reuses its buffers
-                        snapshot = self._rank.snapshot(order.step)
+                        snapshot = self._rank.snapshot(command.step)
                         writing = writer.submit(self._rank.checkpointer.write, snapshot)
                     else:
-                        self._take_part(order)
+                        self._try_execute(command)
 
     def weight_specs(self) -> list[TensorSpec]:
         """Returns the specifications of all tensors of the model, in sending order."""
@@ -75,47 +69,49 @@ class Follower:
             yield from self._engine.export_weights(rows=True)
 
     def score_canary(self) -> Canary:
-        """Raises, because only rank 0 answers this; this rank scores when rank 0 sends the command.
+        """Raises an error: all ranks score the canary together, on a command of rank 0.
 
         Raises:
             FailedPreconditionError: Always.
         """
-        raise FailedPreconditionError("ask rank 0 for the canary: all ranks score it together")
+        raise FailedPreconditionError("request the canary from rank 0: all ranks score it together")
 
-    def _take_part(self, order: Command) -> None:
+    def _try_execute(self, command: Command) -> None:
         try:
-            self._obey(order)
+            self._execute(command)
         except (ServiceError, ValueError) as error:
             if isinstance(error, OomLimitError) or self._command_group.has_failed:
                 raise  # other ranks wait for this one
             # Rank 0 got the same error and reports it; the next command may succeed.
-            logger.warning("order failed", extra={"order": order.kind.name, "error": str(error)})
-
-    def _obey(self, order: Command) -> None:
-        if order.kind is CommandKind.TRAIN:
-            meta = KVBatchMeta.from_bytes(order.payload)
-            self._rank.train(
-                order.step,
-                meta,
-                weight_version=order.weight_version,
-                num_steps=order.num_steps or None,
+            logger.warning(
+                "command failed", extra={"command": command.kind.name, "error": str(error)}
             )
-        elif order.kind is CommandKind.ACCUMULATE:
-            meta = KVBatchMeta.from_bytes(order.payload)
-            self._rank.accumulate(meta, weight_version=order.weight_version)
-        elif order.kind is CommandKind.GATHER:
+
+    def _execute(self, command: Command) -> None:
+        if command.kind is CommandKind.TRAIN:
+            meta = KVBatchMeta.from_bytes(command.payload)
+            self._rank.train(
+                command.step,
+                meta,
+                weight_version=command.weight_version,
+                num_steps=command.num_steps or None,
+            )
+        elif command.kind is CommandKind.ACCUMULATE:
+            meta = KVBatchMeta.from_bytes(command.payload)
+            self._rank.accumulate(meta, weight_version=command.weight_version)
+        elif command.kind is CommandKind.GATHER:
             for _ in self._engine.export_weights():
                 pass
-        elif order.kind is CommandKind.SLEEP:
+        elif command.kind is CommandKind.SLEEP:
             self._rank.sleep()
             self._command_group.gather("moved")
-        elif order.kind is CommandKind.WAKE:
+        elif command.kind is CommandKind.WAKE:
             self._rank.wake()
             self._command_group.gather("moved")
-        elif order.kind is CommandKind.SCORE:
+        elif command.kind is CommandKind.SCORE:
             canary_of(self._engine)
-        elif order.kind is CommandKind.ADD_FIELD and self._values is not None:
-            self._values.add(KVBatchMeta.from_bytes(order.payload))
+        elif command.kind is CommandKind.ADD_FIELD and self._values is not None:
+            self._values.add(KVBatchMeta.from_bytes(command.payload))
 
 
 def _await_written(writing: Future[Path]) -> None:

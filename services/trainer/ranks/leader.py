@@ -1,4 +1,4 @@
-"""Rank 0 as seen by its callers: trains each step once and in order, exports weights between steps."""
+"""Leader of a trainer's ranks: trains each step once and in order, exports weights between steps."""
 
 import asyncio
 import shutil
@@ -71,14 +71,7 @@ class Leader:
         values: FieldScoring | None = None,
         step: int = 0,
     ) -> None:
-        """Starts to answer calls, with the other ranks ready to execute commands.
-
-        Args:
-            rank: This process's part in training.
-            command_group: All ranks of the worker.
-            values: Scores batches; only for a critic.
-            step: Newest trained step.
-        """
+        """Starts to answer calls, with the other ranks ready to execute commands."""
         self._newest = (step, None)
         self._command_group = command_group
         self._values = values
@@ -95,12 +88,12 @@ class Leader:
     ) -> StepResult:
         """Trains a step, or returns the stored result if it is the newest one.
 
-        A running step is finished and counted even if the caller is gone: a restarted controller requests
-        the same step and receives its result.
+        A running step continues if the caller disconnects: a restarted controller requests the same step
+        and receives its result.
 
         Raises:
             FailedPreconditionError: If ``step`` does not follow the newest one.
-            UnavailableError: If the model is not loaded yet, or a rank is gone.
+            UnavailableError: If the model is not loaded yet, or a rank failed.
         """
         async with self._steps:
             if self._begun is None or self._begun[0] != step or self._begun[1].done():
@@ -115,7 +108,7 @@ class Leader:
 
         Raises:
             FailedPreconditionError: If ``step`` does not follow the newest one.
-            UnavailableError: If the model is not loaded yet, or a rank is gone.
+            UnavailableError: If the model is not loaded yet, or a rank failed.
         """
         self._attached()
         self._check_next(step)
@@ -126,10 +119,10 @@ class Leader:
     def _accumulate(self, meta: KVBatchMeta, weight_version: int) -> None:
         rank = self._attached()
         with self._turn, self._awake(), self._idle.working():
-            order = Command(
+            command = Command(
                 CommandKind.ACCUMULATE, weight_version=weight_version, payload=meta.to_bytes()
             )
-            self._command_group.broadcast(order)
+            self._command_group.broadcast(command)
             rank.accumulate(meta, weight_version=weight_version)
 
     async def newest_step(self) -> int:
@@ -164,7 +157,7 @@ class Leader:
         newest, _ = self._newest
         if step != newest + 1 and not self._may_miss_steps:
             raise FailedPreconditionError(
-                f"step {step} does not follow the newest one, which is {newest}; train step "
+                f"step {step} does not follow the newest step {newest}; train step "
                 f"{newest + 1} next",
                 step=step,
                 newest=newest,
@@ -195,12 +188,11 @@ class Leader:
         """Saves the state of the newest step. Training waits for the copy, not for the disk.
 
         Args:
-            step: The newest step.
             keep_steps: Steps whose checkpoints are kept besides the newest ones.
 
         Raises:
             FailedPreconditionError: If ``step`` is not the newest one.
-            UnavailableError: If the model is not loaded yet, or a rank is gone.
+            UnavailableError: If the model is not loaded yet, or a rank failed.
         """
         rank = self._attached()
         async with self._saving:
@@ -225,7 +217,7 @@ class Leader:
             newest, _ = self._newest
             if step != newest and not self._may_miss_steps:
                 raise FailedPreconditionError(
-                    f"step {step} cannot be saved, because the newest one is {newest}; save that one",
+                    f"step {step} cannot be saved, because the newest step is {newest}; save step {newest}",
                     step=step,
                     newest=newest,
                 )
@@ -238,7 +230,7 @@ class Leader:
 
     def _add_values(self, meta: KVBatchMeta) -> None:
         self._attached()
-        assert self._values is not None, "only a critic is asked for values"
+        assert self._values is not None, "only a critic computes values"
         with self._turn, self._command_group.guard():
             self._command_group.broadcast(Command(CommandKind.ADD_FIELD, payload=meta.to_bytes()))
             self._values.add(meta)
@@ -282,7 +274,6 @@ class Leader:
             return canary_of(engine)
 
     def stop(self) -> None:
-        """Stops the other ranks."""
         with self._turn:
             self._command_group.broadcast(Command(CommandKind.STOP))
 
@@ -299,7 +290,7 @@ class Leader:
 
     def _attached(self) -> Rank:
         if self._rank is None:
-            raise UnavailableError("the trainer still loads its model; ask again when it is loaded")
+            raise UnavailableError("the trainer is still loading its model; retry later")
         return self._rank
 
 

@@ -25,6 +25,7 @@ from services.trainer.checkpoint.checkpointer import Checkpointer, Snapshot
 from services.trainer.engines.base import OomLimitError, TrainEngine, score_text
 from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.training_recorder import TrainingRecorder
+from services.trainer.record.recorder import StepRecorder
 from services.trainer.steps.step import StepResult
 from services.trainer.transfers import Fetch, fetch_model_inputs
 from services.weightsync.canary import Canary, canary_text
@@ -80,7 +81,7 @@ class Runner(Protocol):
     ) -> None:
         """Accumulates gradients of some groups of the next batch."""
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         """Drops all accumulated gradients."""
 
     def run(
@@ -118,12 +119,9 @@ class Rank:
     """One rank's part in training. All ranks must make the same calls in the same order.
 
     Args:
-        runner: Trains the fetched samples.
-        fetch: Fetches samples from the transferqueue.
-        spec: The run.
         checkpointer: Saves and loads the engines that train.
-        profiler: Writes profiles of chosen steps.
         recorder: Records how samples were trained, for people to read; None on other ranks.
+        step_recorder: Records the steps, to replay them; None if the run does not.
     """
 
     def __init__(
@@ -135,10 +133,12 @@ class Rank:
         checkpointer: Checkpointer,
         profiler: StepProfiler = NO_PROFILES,
         recorder: TrainingRecorder | None = None,
+        step_recorder: StepRecorder | None = None,
     ) -> None:
         self.runner = runner
         self.checkpointer = checkpointer
-        self._fetch = fetch
+        self._fetch = fetch if step_recorder is None else step_recorder.recorded(fetch)
+        self._step_recorder = step_recorder
         self._recorder = recorder
         self._spec = spec
         self._ranks = runner.engine.ranks
@@ -152,8 +152,8 @@ class Rank:
     def accumulate(self, meta: KVBatchMeta, *, weight_version: int) -> None:
         """Accumulates gradients of some groups of the next step. Blocks; runs in a thread.
 
-        The step then trains only its other groups. If an accumulated group turns out not to belong to the
-        step, all accumulated gradients are dropped, which costs only time.
+        The step then trains only its other groups. If an accumulated group does not belong to the step, the
+        rank drops all accumulated gradients and trains the whole step.
 
         Args:
             meta: The groups; those that were accumulated before are skipped.
@@ -164,7 +164,7 @@ class Rank:
         """
         runner = self.runner
         if self._early[0] != weight_version:
-            self._forget_early()
+            self._drop_accumulated()
         samples = _samples_of(meta)
         new = [index for index, sample in enumerate(samples) if sample not in self._early[1]]
         if not new:
@@ -175,23 +175,25 @@ class Rank:
         try:
             runner.accumulate(weight_version, share.samples, share.cohort, share.plan)
         except OomLimitError as error:
-            self._forget_early()
+            self._drop_accumulated()
             if self._spec.trainer.world_size > 1:
                 raise
             logger.warning("groups wait for their step", extra={"error": str(error)})
             return
         except BaseException:
-            self._forget_early()
+            self._drop_accumulated()
             raise
         self._early = weight_version, self._early[1] | frozenset(samples)
+        if self._step_recorder is not None:
+            self._step_recorder.accumulated(meta.select(new), weight_version=weight_version)
 
-    def _forget_early(self) -> None:
-        self.runner.forget()
+    def _drop_accumulated(self) -> None:
+        self.runner.drop_gradients()
         self._early = (-1, frozenset())
         if self._recorder is not None:
-            self._recorder.forget()
+            self._recorder.discard()
 
-    def _without_early(self, meta: KVBatchMeta, weight_version: int) -> KVBatchMeta:
+    def _without_accumulated(self, meta: KVBatchMeta, weight_version: int) -> KVBatchMeta:
         """Returns the part of a batch that is not accumulated yet.
 
         Returns the whole batch, and drops the gradients, if the accumulated groups are not a part of it.
@@ -199,7 +201,7 @@ class Rank:
         samples, early = _samples_of(meta), self._early[1]
         if self._early[0] == weight_version and early < set(samples):
             return meta.select([i for i, sample in enumerate(samples) if sample not in early])
-        self._forget_early()
+        self._drop_accumulated()
         return meta
 
     def train(
@@ -214,7 +216,6 @@ class Rank:
 
         Args:
             step: Number of the step, from 1.
-            meta: The whole batch.
             weight_version: Version of the weights that the step starts from; None means ``step - 1``.
             num_steps: Steps of the whole run; None keeps the known number.
 
@@ -227,7 +228,7 @@ class Rank:
         version = step - 1 if weight_version is None else weight_version
         if num_steps is not None:
             self.runner.num_steps = num_steps
-        left = self._without_early(meta, version)
+        left = self._without_accumulated(meta, version)
         try:
             result = self._trained(step, left, version)
         except OomLimitError:
@@ -237,11 +238,23 @@ class Rank:
             result = self._trained(step, meta, version)
         if result.skipped:
             logger.error("step skipped", extra={"step": step, "keys": " ".join(meta.keys[:64])})
+        if self._guard.must_rewind(step, skipped=result.skipped):
+            result.metrics["rewound_to_step"] = float(self.restore())
+        if self._step_recorder is not None:
+            timer = PhaseTimer()
+            with timer("record"):
+                self._step_recorder.finish(
+                    step,
+                    meta,
+                    result,
+                    weight_version=version,
+                    num_steps=self.runner.num_steps,
+                    engine=self.runner.engine,
+                )
+            result.metrics["seconds_record"] = timer.seconds["record"]
         seconds = sum(v for name, v in result.metrics.items() if name.startswith("seconds_"))
         result.metrics["seconds_total"] = seconds
         result.metrics["tokens_per_s"] = result.metrics.get("tokens", 0.0) / max(seconds, 1e-9)
-        if self._guard.must_rewind(step, skipped=result.skipped):
-            result.metrics["rewound_to_step"] = float(self.restore())
         return result
 
     def _trained(self, step: int, meta: KVBatchMeta, weight_version: int) -> StepResult:
@@ -255,7 +268,7 @@ class Rank:
             what = "reward" if "rewards" in found else "logprob"
             metrics = {"nonfinite_inputs": 1.0, f"nonfinite_{what}": 1.0}
             result = StepResult(metrics=metrics, skipped=True)
-            self._forget_early()
+            self._drop_accumulated()
         else:
             try:
                 with self._profiler(step):
@@ -263,7 +276,7 @@ class Rank:
                         weight_version, share.samples, share.cohort, share.plan
                     )
             except BaseException:
-                self._forget_early()
+                self._drop_accumulated()
                 raise
             self._early = (-1, frozenset())
             if self._recorder is not None:
@@ -273,6 +286,8 @@ class Rank:
 
     def snapshot(self, step: int) -> Snapshot:
         """Copies the training state after a step, so that training continues while the copy is written."""
+        if self._step_recorder is not None:
+            self._step_recorder.wait()
         return self.checkpointer.snapshot(step, {"step": step, **self.runner.facts()})
 
     def restore(self, folder: Path | None = None) -> int:
@@ -305,7 +320,7 @@ class Rank:
             FailedPreconditionError: If other processes have it.
         """
         if self._is_asleep:
-            raise FailedPreconditionError("the trainer sleeps; wake it first")
+            raise FailedPreconditionError("the trainer is asleep; wake it first")
 
     def _share(self, meta: KVBatchMeta, weight_version: int, *, num_updates: int) -> "_Share":
         """Plans a batch and fetches this rank's samples; fails on all ranks if one cannot fetch its own."""
@@ -324,7 +339,7 @@ class Rank:
         )
         samples = empty_samples(fields)
         is_outdated = False
-        with self._ranks.agreed("fetch its share of the batch"):
+        with self._ranks.fail_together("fetch its share of the batch"):
             if own.rows:
                 fetched = self._fetch(meta.select(own.rows), fields)
                 is_outdated = _is_outdated(fetched, weight_version)

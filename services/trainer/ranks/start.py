@@ -56,7 +56,6 @@ class FollowerStart:
 
 
 def connect_data(address: str, spec: RunSpec) -> AbstractAsyncContextManager[DataClient]:
-    """Connects a rank to the transferqueue."""
     return DataClient.connect(address, put_timeout_s=spec.transferqueue.put_timeout_s)
 
 
@@ -70,11 +69,8 @@ async def load(
     """Loads all ranks, as rank 0.
 
     Args:
-        stack: Closes the connection to the transferqueue.
         session: Registration at the controller, with the run's specification.
         command_group: All ranks; the others wait for the run's specification.
-        settings: Settings of this process.
-        build: Loads this rank's models.
     """
     loop = asyncio.get_running_loop()
 

@@ -23,14 +23,13 @@ class TrainingRecorder:
 
     Args:
         store_records: Stores records without waiting for the result.
-        spec: The run.
     """
 
     def __init__(self, store_records: StoreRecords, spec: RunSpec) -> None:
         self._store_records = store_records
         self._spec = spec
         self._keys: dict[int, str] = {}
-        self._taken: dict[str, dict[int, dict[str, Tensor]]] = {}
+        self._collected: dict[str, dict[int, dict[str, Tensor]]] = {}
 
     def begin(self, meta: KVBatchMeta) -> None:
         """Selects the recorded samples of the next batch."""
@@ -41,7 +40,7 @@ class TrainingRecorder:
         }
         self._keys = {row: key for row, key in enumerate(meta.keys) if kept[group_of(key)]}
 
-    def take(self, part: Samples, logprobs: Tensor) -> None:
+    def collect(self, part: Samples, logprobs: Tensor) -> None:
         """Collects a micro-batch with its logprobs ``[R]`` under the weights that it is trained with."""
         rows = part.rows.tolist()
         if self._keys.keys().isdisjoint(rows):
@@ -53,29 +52,27 @@ class TrainingRecorder:
             if row in self._keys:
                 own = {name: values[index] for name, values in columns.items()}
                 if number > 0:
-                    own = _behind_prompt(own, int(part.prompts.lengths[index]))
-                self._taken.setdefault(self._keys[row], {})[number] = own
+                    own = _after_prompt(own, int(part.prompts.lengths[index]))
+                self._collected.setdefault(self._keys[row], {})[number] = own
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Drops everything collected, because it is not trained."""
-        self._taken = {}
+        self._collected = {}
 
     def flush(self, partition: str, *, step: int, weight_version: int) -> None:
         """Sends the records of everything that a step trained.
 
         Args:
-            partition: Partition of the samples.
-            step: Number of the step.
             weight_version: Version of the weights that the step started from.
         """
-        taken, self._taken = self._taken, {}
-        if not taken:
+        collected, self._collected = self._collected, {}
+        if not collected:
             return
-        rows = [_joined(sequences) for sequences in taken.values()]
+        rows = [_joined(sequences) for sequences in collected.values()]
         records = [{"step": step, **_facts(row, weight_version)} for row in rows]
         self._store_records(
             partition_id(run_of(partition), "records"),
-            [f"{key}/trained" for key in taken],
+            [f"{key}/trained" for key in collected],
             {
                 "training_record": [_as_bytes(record) for record in records],
                 "advantages": [row["advantages"].float() for row in rows],
@@ -85,7 +82,7 @@ class TrainingRecorder:
         )
 
 
-def _behind_prompt(columns: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
+def _after_prompt(columns: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
     """Prepends zeros for the prompt of a further sequence, which is a part of the sample's response."""
     return {
         name: torch.cat([values.new_zeros(num_tokens), values]) for name, values in columns.items()

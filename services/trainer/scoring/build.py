@@ -4,24 +4,24 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from services.common.models.teachers import check_teacher
+from services.common.models.tokenizer import check_teacher
 from services.common.runspec.run import RunSpec
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import Progress
 from services.trainer.engines.fsdp.build import Loader
 from services.trainer.engines.fsdp.engine import FsdpEngine
-from services.trainer.engines.fsdp.oom import recall
+from services.trainer.engines.fsdp.oom import load_oom_limits
 from services.trainer.engines.fsdp.parallel import RankTopology, build_topology
 from services.trainer.model.policy import Policy, freeze
 from services.trainer.ranks.build import device_of
-from services.trainer.scoring.scorer import Scorer
+from services.trainer.scoring.leader import Scorer
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.transfers import QueueTransfers, of_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class BuiltScorer:
+class LoadedScorer:
     """A loaded rank of a scoring worker."""
 
     scorer: Scorer
@@ -30,7 +30,7 @@ class BuiltScorer:
 
 def build_policy(
     spec: RunSpec, settings: TrainerSettings, *, transfers: QueueTransfers, progress: Progress
-) -> BuiltScorer:
+) -> LoadedScorer:
     """Builds the policy of the role logp, without weights: it must adopt published ones before it scores.
 
     Blocks; runs in a thread. All ranks must call it.
@@ -43,7 +43,7 @@ def build_policy(
 
 def build_reference(
     spec: RunSpec, settings: TrainerSettings, *, transfers: QueueTransfers, progress: Progress
-) -> BuiltScorer:
+) -> LoadedScorer:
     """Loads the frozen base model of the role ref_logp, in the dtype that the trainer computes in.
 
     Blocks; runs in a thread. All ranks must call it.
@@ -64,7 +64,7 @@ def _build(
     transfers: QueueTransfers,
     progress: Progress,
     is_reference: bool,
-) -> BuiltScorer:
+) -> LoadedScorer:
     spec = _scoring_spec(spec)
     topology = _topology(spec, settings)
     loader = Loader(spec, settings, topology, progress)
@@ -76,7 +76,7 @@ def _build(
         return freeze(Policy(model, temperature=temperature, routing_replay=replay))
 
     policy = loader.load(make) if is_reference else loader.shape(make)
-    oom_limits = recall(settings, spec.trainer, ranks=topology.data)
+    oom_limits = load_oom_limits(settings, spec.trainer, ranks=topology.data)
     engine = FsdpEngine(policy, spec=spec, topology=topology, oom_limits=oom_limits)
     fields = FieldScoring(
         "ref_logprobs" if is_reference else "proximal_logprobs",
@@ -85,7 +85,7 @@ def _build(
         add=transfers.add,
         shares_prefixes=spec.shares_prefixes,
     )
-    return BuiltScorer(Scorer(engine), fields)
+    return LoadedScorer(Scorer(engine), fields)
 
 
 def _scoring_spec(spec: RunSpec) -> RunSpec:

@@ -6,14 +6,66 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.common.errors import FailedPreconditionError, ServiceError
-from services.trainer.engines.base import OomLimitError
+from services.common.models.loading import stored_tensors
+from services.trainer.engines.base import OomLimitError, score_text
+from services.trainer.engines.fsdp.engine import FsdpEngine
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
-from services.trainer.scoring.scorer import Scorer
 from services.trainer.steps.fields import FieldScoring, lacking
 from services.wire.batch import KVBatchMeta
+
+
+class Scorer:
+    """Scores text and adopts weights. All ranks must make the same calls in the same order, one at a time."""
+
+    def __init__(self, engine: FsdpEngine) -> None:
+        self._engine = engine
+
+    def score_text(self, token_ids: Sequence[int]) -> list[float]:
+        """Returns the logprob of each token except the first, at temperature 1."""
+        return score_text(self._engine, token_ids)
+
+    def live(self) -> dict[str, Tensor]:
+        """Returns the live weights by name for writing in place; this rank's rows if they are sharded."""
+        return {
+            name: value.detach()
+            for name, value in stored_tensors(self._engine.module.model).items()
+        }
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Checks that tensors have the names of this model's weights.
+
+        Raises:
+            ValueError: If names are missing or unknown.
+        """
+        names = self.live().keys()
+        if names != tensors.keys():
+            raise ValueError(
+                f"the weights lack {sorted(names - tensors.keys())[:3]} and have "
+                f"{sorted(tensors.keys() - names)[:3]} that the model does not"
+            )
+
+    @torch.no_grad()
+    def adopt(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Replaces the weights. If they are sharded, each rank receives its rows, one tensor after the other.
+
+        Args:
+            tensors: Whole, checked tensors on rank 0; None on the other ranks.
+        """
+        for name, live in self.live().items():
+            if isinstance(live, DTensor):
+                whole = torch.empty(live.shape, dtype=live.dtype, device=self._engine.device)
+                if tensors is not None:
+                    whole.copy_(tensors[name])
+                live.copy_(distribute_tensor(whole, live.device_mesh, live.placements))
+            else:
+                assert tensors is not None, "only sharded weights have several ranks"
+                live.copy_(tensors[name])
+
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +74,6 @@ class ScoringLeader:
     """Rank 0 of a scoring worker. Its methods block and are thread-safe.
 
     Args:
-        scorer: This rank's part of the policy.
-        fields: This rank's part in scoring samples.
         command_group: All ranks; the others run :func:`follow`.
         version: Version of the weights; -1 for weights that must not be used yet.
     """
@@ -47,13 +97,12 @@ class ScoringLeader:
         """Scores samples that lack the field and stores it; returns the number of these samples.
 
         Args:
-            meta: The samples.
             version: Expected weight version; None accepts the current one.
 
         Raises:
             NotFoundError: If samples were released meanwhile.
             FailedPreconditionError: If other weights are in service.
-            UnavailableError: If a rank is gone.
+            UnavailableError: If a rank failed.
         """
         meta = lacking(meta, self._fields.field)
         if meta.num_keys == 0:
@@ -61,8 +110,8 @@ class ScoringLeader:
         with self._turn, self._command_group.guard():
             if version is not None and version != self.version:
                 raise FailedPreconditionError(
-                    f"weights {version} are asked for, but this worker has {self.version}; publish "
-                    "them first",
+                    f"the request needs weight version {version}, but this worker has {self.version}; "
+                    f"publish version {version} first",
                     asked=version,
                     served=self.version,
                 )
@@ -85,7 +134,7 @@ class ScoringLeader:
 
         Raises:
             ValueError: If the weights are not those of this model.
-            UnavailableError: If a rank is gone.
+            UnavailableError: If a rank failed.
         """
         self._scorer.check(tensors)
         if not self._is_open:
@@ -123,7 +172,6 @@ class ScoringLeader:
             self.version = -1
 
     def stop(self) -> None:
-        """Stops the other ranks."""
         self.close()
         with self._turn:
             self._command_group.broadcast(Command(CommandKind.STOP))
@@ -136,17 +184,19 @@ def follow(command_group: CommandGroup, scorer: Scorer, fields: FieldScoring) ->
         RankFailedError: If this rank or another one fails; the other ranks have been notified by then.
     """
     with command_group.guard(ends=True):
-        while (order := command_group.receive()).kind is not CommandKind.STOP:
+        while (command := command_group.receive()).kind is not CommandKind.STOP:
             try:
-                if order.kind is CommandKind.ADD_FIELD:
-                    fields.add(KVBatchMeta.from_bytes(order.payload), version=order.weight_version)
-                elif order.kind is CommandKind.SCORE:
-                    scorer.score_text(json.loads(order.payload))
-                elif order.kind is CommandKind.ADOPT:
+                if command.kind is CommandKind.ADD_FIELD:
+                    fields.add(
+                        KVBatchMeta.from_bytes(command.payload), version=command.weight_version
+                    )
+                elif command.kind is CommandKind.SCORE:
+                    scorer.score_text(json.loads(command.payload))
+                elif command.kind is CommandKind.ADOPT:
                     scorer.adopt(None)
             except (ServiceError, ValueError) as error:
                 if isinstance(error, OomLimitError) or command_group.has_failed:
                     raise  # other ranks wait for this one
                 # Rank 0 got the same error and reports it; the next command may succeed.
-                told = {"order": order.kind.name, "error": str(error)}
-                logger.warning("order failed", extra=told)
+                facts = {"command": command.kind.name, "error": str(error)}
+                logger.warning("command failed", extra=facts)

@@ -1,37 +1,57 @@
 """Rank 0 of a worker of the role logp or ref_logp: loads, registers and scores until the controller stops it.
 
-ref_logp  holds the frozen base model and scores groups as they finish (scoring.reference)
-logp      holds the published weights and scores the batches that it receives (scoring.server)
+ref_logp  holds the frozen base model and scores groups as they finish, in parallel with generation and
+          training. It leases samples from the transferqueue, so the leases of a dead worker go to the others.
+          The controller sees a group only after the field is stored.
+logp      holds the published weights and scores the batches that the controller sends.
 """
 
 import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from typing import Any
 
 import grpc
 import torch
+from torch import Tensor
 
+from services.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
+from services.common.fields import partition_id
 from services.common.lifetime import report_ready
 from services.common.rpc.server import serve
+from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup
+from services.trainer import metrics
 from services.trainer.ranks.build import device_of
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.start import FollowerStart, load, until_stopped
 from services.trainer.scoring.build import build_policy, build_reference
 from services.trainer.scoring.leader import ScoringLeader, follow
-from services.trainer.scoring.reference import ReferenceScoring
-from services.trainer.scoring.server import ScoringServicer
 from services.trainer.settings import TrainerSettings
+from services.weightsync.endpoints import Place
 from services.weightsync.member import WeightMember
+from services.weightsync.modes.placing import live_placer
+from services.weightsync.plan import WeightPlan
 from services.weightsync.server import serve_member
+from services.wire.batch import KVBatchMeta
 from services.wire.controller import WorkerSession
 from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.types import AcquireRequest
+from slipstream.trainer.v1 import scoring_pb2 as pb
 from slipstream.trainer.v1 import scoring_pb2_grpc
 
 _REFERENCE_VERSION = 0
 
 
 async def serve_logp(settings: TrainerSettings) -> None:
-    """Serves one run in the role logp."""
     command_group = CommandGroup(settings.world_size)
     async with AsyncExitStack() as stack:
         stack.enter_context(command_group.listening())
@@ -72,7 +92,6 @@ async def follow_logp(start: FollowerStart) -> None:
 
 
 async def serve_ref_logp(settings: TrainerSettings) -> None:
-    """Serves one run in the role ref_logp."""
     command_group = CommandGroup(settings.world_size)
     async with AsyncExitStack() as stack:
         stack.enter_context(command_group.listening())
@@ -104,3 +123,174 @@ async def follow_ref_logp(start: FollowerStart) -> None:
     """Executes the commands of rank 0 in the role ref_logp."""
     built = await start.build(build_reference)
     await asyncio.to_thread(follow, start.command_group, built.scorer, built.fields)
+
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ScoringServicer(scoring_pb2_grpc.ScoringServiceServicer):
+    """Implements the gRPC ``ScoringService`` and receives published weights.
+
+    Raises ``UnavailableError`` until :meth:`attach`.
+
+    Args:
+        on_refused: Called with the reason if this worker stops scoring until it receives other weights.
+    """
+
+    def __init__(self, run_id: str, on_refused: Callable[[str], None]) -> None:
+        self._run_id = run_id
+        self._on_refused = on_refused
+        self._leader: ScoringLeader | None = None
+        self._live: Mapping[str, Tensor] = {}
+
+    def attach(self, leader: ScoringLeader) -> None:
+        """Starts to answer calls."""
+        self._leader = leader
+
+    async def ScoreBatch(
+        self, request: pb.ScoreBatchRequest, context: _Context
+    ) -> pb.ScoreBatchResponse:
+        """Adds proximal logprobs to samples."""
+        leader = self._attached()
+        meta = KVBatchMeta.from_proto(request.batch)
+        start = time.perf_counter()
+        await asyncio.to_thread(leader.add, meta, version=request.weight_version)
+        spent_s = time.perf_counter() - start
+        metrics.STEP_SECONDS.labels(self._run_id, "old_logprob").observe(spent_s)
+        return pb.ScoreBatchResponse(duration_s=spent_s)
+
+    async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
+        """Adopts a version; returns the seconds in which nothing was scored."""
+        leader = self._attached()
+        try:
+            return await asyncio.to_thread(leader.adopt, version, tensors)
+        except ValueError as error:
+            raise InvalidArgumentError(str(error), version=version) from error
+
+    async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
+        """Returns the logprob of each token except the first, under the live weights at temperature 1."""
+        leader = self._attached()
+        return await asyncio.to_thread(leader.score_text, token_ids)
+
+    async def refuse_weights(self, reason: str) -> None:
+        """Stops scoring until other weights are adopted, because the live ones differ from the trainer's."""
+        leader = self._attached()
+        await asyncio.to_thread(leader.refuse)
+        self._on_refused(reason)
+
+    async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
+        """Blocks scoring, and returns a function that writes received tensors into the live weights."""
+        leader = self._attached()
+        self._live = await asyncio.to_thread(leader.open)
+        return live_placer(plan, self._live)
+
+    async def adopt_placed(self, version: int) -> float:
+        """Adopts the weights that were written in place."""
+        return await self.adopt_weights(version, self._live)
+
+    async def close_weights(self) -> None:
+        """Resumes scoring with the live weights, if nothing was written into them."""
+        leader = self._attached()
+        leader.close()
+
+    def _attached(self) -> ScoringLeader:
+        if self._leader is None:
+            raise UnavailableError("this worker is still loading its model; retry later")
+        return self._leader
+
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 60.0
+# Delay before a retry if the transferqueue restarts or does not hold the run yet.
+_RETRY_S = 0.5
+# After this time, the samples of a dead worker go to another one. If a live worker takes longer, its work
+# may be done twice, which changes nothing.
+_LEASE_S = 15.0
+_CONSUMER = "ref_logp"
+
+
+class ReferenceScoring:
+    """Scores groups until it is cancelled.
+
+    Args:
+        run_id: The run's id, which also names the partition of its samples.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        run_id: str,
+        *,
+        leader: ScoringLeader,
+        queue: TransferQueueClient,
+    ) -> None:
+        self._spec = spec
+        self._run_id = run_id
+        self._leader = leader
+        self._queue = queue
+
+    async def run(self) -> None:
+        """Leases and scores groups forever."""
+        while True:
+            try:
+                leases = await self._lease()
+                await self._score(leases)
+            except (UnavailableError, NotFoundError) as error:
+                logger.info("scoring failed; retrying", extra={"reason": str(error)})
+                await asyncio.sleep(_RETRY_S)
+
+    async def _lease(self) -> list[KVBatchMeta]:
+        """Leases one group, and further available ones up to the tokens of one forward pass of all ranks."""
+        most = self._spec.trainer.tokens_per_micro_batch * self._spec.topology.scoring_ranks
+        waited_from = time.perf_counter()
+        leases: list[KVBatchMeta] = []
+        tokens, wait_s = 0, _WAIT_S
+        while tokens < most:
+            try:
+                meta = await self._queue.acquire(self._request(wait_s))
+            except DeadlineExceededError:
+                break
+            leases.append(meta)
+            tokens += sum(sum(meta.column(name).lengths) for name in ("prompt_ids", "response_ids"))
+            wait_s = 0.0
+        waited_s = time.perf_counter() - waited_from
+        metrics.IDLE_SECONDS.labels(self._run_id, "no_data").inc(waited_s)
+        return leases
+
+    def _request(self, wait_s: float) -> AcquireRequest:
+        return AcquireRequest(
+            partition_id=partition_id(self._run_id, "train"),
+            consumer=_CONSUMER,
+            fields=("prompt_ids", "response_ids"),
+            num_keys=self._spec.samples_per_group,
+            group_size=self._spec.samples_per_group,
+            lease_s=_LEASE_S,
+            wait_s=wait_s,
+        )
+
+    async def _score(self, leases: list[KVBatchMeta]) -> None:
+        if not leases:
+            return
+        start = time.perf_counter()
+        whole = KVBatchMeta.concat(leases)
+        try:
+            await asyncio.to_thread(self._leader.add, whole)
+        except NotFoundError as error:
+            # One group was released meanwhile; score the others one by one.
+            logger.info("samples were released", extra={"reason": str(error)})
+            if len(leases) > 1:
+                for meta in leases:
+                    await self._score([meta])
+            return
+        for meta in leases:
+            await self._acknowledge(meta)
+        metrics.STEP_SECONDS.labels(self._run_id, "ref_logprob").observe(
+            time.perf_counter() - start
+        )
+
+    async def _acknowledge(self, meta: KVBatchMeta) -> None:
+        try:
+            await self._queue.ack(meta)
+        except FailedPreconditionError as error:
+            logger.info("lease expired; the samples are scored", extra={"reason": str(error)})

@@ -1,5 +1,6 @@
 """Turns rewards into token advantages with the specified estimator, over all ranks."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -32,11 +33,6 @@ class Credit:
 class CreditAssigner:
     """Assigns advantages to this rank's tokens; group statistics and whitening cover the whole batch.
 
-    Args:
-        spec: The algorithm.
-        ranks: All data-parallel ranks.
-        max_response_tokens: Max tokens of a response.
-
     Raises:
         ValueError: If the advantage is a user's function that does not load or does not accept its
             arguments.
@@ -51,12 +47,12 @@ class CreditAssigner:
             spec.arguments_of_advantage,
             "algorithm.advantage",
         )
-        self._add_up: Callable[[Tensor], Tensor] = ranks.sum
+        self._sum_over_ranks: Callable[[Tensor], Tensor] = ranks.sum
         if not kind.is_own:
             self._estimate = bind_callable(kind.function, arguments, key=key)
             return
         own = OwnFunction(kind.function, arguments, key=key)
-        self._estimate, self._add_up = own, own.adding_up(ranks.sum, num_ranks=ranks.size)
+        self._estimate, self._sum_over_ranks = own, own.checked_sum(ranks.sum, num_ranks=ranks.size)
         self._try()
 
     def __call__(self, samples: Samples, cohort: BatchFacts, *, kl_coefficient: float) -> Credit:
@@ -65,7 +61,6 @@ class CreditAssigner:
         Args:
             samples: This rank's samples. Needs the columns ``proximal_logprobs`` and ``ref_logprobs``
                 with a KL penalty in the reward, and ``values`` with a critic.
-            cohort: The whole batch.
             kl_coefficient: Current weight of the KL penalty in the reward; 0 for none.
 
         Raises:
@@ -79,13 +74,13 @@ class CreditAssigner:
         if not isinstance(values, Tensor) or values.shape != batch.rewards.shape:
             raise ValueError(
                 f"algorithm.advantage {self._spec.advantage!r} must return one advantage for each of "
-                f"{len(batch.rewards)} tokens, but returned {_described(values)}; use batch.spread for "
+                f"{len(batch.rewards)} tokens, but returned {_described(values)}; use batch.expand for "
                 "one per sequence"
             )
         return Credit(
             torch.where(batch.mask, values, 0.0).float(),
             None if returns is None else returns.float(),
-            samples.by_sample.spread(shaped).float(),
+            samples.by_sample.expand(shaped).float(),
         )
 
     def _try(self) -> None:
@@ -134,21 +129,22 @@ class CreditAssigner:
         greedy_scores[cohort.groups[cohort.lost_baseline]] = 0.0
         values = samples.tokens.get("values")
         earned = samples.tokens.get(TOKEN_REWARDS, torch.zeros(len(mask))).to(torch.float64)
-        rest = by_sample.spread(scores - by_sample.sum(segments.sum(earned)))
+        rest = by_sample.expand(scores - by_sample.sum(segments.sum(earned)))
         batch = ScoredBatch(
             scores=whole[member],
             groups=groups,
             lengths=lengths[member],
             greedy_scores=greedy_scores,
             prompts=cohort.groups[samples.rows],
+            terms=_terms(cohort),
             places=places[samples.rows],
             segments=segments,
             # In each sequence, the last sampled token receives the reward that no token earned.
-            rewards=earned + torch.where(segments.last(mask), segments.spread(rest), 0.0) - penalty,
+            rewards=earned + torch.where(segments.last(mask), segments.expand(rest), 0.0) - penalty,
             mask=mask,
             trained=samples.tokens["loss_mask"],
             values=None if values is None else values.to(torch.float64),
-            add_up=self._add_up,
+            sum_over_ranks=self._sum_over_ranks,
         )
         return batch, shaped
 
@@ -183,6 +179,14 @@ class CreditAssigner:
         whole = torch.zeros(len(cohort.groups), dtype=torch.float64)
         whole[samples.rows[samples.is_first]] = values.to(torch.float64)
         return self._ranks.sum(whole)
+
+
+def _terms(cohort: BatchFacts) -> dict[str, Tensor]:
+    """Returns the terms that all members of a batch have, ``[M]`` float64 by name."""
+    members = cohort.is_member.nonzero().flatten().tolist()
+    rows = [json.loads(cohort.terms[row]) for row in members] if cohort.terms else []
+    names = [name for name in rows[0] if all(name in row for row in rows)] if rows else []
+    return {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in names}
 
 
 def _described(value: object) -> str:

@@ -1,7 +1,6 @@
 """The critic of GAE: predicts returns and trains on the same batches as the policy."""
 
 import math
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,15 +14,11 @@ from services.trainer.engines.base import Micros, TrainEngine
 from services.trainer.steps.objective import num_counted
 from services.trainer.steps.updates import Updates
 
-CRITIC: Final = "critic"
-"""Subfolder of the critic's checkpoint in the policy's."""
-
 
 class ValueLoss:
     """Loss of one update of the critic.
 
     Args:
-        spec: The algorithm.
         totals: ``[2]`` tokens and sequences that train in the update, over all ranks.
     """
 
@@ -37,7 +32,13 @@ class ValueLoss:
         """Scalar: number of tokens that train in the update, over all ranks."""
         return self.totals[0]
 
-    def __call__(self, part: Samples, scores: Tensor, entropy: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        part: Samples,
+        scores: Tensor,
+        entropy: Tensor | None = None,
+        divergence: Tensor | None = None,
+    ) -> Tensor:
         """Returns a micro-batch's share of the loss."""
         device = scores.device
         columns, (tokens, sequences) = part.to(device).tokens, self.totals.to(device).unbind()
@@ -61,12 +62,7 @@ class ValueLoss:
 
 
 class CriticRunner:
-    """Trains the critic.
-
-    Args:
-        engine: Engine of the critic.
-        spec: The run.
-    """
+    """Trains the critic."""
 
     def __init__(self, engine: TrainEngine, *, spec: RunSpec) -> None:
         self.engine = engine
@@ -93,8 +89,6 @@ class CriticRunner:
 
         Args:
             samples: This rank's samples, with ``values`` and ``returns``.
-            work: Positions of the sequences of each micro-batch.
-            tally: Receives the reported terms.
             num_steps: Steps of the whole run.
         """
         mask, ranks = samples.tokens["loss_mask"], self.engine.ranks

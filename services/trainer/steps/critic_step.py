@@ -9,7 +9,7 @@ from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import BatchFacts, Samples
-from services.trainer.checkpoint.checkpointer import counter
+from services.trainer.checkpoint.compatibility import counter
 from services.trainer.collectives import MetricTotals
 from services.trainer.engines.base import TrainEngine
 from services.trainer.steps.credit import CreditAssigner
@@ -18,12 +18,7 @@ from services.trainer.steps.step import StepResult, without_unscored
 
 
 class CriticStepRunner:
-    """Trains the critic on one batch after another, towards the returns that the policy is trained with.
-
-    Args:
-        critic: Trains the critic.
-        spec: The run.
-    """
+    """Trains the critic on one batch after another, towards the returns that the policy is trained with."""
 
     def __init__(self, critic: CriticRunner, *, spec: RunSpec) -> None:
         self.critic = critic
@@ -42,8 +37,6 @@ class CriticStepRunner:
         Args:
             weight_version: Version of the policy's weights that the step starts from.
             samples: This rank's samples, with the ``values`` that the critic computed before.
-            cohort: The whole batch.
-            plan: This rank's work.
         """
         begin, tally = time.perf_counter(), MetricTotals()
         samples, plan = without_unscored(samples, plan)
@@ -71,7 +64,7 @@ class CriticStepRunner:
         """
         raise FailedPreconditionError("a critic trains whole steps; only the policy trains early")
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         """Does nothing, because nothing is accumulated."""
 
     def trained(self) -> dict[str, TrainEngine]:
@@ -79,7 +72,6 @@ class CriticStepRunner:
         return {"": self.engine}
 
     def engines(self) -> list[TrainEngine]:
-        """Returns the critic's engine."""
         return [self.engine]
 
     def facts(self) -> dict[str, float]:
@@ -87,5 +79,4 @@ class CriticStepRunner:
         return {counter(""): self.critic.updates.count}
 
     def restore(self, facts: Mapping[str, float]) -> None:
-        """Restores the numbers of a checkpoint."""
         self.critic.updates.count = int(facts[counter("")])

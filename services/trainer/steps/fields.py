@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from services.common.fields import ROUTED_EXPERTS
+from services.common.fields import ROUTED_EXPERTS, SAMPLING_MASK
 from services.trainer.batch.plan import plan_step, shard_of
 from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.batch.sequences import sequences_of
@@ -18,7 +18,7 @@ VERSION_OF = {"proximal_logprobs": "proximal_version"}
 """Name of the field that stores the weight version of another field."""
 
 _INPUTS = ("prompt_ids", "response_ids")
-_OPTIONAL_INPUTS = ("version_runs", ROUTED_EXPERTS)
+_OPTIONAL_INPUTS = ("version_runs", ROUTED_EXPERTS, SAMPLING_MASK)
 
 
 class FieldScoring:
@@ -27,8 +27,6 @@ class FieldScoring:
     Args:
         field: ``values``, ``ref_logprobs`` or ``proximal_logprobs``.
         engine: Engine that computes the field; all ranks call it, including those without samples.
-        fetch: Fetches samples from the transferqueue.
-        add: Adds the field to the stored samples.
         shares_prefixes: True if tokens that samples have in common are computed once.
     """
 
@@ -72,7 +70,7 @@ class FieldScoring:
         empty = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
         inputs: Mapping[str, Jagged] = dict.fromkeys(_INPUTS, empty)
         bundles: list[ModelInputs] = []
-        with self._ranks.agreed("fetch its share of the batch"):
+        with self._ranks.fail_together("fetch its share of the batch"):
             if share.rows:
                 inputs = self._fetch(own, names)
                 bundles = fetch_model_inputs(self._fetch, own)
@@ -85,6 +83,7 @@ class FieldScoring:
             rewards=torch.zeros(len(found.samples)),
             tokens={},
             experts=found.experts,
+            masks=found.masks,
             inputs=tuple(bundles[row] for row in found.samples.tolist()) if bundles else (),
         )
         plan = plan_step(
@@ -99,7 +98,7 @@ class FieldScoring:
         fields = {self.field: scores.unbind()}
         if self.field in VERSION_OF:
             fields[VERSION_OF[self.field]] = [torch.tensor([version])] * len(share.rows)
-        with self._ranks.agreed(f"store its {self.field}"):
+        with self._ranks.fail_together(f"store its {self.field}"):
             if share.rows:
                 self._add(own, fields)
 

@@ -32,11 +32,6 @@ class _Comparison:
 class Objective:
     """Computes the loss of a micro-batch.
 
-    Args:
-        spec: The algorithm.
-        correction: Off-policy correction, resolved.
-        horizon: Max tokens of a response.
-
     Raises:
         ValueError: If the loss is a user's function that does not load or rejects its arguments.
     """
@@ -46,6 +41,8 @@ class Objective:
         self._correction = correction
         self._horizon = horizon
         self._mean_weight = 1.0
+        self.entropy_coefficient = spec.entropy_coefficient
+        """Weight of the entropy bonus in the next step."""
         bind = OwnFunction if spec.loss_kind.is_own else bind_callable
         self._loss = bind(spec.loss_kind.function, spec.arguments_of_loss, key="algorithm.loss")
         weighted = {
@@ -68,7 +65,6 @@ class Objective:
 
         Args:
             samples: This rank's part of the whole batch, with proximal logprobs and advantages.
-            ranks: Ranks that share the batch.
 
         Returns:
             The samples, with another :attr:`~Samples.counted` if rejection masks change the denominator.
@@ -104,6 +100,7 @@ class Objective:
         entropy: Tensor,
         samples: Samples,
         *,
+        divergence: Tensor | None = None,
         denominators: loss.Denominators,
         kl_coefficient: float,
         tally: MetricTotals,
@@ -114,9 +111,7 @@ class Objective:
             logprobs: ``[R]`` float32, current policy.
             entropy: ``[R]`` float32.
             samples: The micro-batch, with ``advantages`` and ``loss_mask``, on the same device.
-            denominators: Counts of the whole update.
-            kl_coefficient: Current weight of the KL penalty in the loss.
-            tally: Receives the reported terms.
+            divergence: ``[R]`` float32, from the teacher's distributions; None without them.
 
         Returns:
             Scalar with gradient.
@@ -124,9 +119,12 @@ class Objective:
         spec, mask = self._spec, samples.tokens["loss_mask"]
         # Masked values may be infinite or NaN, and 0 times a gradient that is not finite is NaN.
         logprobs, entropy = torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
+        if spec.loss_kind.distills:
+            # A rank without work has no teacher, but joins the backward pass of the others.
+            divergence = torch.where(mask, logprobs if divergence is None else divergence, 0.0)
         segments = samples.segments.to(mask.device)
         compared = self._compare(logprobs.detach(), samples, segments)
-        policy = self._policy_loss(logprobs, compared, samples, segments)
+        policy = self._policy_loss(logprobs, compared, samples, segments, divergence)
         values = policy.values
         if self._is_weighted and compared.weights is not None:
             values = values * compared.weights
@@ -135,8 +133,8 @@ class Objective:
             penalty = self._penalty(logprobs, samples, compared)
             values = values + kl_coefficient * penalty
             tally.mean("kl_ref", penalty, mask)
-        if spec.entropy_coefficient > 0:
-            values = values - spec.entropy_coefficient * entropy
+        if self.entropy_coefficient > 0:
+            values = values - self.entropy_coefficient * entropy
         for name, indicator in policy.indicators.items():
             tally.mean(name, indicator, mask)
         for name, fact in policy.of_sequences.items():
@@ -215,7 +213,12 @@ class Objective:
         return _Comparison(old, proximal, rollout, weights, accepted)
 
     def _policy_loss(
-        self, logprobs: Tensor, compared: _Comparison, samples: Samples, segments: Segments
+        self,
+        logprobs: Tensor,
+        compared: _Comparison,
+        samples: Samples,
+        segments: Segments,
+        divergence: Tensor | None,
     ) -> loss.TokenLoss:
         result = self._loss(
             loss.LossTokens(
@@ -226,6 +229,7 @@ class Objective:
                 mask=samples.tokens["loss_mask"],
                 segments=segments,
                 ref_logprobs=samples.tokens.get("ref_logprobs"),
+                divergence=divergence,
                 groups=None
                 if samples.groups is None
                 else on_device(samples.groups, logprobs.device),
@@ -282,10 +286,8 @@ class PolicyLoss:
     """Loss of one update of the policy.
 
     Args:
-        objective: Computes the loss of a micro-batch.
         counts: ``[2]`` tokens and sequences that train in the update so far, over all ranks.
         unit: ``[2]`` counts that the loss is divided by.
-        kl_coefficient: Weight of the KL penalty in the loss.
         keeps_logprobs: True if each micro-batch's logprobs are kept in :attr:`trained`.
     """
 
@@ -313,9 +315,16 @@ class PolicyLoss:
         """Scalar: number of tokens that the loss is divided by, over all ranks."""
         return self.unit[0]
 
-    def __call__(self, part: Samples, scores: Tensor, entropy: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        part: Samples,
+        scores: Tensor,
+        entropy: Tensor | None = None,
+        divergence: Tensor | None = None,
+    ) -> Tensor:
         """Returns a micro-batch's share of the loss."""
-        assert entropy is not None, "the policy returns its entropy"
+        if entropy is None:  # a reward model has none
+            entropy = torch.zeros_like(scores)
         if self._keeps_logprobs:
             self.trained.append((part, scores.detach()))
         if self._denominators is None:
@@ -324,6 +333,7 @@ class PolicyLoss:
             scores,
             entropy,
             part.to(scores.device),
+            divergence=divergence,
             denominators=self._denominators,
             kl_coefficient=self._kl_coefficient,
             tally=self.tally,

@@ -43,9 +43,6 @@ def left_out_of(
 
     Args:
         positions: Positions of the sequences that this rank left out.
-        samples: This rank's samples.
-        cohort: The whole batch.
-        ranks: Data-parallel ranks.
     """
     counts = torch.zeros(len(cohort.keys), 2, dtype=torch.int64)
     for position in positions:
@@ -57,7 +54,7 @@ def left_out_of(
 
 
 @dataclass(slots=True)
-class Early:
+class StepAccumulator:
     """Accumulated state of a step: metrics of its groups so far and denominators of their gradients."""
 
     timer: PhaseTimer = field(default_factory=PhaseTimer)
@@ -116,7 +113,6 @@ class Update:
 
 
 def describe_updates(updates: Sequence[Update]) -> dict[str, float]:
-    """Returns the metrics of a step's updates."""
     unapplied = sum(not update.applied for update in updates)
     nonfinite_losses = sum(not math.isfinite(update.loss) for update in updates)
     return {
@@ -166,10 +162,7 @@ def describe_batch(
 
     Args:
         weight_version: Version of the weights that the step starts from.
-        samples: This rank's samples.
         cohort: The whole batch. Rewards of failed samples and greedy baselines do not count.
-        tally: Receives the terms.
-        max_staleness: ``algorithm.max_staleness``.
     """
     everything = torch.ones_like(samples.rewards, dtype=torch.bool)
     first = samples.is_first
@@ -179,7 +172,7 @@ def describe_batch(
     tally.mean("scored_fraction", member.float(), first)
     tally.mean("failed_fraction", cohort.is_failed[samples.rows].float(), first)
     counts = samples.by_sample
-    tally.mean("sequences_mean", counts.spread(counts.lengths).float(), first)
+    tally.mean("sequences_mean", counts.expand(counts.lengths).float(), first)
     segments, mask = samples.segments, samples.tokens["response_mask"]
     tally.mean("response_length_mean", segments.lengths.float(), everything)
     tally.mean("trained_token_fraction", samples.tokens["loss_mask"].float(), mask)
@@ -224,13 +217,11 @@ def derive(means: Mapping[str, float], spec: RunSpec) -> dict[str, float]:
     return metrics
 
 
-def utilization(early: Early, engine: TrainEngine, *, num_gpus: int) -> dict[str, float]:
+def utilization(early: StepAccumulator, engine: TrainEngine, *, num_gpus: int) -> dict[str, float]:
     """Returns shared prefixes, compilations and, on GPUs, peak memory and MFU. All ranks must call it.
 
     Args:
         early: Accumulated state of the whole step.
-        engine: Engine of the policy.
-        num_gpus: GPUs of all ranks.
     """
     work = torch.tensor(astuple(early.work), dtype=torch.float64)
     sequence_tokens, tokens, squares, predictions = engine.ranks.sum(work).tolist()

@@ -16,19 +16,20 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from services.common.fields import TEACHER_TOP_K
 from services.common.runspec.run import RunSpec
-from services.trainer.algorithm.loss import adapted_kl, kl_penalty
+from services.trainer.algorithm.loss import adapted_entropy, adapted_kl, kl_penalty
 from services.trainer.batch.plan import StepPlan
-from services.trainer.batch.samples import BatchFacts, Samples
-from services.trainer.checkpoint.checkpointer import counter
+from services.trainer.batch.samples import TEACHER_STATES, BatchFacts, Samples
+from services.trainer.checkpoint.compatibility import CRITIC, counter
 from services.trainer.collectives import MetricTotals
 from services.trainer.engines.base import UNSCORED, Micros, Passes, TrainEngine
 from services.trainer.phases import PhaseTimer
 from services.trainer.steps.credit import CreditAssigner
-from services.trainer.steps.critic import CRITIC, CriticRunner
+from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.objective import Objective, PolicyLoss, num_counted
 from services.trainer.steps.report import (
-    Early,
+    StepAccumulator,
     Update,
     derive,
     describe_batch,
@@ -40,7 +41,7 @@ from services.trainer.steps.updates import Updates
 
 OnTrained = Callable[[Samples, Tensor], None]
 """Called with each trained micro-batch and its logprobs ``[R]``, computed before the update."""
-_SCORED = ("proximal_logprobs", "ref_logprobs", "values")
+_SCORED = ("proximal_logprobs", "ref_logprobs", "values", TEACHER_TOP_K, TEACHER_STATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,7 @@ class StepRunner:
     """Trains the policy on one batch after another.
 
     Args:
-        engine: Engine of the policy.
         reference: Engine of the frozen policy for a KL penalty, or None.
-        critic: Critic for GAE, or None.
-        spec: The run.
     """
 
     def __init__(
@@ -93,8 +91,9 @@ class StepRunner:
         self._kl_in_loss = kl.coefficient > 0 and kl.placement == "loss"
         self._needs_proximal = spec.needs_proximal
         self.kl_coefficient = kl.coefficient
+        self.entropy_weight = spec.algorithm.entropy_coefficient
         self.num_steps = spec.trainer.steps or 1
-        self._early = Early()
+        self._early = StepAccumulator()
 
     @property
     def num_updates(self) -> int:
@@ -113,7 +112,7 @@ class StepRunner:
             plan: This rank's work, in one update.
 
         Raises:
-            OomLimitError: If a micro-batch does not fit into memory; the caller must then :meth:`forget`.
+            OomLimitError: If a micro-batch does not fit; the caller must then :meth:`drop_gradients`.
         """
         begin, early = time.perf_counter(), self._early
         samples, plan = self._prepared(weight_version, samples, cohort, plan)
@@ -124,9 +123,8 @@ class StepRunner:
         early.add(samples, cohort, seconds=time.perf_counter() - begin)
         early.left_out += left_out_of(plan.left_out, samples, cohort, self._ranks)
 
-    def forget(self) -> None:
-        """Drops all accumulated gradients."""
-        self._early = Early()
+    def drop_gradients(self) -> None:
+        self._early = StepAccumulator()
         self.engine.optimizer_step(None)
 
     def run(
@@ -138,7 +136,6 @@ class StepRunner:
             weight_version: Version of the weights that the step starts from.
             samples: This rank's samples; the plan refers to their positions.
             cohort: The whole batch, without the accumulated groups.
-            plan: This rank's work.
 
         Raises:
             OomLimitError: If a micro-batch does not fit into memory and its update cannot be repeated.
@@ -151,7 +148,7 @@ class StepRunner:
             update, passes = self._update(samples, work, early, trains_policy=trains_policy)
             updates.append(update)
             left_out |= passes.left_out
-        self._early = Early()
+        self._early = StepAccumulator()
         early.add(_kept(samples, left_out), cohort, seconds=time.perf_counter() - begin)
         early.left_out += left_out_of(left_out, samples, cohort, self._ranks)
         with early.timer("metrics"):
@@ -161,6 +158,9 @@ class StepRunner:
             self._spec.algorithm.kl,
             divergence=metrics.get("kl_ref", math.nan),
             num_samples=early.num_samples,
+        )
+        self.entropy_weight, self._objective.entropy_coefficient = adapted_entropy(
+            self.entropy_weight, self._spec.algorithm, entropy=metrics.get("entropy", math.nan)
         )
         metrics |= {f"seconds_{phase}": spent for phase, spent in early.timer.seconds.items()}
         metrics |= utilization(early, self.engine, num_gpus=self._spec.trainer.world_size)
@@ -177,19 +177,25 @@ class StepRunner:
         return {"": self.engine, CRITIC: self.critic.engine}
 
     def engines(self) -> list[TrainEngine]:
-        """Returns all engines."""
         frozen = [] if self._reference is None else [self._reference]
         return [*self.trained().values(), *frozen]
 
     def facts(self) -> dict[str, float]:
         """Returns the numbers that a checkpoint stores besides the tensors."""
         critic = {} if self.critic is None else {counter(CRITIC): self.critic.updates.count}
-        return {counter(""): self.num_updates, "kl_coefficient": self.kl_coefficient, **critic}
+        return {
+            counter(""): self.num_updates,
+            "kl_coefficient": self.kl_coefficient,
+            "entropy_weight": self.entropy_weight,
+            "entropy_coefficient": self._objective.entropy_coefficient,
+            **critic,
+        }
 
     def restore(self, facts: Mapping[str, float]) -> None:
-        """Restores the numbers of a checkpoint."""
         self._updates.count = int(facts[counter("")])
         self.kl_coefficient = float(facts["kl_coefficient"])
+        self.entropy_weight = float(facts["entropy_weight"])
+        self._objective.entropy_coefficient = float(facts["entropy_coefficient"])
         if self.critic is not None:
             self.critic.updates.count = int(facts[counter(CRITIC)])
 
@@ -221,10 +227,18 @@ class StepRunner:
             with timer("old_logprob"):
                 scored = self.engine.forward_logprobs(samples, plan)
             samples = samples.with_tokens(proximal_logprobs=scored)
-        if self._reference is not None and "ref_logprobs" not in samples.tokens:
+        is_compared = self._kl_in_loss or self._kl_in_reward or not self._spec.distillation
+        if self._reference and is_compared and "ref_logprobs" not in samples.tokens:
             with timer("ref_logprob"):
-                scored = self._reference.forward_logprobs(samples, plan)
+                scored = self._reference.forward_logprobs(samples.of_teacher, plan)
             samples = samples.with_tokens(ref_logprobs=scored)
+        if (distill := self._spec.distillation) and samples.teacher is None:
+            column = TEACHER_STATES if distill.top_k is None else TEACHER_TOP_K
+            with timer("ref_logprob"):
+                # Without a reference the policy, before its updates, teaches itself.
+                teacher = self._reference or self.engine
+                shown = teacher.forward_logprobs(samples.of_teacher, plan, teaches=distill)
+            samples = samples.with_tokens(**{column: shown})
         if self.critic is not None:
             with timer("critic"):
                 samples = samples.with_tokens(
@@ -258,7 +272,7 @@ class StepRunner:
         self,
         samples: Samples,
         work: Micros,
-        early: Early,
+        early: StepAccumulator,
         *,
         trains_policy: bool,
     ) -> tuple[Update, Passes[PolicyLoss]]:
@@ -292,7 +306,7 @@ class StepRunner:
         return update, passes
 
     def _add(
-        self, samples: Samples, work: Micros, early: Early, *, may_repeat: bool
+        self, samples: Samples, work: Micros, early: StepAccumulator, *, may_repeat: bool
     ) -> Passes[PolicyLoss]:
         """Adds the gradients of an update or a part of it."""
 
@@ -316,13 +330,15 @@ class StepRunner:
         early.num_divided += passes.num_divided
         return passes
 
-    def _summary(self, updates: Sequence[Update], early: Early) -> dict[str, float]:
+    def _summary(self, updates: Sequence[Update], early: StepAccumulator) -> dict[str, float]:
         names = ("samples", "tokens", "response_tokens", "trained_tokens")
         metrics = dict(zip(names, map(float, self._ranks.sum(early.sizes)), strict=True))
         metrics |= early.tally.reduce(self._ranks)
         metrics = derive(metrics, self._spec)
         metrics |= describe_updates(updates)
         metrics["kl_coefficient"] = self.kl_coefficient
+        if self._spec.algorithm.entropy_target is not None:
+            metrics["entropy_coefficient"] = self._objective.entropy_coefficient
         metrics["divided_micro_batches"] = float(early.num_divided)
         metrics["left_out_sequences"] = float(early.left_out.num_sequences)
         return metrics
@@ -332,7 +348,7 @@ def _kept(samples: Samples, left_out: Collection[int]) -> Samples:
     """Masks the tokens of left-out sequences from the loss."""
     trains = torch.ones(len(samples.rows), dtype=torch.bool)
     trains[list(left_out)] = False
-    mask = samples.tokens["loss_mask"] & samples.segments.spread(trains)
+    mask = samples.tokens["loss_mask"] & samples.segments.expand(trains)
     return samples.with_tokens(loss_mask=mask)
 
 
@@ -342,16 +358,19 @@ def without_unscored(samples: Samples, plan: StepPlan) -> tuple[Samples, StepPla
     left_out = torch.zeros(len(samples.rows), dtype=torch.bool)
     left_out[list(plan.left_out)] = True
     for column in columns:
-        left_out |= samples.segments.count(column == UNSCORED) > 0
+        unscored = (column == UNSCORED).reshape(len(column), -1).any(1)
+        left_out |= samples.segments.count(unscored) > 0
     if not left_out.any():
         return samples, plan
     if samples.groups is not None:
         # Members of a group that are compared with each other train all together or not at all.
         left_out = torch.isin(samples.groups, samples.groups[left_out])
-    gone = samples.segments.spread(left_out)
+    gone = samples.segments.expand(left_out)
     # Equal logprobs and values mean no penalty; the reward still counts in its group.
     wiped = {
-        name: torch.where(gone, 0.0, samples.tokens[name])
+        name: samples.tokens[name].masked_fill(
+            gone.view(-1, *[1] * (samples.tokens[name].ndim - 1)), 0.0
+        )
         for name in _SCORED
         if name in samples.tokens
     }

@@ -32,9 +32,7 @@ class Updates:
     """Counts the optimizer updates of a model and schedules their learning rates.
 
     Args:
-        engine: Engine of the model.
         spec: Peak, warm-up and shape of the learning rate.
-        updates_per_step: Updates of one step.
     """
 
     def __init__(self, engine: TrainEngine, spec: OptimizerSpec, *, updates_per_step: int) -> None:

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
 
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch import flash
+from services.trainer.model import quantized  # noqa: F401 -- registers its operations
 from services.trainer.model.local_parts import local_part
 
 _Forward = Callable[..., Any]
@@ -47,6 +48,7 @@ _COSTLY: Final = frozenset(
         ),
         varlen._varlen_attn._opoverload,  # noqa: SLF001
         flash.FORWARD,
+        _ops.slipstream.quantized_linear.default,
     }
 )
 """Operations that ``selective`` never recomputes."""
@@ -56,7 +58,7 @@ reuses a free piece for any allocation of its size.
 """
 
 
-def arrange(
+def set_up_activations(
     layers: nn.ModuleList, spec: TrainerSpec, *, device: torch.device, is_seen: bool = False
 ) -> None:
     """Sets up activation checkpointing, offloading and compilation of a decoder's layers, in place.
@@ -64,18 +66,17 @@ def arrange(
     Args:
         layers: The layers, after all other parallelism and before FSDP2.
         spec: ``compile``, ``activation_checkpointing`` and ``activation_offloading``.
-        device: Device that the layers compute on.
         is_seen: True if the compiler traces whole layers. It then chooses what ``selective`` keeps;
             otherwise attention is kept, between compiled parts.
     """
     # If "auto" was not resolved for a GPU's size, keep everything.
-    recomputed = spec.activation_checkpointing
-    if recomputed == "auto":
-        recomputed = False
+    recompute = spec.activation_checkpointing
+    if recompute == "auto":
+        recompute = False
     host = _HostMemory(device) if spec.activation_offloading else None
     for number, layer in enumerate(layers):
         forward: _Forward = layer.forward
-        if recomputed == "selective":
+        if recompute == "selective":
             selects = partial(checkpoint, use_reentrant=False, context_fn=_keep_costly)
             if not spec.compile:
                 forward = partial(selects, forward)
@@ -86,9 +87,9 @@ def arrange(
         else:
             if spec.compile:
                 forward = torch.compile(forward, dynamic=True)
-            if recomputed and number % recomputed == 0:
+            if recompute and number % recompute == 0:
                 forward = partial(checkpoint, forward, use_reentrant=False)
-        layer.forward = forward if host is None else host.around(layer, forward)
+        layer.forward = forward if host is None else host.wrap(layer, forward)
 
 
 def _keep_costly() -> Any:
@@ -110,9 +111,9 @@ class _HostMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._newest: ReferenceType[_Kept] | None = None
+        self._newest: ReferenceType[_LayerActivations] | None = None
 
-    def around(self, layer: nn.Module, forward: _Forward) -> _Forward:
+    def wrap(self, layer: nn.Module, forward: _Forward) -> _Forward:
         """Wraps ``forward`` of a layer so that it offloads its activations."""
 
         def offloaded(*args: Any, **kwargs: Any) -> Any:
@@ -120,12 +121,13 @@ class _HostMemory:
                 return forward(*args, **kwargs)
             before = None if self._newest is None else self._newest()
             # The addresses of the weights as FSDP has gathered them for this pass.
-            weights = frozenset(_address(local_part(weight)) for weight in layer.parameters())
-            kept = _Kept(self._device, self._stream, weights, before)
-            self._newest = ref(kept)
-            with saved_tensors_hooks(kept.pack, kept.unpack):
+            held = chain(layer.parameters(), layer.buffers())
+            weights = frozenset(_address(local_part(weight)) for weight in held)
+            activations = _LayerActivations(self._device, self._stream, weights, before)
+            self._newest = ref(activations)
+            with saved_tensors_hooks(activations.pack, activations.unpack):
                 output = forward(*args, **kwargs)
-            kept.leave()
+            activations.offload()
             return output
 
         return offloaded
@@ -143,14 +145,13 @@ class _View:
     stride: tuple[int, ...]
 
 
-class _Kept:
+class _LayerActivations:
     """Activations of one layer in one pass, as whole storages, so that tensors that share memory still do.
 
     Lives as long as autograd needs it. Memory is allocated and freed only in the order of the computing
     stream, which waits for copies, so that the allocator does not have to track a second stream.
 
     Args:
-        device: Device of the layer.
         stream: Stream for copies; None on a CPU.
         weights: Addresses of the layer's weights, which are not offloaded.
         before: Activations of the previous layer in the same pass.
@@ -161,24 +162,24 @@ class _Kept:
         device: torch.device,
         stream: torch.cuda.Stream | None,
         weights: frozenset[int],
-        before: "_Kept | None",
+        before: "_LayerActivations | None",
     ) -> None:
         self._device, self._stream = device, stream
         self._weights = weights
         self._before = before
         self._numbers: dict[int, int] = {}
-        self._here: list[Tensor] = []
-        self._there: list[list[Tensor]] = []
+        self._on_device: list[Tensor] = []
+        self._on_host: list[list[Tensor]] = []
         self._copied: torch.cuda.Event | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         """Registers a tensor that autograd saves; it is copied when the layer is done."""
-        if not self._leaves(tensor):
+        if not self._must_offload(tensor):
             return tensor
         address = _address(tensor)
         if address not in self._numbers:
-            self._numbers[address] = len(self._here)
-            self._here.append(_bytes_of(tensor))
+            self._numbers[address] = len(self._on_device)
+            self._on_device.append(_bytes_of(tensor))
         return _View(
             self._numbers[address],
             tensor.dtype,
@@ -187,32 +188,32 @@ class _Kept:
             tensor.stride(),
         )
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Copies the registered storages, and frees those of the previous layer on the device."""
-        self._there = [
+        self._on_host = [
             [_host_bytes(len(piece), pinned=self._stream is not None) for piece in _pieces(each)]
-            for each in self._here
+            for each in self._on_device
         ]
-        self._copy(chain(*self._there), chain.from_iterable(map(_pieces, self._here)))
+        self._copy(chain(*self._on_host), chain.from_iterable(map(_pieces, self._on_device)))
         self._numbers, self._weights = {}, frozenset()
         if self._before is not None:
-            self._before._give_up()  # noqa: SLF001
+            self._before._free_device()  # noqa: SLF001
 
     def unpack(self, packed: Tensor | _View) -> Tensor:
         """Returns the tensor that autograd saved."""
         if isinstance(packed, Tensor):
             return packed
-        self._return()
+        self._reload()
         if self._stream is not None and self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
         if self._before is not None:
-            self._before._return()  # noqa: SLF001
+            self._before._reload()  # noqa: SLF001
             self._before = None
-        storage = self._here[packed.storage].untyped_storage()
+        storage = self._on_device[packed.storage].untyped_storage()
         empty = torch.empty(0, dtype=packed.dtype, device=self._device)
         return empty.set_(storage, packed.offset, packed.size, packed.stride)
 
-    def _leaves(self, tensor: Tensor) -> bool:
+    def _must_offload(self, tensor: Tensor) -> bool:
         return (
             type(tensor) is Tensor
             and tensor.device == self._device
@@ -221,19 +222,19 @@ class _Kept:
             and _address(tensor) not in self._weights
         )
 
-    def _give_up(self) -> None:
+    def _free_device(self) -> None:
         if self._stream is not None and self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
-        self._here = []
+        self._on_device = []
 
-    def _return(self) -> None:
-        if self._here or not self._there:
+    def _reload(self) -> None:
+        if self._on_device or not self._on_host:
             return
-        self._here = [
+        self._on_device = [
             torch.empty(sum(map(len, each)), dtype=torch.uint8, device=self._device)
-            for each in self._there
+            for each in self._on_host
         ]
-        self._copy(chain.from_iterable(map(_pieces, self._here)), chain(*self._there))
+        self._copy(chain.from_iterable(map(_pieces, self._on_device)), chain(*self._on_host))
 
     def _copy(self, targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
         if self._stream is None:

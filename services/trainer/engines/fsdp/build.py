@@ -1,26 +1,40 @@
-"""Loads the models of a process, sharded over the processes of its worker, as fsdp engines."""
+"""Loads the models of a process, sharded over the processes of its worker, as fsdp engines.
+
+A large model is sharded before it is loaded: meta device, adapters, distribution, memory for this rank's
+shards, then their rows from the safetensors.
+"""
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from services.common.models.loading import build_model, load_config
+from services.common.models.loading import (
+    build_model,
+    compute_frequencies,
+    load_config,
+    read_weights,
+    stored_tensors,
+)
 from services.common.models.tokenizer import load_tokenizer
-from services.common.models.training_memory import fitted, trainer_memory
-from services.common.models.turns_memory import Stays, resident_memory
+from services.common.models.training_memory import Stays, fitted, resident_memory, trainer_memory
 from services.common.runspec.run import RunSpec
-from services.trainer.engines.base import EngineOrder, ModelRole, Progress, TrainEngine
+from services.common.runspec.trainer import TrainerSpec
+from services.trainer.engines.base import EngineArgs, ModelRole, Progress, TrainEngine
 from services.trainer.engines.fsdp.compiling import compile_ahead
 from services.trainer.engines.fsdp.engine import FsdpEngine
-from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters
-from services.trainer.engines.fsdp.oom import recall
+from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters, is_adapter, plain_name
+from services.trainer.engines.fsdp.oom import load_oom_limits
 from services.trainer.engines.fsdp.parallel import RankTopology, build_topology, distribute
-from services.trainer.engines.fsdp.sharded import fill, materialize
-from services.trainer.model.policy import Critic, Policy, freeze
+from services.trainer.model.policy import Critic, Policy, freeze, freeze_tower, output_head
+from services.trainer.model.quantized import quantize_base, quantized_layers
 from services.trainer.model.warm_start import base_folder, load_base_model
 from services.trainer.settings import TrainerSettings
 
@@ -29,41 +43,75 @@ logger = logging.getLogger(__name__)
 _Module = TypeVar("_Module", Policy, Critic)
 
 
-def build(order: EngineOrder) -> dict[ModelRole, TrainEngine]:
+def build(args: EngineArgs) -> dict[ModelRole, TrainEngine]:
     """Loads the models. Blocks. All ranks must call it.
 
     Raises:
         ValueError: If a model does not load, cannot be trained, or does not fit into memory.
     """
-    settings = order.settings
+    settings = args.settings
     topology = build_topology(
-        order.spec.trainer,
-        device=order.device,
+        args.spec.trainer,
+        device=args.device,
         rank=settings.rank,
         world_size=settings.world_size,
     )
-    spec = fitted_to_gpu(order.spec, settings, device=topology.device)
-    oom_limits = recall(settings, spec.trainer, ranks=topology.data)
-    loader = Loader(spec, settings, topology, order.progress)
+    spec = fitted_to_gpu(args.spec, settings, device=topology.device)
+    oom_limits = load_oom_limits(settings, spec.trainer, ranks=topology.data)
+    loader = Loader(spec, settings, topology, args.progress)
     stays = loader.resident_memory()
-    engines: dict[ModelRole, TrainEngine] = {}
-    for role in order.roles:
+    engines: dict[ModelRole, FsdpEngine] = {}
+    for role in args.roles:
         module: Policy | Critic
-        if role == "policy":
+        if role == "policy" and not spec.algorithm.loss_kind.trains_values:
             module = load_policy(loader, spec)
-        elif role == "critic":
-            module = loader.load(Critic)
+        elif role in ("policy", "critic"):
+            module = loader.load(partial(_critic, spec))
         else:
-            teacher = Loader(spec.of_reference, settings, topology, order.progress)
-            module = teacher.load(_frozen(spec.rollout.sampling.temperature))
+            teacher = Loader(spec.of_reference, settings, topology, args.progress)
+            module = teacher.load(_reference(spec))
         engines[role] = FsdpEngine(
             module, spec=spec, topology=topology, oom_limits=oom_limits, stays=stays
         )
-    return engines
+    if "policy" in engines:
+        teach(engines["policy"].module, engines.get("reference"), spec)
+    return {**engines}
 
 
-def _frozen(temperature: float) -> Callable[[PreTrainedModel], Policy]:
-    return lambda model: freeze(Policy(model, temperature=temperature))
+def teach(policy: Policy | Critic, reference: FsdpEngine | None, spec: RunSpec) -> None:
+    """Gives a policy its teacher's output head to compare the whole vocabulary. All ranks must call it."""
+    if spec.distillation is None or spec.distillation.top_k is not None or reference is None:
+        return
+    head = output_head(reference.module.model)
+    weight = head.weight.detach()
+    if isinstance(weight, DTensor):
+        weight = weight.full_tensor()
+    # The forward pass of the teacher casts its weights.
+    weight = weight.to(getattr(torch, spec.trainer.dtype))
+    policy.teacher_head = replace(head, weight=weight)
+
+
+def _critic(spec: RunSpec, model: PreTrainedModel) -> Critic:
+    freeze_tower(model, is_frozen=spec.trainer.freeze_vision_tower)
+    return Critic(model)
+
+
+def _reference(spec: RunSpec) -> Callable[[PreTrainedModel], Policy]:
+    """Returns the function that makes the frozen reference: the policy's base, or a teacher."""
+
+    def make(model: PreTrainedModel) -> Policy:
+        policy = freeze(Policy(model, temperature=spec.rollout.sampling.temperature))
+        if spec.teacher is None:
+            _quantize(policy, spec.trainer)
+        return policy
+
+    return make
+
+
+def _quantize(policy: Policy, trainer: TrainerSpec) -> None:
+    if trainer.lora is not None and trainer.lora.base_dtype is not None:
+        dtype = getattr(torch, trainer.dtype)
+        quantize_base(policy.model, trainer.lora.base_dtype, dtype=dtype)
 
 
 def load_policy(loader: "Loader", spec: RunSpec) -> Policy:
@@ -74,9 +122,12 @@ def load_policy(loader: "Loader", spec: RunSpec) -> Policy:
             model,
             temperature=spec.rollout.sampling.temperature,
             routing_replay=spec.rollout.routing_replay,
+            distill=spec.distillation,
         )
+        freeze_tower(model, is_frozen=spec.trainer.freeze_vision_tower)
         if spec.trainer.lora is not None:
             add_adapters(model, spec.trainer.lora)
+        _quantize(policy, spec.trainer)
         return policy
 
     policy = loader.load(make)
@@ -85,14 +136,7 @@ def load_policy(loader: "Loader", spec: RunSpec) -> Policy:
 
 
 class Loader:
-    """Loads models and shards them over the processes of a worker.
-
-    Args:
-        spec: The run.
-        settings: Settings of this process.
-        topology: Parallelism of the worker's processes.
-        progress: Called with the progress of a warm start.
-    """
+    """Loads models and shards them over the processes of a worker."""
 
     def __init__(
         self, spec: RunSpec, settings: TrainerSettings, topology: RankTopology, progress: Progress
@@ -178,15 +222,17 @@ class Loader:
 
 
 def fitted_to_gpu(spec: RunSpec, settings: TrainerSettings, *, device: torch.device) -> RunSpec:
-    """Resolves settings of a specification that depend on the size of the GPUs.
+    """Resolves settings of a specification that depend on the GPUs, if there are any.
 
     Raises:
         ValueError: If the trainer cannot fit into memory; the message has the figures.
     """
     if device.type == "cpu":
-        keeps = {"activation_checkpointing": False}
-        is_open = spec.trainer.activation_checkpointing == "auto"
-        trainer = spec.trainer.model_copy(update=keeps if is_open else {})
+        # The C++ of compiled layers takes many minutes to build, and saves little.
+        changes: dict[str, Any] = {"compile": False}
+        if spec.trainer.activation_checkpointing == "auto":
+            changes["activation_checkpointing"] = False
+        trainer = spec.trainer.model_copy(update=changes)
         return spec.model_copy(update={"trainer": trainer})
     config = load_config(spec.model, load_tokenizer(spec.model))
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -202,3 +248,40 @@ def fitted_to_gpu(spec: RunSpec, settings: TrainerSettings, *, device: torch.dev
     )
     memory.check(spec.trainer.world_size)
     return chosen
+
+
+def fill(module: nn.Module, folder: Path, *, device: torch.device) -> None:
+    """Allocates and loads the weights of a distributed policy or critic on the meta device, in place.
+
+    Args:
+        module: Holds a Hugging Face model as ``model``; its other parameters become 0; adapters stay unset.
+        folder: Folder of the model, with safetensors.
+
+    Raises:
+        ValueError: If the folder does not hold the weights of the model.
+    """
+    materialize(module, device=device)
+    model: Any = module.get_submodule("model")
+    held = stored_tensors(model)
+    for parameter in set(module.parameters()) - set(model.parameters()):
+        nn.init.zeros_(parameter)
+    own = {plain_name(name): each.detach() for name, each in held.items() if not is_adapter(name)}
+    config = model.config.to_dict()
+    read_weights(own, folder, config)
+    for name, layer in quantized_layers(model).items():
+        shape = layer.out_features, layer.in_features
+        weight = torch.empty(shape, dtype=layer.scales.dtype, device=device)
+        read_weights({plain_name(name): weight}, folder, config)
+        layer.set_weight(weight)
+
+
+def materialize(module: nn.Module, *, device: torch.device) -> None:
+    """Allocates memory for the weights of a distributed policy or critic, in place.
+
+    Args:
+        module: Holds a Hugging Face model as ``model``, on the meta device.
+    """
+    module.to_empty(device=device)
+    model: Any = module.get_submodule("model")
+    model.tie_weights()
+    compute_frequencies(model, device=device)

@@ -35,11 +35,7 @@ THREADS: Final = 4
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """Writes safetensors that torch's ``HuggingFaceStorageReader`` reassembles.
-
-    Args:
-        folder: Folder of all ranks' files.
-    """
+    """Writes safetensors that torch's ``HuggingFaceStorageReader`` reassembles."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), save_distributed=True)
@@ -98,9 +94,6 @@ class ModelCheckpoint:
     """Saves and loads a module, whose parameters may be sharded, with its optimizer.
 
     Args:
-        module: The policy or critic.
-        optimizer: Its optimizer.
-        topology: Parallelism of the worker's processes.
         read: Returns this rank's part of a tensor, even while its device memory is released.
         saves_frozen: True if frozen parameters are saved too, because their source cannot be read again.
     """
@@ -154,7 +147,6 @@ class ModelCheckpoint:
         return PendingSave(num_bytes, write, tensors)
 
     def load(self, folder: Path, *, num_updates: int) -> None:
-        """Loads the state in place."""
         load_shards(
             self._state(),
             storage_reader=HuggingFaceStorageReader(str(folder)),
@@ -165,7 +157,7 @@ class ModelCheckpoint:
             state["step"].fill_(float(num_updates))
 
     def _state(self) -> dict[str, Tensor]:
-        """Returns the live tensors by name: parameters, buffers, and both moments of trained parameters."""
+        """Returns the live tensors by name: parameters, buffers, and the moments of trained parameters."""
         state: dict[str, Tensor] = {}
         for name, parameter in stored_tensors(self._module).items():
             is_frozen = isinstance(parameter, nn.Parameter) and not parameter.requires_grad
@@ -173,8 +165,9 @@ class ModelCheckpoint:
                 continue
             state[name] = parameter.detach()
             if parameter.requires_grad:
-                for moment in _MOMENTS:
-                    state[f"optimizer.{moment}.{name}"] = self._optimizer.state[parameter][moment]
+                for moment, value in self._optimizer.state[parameter].items():
+                    if moment != "step":
+                        state[f"optimizer.{moment}.{name}"] = value
         return state
 
     def _make_moments(self) -> None:

@@ -23,8 +23,6 @@ def compile_ahead(module: Policy | Critic, spec: TrainerSpec, *, device: torch.d
 
     Args:
         module: Policy or critic, sharded or not; its parameters do not change.
-        spec: Limits of a micro-batch.
-        device: Device of the module.
     """
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
     for packed in _packs(spec, device):

@@ -5,18 +5,21 @@ exceed memory are divided (``oom.py``).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from services.common.models.turns_memory import Stays
+from services.common.models.training_memory import Stays
+from services.common.runspec.formulas import DistillArguments
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import Work
 from services.trainer.batch.plan import Bounds, StepPlan
 from services.trainer.batch.samples import Samples, idle_samples, pack_samples
+from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.engines.base import (
     LossT,
     Micros,
@@ -27,11 +30,10 @@ from services.trainer.engines.base import (
     WeightLayout,
 )
 from services.trainer.engines.fsdp import optim
-from services.trainer.engines.fsdp.balancing import Balancer
 from services.trainer.engines.fsdp.checkpoint import ModelCheckpoint
 from services.trainer.engines.fsdp.compiling import parts_of
 from services.trainer.engines.fsdp.host_copy import OffloadedState
-from services.trainer.engines.fsdp.oom import Fitting, OomLimits, fitting, oom_in
+from services.trainer.engines.fsdp.oom import OomLimits, OomRetry, catch_oom, unrecorded_limits
 from services.trainer.engines.fsdp.parallel import RankTopology, begin_micro_batch
 from services.trainer.engines.fsdp.scoring import score_tokens
 from services.trainer.engines.fsdp.weights import WeightExport
@@ -44,8 +46,6 @@ class FsdpEngine:
 
     Args:
         module: The policy or critic, distributed over the processes. A frozen one only scores.
-        spec: The run.
-        topology: Parallelism of the worker's processes.
         oom_limits: Micro-batch sizes that are known to exceed memory; shared by the engines of a process.
         stays: State that has room on the device while other processes use it.
     """
@@ -63,9 +63,9 @@ class FsdpEngine:
         self.ranks = topology.data
         self.device = topology.device
         self.model = ModelFacts(module.model.config, active_weights(module, module.model.config))
-        self.oom_limits = oom_limits or oom_in(spec.trainer)
+        self.oom_limits = oom_limits or unrecorded_limits(spec.trainer)
         self._spec = spec
-        self._fitting = Fitting(module, spec, device=self.device, oom_limits=self.oom_limits)
+        self._fitting = OomRetry(module, spec, device=self.device, oom_limits=self.oom_limits)
         self._parameters = trainable(module)
         self._has_gradients = False
         self._balancer = self._export = None
@@ -86,6 +86,9 @@ class FsdpEngine:
             )
         if self._parameters and isinstance(module, Policy):
             self._balancer = Balancer(module, spec, self.ranks)
+        if self._parameters and (
+            isinstance(module, Policy) or spec.algorithm.loss_kind.trains_values
+        ):
             self._export = WeightExport(
                 module,
                 dtype=getattr(torch, spec.trainer.dtype),
@@ -105,10 +108,16 @@ class FsdpEngine:
         return WeightLayout(self._exported().weight_specs(), self._exported().sends_rows)
 
     def forward_logprobs(
-        self, samples: Samples, plan: StepPlan, *, temperature: float | None = None
+        self,
+        samples: Samples,
+        plan: StepPlan,
+        *,
+        temperature: float | None = None,
+        teaches: DistillArguments | None = None,
     ) -> Tensor:
         """Scores samples without gradients: logprobs of a policy, values of a critic."""
-        options = {} if temperature is None else {"temperature": temperature}
+        given = {"temperature": temperature, "teaches": teaches}
+        options = {name: value for name, value in given.items() if value is not None}
         return score_tokens(
             self.module,
             lambda packed: parts_of(self.module(packed, **options))[0],
@@ -130,7 +139,7 @@ class FsdpEngine:
         """Adds the gradients of micro-batches; divides and repeats them if they exceed memory."""
         self._fitting.begin()
         attempt = partial(self._attempt, samples, make_loss)
-        passes, _ = self._fitting.fitted(attempt, samples, micros, once=not may_repeat)
+        passes, _ = self._fitting.run_with_retry(attempt, samples, micros, once=not may_repeat)
         passes.left_out = frozenset(self._fitting.left_out)
         passes.num_divided = self._fitting.num_divided
         self._has_gradients = True
@@ -147,10 +156,9 @@ class FsdpEngine:
             is_last = number + 1 == len(micros)
             begin_micro_batch(self.module, is_last=is_last, spec=self._spec.trainer)
             part = samples.select(micro) if micro else idle_samples()
-            with fitting(number):
+            with catch_oom(number):
                 packed = pack_samples(part, self.device, shares_prefixes=self._spec.shares_prefixes)
-                scores, *entropy = parts_of(self.module(packed))
-                loss = loss_of(part, scores, entropy[0] if entropy else None)
+                loss = loss_of(part, *parts_of(self.module(packed)))
                 if self._balancer is not None:
                     loss += self._balancer.loss(part, loss_of.num_trained, loss_of.tally)
                 # Data parallelism averages gradients over ranks, but the loss is a sum over them.
@@ -195,12 +203,68 @@ class FsdpEngine:
 
     def sleep(self) -> None:
         """Moves the state that does not stay to host memory."""
-        self._state.put_away()
+        self._state.offload()
 
     def wake(self) -> None:
         """Moves the state back to the device."""
-        self._state.bring_back()
+        self._state.reload()
 
     def _exported(self) -> WeightExport:
         assert self._export is not None, "only the policy's weights are published"
         return self._export
+
+
+class Balancer:
+    """Measures and balances the expert load of a policy's routers; does nothing for a dense model."""
+
+    def __init__(self, policy: Policy, spec: RunSpec, ranks: Ranks) -> None:
+        self._routing = policy.routing
+        self._spec = spec.trainer.balancing
+        # Ranks that compute packs together each count their own tokens.
+        self._ranks = ranks.everyone or ranks
+        self._compares = spec.rollout.routing_replay != "off"
+        config: Mapping[str, Any] = policy.model.config.to_dict()
+        self._coefficient = self._spec.coefficient or config.get("router_aux_loss_coef") or 0.0
+        self._update: Tensor | None = None
+
+    def begin_update(self) -> None:
+        """Clears the counts before an update's first micro-batch, also if the update is repeated."""
+        self._update = None
+
+    def loss(self, part: Samples, num_trained: Tensor, tally: MetricTotals) -> Tensor | float:
+        """Returns a micro-batch's share of the balancing loss, after its forward pass.
+
+        Args:
+            num_trained: Tokens that train in the update, over all ranks; at least 1.
+        """
+        if self._routing is None:
+            return 0.0
+        counts = self._routing.counts()
+        self._update = counts if self._update is None else self._update + counts
+        if self._compares:
+            nothing = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+            differs, known = self._routing.differences() or nothing
+            tally.mean("routing_differs", differs.float(), known)
+        if self._spec.kind != "loss":
+            return 0.0
+        loss = self._routing.balance_loss()
+        trained = part.tokens["loss_mask"]
+        tally.mean("balance_loss", loss.detach().expand(len(trained)), trained.to(loss.device))
+        share = part.counted.sum() / num_trained.clamp(min=1)
+        return self._coefficient * loss * share.to(loss.device)
+
+    def updated(self, *, moved: bool) -> Tensor | None:
+        """Moves the routers' biases; returns the counts of an update. All ranks must call it.
+
+        Args:
+            moved: True if the update changed weights.
+
+        Returns:
+            ``[layers, experts]`` tokens that chose each expert, over all ranks; None for a dense model.
+        """
+        if self._routing is None or self._update is None:
+            return None
+        counts, self._update = self._ranks.sum(self._update), None
+        if self._spec.kind == "bias" and moved:
+            self._routing.move_biases(counts, self._spec.bias_rate)
+        return counts

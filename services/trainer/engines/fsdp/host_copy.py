@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from services.common.models.turns_memory import Stays
+from services.common.models.training_memory import Stays
 from services.trainer.engines.fsdp.parallel import free_gathered
 from services.trainer.model.local_parts import local_part
 
@@ -20,7 +20,6 @@ class OffloadedState:
 
     Args:
         modules: Trained modules and frozen ones that they are compared with.
-        optimizers: Optimizers of the trained modules.
         device: Device that the state is moved from.
         stays: State that has room on the device during turns of other processes.
     """
@@ -42,14 +41,14 @@ class OffloadedState:
         self._is_away = False
 
     @property
-    def is_away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """True if other processes have the device."""
         return self._is_away
 
     @torch.no_grad()
-    def put_away(self) -> None:
+    def offload(self) -> None:
         """Moves everything that does not stay to host memory, and releases the device's memory."""
-        if self.is_away:
+        if self.is_offloaded:
             return
         self._is_away = True
         if self._stays == "all":
@@ -74,7 +73,7 @@ class OffloadedState:
             storage.resize_(0)
 
     @torch.no_grad()
-    def bring_back(self) -> None:
+    def reload(self) -> None:
         """Moves everything back to the device."""
         for storage, buffer in self._moved.values():
             storage.resize_(buffer.nbytes)

@@ -5,6 +5,7 @@ for each, which :mod:`~services.trainer.model.experts` adds to its product.
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 from zlib import crc32
@@ -16,9 +17,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from services.common.models.loading import stored_tensors
+from services.common.models.vision import TOWER, vision_tower
 from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
 from services.trainer.model.experts import expert_adapter
 from services.trainer.model.local_parts import local_part
+from services.trainer.model.quantized import QuantizedLinear, quantized_layers
 from services.weightsync.adapters import merged_weight
 from services.weightsync.plan import LORA_DOWN, LORA_UP
 
@@ -91,6 +94,8 @@ def _adapt_modules(model: PreTrainedModel, targets: list[str], spec: LoraSpec) -
         r=spec.rank,
         lora_alpha=spec.alpha,  # type: ignore[arg-type]  # any number scales
         target_modules=targets,
+        # Without a tower, peft warns that nothing was excluded.
+        exclude_modules=rf"{re.escape(TOWER)}.*" if vision_tower(model) is not None else None,
         lora_dropout=0.0,
         bias="none",
     )
@@ -120,7 +125,6 @@ def begin_adapters(module: nn.Module, *, seed: int) -> None:
 
 
 def _held(tensor: Tensor) -> tuple[slice, ...]:
-    """Returns the slices of a tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return (slice(None),)
     place = tensor.shape, tensor.device_mesh, tensor.placements
@@ -134,13 +138,10 @@ def merged_parameters(model: nn.Module, *, merges: bool = True) -> Iterator[tupl
     A model without adapters yields its parameters. All ranks must iterate if they are sharded.
 
     Args:
-        model: The model.
         merges: True if adapters are merged; otherwise they are left out.
     """
-    for name, parameter in stored_tensors(model).items():
-        if _ADAPTER in name:
-            continue
-        value = whole(parameter)
+    for name, held in _without_adapters(model):
+        value = held.weight if isinstance(held, QuantizedLinear) else whole(held)
         owner, base, leaf = name.partition(_BASE)
         if base and leaf == "weight" and merges:
             value = merged_weight(value, *_scaled_adapter(model.get_submodule(owner)))
@@ -164,10 +165,17 @@ def _merged_experts(model: nn.Module, name: str, value: Tensor) -> Tensor:
 def merged_shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:
     """Returns names and shapes of what :func:`merged_parameters` yields, in its order."""
     return [
-        (plain_name(name), parameter.shape)
-        for name, parameter in stored_tensors(model).items()
-        if _ADAPTER not in name
+        (plain_name(name), torch.Size((held.out_features, held.in_features)))
+        if isinstance(held, QuantizedLinear)
+        else (plain_name(name), held.shape)
+        for name, held in _without_adapters(model)
     ]
+
+
+def _without_adapters(model: nn.Module) -> Iterator[tuple[str, Tensor | QuantizedLinear]]:
+    """Yields the stored tensors and the quantized layers by the names of their weights."""
+    held: dict[str, Tensor | QuantizedLinear] = {**stored_tensors(model), **quantized_layers(model)}
+    return ((name, value) for name, value in held.items() if _ADAPTER not in name)
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

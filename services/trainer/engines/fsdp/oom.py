@@ -2,8 +2,8 @@
 
 A single process divides a micro-batch that exceeds memory, or leaves out a single sequence, and repeats the
 update. With several processes the other ranks wait in a collective that cannot be repeated. The rank then
-writes the size to a file and fails, and all ranks restart, as after any failure; from then on they divide or
-leave out whatever is as large before they compute it.
+writes the size to a file and fails, and all ranks restart, as after any failure. Afterwards they divide
+micro-batches of this size, or leave out sequences of this length, before they compute them.
 """
 
 import gc
@@ -37,9 +37,9 @@ class OomLimits:
     Args:
         bounds: Token budget of a micro-batch, and limits known from earlier starts.
         is_alone: True if no other process waits for this one in a forward or backward pass.
-        note: File in which this process records new limits; None if no other process would read it.
+        file: File in which this process records new limits; None if no other process would read it.
         memory: Configuration that recorded limits are valid for.
-        was_noted: True if the bounds come from recorded limits.
+        was_recorded: True if the bounds come from recorded limits.
     """
 
     def __init__(
@@ -47,79 +47,79 @@ class OomLimits:
         bounds: Bounds,
         *,
         is_alone: bool = True,
-        note: Path | None = None,
+        file: Path | None = None,
         memory: str = "",
-        was_noted: bool = False,
+        was_recorded: bool = False,
     ) -> None:
         self.bounds = self._first = bounds
         self.is_alone = is_alone
-        self._note = note
+        self._file = file
         self._memory = memory
-        self._was_noted = was_noted
+        self._was_recorded = was_recorded
 
     @property
-    def has_learned(self) -> bool:
+    def was_lowered(self) -> bool:
         """True if a micro-batch has exceeded memory since this process started."""
         return self.bounds != self._first
 
-    def learn(self, bounds: Bounds) -> None:
+    def lower(self, bounds: Bounds) -> None:
         """Lowers the limits to exclude a size that exceeded memory."""
-        self.bounds = self.bounds.within(bounds)
+        self.bounds = self.bounds.intersection(bounds)
 
-    def give_up(self, bounds: Bounds, told: str, why: str) -> None:
+    def record_and_raise(self, bounds: Bounds, size: str, cause: str) -> None:
         """Records a size that exceeded memory, for the next start of all ranks; returns if there is no file.
 
         Args:
             bounds: Limits that exclude the micro-batch.
-            told: Description of the micro-batch.
-            why: Message of the device.
+            size: Size of the micro-batch, for the message.
 
         Raises:
             OomLimitError: After the size is recorded.
         """
-        if self._note is None:
+        if self._file is None:
             return
-        if self._was_noted:
+        if self._was_recorded:
             # The limits were recorded before, so halve them: restarts take time, and a run allows few.
             bounds = Bounds(max(1, bounds.max_tokens // 2), bounds.too_long)
-        self.learn(bounds)
-        self._note.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._note.with_suffix(".unfinished")
+        self.lower(bounds)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._file.with_suffix(".unfinished")
         sizes = {"max_tokens": self.bounds.max_tokens, "too_long": self.bounds.too_long}
         unfinished.write_text(json.dumps({"memory": self._memory, **sizes}), encoding="utf-8")
-        unfinished.rename(self._note)
+        unfinished.rename(self._file)
         whole = bounds.too_long < Bounds().too_long
-        then = (
-            "leave out what is as long" if whole else f"take at most {bounds.max_tokens:,} tokens"
+        change = (
+            "leave out sequences of this length"
+            if whole
+            else f"limit micro-batches to {bounds.max_tokens:,} tokens"
         )
-        raise OomLimitError(told, why, then=f"all ranks start again, and {then}")
+        raise OomLimitError(size, cause, consequence=f"all ranks restart and {change}")
 
 
-def recall(settings: TrainerSettings, trainer: TrainerSpec, *, ranks: Ranks) -> OomLimits:
+def load_oom_limits(settings: TrainerSettings, trainer: TrainerSpec, *, ranks: Ranks) -> OomLimits:
     """Reads the limits that a worker's processes recorded before they restarted. All ranks must call it.
 
     Args:
         settings: Settings of this process; the records are in the run's folder.
         trainer: Recorded limits are valid only for the same specification, except for its ``steps``.
-        ranks: Data-parallel ranks.
     """
     if trainer.world_size == 1:
         return OomLimits(budget_of(trainer))
     memory, bounds = trainer.model_dump_json(exclude={"steps"}), budget_of(trainer)
-    folder = settings.state_directory / "outgrown"
+    folder = settings.state_directory / "oom"
     for file in folder.glob(f"{settings.worker_id}-*.json"):
-        noted = json.loads(file.read_text(encoding="utf-8"))
-        if noted["memory"] == memory:
-            bounds = bounds.within(Bounds(noted["max_tokens"], noted["too_long"]))
+        recorded = json.loads(file.read_text(encoding="utf-8"))
+        if recorded["memory"] == memory:
+            bounds = bounds.intersection(Bounds(recorded["max_tokens"], recorded["too_long"]))
     # Files may appear late on a host, but ranks that share samples must plan with the same limits.
     mine = torch.tensor([-bounds.max_tokens, -bounds.too_long])
     bounds = Bounds(*(-(ranks.everyone or ranks).max(mine)).tolist())
-    was_noted = bounds != budget_of(trainer)
-    if was_noted:
+    was_recorded = bounds != budget_of(trainer)
+    if was_recorded:
         known = {"max_tokens": bounds.max_tokens, "too_long": bounds.too_long}
-        logger.warning("micro-batches are smaller than asked for", extra=known)
-    note = folder / f"{settings.worker_id}-{settings.rank}.json"
-    return OomLimits(bounds, is_alone=False, note=note, memory=memory, was_noted=was_noted)
+        logger.warning("micro-batches are smaller than configured", extra=known)
+    file = folder / f"{settings.worker_id}-{settings.rank}.json"
+    return OomLimits(bounds, is_alone=False, file=file, memory=memory, was_recorded=was_recorded)
 
 
 def budget_of(trainer: TrainerSpec) -> Bounds:
@@ -127,7 +127,7 @@ def budget_of(trainer: TrainerSpec) -> Bounds:
     return Bounds(max_tokens=trainer.tokens_per_micro_batch * trainer.context_parallel)
 
 
-def oom_in(trainer: TrainerSpec) -> OomLimits:
+def unrecorded_limits(trainer: TrainerSpec) -> OomLimits:
     """Returns limits that last as long as this process and are not recorded."""
     return OomLimits(budget_of(trainer), is_alone=trainer.world_size == 1)
 
@@ -138,13 +138,13 @@ _T = TypeVar("_T")
 class _TooLargeError(Exception):
     """A micro-batch, by its number in the update, does not fit into memory."""
 
-    def __init__(self, number: int, why: str) -> None:
-        super().__init__(why)
+    def __init__(self, number: int, cause: str) -> None:
+        super().__init__(cause)
         self.number = number
 
 
 @contextmanager
-def fitting(number: int) -> Iterator[None]:
+def catch_oom(number: int) -> Iterator[None]:
     """Converts an out-of-memory error in the passes of a micro-batch, by its number in the update."""
     try:
         yield
@@ -152,13 +152,10 @@ def fitting(number: int) -> Iterator[None]:
         raise _TooLargeError(number, str(error).partition("\n")[0]) from None
 
 
-class Fitting:
+class OomRetry:
     """Repeats updates of a policy or critic with smaller micro-batches until all of them fit into memory.
 
     Args:
-        module: The policy or critic in training.
-        spec: The run.
-        device: Device of the module.
         oom_limits: Micro-batch sizes that are known to exceed memory.
     """
 
@@ -174,7 +171,7 @@ class Fitting:
         self._spec = spec
         self._device = device
         can_recover = not isinstance(module, FSDPModule) or hasattr(module, "reset_iter_state")
-        self._can_begin_anew = spec.trainer.world_size == 1 and can_recover
+        self._can_repeat = spec.trainer.world_size == 1 and can_recover
         self._oom_limits = oom_limits
         self.left_out: set[int] = set()
         """Positions of the sequences that did not fit even alone."""
@@ -185,7 +182,7 @@ class Fitting:
         """Starts the passes of an update, or of a part of it."""
         self.left_out, self.num_divided = set(), 0
 
-    def fitted(
+    def run_with_retry(
         self, attempt: Callable[[Micros], _T], samples: Samples, work: Micros, *, once: bool = False
     ) -> tuple[_T, Micros]:
         """Accumulates an update's gradients; returns ``attempt``'s result and the micro-batches that it used.
@@ -193,7 +190,6 @@ class Fitting:
         Args:
             attempt: Accumulates the gradients of micro-batches, each of them inside :func:`fitting`.
             samples: Samples that the positions refer to.
-            work: The planned micro-batches.
             once: True if other gradients are accumulated already, which a repetition would lose.
 
         Raises:
@@ -204,18 +200,20 @@ class Fitting:
             try:
                 return attempt(work), work
             except _TooLargeError as error:
-                number, why = error.number, str(error)
+                number, cause = error.number, str(error)
             # Here the error is out of scope, and so are the tensors that its frames held.
             self._recover()
-            told = _described(samples, work[number])
-            if once or not self._can_begin_anew or not work[number]:
+            size = _described(samples, work[number])
+            if once or not self._can_repeat or not work[number]:
                 if work[number]:
-                    self._oom_limits.give_up(self._bounds(samples, work[number]), told, why)
-                raise OomLimitError(told, why)
-            logger.warning("micro-batch outgrew memory", extra={"holds": told, "why": why})
-            work = self._smaller(samples, work, number)
+                    self._oom_limits.record_and_raise(
+                        self._bounds(samples, work[number]), size, cause
+                    )
+                raise OomLimitError(size, cause)
+            logger.warning("micro-batch exceeded memory", extra={"size": size, "cause": cause})
+            work = self._divided(samples, work, number)
 
-    def _smaller(self, samples: Samples, work: Micros, number: int) -> Micros:
+    def _divided(self, samples: Samples, work: Micros, number: int) -> Micros:
         micro = work[number]
         bounds = self._bounds(samples, micro)
         if bounds.max_tokens == Bounds().max_tokens:
@@ -223,7 +221,7 @@ class Fitting:
             # A step without any work still has one update.
             return (*work[:number], *work[number + 1 :]) or ((),)
         self.num_divided += 1
-        self._oom_limits.learn(bounds)
+        self._oom_limits.lower(bounds)
         # Other micro-batches of this size would fail as well.
         return self._within_budget(samples, work)
 
@@ -232,14 +230,14 @@ class Fitting:
 
     def _within_budget(self, samples: Samples, work: Micros) -> Micros:
         """Divides micro-batches that are known to be too large before they fail."""
-        if not self._oom_limits.has_learned:
+        if not self._oom_limits.was_lowered:
             return work
-        most, shares = self._oom_limits.bounds.max_tokens, self._spec.shares_prefixes
+        max_tokens, shares = self._oom_limits.bounds.max_tokens, self._spec.shares_prefixes
         parts = (
             part
             for micro in work
             if micro
-            for part in cut(samples, micro, max_tokens=most, shares=shares)
+            for part in cut(samples, micro, max_tokens=max_tokens, shares=shares)
         )
         return tuple(parts) or ((),)
 
@@ -249,7 +247,7 @@ class Fitting:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        if isinstance(self._module, FSDPModule) and self._can_begin_anew:
+        if isinstance(self._module, FSDPModule) and self._can_repeat:
             root: Any = self._module
             root.reset_iter_state()
             # FSDP holds gradients until an update's last micro-batch; this idle one plays that part.

@@ -36,7 +36,7 @@ from services.common.models.families import check_trainer, is_mixture
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.context import ContextRanks
 from services.trainer.collectives import Ranks, join_processes
-from services.trainer.engines.fsdp.activations import arrange
+from services.trainer.engines.fsdp.activations import set_up_activations
 from services.trainer.model.experts import ExpertRanks, share_experts
 from services.trainer.model.policy import Critic, Policy
 
@@ -65,7 +65,6 @@ class RankTopology:
 
     @property
     def sharding(self) -> Ranks:
-        """Returns the ranks that FSDP2 shards over."""
         if self.mesh is None:
             return self.data
         dp = self.mesh["dp"]
@@ -88,7 +87,7 @@ def build_topology(
     if world_size != spec.world_size:
         raise ValueError(
             f"the run has {spec.world_size} processes for this worker, but {world_size} were started; start "
-            "as many, for example with torchrun --nproc-per-node"
+            f"{spec.world_size}, for example with torchrun --nproc-per-node"
         )
     _use_few_threads(spec, device)
     if world_size == 1:
@@ -157,11 +156,6 @@ def _context(packs: DeviceMesh) -> ContextRanks:
 def distribute(module: Policy | Critic, spec: TrainerSpec, topology: RankTopology) -> None:
     """Distributes a policy or critic in place; its parameters become sharded if there is a mesh.
 
-    Args:
-        module: Policy or critic on the CPU or its device.
-        spec: Precision and parallelism.
-        topology: Position of this process.
-
     Raises:
         ValueError: If heads or experts cannot be divided evenly among ranks.
     """
@@ -175,7 +169,7 @@ def distribute(module: Policy | Critic, spec: TrainerSpec, topology: RankTopolog
         module.context = topology.context
     layers = decoder.layers
     _divide(module, layers, spec, topology)
-    arrange(layers, spec, device=topology.device, is_seen=_is_seen(module, topology))
+    set_up_activations(layers, spec, device=topology.device, is_seen=_is_seen(module, topology))
     if spec.compile:
         # Beyond its limit torch would run uncompiled, slower and in more memory than planned.
         torch._dynamo.config.recompile_limit = _MOST_KINDS  # noqa: SLF001

@@ -30,17 +30,13 @@ def score_tokens(
     shares_prefixes: bool,
     oom_limits: OomLimits,
 ) -> Tensor:
-    """Scores a rank's samples; returns ``[R]`` float32 on the CPU.
+    """Scores a rank's samples; returns ``[R, ...]`` float32 on the CPU.
 
     Tokens of a sequence that does not fit into memory are :data:`UNSCORED`. All ranks must call it,
     including those without samples.
 
     Args:
-        module: A policy or critic, sharded or not.
-        forward: Forward pass of the module over a micro-batch; returns ``[R]``.
-        samples: This rank's samples.
-        plan: Micro-batches of the samples.
-        device: Device of the module.
+        forward: Forward pass of the module over a micro-batch; returns ``[R, ...]``.
         shares_prefixes: True if tokens that samples have in common are computed once.
         oom_limits: Micro-batch sizes that are known to exceed memory.
 
@@ -54,22 +50,24 @@ def score_tokens(
         part = samples.select(micro) if micro else idle_samples()
         try:
             scores = forward(pack_samples(part, device, shares_prefixes=shares_prefixes))
+            if result.ndim < scores.ndim:
+                result = result.new_full((len(result), *scores.shape[1:]), UNSCORED)
             if micro:
                 result[samples.places(micro)] = scores.cpu()
             continue
         except torch.OutOfMemoryError as error:
-            why = str(error).partition("\n")[0]
+            cause = str(error).partition("\n")[0]
         # Here the error is out of scope, and so are the tensors that its frames held.
         _forget_pass(module, device)
-        told = f"{num_tokens(part):,} tokens in {len(micro)} sequence(s), which are scored,"
+        size = f"{num_tokens(part):,} tokens in {len(micro)} sequence(s) to score"
         bounds = bounds_of(part, shares=shares_prefixes)
         if micro:
-            oom_limits.give_up(bounds, told, why)
+            oom_limits.record_and_raise(bounds, size, cause)
         if not oom_limits.is_alone or not micro:
-            raise OomLimitError(told, why)
-        logger.warning("micro-batch outgrew memory", extra={"holds": told, "why": why})
+            raise OomLimitError(size, cause)
+        logger.warning("micro-batch exceeded memory", extra={"size": size, "cause": cause})
         if len(micro) > 1:
-            oom_limits.learn(bounds)
+            oom_limits.lower(bounds)
             pending[:0] = micro[: len(micro) // 2], micro[len(micro) // 2 :]
     free_gathered(module)
     return result

@@ -14,7 +14,7 @@ from services.trainer.engines.fsdp.lora import (
     merged_parameters,
     merged_shapes,
 )
-from services.trainer.model.policy import Policy
+from services.trainer.model.policy import Critic, Policy
 from services.weightsync.adapters import DIGEST_SPEC, FROZEN_DIGEST, frozen_digest
 from services.weightsync.plan import TensorSpec
 
@@ -25,17 +25,15 @@ class WeightExport:
     """Describes and reads the weights of a policy, as whole tensors or as the rows of this rank.
 
     Args:
-        policy: The policy, sharded or not.
+        policy: The policy, sharded or not; of a reward model, the language model without its value head.
         dtype: Element type of the sent parameters.
-        ranks: Ranks that the weights are sharded over.
-        senders: Value of ``weight_sync.senders``.
         sends_adapters: True if adapters are sent without their frozen weights. All ranks must then construct
             this object together if weights are sharded, because it computes a digest.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | Critic,
         *,
         dtype: torch.dtype,
         ranks: Ranks = _ALONE,
@@ -91,7 +89,7 @@ class WeightExport:
         return frozen_digest((name, value) for name, value in parts if name not in self._buffers)
 
     def weight_rows(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the rows that this rank holds, without a gather; skips tensors of which it has no row."""
+        """Yields the rows that this rank holds, without a gather; skips tensors without such rows."""
         with torch.no_grad():
             rows = [(name, self._own_rows(value)) for name, value in self._tensors.items()]
         return ((name, value) for name, value in rows if value.numel() > 0)
@@ -111,7 +109,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _is_divided_by_rows(policy: Policy) -> bool:
+def _is_divided_by_rows(policy: Policy | Critic) -> bool:
     """Returns True if all parameters are sent as stored, whole or divided by FSDP2 alone into whole rows."""
     return not any("lora_" in name for name, _ in policy.named_parameters()) and all(
         _has_rows(parameter) for parameter in policy.parameters()

@@ -1,0 +1,111 @@
+"""Facts about a checkpoint's model, by which a run that starts from it is checked. Does not import torch.
+
+A checkpoint of another model would fail with a missing tensor, or train on tokens with another meaning.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any, Final
+
+from services.common.models.tokenizer import Tokenizer
+from services.common.runspec.run import RunSpec
+
+CRITIC: Final = "critic"
+"""Subfolder of the critic: in the policy's checkpoint, or beside all of them if it has its own processes."""
+_SIZES: Final = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "tie_word_embeddings",
+)
+"""Keys of a ``config.json`` that determine the names and shapes of the weights."""
+
+
+def model_facts(spec: RunSpec, config: Any, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns JSON that describes the trained model."""
+    sizes = config.get_text_config().to_dict()
+    tokens = json.dumps(sorted(tokenizer.vocabulary.items())).encode()
+    lora = spec.trainer.lora
+    facts = {
+        "sizes": {key: sizes[key] for key in _SIZES if sizes.get(key) is not None},
+        "tokens": hashlib.sha256(tokens).hexdigest(),
+        "lora": None,
+    }
+    if lora is not None:
+        facts["lora"] = {
+            "rank": lora.rank,
+            "alpha": lora.alpha,
+            "target_modules": sorted(lora.target_modules),
+            # The frozen weights are not in the checkpoint. A copy of the model has another parent folder.
+            "base": PurePath(spec.model.path).name,
+        }
+    return facts
+
+
+def mismatches(
+    facts: Mapping[str, Any], own: Mapping[str, Any] | None, *, parts: Collection[str]
+) -> Iterator[str]:
+    """Yields the differences that prevent a run from using a checkpoint, each with the key to change.
+
+    Args:
+        own: Result of :func:`model_facts` for the run; None if the models are known to be equal.
+        parts: Subfolders that the run loads.
+    """
+    if any(counter(part) not in facts for part in parts):
+        yield (
+            "algorithm.advantage: this run trains a critic, but the checkpoint has none; use the "
+            "algorithm.advantage of the checkpoint's run, or a checkpoint of a run with a critic"
+        )
+    saved = facts.get("model")
+    if saved is None or own is None:
+        return
+    sizes = {key: value for key, value in own["sizes"].items() if saved["sizes"].get(key) != value}
+    if sizes:
+        theirs = _listed({key: saved["sizes"].get(key) for key in sizes})
+        yield (
+            f"model.path: the checkpoint's model has {theirs}, but this run's model has {_listed(sizes)}; "
+            "set model.path and model.tokenizer to those of the checkpoint's run"
+        )
+    elif saved["tokens"] != own["tokens"]:
+        yield (
+            "model.tokenizer: the checkpoint was trained with another vocabulary; set model.tokenizer to the "
+            "tokenizer of the checkpoint's run"
+        )
+    if saved["lora"] != own["lora"]:
+        yield (
+            f"trainer.lora: the checkpoint has {_adapters(saved['lora'])}, but this run trains "
+            f"{_adapters(own['lora'])}; set trainer.lora and model.path to those of the checkpoint's run, "
+            "or export it (python -m services.trainer.checkpoint.export) and set model.path to the folder"
+        )
+
+
+def critic_folder(folder: Path) -> Path:
+    """Returns the checkpoint of a critic with its own processes, given that of its policy."""
+    return folder.parent / CRITIC / folder.name
+
+
+def counter(part: str) -> str:
+    """Returns the name of the fact that counts the updates of the engine with a subfolder."""
+    return f"{part}.num_updates" if part else "num_updates"
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def _adapters(lora: Mapping[str, Any] | None) -> str:
+    if lora is None:
+        return "all weights (no adapters)"
+    modules = ", ".join(lora["target_modules"])
+    return f"adapters of {lora['base']} (rank {lora['rank']}, alpha {lora['alpha']:g}, modules {modules})"

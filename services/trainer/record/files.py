@@ -1,0 +1,287 @@
+"""Files of a record: one per step and trainer process, checked before use.
+
+    record/run.json                      specification, code, packages and hardware, once per start
+    record/step-00000012/rank-0.safetensors
+        header    numbers of the step (:class:`StepNumbers`), digests of the weights after it, checksum
+        tensors   the batch's description (rank 0), and the fields that this rank fetched
+
+A file appears under its name once it is whole. A step that is trained again replaces its file.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.common.errors import DataLossError, NotFoundError
+from services.common.fields import MODEL_INPUTS
+from services.wire.batch import KVBatchMeta
+from services.wire.data.jagged import Jagged
+
+FOLDER: Final = "record"
+"""Folder of the record, beside the checkpoints of the run."""
+_RUN: Final = "run.json"
+_STEP: Final = "step-"
+_NUMBERS: Final = "slipstream"
+"""Key of the header with the step's numbers as JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNumbers:
+    """Numbers of a recorded step, as one rank knows them."""
+
+    step: int
+    weight_version: int
+    """Version of the weights that the step started from."""
+    num_steps: int
+    """Steps of the whole run, over which the learning rate is scheduled."""
+    num_parts: int = 0
+    """Parts of the batch whose gradients were accumulated early, one after the other."""
+    skipped: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the step, without times."""
+    weights: Mapping[str, str] = field(default_factory=dict)
+    """Digest of this rank's rows of each tensor after the step."""
+    max_tokens: int = 0
+    """Token budget of a micro-batch when the step ended; memory errors lower it."""
+    nondeterministic: Sequence[str] = ()
+    """Operators of the process that torch does not compute deterministically."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Values of one field for some samples of a batch."""
+
+    rows: Tensor
+    """``[n]`` int64: index of each sample in the batch."""
+    values: Jagged
+    """One row for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """Content of one file."""
+
+    numbers: StepNumbers
+    metas: tuple[KVBatchMeta, ...]
+    """The whole batch, then its accumulated parts; empty except on rank 0."""
+    columns: Mapping[str, Columns]
+    """Fetched fields by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A step of all ranks."""
+
+    ranks: Sequence[RankStep]
+
+    @property
+    def numbers(self) -> StepNumbers:
+        """Numbers of rank 0."""
+        return self.ranks[0].numbers
+
+    @property
+    def meta(self) -> KVBatchMeta:
+        """Description of the whole batch."""
+        return self.ranks[0].metas[0]
+
+    def fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
+        """Returns recorded fields of some samples of the batch, like a transferqueue.
+
+        Raises:
+            NotFoundError: If a field of a sample is not recorded.
+        """
+        return {name: self._column(meta, name) for name in fields}
+
+    def _column(self, meta: KVBatchMeta, name: str) -> Jagged:
+        found: dict[Any, Tensor] = {}
+        first: Jagged | None = None
+        names = _places(self.meta, name)
+        for rank in self.ranks:
+            if (columns := rank.columns.get(name)) is not None:
+                rows = zip(columns.rows.tolist(), columns.values.unbind(), strict=True)
+                found |= {names[row]: values for row, values in rows}
+                first = columns.values
+        wanted = dict(zip(self.meta.keys, names, strict=True))
+        if first is None or (missing := [k for k in meta.keys if wanted.get(k) not in found]):
+            missing = list(meta.keys) if first is None else missing
+            raise NotFoundError(
+                f"step {self.numbers.step} has no record of {name} of {missing[0]}; the recorded run did "
+                "not use it",
+                field=name,
+            )
+        return Jagged.from_list([found[wanted[key]] for key in meta.keys])
+
+
+def _places(meta: KVBatchMeta, name: str) -> list[Any]:
+    """Returns what identifies each sample's value: the key, or the place of a value that samples share."""
+    if name != MODEL_INPUTS:
+        return list(meta.keys)
+    column = meta.column(name)
+    return list(zip(column.blob_indexes, column.offsets, strict=True))
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Returns the folder of a step."""
+    return folder / f"{_STEP}{step:08d}"
+
+
+def rank_file(folder: Path, step: int, rank: int) -> Path:
+    """Returns the file of a rank."""
+    return step_folder(folder, step) / f"rank-{rank}.safetensors"
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """Returns the steps that have a folder, in order."""
+    return sorted(int(path.name.removeprefix(_STEP)) for path in folder.glob(f"{_STEP}*"))
+
+
+def write_step(
+    folder: Path,
+    rank: int,
+    numbers: StepNumbers,
+    *,
+    metas: Sequence[KVBatchMeta] = (),
+    columns: Mapping[str, Columns],
+) -> None:
+    """Writes a rank's file of a step, safe on disk; replaces an earlier one."""
+    tensors: dict[str, Tensor] = {}
+    for index, meta in enumerate(metas):
+        tensors[f"meta/{index}"] = torch.frombuffer(bytearray(meta.to_bytes()), dtype=torch.uint8)
+    for name, column in columns.items():
+        tensors[f"rows/{name}"] = column.rows
+        tensors[f"lengths/{name}"] = column.values.lengths
+        tensors[f"values/{name}"] = column.values.values.contiguous()
+    scalars = [name for name, column in columns.items() if column.values.is_scalar]
+    header = {**asdict(numbers), "scalars": scalars, "checksum": _checksum(tensors)}
+    target = rank_file(folder, numbers.step, rank)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_suffix(".unfinished")
+    save_file(tensors, unfinished, metadata={_NUMBERS: json.dumps(header)})
+    _sync(unfinished)
+    unfinished.replace(target)
+
+
+def read_step(folder: Path, step: int, *, num_ranks: int) -> RecordedStep:
+    """Reads and verifies a step of all ranks.
+
+    Raises:
+        DataLossError: If a file is missing, was cut off or changed.
+    """
+    return RecordedStep([_read(rank_file(folder, step, rank)) for rank in range(num_ranks)])
+
+
+def _read(file: Path) -> RankStep:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            header = json.loads(opened.metadata()[_NUMBERS])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        if header.pop("checksum") != _checksum(tensors):
+            raise ValueError("its content does not have the recorded checksum")  # noqa: TRY301
+        scalars = set(header.pop("scalars"))
+        metas = [name for name in tensors if name.startswith("meta/")]
+        return RankStep(
+            StepNumbers(**header),
+            tuple(
+                KVBatchMeta.from_bytes(tensors[f"meta/{index}"].numpy().tobytes())
+                for index in range(len(metas))
+            ),
+            {
+                name: Columns(
+                    tensors[f"rows/{name}"],
+                    Jagged(values, tensors[f"lengths/{name}"], is_scalar=name in scalars),
+                )
+                for where, values in tensors.items()
+                if (name := where.removeprefix("values/")) != where
+            },
+        )
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise DataLossError(
+            f"{file} is not a whole record of a step: {error}; restore it, or leave out its step with "
+            "--from or --to",
+            file=file,
+        ) from error
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    total = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        total.update(name.encode())
+        total.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Deletes the records of later steps, which a resumed run trains again. Rank 0 calls it."""
+    for later in recorded_steps(folder):
+        if later > step:
+            shutil.rmtree(step_folder(folder, later))
+
+
+def write_start(folder: Path, step: int, facts: Mapping[str, Any]) -> None:
+    """Adds the facts of a start after ``step``; replaces those of starts that were rolled back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / _RUN
+    starts = [start for start in _starts(folder) if start["step"] < step] if step else []
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps([*starts, {"step": step, **facts}], indent=1), "utf-8")
+    _sync(unfinished)
+    unfinished.replace(file)
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """Returns the facts of each start of the run, with the ``step`` after which it began; the first is first.
+
+    Raises:
+        NotFoundError: If there is no record.
+        DataLossError: If it cannot be read.
+    """
+    if not folder.is_dir():
+        raise NotFoundError(
+            f"there is no record in {folder}; set 'record: full' in the specification of the run",
+            folder=folder,
+        )
+    starts = _starts(folder)
+    if not starts:
+        raise DataLossError(
+            f"{folder / _RUN} is missing or not readable; restore it", folder=folder
+        )
+    return starts
+
+
+def _starts(folder: Path) -> list[dict[str, Any]]:
+    try:
+        starts: list[dict[str, Any]] = json.loads((folder / _RUN).read_text("utf-8"))
+    except (OSError, ValueError):
+        return []
+    return starts
+
+
+def _sync(file: Path) -> None:
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def joined(parts: Iterable[tuple[Sequence[int], Jagged]]) -> Columns:
+    """Joins the values of several fetches.
+
+    Args:
+        parts: Row of each value in the batch, -1 for samples of another batch; and the values. Of a sample
+            that was fetched again, the newest value stays.
+    """
+    found = {
+        row: value
+        for rows, values in parts
+        for row, value in zip(rows, values.unbind(), strict=True)
+        if row >= 0
+    }
+    return Columns(torch.tensor([*found], dtype=torch.int64), Jagged.from_list([*found.values()]))
