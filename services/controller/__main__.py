@@ -33,8 +33,9 @@ from services.controller.api.request_limits import RequestLimits
 from services.controller.api.rpc import RUN_SERVICE, run_servicer, run_users
 from services.controller.api.run_api import RunApi
 from services.controller.api.run_page import PageLinks, add_page_links, with_run_page
+from services.controller.launch.launcher import ExternalLauncher, Launcher
+from services.controller.launch.process import open_process_launcher
 from services.controller.manager.audit import RunAudit
-from services.controller.manager.launchers import open_launcher
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.run_collector import RunCollector
 from services.controller.manager.runs import RunManager
@@ -91,7 +92,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         manager.drivers.services = Services(
             membership=membership,
             launcher=await stack.enter_async_context(
-                open_launcher(settings, address, manager=manager, tasks=tasks)
+                _open_launcher(settings, address, manager=manager, tasks=tasks)
             ),
             queue=queue,
             clock=time,
@@ -101,7 +102,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         await manager.start()
         rest_url = await stack.enter_async_context(_serve_rest(api, tokens, settings))
         report_ready(settings.ready_file, {"grpc": address, "rest": rest_url})
-        keeping = tasks.create_task(leadership.keep())
+        keeping = tasks.create_task(leadership.keep_renewed())
         await wait_for_shutdown(stop_on_stdin_eof=settings.stop_on_stdin_eof)
         keeping.cancel()
 
@@ -173,8 +174,32 @@ async def _serve_rest(
         yield f"{scheme}://{settings.advertise_host}:{port}"
 
 
+@asynccontextmanager
+async def _open_launcher(
+    settings: ControllerSettings, address: str, *, manager: RunManager, tasks: TaskGroup
+) -> AsyncIterator[Launcher]:
+    """Opens the launcher that the settings select, until the block ends."""
+    if settings.launcher == "process":
+        async with open_process_launcher(
+            controller_address=address,
+            state_directory=settings.state_directory,
+            on_exit=manager.drivers.worker_exited,
+            tasks=tasks,
+            allowance=settings.allowance,
+            metric_targets=settings.metric_targets,
+        ) as processes:
+            yield processes
+    elif settings.launcher == "kubernetes":
+        # Imported here: the client takes a second to import, and only a cluster needs it.
+        from services.controller.manager.cluster import open_cluster_launcher
+
+        async with open_cluster_launcher(settings, address, manager=manager) as launcher:
+            yield launcher
+    else:
+        yield ExternalLauncher()
+
+
 def _open_users(settings: ControllerSettings, tokens: TokenStore) -> Authenticator:
-    """Returns the authenticator of API users."""
     authenticators: list[Authenticator] = [tokens]
     if settings.admin_token_file is not None:
         # The first token comes from a file, because creating it through the API would need a token.

@@ -79,7 +79,6 @@ for _reason in ("rate_limited", "too_many_streams"):
 
 
 def observe_step(run: str, step: int, prompts: Mapping[str, int]) -> None:
-    """Records a committed step."""
     RUN_STEP.labels(run).set(step)
     LAST_PROGRESS.labels(run).set_to_current_time()
     for state, count in prompts.items():

@@ -59,7 +59,6 @@ def set_(
 
 @app.command(name="list")
 def list_() -> None:
-    """Lists the projects with their own limits."""
     with _database().read() as connection:
         for row in connection.execute(sa.select(QUOTAS).order_by(QUOTAS.c.project)):
             limits = "\t".join(f"{name} {getattr(row, name)}" for name in _NAMES)

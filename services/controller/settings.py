@@ -138,7 +138,6 @@ class ControllerSettings(KeySettings, SpecSettings):
 
     @property
     def database(self) -> str:
-        """Returns the SQLAlchemy URL of the database."""
         return self.database_url or f"sqlite:///{self.state_directory / DATABASE_FILE}"
 
     def limits(self) -> Limits:

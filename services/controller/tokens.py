@@ -47,7 +47,6 @@ def list_() -> None:
 
 @app.command()
 def revoke(name: Name) -> None:
-    """Revokes all tokens of a name."""
     sys.stdout.write(f"{_store().revoke(name)} revoked\n")
 
 

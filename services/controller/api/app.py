@@ -2,20 +2,90 @@
 
 import time
 from collections.abc import Collection
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.runspec.run import RunSpec
-from services.controller.api.errors import PROBLEM_TYPE, Problem, add_error_handlers
+from services.controller import metrics
+from services.controller.api.errors import PROBLEM_TYPE, Problem, add_error_handlers, problem
 from services.controller.api.rest import add_routes
 from services.controller.api.run_api import RunApi
-from services.controller.api.same_origin import SameOrigin
 from services.controller.metrics import HTTP_SECONDS
 from services.controller.models import LogLine
+from services.controller.settings import LOOPBACK
+
+
+class SameOrigin:
+    """Admits requests from this server's own pages and from programs other than browsers.
+
+    A page of another origin can send requests and have its name resolve to this host (DNS
+    rebinding), but it cannot choose the headers that reveal this.
+
+    Args:
+        hosts: Names under which this server is reached; empty allows any, for servers with a gateway.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str] = ()) -> None:
+        self._app = app
+        self._hosts = frozenset(hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves or refuses a request."""
+        if scope["type"] == "http":
+            request = Request(scope)
+            if (refusal := self._refusal(request)) is not None:
+                status, code, detail = refusal
+                metrics.API_REFUSALS.labels(code).inc()
+                await problem(request, status, code, detail)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, request: Request) -> tuple[HTTPStatus, str, str] | None:
+        host = request.headers.get("host", "")
+        if self._hosts and _name(host) not in self._hosts:
+            return (
+                HTTPStatus.MISDIRECTED_REQUEST,
+                "foreign_host",
+                f"the host must be one of {', '.join(sorted(self._hosts))}, got {host!r}",
+            )
+        origin = request.headers.get("origin")
+        if origin is not None:
+            there = urlsplit(origin).netloc
+            if there != host and _name(there) not in self._hosts - set(LOOPBACK):
+                return (
+                    HTTPStatus.FORBIDDEN,
+                    "foreign_origin",
+                    f"pages of origin {origin!r} must not use this API",
+                )
+        if _has_body(request) and _media_type(request) != "application/json":
+            return (
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                "not_json",
+                "the request body must be JSON; send Content-Type: application/json",
+            )
+        return None
+
+
+def _name(host: str) -> str:
+    """Returns a host without its port."""
+    name, separator, port = host.rpartition(":")
+    return (name if separator and port.isdecimal() else host).lower()
+
+
+def _has_body(request: Request) -> bool:
+    length = request.headers.get("content-length", "0")
+    return length != "0" or "transfer-encoding" in request.headers
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
 
 _REFUSALS = {
     "400": "The body is not JSON.",
@@ -48,7 +118,6 @@ class Measured:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -73,7 +142,6 @@ def build_app(api: RunApi, *, hosts: Collection[str] = ()) -> FastAPI:
     """Builds the REST application.
 
     Args:
-        api: Executes the operations.
         hosts: Host names under which browsers reach it; empty allows any.
     """
     app = FastAPI(

@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping
 from http import HTTPStatus
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,6 +24,8 @@ from services.common.telemetry.logging import RareLog
 logger = logging.getLogger(__name__)
 
 _BODY_DEADLINE_S = 30.0
+_MAX_UNAUTHENTICATED_BYTES = 4 << 10
+"""Max. size of the body of a request without a known token, such as a sign-in."""
 PROBLEM_TYPE = "application/problem+json"
 
 _STATUS = {
@@ -112,6 +116,11 @@ def _add_domain_handlers(app: FastAPI) -> None:
         detail = "the controller failed; see its log"
         return problem(request, status, "internal", detail, fault=error)
 
+    @app.exception_handler(ClientDisconnect)
+    async def disconnected(request: Request, error: ClientDisconnect) -> Response:
+        # The client has left. Without this handler, its leaving would be logged as a fault of the controller.
+        return Response(status_code=HTTPStatus.BAD_REQUEST)
+
     @app.exception_handler(SpecError)
     async def spec_error(request: Request, error: SpecError) -> JSONResponse:
         return problem(
@@ -149,10 +158,7 @@ def _add_request_handlers(app: FastAPI) -> None:
             headers["Allow"] = ", ".join(_allowed_methods(app, request))
         code, detail = status.phrase.lower().replace(" ", "_"), str(error.detail)
         if status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-            code, detail = (
-                "too_large",
-                f"the request body must have at most {MAX_DOCUMENT_BYTES} bytes",
-            )
+            code = "too_large"
         return problem(request, status, code, detail, headers=headers)
 
     @app.exception_handler(BodyError)
@@ -168,10 +174,8 @@ def _add_request_handlers(app: FastAPI) -> None:
 class _BodyLimit:
     """ASGI middleware that refuses request bodies that are too large or too slow.
 
-    Responses pass through without a copy.
-
-    Args:
-        app: Application that receives the requests.
+    A body whose stated size is too large is refused before it is read. Responses pass through
+    without a copy.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -180,6 +184,8 @@ class _BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, with at most the allowed part of its body."""
         num_bytes, is_whole = 0, False
+        length = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
+        stated = int(length) if length.isdecimal() else 0
         deadline = asyncio.get_running_loop().time() + _BODY_DEADLINE_S
 
         async def receive_some() -> Message:
@@ -187,6 +193,11 @@ class _BodyLimit:
             if is_whole:
                 # After the body, this waits until the client disconnects, which ends a stream.
                 return await receive()
+            # Authentication stores the principal before it reads the body.
+            is_authenticated = "who" in scope.get("state", ())
+            max_bytes = MAX_DOCUMENT_BYTES if is_authenticated else _MAX_UNAUTHENTICATED_BYTES
+            if stated > max_bytes:
+                raise _too_large(max_bytes)
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
@@ -194,11 +205,16 @@ class _BodyLimit:
                 raise HTTPException(HTTPStatus.REQUEST_TIMEOUT) from error
             is_whole = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
-            if num_bytes > MAX_DOCUMENT_BYTES:
-                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            if num_bytes > max_bytes:
+                raise _too_large(max_bytes)
             return message
 
         await self._app(scope, receive_some, send)
+
+
+def _too_large(max_bytes: int) -> HTTPException:
+    detail = f"the request body must have at most {max_bytes} bytes"
+    return HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, detail)
 
 
 def problem(

@@ -1,19 +1,26 @@
 """Handlers of the run API: one method per operation, named after it."""
-# ruff: noqa: D102  the operations' docstrings describe them
 
 import asyncio
+import base64
+import hashlib
+import hmac
+import json
+import re
+import secrets
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from typing import Any, Literal
 
-from services.common.errors import FailedPreconditionError
+from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
+from services.common.telemetry import tracing
 from services.controller.api import operations as ops
 from services.controller.api.principals import Principal
 from services.controller.api.request_limits import RequestLimits
-from services.controller.api.views import PageTokens, view_listed, view_quota, view_run
 from services.controller.manager.audit import RunAudit
 from services.controller.manager.logs import RunLogs
+from services.controller.manager.quotas import Quota
 from services.controller.manager.runs import RunManager
 from services.controller.models import (
     CheckpointPage,
@@ -21,17 +28,21 @@ from services.controller.models import (
     EventPage,
     EventView,
     GroupPage,
+    ListedRun,
     LogLine,
     MetricPage,
     QuotaView,
+    RunError,
     RunPage,
     RunView,
+    SamplePage,
     Topology,
     ValidatedView,
     VersionView,
+    WholeSample,
     WorkerView,
 )
-from services.controller.samples import SamplePage, WholeSample
+from services.controller.rules.run_state import RunState, desired_state
 from services.controller.store.records import (
     Event,
     EventFilter,
@@ -41,6 +52,104 @@ from services.controller.store.records import (
     RunFilter,
     Submission,
 )
+
+_INFRA = frozenset(
+    {"WorkerLost", "UNAVAILABLE", "DEADLINE_EXCEEDED", "DATA_LOSS", "DATABASE_UNAVAILABLE"}
+)
+_USER = frozenset(
+    {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "GenerationError", "SpecError", "QueueTimeout"}
+)
+
+# The message begins with the lost worker or with the called service.
+_COMPONENT = re.compile(r"([a-z_]+-\d+)\b|/slipstream\.([a-z]+)\.v1\.")
+
+
+def view_run(run: Run, activities: Sequence[str] = ()) -> RunView:
+    return RunView(**_fields(run, activities), spec=json.loads(run.spec_json))
+
+
+def view_listed(run: Run, activities: Sequence[str] = ()) -> ListedRun:
+    return ListedRun(**_fields(run, activities))
+
+
+def _fields(run: Run, activities: Sequence[str]) -> dict[str, Any]:
+    return {
+        **{name: getattr(run, name) for name in Run.__slots__},
+        "id": run.run_id,
+        "desired": desired_state(run.state),
+        "activities": list(activities),
+        "error": error_of(run),
+    }
+
+
+def view_quota(quota: Quota, *, event_streams: int) -> QuotaView:
+    """Builds the view of a project's limits and use."""
+    own = {name: getattr(quota, name) for name in Quota.__slots__}
+    return QuotaView(**own, **asdict(quota.limits), event_streams=event_streams)
+
+
+def error_of(run: Run) -> RunError | None:
+    if run.state is not RunState.FAILED:
+        return None
+    category: Literal["USER", "SYSTEM", "INFRA"] = "SYSTEM"
+    if run.state_reason in _INFRA:
+        category = "INFRA"
+    elif run.state_reason in _USER:
+        category = "USER"
+    return RunError(
+        code=run.state_reason,
+        category=category,
+        recoverable=category == "INFRA",
+        message=run.message,
+        component=_component_of(run),
+        trace_id=tracing.of_step(run.run_id, run.step + 1).trace_id,
+    )
+
+
+def _component_of(run: Run) -> str:
+    """Returns the part that failed: a worker, a service, or the controller if the message names no other."""
+    if run.state_reason == "GenerationError":
+        return "rollout"
+    found = _COMPONENT.match(run.message)
+    return found[1] or found[2] if found else "controller"
+
+
+_MAC_BYTES = 12
+
+
+class PageTokens:
+    """Creates and reads page tokens; tokens of an earlier process are refused."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+
+    def make(self, position: str, scope: str) -> str:
+        """Returns the token that continues after ``position`` in the list named ``scope``."""
+        return base64.urlsafe_b64encode(self._mac(position, scope) + position.encode()).decode()
+
+    def read(self, token: str, scope: str) -> str | None:
+        """Returns the position of a token; None for the first page.
+
+        Raises:
+            InvalidArgumentError: If this object did not create the token for this list.
+        """
+        if not token:
+            return None
+        try:
+            raw = base64.urlsafe_b64decode(token.encode())
+            position = raw[_MAC_BYTES:].decode()
+        except ValueError:
+            raw, position = b"", ""
+        if not hmac.compare_digest(raw[:_MAC_BYTES], self._mac(position, scope)):
+            raise InvalidArgumentError(
+                "page_token must be the next_page_token of the same list; start again without it"
+            )
+        return position
+
+    def _mac(self, position: str, scope: str) -> bytes:
+        text = f"{scope}\0{position}".encode()
+        return hmac.digest(self._key, text, hashlib.sha256)[:_MAC_BYTES]
+
 
 Items = AsyncIterator[Sequence[tuple[str, Event | LogLine | RunView | None]]]
 """Content of a stream: batches of items, each with the id from which the stream resumes after it.
@@ -75,14 +184,7 @@ class Call:
 
 
 class Handlers:
-    """Executes operations whose callers are already authorized.
-
-    Args:
-        manager: Manager of the runs.
-        audit: Reads the history of runs.
-        logs: Reads the logs of workers.
-        limits: Counts open streams.
-    """
+    """Executes operations whose callers are already authorized."""
 
     def __init__(
         self, manager: RunManager, audit: RunAudit, logs: RunLogs, limits: RequestLimits
@@ -271,7 +373,7 @@ class Handlers:
         )
 
     async def get_sample(self, call: Call, request: ops.GetSample) -> WholeSample:
-        return await self._manager.samples.one(request.run_id, request.sample_id)
+        return await self._manager.samples.get(request.run_id, request.sample_id)
 
     async def export_samples(self, call: Call, request: ops.ExportSamples) -> AsyncIterator[bytes]:
         return await self._manager.samples.export(

@@ -42,7 +42,6 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
     async def RegisterWorker(
         self, request: membership_pb2.RegisterWorkerRequest, context: _Context
     ) -> membership_pb2.RegisterWorkerResponse:
-        """Registers a worker and returns the run's specification."""
         if request.role not in WORKERS:
             raise InvalidArgumentError(
                 f"role must be one of {', '.join(WORKERS)}, got {request.role!r}"
@@ -97,7 +96,6 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
     async def ReportGroups(
         self, request: membership_pb2.ReportGroupsRequest, context: _Context
     ) -> membership_pb2.ReportGroupsResponse:
-        """Receives failures of groups."""
         failures = [
             from_message(failure, GroupFailure, worker_id=request.worker_id)
             for failure in request.failures
@@ -121,20 +119,17 @@ class RendezvousServicer(membership_pb2_grpc.RendezvousServiceServicer):
     async def SetValue(
         self, request: membership_pb2.SetValueRequest, context: _Context
     ) -> membership_pb2.SetValueResponse:
-        """Stores a value."""
         await self._store.set(request.scope, request.key, request.value)
         return membership_pb2.SetValueResponse()
 
     async def GetValue(
         self, request: membership_pb2.GetValueRequest, context: _Context
     ) -> membership_pb2.GetValueResponse:
-        """Waits for a value and returns it."""
         value = await self._store.get(request.scope, request.key, request.wait_timeout_s)
         return membership_pb2.GetValueResponse(value=value)
 
     async def AddValue(
         self, request: membership_pb2.AddValueRequest, context: _Context
     ) -> membership_pb2.AddValueResponse:
-        """Adds to a counter."""
         value = await self._store.add(request.scope, request.key, request.amount)
         return membership_pb2.AddValueResponse(value=value)

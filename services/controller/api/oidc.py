@@ -29,7 +29,6 @@ class OidcProvider:
         audience: Audience that tokens must name.
         roles_claim: Claim with a list of ``project:role``, such as ``blue:operator``; dots descend
             into objects.
-        name_claim: Claim with the name of the user.
     """
 
     def __init__(self, issuer: str, *, audience: str, roles_claim: str, name_claim: str) -> None:

@@ -29,13 +29,16 @@ from services.controller.models import (
     RunPage,
     RunPatch,
     RunView,
+    SampleFilter,
+    SampleId,
+    SamplePage,
     Topology,
     TrackerReport,
     ValidatedView,
     VersionView,
+    WholeSample,
 )
 from services.controller.rules.run_state import RunState
-from services.controller.samples import SampleFilter, SampleId, SamplePage, WholeSample
 
 Answer = TypeVar("Answer", covariant=True)
 Place = Literal["path", "query", "header", "body", "document"]

@@ -118,11 +118,7 @@ class TokenInfo:
 
 
 class TokenStore:
-    """Stores API tokens in the database. Methods block.
-
-    Args:
-        database: Database of the tokens.
-    """
+    """Stores API tokens in the database. Methods block."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -180,7 +176,6 @@ class TokenStore:
             )
 
     def list_tokens(self) -> list[TokenInfo]:
-        """Lists all tokens by name."""
         columns = [API_TOKENS.c[field.name] for field in fields(TokenInfo)]
         query = sa.select(*columns).order_by(API_TOKENS.c.name, API_TOKENS.c.create_time)
         with self._database.read() as connection:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from services.common.errors import ResourceExhaustedError
+from services.common.errors import ResourceExhaustedError, UnauthenticatedError
+from services.common.http.limits import MAX_UNAUTHENTICATED
 from services.controller import metrics
 from services.controller.settings import Limits
 
@@ -47,12 +48,7 @@ class _Bucket:
 
 
 class RequestLimits:
-    """Admits requests and streams. Belongs to the event loop's thread.
-
-    Args:
-        limits_of: Returns the limits of a project.
-        clock: Returns seconds.
-    """
+    """Admits requests and streams. Belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -129,35 +125,36 @@ class RequestLimits:
 _PER_SECOND = 10.0
 _BURST = 50.0
 _MAX_PEERS = 4096
-_MAX_WAITING = 64
+# As many connections as may be open before their peers have authenticated.
+_MAX_WAITING = MAX_UNAUTHENTICATED
 _MAX_CONCURRENT = 2
 
 
 def peer_of(request: Request) -> str:
-    """Returns the address that a request comes from."""
     return request.client.host if request.client else ""
 
 
 class AuthRateLimit:
-    """Counts calls with unknown tokens. Belongs to the event loop's thread.
+    """Limits lookups of tokens that are not known yet. Belongs to the event loop's thread.
 
-    Args:
-        clock: Returns seconds.
+    Only tokens that turn out to be unknown count, so a fleet of honest callers may start at once.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._used: dict[str, tuple[float, float]] = {}
-        """Per address: counted calls, and the time of the count."""
+        self._failed: dict[str, tuple[float, float]] = {}
+        """Per address: counted unknown tokens, and the time of the count."""
         self._lookups = asyncio.Semaphore(_MAX_CONCURRENT)
         self._num_waiting = 0
 
     @asynccontextmanager
-    async def lookup(self) -> AsyncIterator[None]:
-        """Limits concurrent token lookups, so that unknown callers do not delay authenticated ones.
+    async def limit_lookups(self, peer: str) -> AsyncIterator[None]:
+        """Limits concurrent lookups, so that unknown callers do not delay authenticated ones.
+
+        Counts the lookup if the block raises UnauthenticatedError.
 
         Raises:
-            RateLimitedError: If too many lookups wait.
+            RateLimitedError: If too many lookups wait, or too many tokens from this address were unknown.
         """
         if self._num_waiting >= _MAX_WAITING:
             metrics.API_REFUSALS.labels("rate_limited").inc()
@@ -165,20 +162,22 @@ class AuthRateLimit:
                 "too many requests with unknown tokens arrive at once; send the request again",
                 retry_after_s=1.0,
             )
+        self._check(peer)
         self._num_waiting += 1
         try:
             async with self._lookups:
+                self._check(peer)  # others may have failed in the meantime
                 yield
+        except UnauthenticatedError:
+            if peer not in self._failed and len(self._failed) >= _MAX_PEERS:
+                self._failed.clear()
+            self._failed[peer] = (self._num_failed(peer) + 1.0, self._clock())
+            raise
         finally:
             self._num_waiting -= 1
 
-    def admit(self, peer: str) -> None:
-        """Counts a call whose token has to be looked up.
-
-        Raises:
-            RateLimitedError: If too many tokens from this address were unknown.
-        """
-        over = self._now(peer) + 1.0 - _BURST
+    def _check(self, peer: str) -> None:
+        over = self._num_failed(peer) + 1.0 - _BURST
         if over > 0:
             metrics.API_REFUSALS.labels("rate_limited").inc()
             raise RateLimitedError(
@@ -186,14 +185,7 @@ class AuthRateLimit:
                 retry_after_s=over / _PER_SECOND,
                 peer=peer,
             )
-        if peer not in self._used and len(self._used) >= _MAX_PEERS:
-            self._used.clear()
-        self._used[peer] = (self._now(peer) + 1.0, self._clock())
 
-    def refund(self, peer: str) -> None:
-        """Takes a counted call back, after its token turned out to be known."""
-        self._used[peer] = (max(self._now(peer) - 1.0, 0.0), self._clock())
-
-    def _now(self, peer: str) -> float:
-        used, when = self._used.get(peer, (0.0, 0.0))
-        return max(used - (self._clock() - when) * _PER_SECOND, 0.0)
+    def _num_failed(self, peer: str) -> float:
+        failed, when = self._failed.get(peer, (0.0, 0.0))
+        return max(failed - (self._clock() - when) * _PER_SECOND, 0.0)

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from services.common.errors import InvalidArgumentError, ResourceExhaustedError
+from services.common.http.limits import admit
 from services.controller.api.errors import BodyError
 from services.controller.api.handlers import Items
 from services.controller.api.operations import OPERATIONS, Operation, Place
@@ -79,8 +80,19 @@ async def _with_pings(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield frame_of("overflow", json.dumps({"detail": error.message}))
 
 
+async def authenticate_request(api: RunApi, request: Request) -> Principal:
+    """Returns the principal of a request; its connection no longer counts as a stranger's.
+
+    Raises:
+        UnauthenticatedError: If the token is not known.
+        RateLimitedError: As :meth:`RunApi.authenticate`.
+    """
+    who = await api.authenticate(request.headers.get("authorization", ""), peer_of(request))
+    admit(request.scope)
+    return who
+
+
 def add_routes(app: FastAPI, api: RunApi) -> None:
-    """Adds a route for each operation."""
     encoded = _Encoded()
 
     class AuthenticateFirst(APIRoute):
@@ -90,8 +102,7 @@ def add_routes(app: FastAPI, api: RunApi) -> None:
             answer = super().get_route_handler()
 
             async def answer_authenticated(request: Request) -> Response:
-                authorization = request.headers.get("authorization", "")
-                request.state.who = await api.authenticate(authorization, peer_of(request))
+                request.state.who = await authenticate_request(api, request)
                 return await answer(request)
 
             return answer_authenticated
@@ -244,7 +255,6 @@ class _Encoded:
         self._frames: dict[tuple[str, int], bytes] = {}
 
     async def frames(self, items: Items) -> AsyncIterator[bytes]:
-        """Encodes the items of a stream."""
         async for some in items:
             yield b"".join(self._frame(id_, item) for id_, item in some)
             if some and not isinstance(some[0][1], Event):

@@ -1,12 +1,12 @@
 """Core of the run API, shared by REST and gRPC: authentication, authorization, dispatch to handlers."""
 
+import asyncio
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-
-from starlette.concurrency import run_in_threadpool
 
 from services.common.errors import UnauthenticatedError
 from services.controller.api.handlers import Call, Handlers, Items
@@ -20,26 +20,18 @@ from services.controller.manager.runs import RunManager
 # Seconds after which a revoked token is refused.
 _CACHE_S = 1.0
 _MAX_CACHED = 1000
+_LOOKUP_THREADS = 8
 # Seconds after which the streams of a revoked token end.
 _STREAM_CHECK_S = 5.0
 _WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 def handler_name(operation: type[Operation[Any]]) -> str:
-    """Returns the name of an operation's handler: ``pause_run`` for ``PauseRun``."""
     return _WORD.sub("_", operation.__name__).lower()
 
 
 class RunApi:
-    """Authenticates callers and executes their operations.
-
-    Args:
-        manager: Manager of the runs.
-        audit: Reads the history of runs.
-        logs: Reads the logs of workers.
-        users: Authenticates callers.
-        limits: Limits the requests of projects.
-    """
+    """Authenticates callers and executes their operations."""
 
     def __init__(
         self,
@@ -54,42 +46,46 @@ class RunApi:
         self._users = users
         self._known: dict[str, tuple[Principal, float]] = {}
         self._auth_rate_limit = AuthRateLimit()
+        self._lookups: dict[str, asyncio.Future[Principal]] = {}
+        # Own threads: those that read files also serve callers without credentials.
+        self._lookup_threads = ThreadPoolExecutor(_LOOKUP_THREADS, "token-lookup")
         self.limits = limits
         """Limits of the callers' requests and streams."""
 
     async def authenticate(self, authorization: str, peer: str) -> Principal:
         """Returns the principal of an ``Authorization`` header, after its request is admitted.
 
-        Args:
-            authorization: The header.
-            peer: Address of the caller.
-
         Raises:
             UnauthenticatedError: If the token is not known.
             RateLimitedError: If the project sends too many requests, or the peer too many unknown
                 tokens.
         """
-        now = time.monotonic()
-        who, deadline = self._known.get(authorization, (None, 0.0))
-        if who is None or deadline < now:
-            # A token known before does not count, whatever others send from that address.
-            is_unknown = who is None
-            if is_unknown:
-                self._auth_rate_limit.admit(peer)
+        who = self._known_principal(authorization)
+        if who is None:
+            # A known token is looked up again regardless of other requests from that address.
+            is_known = authorization in self._known
+            slot = nullcontext() if is_known else self._auth_rate_limit.limit_lookups(peer)
             try:
-                async with self._auth_rate_limit.lookup() if is_unknown else nullcontext():
-                    who = await run_in_threadpool(self._users.authenticate, authorization)
+                async with slot:
+                    # Another request with this token may have been looked up in the meantime.
+                    who = self._known_principal(authorization)
+                    if who is None:
+                        who = await self._look_up(authorization)
+                        self._remember(authorization, who)
             except UnauthenticatedError:
                 self._known.pop(authorization, None)
                 raise
-            if is_unknown:
-                self._auth_rate_limit.refund(peer)
-            if len(self._known) >= _MAX_CACHED:
-                self._known.clear()
-            who = replace(who, authorization=authorization)
-            self._known[authorization] = (who, now + _CACHE_S)
         await self.limits.admit(who.project)
         return who
+
+    def _known_principal(self, authorization: str) -> Principal | None:
+        who, deadline = self._known.get(authorization, (None, 0.0))
+        return who if time.monotonic() <= deadline else None
+
+    def _remember(self, authorization: str, who: Principal) -> None:
+        if len(self._known) >= _MAX_CACHED:
+            self._known.clear()
+        self._known[authorization] = (who, time.monotonic() + _CACHE_S)
 
     async def check_valid(self, who: Principal) -> None:
         """Checks that a principal of an earlier request is still known.
@@ -97,7 +93,18 @@ class RunApi:
         Raises:
             UnauthenticatedError: If its token has been revoked or has expired.
         """
-        await run_in_threadpool(self._users.authenticate, who.authorization)
+        await self._look_up(who.authorization)
+
+    async def _look_up(self, authorization: str) -> Principal:
+        """Authenticates in a thread; concurrent requests with one token share one lookup."""
+        lookup = self._lookups.get(authorization)
+        if lookup is None:
+            lookup = asyncio.get_running_loop().run_in_executor(
+                self._lookup_threads, self._users.authenticate, authorization
+            )
+            self._lookups[authorization] = lookup
+            lookup.add_done_callback(lambda _: self._lookups.pop(authorization))
+        return replace(await asyncio.shield(lookup), authorization=authorization)
 
     async def answer(self, who: Principal, operation: Operation[Any]) -> tuple[Any, Call]:
         """Executes an operation, after checking that its caller has the required role."""

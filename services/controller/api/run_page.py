@@ -5,9 +5,8 @@ import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated
 
-from fastapi import FastAPI, Header, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
@@ -16,7 +15,7 @@ from starlette.types import Scope
 
 from services.common.errors import UnauthenticatedError
 from services.controller.api.principals import Principal, TokenStore
-from services.controller.api.request_limits import peer_of
+from services.controller.api.rest import authenticate_request
 from services.controller.api.run_api import RunApi
 from services.controller.models import Role
 
@@ -61,9 +60,7 @@ class PageLinks:
     """One-time links that give a browser its own token. Belongs to the event loop's thread.
 
     Args:
-        tokens: Stores these tokens.
         check_valid: Raises if a principal is no longer known.
-        clock: Returns seconds.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class PageLinks:
         self._codes[code] = (who, now + _CODE_LIFE_S)
         return PageLink(path=f"/page/#code={code}")
 
-    async def redeem(self, code: str) -> SignedIn:
+    async def sign_in(self, code: str) -> SignedIn:
         """Returns a token for a link's code and uses the link up.
 
         Raises:
@@ -106,20 +103,19 @@ def add_page_links(app: FastAPI, api: RunApi, links: PageLinks) -> None:
     """Adds the routes that create and redeem links; call it before the page's files are mounted."""
 
     @app.post("/page/links", status_code=HTTPStatus.CREATED, include_in_schema=False)
-    async def make_link(request: Request, authorization: Annotated[str, Header()] = "") -> PageLink:
-        """Creates a link for the caller."""
-        return links.make(await api.authenticate(authorization, peer_of(request)))
+    async def make_link(request: Request) -> PageLink:
+        return links.make(await authenticate_request(api, request))
 
     @app.get("/page/who", include_in_schema=False)
-    async def who_am_i(request: Request, authorization: Annotated[str, Header()] = "") -> WhoAmI:
+    async def who_am_i(request: Request) -> WhoAmI:
         """Returns the caller's identity, so that the page offers only what the role allows."""
-        who = await api.authenticate(authorization, peer_of(request))
+        who = await authenticate_request(api, request)
         return WhoAmI(name=who.name, project=who.project, role=who.role)
 
     @app.post("/page/sign-in", include_in_schema=False)
     async def sign_in(body: SignIn) -> SignedIn:
         """Exchanges the code of a link for a token."""
-        return await links.redeem(body.code)
+        return await links.sign_in(body.code)
 
 
 def with_run_page(app: FastAPI) -> FastAPI:

@@ -45,17 +45,12 @@ PRELOADED = (
 # Imports take ten seconds on an idle machine.
 _START_TIMEOUT_S = 60.0
 _STATUS_TIMEOUT_S = 5.0
-# A second try, because the end of a server may show only after an order was sent to it.
+# A second try, because the end of a server may show only after a command was sent to it.
 _TRIES = 2
 
 
 class ForkedProcess:
-    """Process that a fork server started.
-
-    Args:
-        pid: Id of the process.
-        server: Server that started it.
-    """
+    """Process that a fork server started."""
 
     def __init__(self, pid: int, server: "_Server") -> None:
         self.pid = pid
@@ -67,7 +62,7 @@ class ForkedProcess:
         """Waits until it has ended; returns its exit status, or None if the server ended before."""
         await self._process.wait()
         if self._answer is None:
-            self._answer = self._server.ask(ended=self.pid)
+            self._answer = self._server.request(ended=self.pid)
         try:
             async with asyncio.timeout(_STATUS_TIMEOUT_S):
                 status: int | None = (await asyncio.shield(self._answer)).get("status")
@@ -84,8 +79,6 @@ class ForkServer:
     """Starts processes through a fork server; replaces a lost server.
 
     Args:
-        environment: Environment of the servers.
-        modules: Modules that the servers import.
         tasks: Owner of the tasks that read the servers' answers.
         start_timeout_s: Seconds without an answer after which a server is killed.
     """
@@ -106,7 +99,7 @@ class ForkServer:
         self._starting = asyncio.Lock()
         self._is_disabled = False
 
-    async def begin(self) -> None:
+    async def ensure_started(self) -> None:
         """Starts a server unless one is running; returns before it has imported anything."""
         async with self._starting:
             if self._is_disabled or (self._server is not None and not self._server.is_gone):
@@ -131,19 +124,17 @@ class ForkServer:
         """Starts the equivalent of ``python -m <module>`` in its own session.
 
         Args:
-            module: Module to run.
             environment: Complete environment of the process.
-            log: File to which its output is appended.
 
         Returns:
             The process; None if it could not be started in this way.
         """
-        order = {"module": module, "environment": environment, "log": str(log)}
+        command = {"module": module, "environment": environment, "log": str(log)}
         for _ in range(_TRIES):
-            await self.begin()
+            await self.ensure_started()
             if self._is_disabled or (server := self._server) is None:
                 return None
-            answer = await self._ask(server, order)
+            answer = await self._ask(server, command)
             with suppress(ProcessLookupError):
                 if "pid" in answer:
                     return ForkedProcess(answer["pid"], server)
@@ -157,10 +148,10 @@ class ForkServer:
                 return None
         return None
 
-    async def _ask(self, server: "_Server", order: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _ask(self, server: "_Server", command: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                return await server.ask(**order)
+                return await server.request(**command)
         except TimeoutError:
             server.kill()
             return {"error": f"no answer within {self._start_timeout_s:.0f} s"}
@@ -190,15 +181,13 @@ async def open_fork_server(
     """Opens a fork server, which begins its imports, until the block ends.
 
     Args:
-        environment: Environment of the server.
-        modules: Modules that it imports.
         start_timeout_s: Seconds without an answer after which a server is killed.
     """
     async with TaskGroup() as tasks:
         # A second OpenMP thread would not survive a fork; a worker sets its own number of threads.
         environment = {**environment, "OMP_NUM_THREADS": "1"}
         forks = ForkServer(environment, modules, tasks=tasks, start_timeout_s=start_timeout_s)
-        await forks.begin()
+        await forks.ensure_started()
         try:
             yield forks
         finally:
@@ -206,7 +195,7 @@ async def open_fork_server(
 
 
 class _Server:
-    """One fork server process, which answers in the order of the orders.
+    """One fork server process, which answers in the order of the commands.
 
     Args:
         process: The process, with pipes at standard input and output.
@@ -218,15 +207,15 @@ class _Server:
         self.has_answered = False
         self.is_gone = False
 
-    def ask(self, **order: Any) -> asyncio.Future[dict[str, Any]]:
-        """Sends an order; the answer is empty if the process ends before it answers."""
+    def request(self, **command: Any) -> asyncio.Future[dict[str, Any]]:
+        """Sends a command; the answer is empty if the process ends before it answers."""
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         if self.is_gone:
             answer.set_result({})
         else:
             assert self._process.stdin is not None
             self._answers.append(answer)
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
         return answer
 
     async def listen(self) -> None:
@@ -241,7 +230,7 @@ class _Server:
                 # The caller was cancelled, and nothing else knows this process.
                 with suppress(ProcessLookupError):
                     os.kill(content["pid"], signal.SIGKILL)
-                self.ask(ended=content["pid"])
+                self.request(ended=content["pid"])
         self.is_gone = True
         for answer in self._answers:
             if not answer.done():
@@ -249,7 +238,6 @@ class _Server:
         await self._process.wait()
 
     def kill(self) -> None:
-        """Kills the process."""
         self.is_gone = True
         with suppress(ProcessLookupError):
             self._process.kill()

@@ -27,11 +27,7 @@ def host_gpus(visible: str | None, devices: Path = _DEVICES) -> tuple[str, ...]:
 
 
 class HostGpus:
-    """Assigns the least used GPUs to each worker, so that workers share GPUs only when none are free.
-
-    Args:
-        gpus: Names of this host's GPUs.
-    """
+    """Assigns the least used GPUs to each worker, so that workers share GPUs only when none are free."""
 
     def __init__(self, gpus: Sequence[str]) -> None:
         self._gpus = gpus
@@ -39,7 +35,6 @@ class HostGpus:
 
     @property
     def count(self) -> int:
-        """Number of GPUs of this host."""
         return len(self._gpus)
 
     def available_to(self, run_id: str) -> int:
@@ -59,7 +54,6 @@ class HostGpus:
         """Assigns GPUs to each worker of a run; a restarted worker keeps its GPUs.
 
         Args:
-            run_id: Id of the run.
             needs: Number of GPUs that each worker needs, in the order of assignment.
             hosts: Colocated workers, each with the worker whose GPUs it shares, which must come
                 earlier in ``needs``. No other worker gets the GPUs of the latter.
@@ -89,22 +83,21 @@ class HostGpus:
             users.update(assigned[worker_id])
         return assigned
 
-    def newcomers(self, run_id: str, needs: Mapping[str, int]) -> set[str]:
-        """Returns the workers without GPUs in a run of which others have some."""
+    def unassigned_workers(self, run_id: str, needs: Mapping[str, int]) -> set[str]:
+        """Returns the workers without GPUs in a run whose other workers have GPUs."""
         known = self._runs.get(run_id, {})
         return set(needs.keys() - known.keys()) if known else set()
 
-    def forget(self, run_id: str, workers: Iterable[str]) -> None:
+    def release_unstarted(self, run_id: str, workers: Iterable[str]) -> None:
         """Releases the GPUs of workers that are not started."""
         for worker_id in workers:
             self._runs[run_id].pop(worker_id, None)
 
-    def neighbours(self, run_id: str, worker_id: str) -> Sequence[str]:
+    def workers_sharing(self, run_id: str, worker_id: str) -> Sequence[str]:
         """Returns the workers of the same run that share GPUs with this one."""
         run = self._runs[run_id]
         mine = set(run[worker_id])
         return [one for one, gpus in run.items() if one != worker_id and mine & set(gpus)]
 
     def release(self, run_id: str) -> None:
-        """Releases all GPUs of a run."""
         self._runs.pop(run_id, None)

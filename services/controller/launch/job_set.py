@@ -24,13 +24,11 @@ _OWNER_ANNOTATION = "slipstream.dev/owner"
 Json = Mapping[str, Any]
 
 
-def join(pod: dict[str, Any], *, name: str, node: int) -> None:
+def join_job_set(pod: dict[str, Any], *, name: str, node: int) -> None:
     """Changes a pod into what it will be as a member of a set.
 
     Args:
-        pod: The pod, with one container.
         name: Name of the set, which is the place name of its first pod.
-        node: Index of the pod in the set.
     """
     pod["metadata"]["labels"][_NAME_LABEL] = name
     pod["metadata"]["annotations"][_NUMBER_ANNOTATION] = str(node)
@@ -39,7 +37,7 @@ def join(pod: dict[str, Any], *, name: str, node: int) -> None:
     del pod["spec"]["hostname"]
 
 
-def around(template: Json, pods: list[dict[str, Any]]) -> dict[str, Any]:
+def build_job_set(template: Json, pods: list[dict[str, Any]]) -> dict[str, Any]:
     """Builds the JobSet that creates certain pods.
 
     Args:
@@ -72,7 +70,6 @@ def hostname(template: Json, name: str, node: int) -> str:
 
 
 def name_of(pod: Json) -> str:
-    """Returns the name of a pod's set; empty if it is in none."""
     return str(pod["metadata"]["labels"].get(_NAME_LABEL, ""))
 
 
@@ -88,7 +85,6 @@ def place_name(first: str, node: int) -> str:
 
     Args:
         first: Place name of the worker's pod on the first node.
-        node: Index of the node.
     """
     return f"{first}-node-{node}" if node else first
 

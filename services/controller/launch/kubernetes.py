@@ -16,9 +16,8 @@ from services.common.errors import ServiceError
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller.launch import job_set, kueue, pod_state
-from services.controller.launch.follow import Seen
 from services.controller.launch.launcher import ExitHandler, WorkerExit
-from services.controller.launch.pod_api import PodApi
+from services.controller.launch.pod_api import PodApi, Seen
 from services.controller.launch.pod_state import PodRecord, check_growth
 from services.controller.launch.run_secrets import RunSecrets
 from services.controller.launch.scale import RolloutScales
@@ -47,9 +46,7 @@ class KubernetesLauncher:
     """Starts each run's workers as pods.
 
     Args:
-        api: Creates and deletes pods.
         templates: Folder of the mounted worker templates, read at each start of a run.
-        owner: Owner reference of the pods.
         controller_address: ``host:port`` at which pods reach the controller.
         on_exit: Called for workers that ended by themselves.
         on_pending: Called for pods that cannot start.
@@ -111,10 +108,10 @@ class KubernetesLauncher:
         for body in bodies:
             if body["metadata"]["name"] not in known:
                 if admitted:
-                    kueue.rejoin(body, admitted)
+                    kueue.set_group_size(body, admitted)
                 await self._create(run_id, body, bodies, templates)
         if self._scales is not None:
-            await self._scales.show(run_id, spec.rollout.replicas)
+            await self._scales.write_replicas(run_id, spec.rollout.replicas)
         names = {body["metadata"]["name"] for body in bodies}
         async with self._changed:
             await self._changed.wait_for(
@@ -173,7 +170,6 @@ class KubernetesLauncher:
                     self._record_obstacle(run_id, name, found)
 
     def _pods(self) -> list[tuple[str, str, PodRecord]]:
-        """Returns all pods, each with its run and its place."""
         return [(run, name, pod) for run, pods in self._runs.items() for name, pod in pods.items()]
 
     async def _remove_leftovers(self, run_id: str, bodies: Sequence[Pod]) -> dict[str, PodRecord]:
@@ -216,19 +212,18 @@ class KubernetesLauncher:
             self._record_pod(run_id, await self._api.create(body))
             return
         fellows = [other for other in bodies if job_set.name_of(other) == name]
-        await self._api.create_job_set(job_set.around(templates.job_set, fellows))
+        await self._api.create_job_set(job_set.build_job_set(templates.job_set, fellows))
         for fellow in fellows:
-            self._expect(run_id, fellow)
+            self._register(run_id, fellow)
 
     def _record_pod(self, run_id: str, body: Mapping[str, Any]) -> None:
-        """Registers an existing pod."""
-        self._expect(run_id, body)
+        self._register(run_id, body)
         self._note_start(run_id, job_set.place_of(body), body)
 
-    def _expect(self, run_id: str, body: Mapping[str, Any]) -> None:
+    def _register(self, run_id: str, body: Mapping[str, Any]) -> None:
         """Registers a pod and starts the timer that fails it if it does not run in time."""
         name = job_set.place_of(body)
-        self._runs[run_id][name] = PodRecord.of(body)
+        self._runs[run_id][name] = PodRecord.from_manifest(body)
         self._start_timer(run_id, name)
 
     async def _process_change(self, seen: Seen) -> None:
@@ -241,7 +236,7 @@ class KubernetesLauncher:
         for end in pod_state.ended(state) if state else ():
             self._report(run_id, end.worker_id, end.code, end.message)
         if seen.body is None:
-            self._forget(run_id, name, code=-9, message="the pod was deleted")
+            self._unregister(run_id, name, code=-9, message="the pod was deleted")
         else:
             self._note_start(run_id, name, seen.body)
             if pod.group_size and pod_state.is_deleted_unplaced(seen.body):
@@ -276,7 +271,7 @@ class KubernetesLauncher:
 
     def _note_start(self, run_id: str, name: str, body: Mapping[str, Any]) -> None:
         pod = self._runs[run_id][name]
-        pod.see(body)
+        pod.update(body)
         if pod.is_gated:
             pod.stop_timer()
             pod.timer = None
@@ -319,8 +314,7 @@ class KubernetesLauncher:
         for pod in pods:
             pod.reported.add(worker_id)
 
-    def _forget(self, run_id: str, name: str, *, code: int, message: str) -> None:
-        """Unregisters a deleted pod."""
+    def _unregister(self, run_id: str, name: str, *, code: int, message: str) -> None:
         pod = self._runs[run_id][name]
         pod.stop_timer()
         for worker_id in pod.workers:
@@ -355,7 +349,7 @@ class KubernetesLauncher:
         )
         # The watch may have seen its deletion meanwhile.
         if not is_there and not self._is_gone(run_id, name):
-            self._forget(run_id, name, code=-9, message="the pod was deleted")
+            self._unregister(run_id, name, code=-9, message="the pod was deleted")
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s), self._changed:

@@ -13,7 +13,7 @@ QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 _GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
 _COUNT_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
 _SERVING_ANNOTATION = "kueue.x-k8s.io/pod-group-serving"
-# Kueue takes pods with different ports for different roles, of which a group may have only a few.
+# Kueue treats pods with different ports as different roles, and limits the roles of a group.
 _ROLE_ANNOTATION = "kueue.x-k8s.io/role-hash"
 
 LEAVE: Final = {"metadata": {"$deleteFromPrimitiveList/finalizers": ["kueue.x-k8s.io/managed"]}}
@@ -22,13 +22,12 @@ LEAVE: Final = {"metadata": {"$deleteFromPrimitiveList/finalizers": ["kueue.x-k8
 Json = Mapping[str, Any]
 
 
-def join(pod: dict[str, Any], *, group: str, num_pods: int) -> None:
+def join_pod_group(pod: dict[str, Any], *, group: str, num_pods: int) -> None:
     """Makes a pod a member of a group, if the chart names a queue.
 
     Args:
         pod: The pod; its first container is named like the worker, such as ``ref-logp-1``.
         group: Name of the group, and of Kueue's Workload.
-        num_pods: Number of pods of the group.
     """
     metadata = pod["metadata"]
     role, _, _ = pod["spec"]["containers"][0]["name"].rpartition("-")
@@ -41,7 +40,7 @@ def join(pod: dict[str, Any], *, group: str, num_pods: int) -> None:
         }
 
 
-def rejoin(pod: dict[str, Any], num_pods: int) -> None:
+def set_group_size(pod: dict[str, Any], num_pods: int) -> None:
     """Sets the admitted number of pods on a pod that joins later, because all pods must name the same."""
     pod["metadata"]["annotations"][_COUNT_ANNOTATION] = str(num_pods)
 

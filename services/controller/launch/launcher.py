@@ -20,8 +20,7 @@ class WorkerExit:
     """Last lines of its log."""
 
     @property
-    def how(self) -> str:
-        """Description of the exit for people."""
+    def description(self) -> str:
         if self.code is None:
             return "with an unknown status"
         return f"with signal {-self.code}" if self.code < 0 else f"with exit code {self.code}"
@@ -34,10 +33,8 @@ class Launcher(Protocol):
         """Starts the workers of a run that are not running.
 
         Args:
-            run_id: Id of the run.
-            spec: Specification of the run.
-            later: Workers to start in a later call. Those that share a pod with others start with
-                them, and wait there until the trainer has loaded and sleeps.
+            later: Workers that may take their GPUs after a later call only, when the trainer has
+                loaded and sleeps. They may start before, and wait.
         """
 
     async def end(self, run_id: str, worker_id: str) -> None:
@@ -54,7 +51,6 @@ ExitHandler = Callable[[WorkerExit], None]
 
 
 def worker_names(spec: RunSpec) -> list[tuple[str, str]]:
-    """Returns the roles and names of a run's workers."""
     return [
         (role, f"{role.replace('_', '-')}-{index}")
         for role, kind in WORKERS.items()

@@ -2,11 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
+from kubernetes import watch
 from kubernetes.client import (
+    ApiClient,
     ApiException,
     CoreV1Api,
     CustomObjectsApi,
@@ -34,8 +39,6 @@ class PodApi:
     All methods raise the errors of :func:`ask`.
 
     Args:
-        core: Client of the core API.
-        namespace: Namespace of the pods.
         has_policies: True if NetworkPolicies isolate pods; otherwise none is written.
     """
 
@@ -48,7 +51,7 @@ class PodApi:
 
     async def create(self, pod: Mapping[str, Any]) -> dict[str, Any]:
         """Creates a pod; returns it as Kubernetes and its webhooks completed it."""
-        created = await ask(
+        created = await call_kubernetes(
             f"pod {pod['metadata']['name']}",
             self._core.create_namespaced_pod,
             self._namespace,
@@ -58,8 +61,7 @@ class PodApi:
         return body
 
     async def list(self, selector: str) -> list[dict[str, Any]]:
-        """Returns the pods that match a label selector."""
-        listed = await ask(
+        listed = await call_kubernetes(
             "list of pods",
             self._core.list_namespaced_pod,
             self._namespace,
@@ -76,7 +78,6 @@ class PodApi:
         """Deletes a pod; returns True if it existed.
 
         Args:
-            name: Name of the pod.
             grace_s: Grace period in seconds; None means the pod's own.
             is_queued: True if a queue would keep the pod.
         """
@@ -89,7 +90,7 @@ class PodApi:
         )
         if is_there and is_queued:
             with suppress(NotFoundError):
-                await ask(
+                await call_kubernetes(
                     f"removal of pod {name} from its queue",
                     self._core.patch_namespaced_pod,
                     name,
@@ -114,7 +115,7 @@ class PodApi:
             message = f"JobSet {name} still exists {_GONE_S} s after its deletion"
             raise UnavailableError(message) from error
         try:
-            await ask(
+            await call_kubernetes(
                 f"JobSet {name}",
                 self._custom.create_namespaced_custom_object,
                 **_JOB_SETS,
@@ -144,7 +145,7 @@ class PodApi:
             return
         name = policy["metadata"]["name"]
         await self.delete_policy(name)
-        await ask(
+        await call_kubernetes(
             f"NetworkPolicy {name}",
             self._networking.create_namespaced_network_policy,
             self._namespace,
@@ -152,7 +153,6 @@ class PodApi:
         )
 
     async def delete_policy(self, name: str) -> None:
-        """Deletes a NetworkPolicy if it exists."""
         if self._has_policies:
             method = self._networking.delete_namespaced_network_policy
             await delete(f"NetworkPolicy {name}", method, name, self._namespace)
@@ -162,7 +162,7 @@ class PodApi:
         name = secret["metadata"]["name"]
         # Deleting first needs no permission to read or change secrets.
         await self.delete_secret(name)
-        await ask(
+        await call_kubernetes(
             f"secret {name}",
             self._core.create_namespaced_secret,
             self._namespace,
@@ -170,19 +170,14 @@ class PodApi:
         )
 
     async def delete_secret(self, name: str) -> None:
-        """Deletes a secret if it exists."""
         method = self._core.delete_namespaced_secret
         await delete(f"secret {name}", method, name, self._namespace)
 
 
-async def ask(what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+async def call_kubernetes(
+    what: str, method: Callable[..., Any], *arguments: Any, **options: Any
+) -> Any:
     """Calls a method of the Kubernetes client off the event loop.
-
-    Args:
-        what: Object or action, for messages.
-        method: Method of the client.
-        arguments: Positional arguments of the method.
-        options: Keyword arguments of the method.
 
     Raises:
         NotFoundError: If the object does not exist.
@@ -205,14 +200,13 @@ async def ask(what: str, method: Callable[..., Any], *arguments: Any, **options:
 async def delete(what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
     """Deletes an object; returns True if it existed. Raises the other errors of :func:`ask`."""
     try:
-        await ask(f"deletion of {what}", method, *arguments, **options)
+        await call_kubernetes(f"deletion of {what}", method, *arguments, **options)
     except NotFoundError:
         return False
     return True
 
 
 async def service_reference(core: CoreV1Api, namespace: str, name: str) -> dict[str, str]:
-    """Returns an owner reference to a Service."""
     service = await asyncio.to_thread(
         core.read_namespaced_service, name, namespace, _request_timeout=_TIMEOUT_S
     )
@@ -226,3 +220,98 @@ def _explanation(error: ApiException) -> str:
         return str(json.loads(error.body or "")["message"])
     except (TypeError, ValueError, KeyError):
         return f"{error.status} {error.reason}"
+
+
+logger = logging.getLogger(__name__)
+
+# Each period ends with a fresh list, which corrects changes that the stream missed.
+_WATCH_PERIOD_S = 60
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Observed state of an object."""
+
+    name: str
+    body: Mapping[str, Any] | None
+    """State of the object; None after its deletion."""
+    last: Mapping[str, Any] | None = None
+    """Last state of a deleted object; None if the deletion was not observed."""
+
+
+@asynccontextmanager
+async def follow(listing: Callable[..., Any]) -> AsyncIterator["asyncio.Queue[Seen]"]:
+    """Puts every change of some objects into a queue until the block ends.
+
+    Args:
+        listing: List method of the client, with its arguments bound.
+    """
+    seen: asyncio.Queue[Seen] = asyncio.Queue()
+    follower = _Follower(listing, seen, asyncio.get_running_loop())
+    # A daemon, because it may be blocked in a read that only the API server ends.
+    threading.Thread(target=follower.run, name="kubernetes-watch", daemon=True).start()
+    try:
+        yield seen
+    finally:
+        follower.stop()
+
+
+class _Follower:
+    def __init__(
+        self,
+        listing: Callable[..., Any],
+        seen: "asyncio.Queue[Seen]",
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._listing = listing
+        self._seen = seen
+        self._loop = loop
+        self._stopped = threading.Event()
+        self._known: set[str] = set()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._stream(self._list())
+            except (ApiException, HTTPError) as error:
+                logger.warning("the Kubernetes API does not answer", extra={"error": str(error)})
+                self._stopped.wait(_RETRY_S)
+
+    def _list(self) -> str:
+        """Reports all objects and the deletions that were missed; returns the version to watch from."""
+        listed = self._listing(_request_timeout=_TIMEOUT_S)
+        found = ApiClient().sanitize_for_serialization(listed)
+        bodies = {body["metadata"]["name"]: body for body in found["items"]}
+        for name in self._known - set(bodies):
+            self._report(Seen(name=name, body=None))
+        for name, body in bodies.items():
+            self._report(Seen(name=name, body=body))
+        self._known = set(bodies)
+        return str(found["metadata"]["resourceVersion"])
+
+    def _stream(self, version: str) -> None:
+        events = watch.Watch().stream(
+            self._listing,
+            resource_version=version,
+            timeout_seconds=_WATCH_PERIOD_S,
+            _request_timeout=(_TIMEOUT_S, _WATCH_PERIOD_S + _TIMEOUT_S),
+        )
+        for event in events:
+            if self._stopped.is_set():
+                return
+            body = event["raw_object"]
+            name = body["metadata"]["name"]
+            if event["type"] == "DELETED":
+                self._known.discard(name)
+                self._report(Seen(name=name, body=None, last=body))
+            else:
+                self._known.add(name)
+                self._report(Seen(name=name, body=body))
+
+    def _report(self, seen: Seen) -> None:
+        if not self._stopped.is_set():
+            self._loop.call_soon_threadsafe(self._seen.put_nowait, seen)

@@ -15,8 +15,8 @@ from typing import Any
 from kubernetes.client import ApiException, CoreV1Api
 from urllib3.exceptions import HTTPError
 
-from services.controller.launch.follow import Seen
 from services.controller.launch.job_set import place_of
+from services.controller.launch.pod_api import Seen
 from services.controller.launch.worker_pods import RUN_LABEL
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,6 @@ class PodLogs:
     """Copies the logs of worker pods.
 
     Args:
-        core: Client of the core API.
-        namespace: Namespace of the pods.
         state_directory: Root of the logs: each run's go to ``<state_directory>/<run_id>/logs``.
     """
 

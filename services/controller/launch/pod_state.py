@@ -49,7 +49,6 @@ class Ended:
 
 
 def workers(pod: Json) -> list[str]:
-    """Returns the names of a pod's workers, which are those of its containers."""
     return [container["name"] for container in pod["spec"]["containers"]]
 
 
@@ -162,8 +161,7 @@ class PodRecord:
     """True if its containers have ended."""
 
     @classmethod
-    def of(cls, body: Mapping[str, Any]) -> Self:
-        """Creates the record of a pod from its manifest alone."""
+    def from_manifest(cls, body: Mapping[str, Any]) -> Self:
         return cls(
             workers=workers(body),
             group_size=kueue.group_size(body),
@@ -171,8 +169,7 @@ class PodRecord:
             own_grace_s=body["spec"]["terminationGracePeriodSeconds"],
         )
 
-    def see(self, body: Mapping[str, Any]) -> None:
-        """Updates the record from the pod's current status."""
+    def update(self, body: Mapping[str, Any]) -> None:
         self.name, self.uid = body["metadata"]["name"], body["metadata"]["uid"]
         self.is_running, self.is_gated = is_running(body), is_gated(body)
         self.is_over |= is_over(body)
@@ -198,7 +195,6 @@ def check_growth(
 
     Args:
         bodies: All pods that the run should have.
-        known: Existing pods, by name.
         admitted: Number of pods that a queue has admitted together; 0 without a queue.
 
     Raises:

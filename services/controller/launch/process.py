@@ -61,9 +61,7 @@ class ProcessLauncher:
         controller_address: ``host:port`` of the controller's gRPC server.
         state_directory: Root of the logs: each run's go to ``<state_directory>/<run_id>/logs``.
         on_exit: Called for workers that ended by themselves.
-        tasks: Owner of the tasks that watch the processes.
         allowance: Code and paths that specifications may name; workers check the files themselves.
-        gpus: Names of this host's GPUs.
         forks: Starts processes whose imports are done; None starts every process from scratch.
         metric_targets: File with the metrics endpoints for Prometheus; None disables the workers'
             metrics.
@@ -92,14 +90,21 @@ class ProcessLauncher:
         self._metrics = MetricTargets(metric_targets)
 
     async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:
-        """Starts the workers of a run that are not running, except those of a later call."""
+        """Starts the workers of a run that are not running.
+
+        Rollouts in ``later`` start too, and load all that needs no GPU; the later call creates the
+        file that they wait for.
+        """
         self._logs(run_id).mkdir(parents=True, exist_ok=True)
         running = self._processes.setdefault(run_id, {})
         names = worker_names(spec)
         ranks = {worker_id: WORKERS[role].ranks(spec) for role, worker_id in names}
-        gpus = self._assign_gpus(run_id, spec)
+        gpus, hosts = self._assign_gpus(run_id, spec), gpu_hosts(spec)
         for role, worker_id in names:
-            if worker_id in running or worker_id in later:
+            gate = self._logs(run_id) / f"{worker_id}.gpus-free"
+            if worker_id in hosts and worker_id not in later:
+                gate.touch()
+            if worker_id in running:
                 continue
             process: WorkerProcess | None = adopt(self._record(run_id, worker_id))
             if process is None:
@@ -110,6 +115,9 @@ class ProcessLauncher:
                     **self._identity(run_id, role, worker_id),
                     **self._neighbours(run_id, role, worker_id, names),
                 }
+                if worker_id in later:
+                    gate.unlink(missing_ok=True)
+                    environment[f"{WORKERS[role].settings_prefix}GPUS_FREE_FILE"] = str(gate)
                 process = await self._spawn(
                     run_id, role, worker_id, ranks=ranks[worker_id], environment=environment
                 )
@@ -124,13 +132,13 @@ class ProcessLauncher:
                 engine has taken the free memory that it found at its start.
         """
         needs, running = gpu_needs(spec), self._processes[run_id].keys()
-        new = self._gpus.newcomers(run_id, needs)
+        new = self._gpus.unassigned_workers(run_id, needs)
         gpus = self._gpus.assign(run_id, needs, hosts=gpu_hosts(spec))
         rollouts = {worker_id for role, worker_id in worker_names(spec) if role == "rollout"}
         unsized = engine_kind(spec.rollout.engine).missing_bounds(spec.rollout.engine_arguments)
         for worker_id in sorted(new & rollouts) if unsized else ():
-            for other in running & rollouts & set(self._gpus.neighbours(run_id, worker_id)):
-                self._gpus.forget(run_id, new)
+            for other in running & rollouts & set(self._gpus.workers_sharing(run_id, worker_id)):
+                self._gpus.release_unstarted(run_id, new)
                 arguments = " and ".join(f"rollout.engine_arguments.{name}" for name in unsized)
                 raise FailedPreconditionError(
                     f"{worker_id} cannot share GPU {', '.join(gpus[other])} with {other}, whose engine uses "
@@ -141,7 +149,6 @@ class ProcessLauncher:
         return gpus
 
     async def end(self, run_id: str, worker_id: str) -> None:
-        """Kills one worker; returns when it is gone."""
         process = self._processes.get(run_id, {}).pop(worker_id, None)
         # This controller may not have adopted a worker that an earlier one started.
         process = process or adopt(self._record(run_id, worker_id))
@@ -197,7 +204,7 @@ class ProcessLauncher:
     ) -> dict[str, str]:
         """Returns the variable that names workers on the same GPUs, for an engine that plans its memory."""
         roles = {one: named for named, one in names}
-        others = self._gpus.neighbours(run_id, worker_id)
+        others = self._gpus.workers_sharing(run_id, worker_id)
         if not others:
             return {}
         found = [roles[one] for one in others if one in roles]

@@ -33,8 +33,6 @@ class RunSecrets:
 
     Args:
         api: Writes and deletes secrets, without permission to read them.
-        owner: Owner reference of the secrets.
-        clock: Clock for renewals.
     """
 
     def __init__(self, api: PodApi, *, owner: Mapping[str, str], clock: Clock = time) -> None:
@@ -66,7 +64,7 @@ class RunSecrets:
             self._renew_at.pop(run_id, None)
             await self._api.delete_secret(secret_name(run_id))
 
-    async def keep(self) -> None:
+    async def keep_renewed(self) -> None:
         """Renews certificates until cancelled."""
         while True:
             await asyncio.sleep(_PERIOD_S)

@@ -12,8 +12,7 @@ from typing import Any
 from kubernetes.client import CustomObjectsApi
 
 from services.common.errors import NotFoundError, ServiceError
-from services.controller.launch.follow import Seen
-from services.controller.launch.pod_api import ask, delete
+from services.controller.launch.pod_api import Seen, call_kubernetes, delete
 from services.controller.launch.worker_pods import RUN_LABEL, run_metadata
 
 logger = logging.getLogger(__name__)
@@ -29,12 +28,6 @@ class RolloutScales:
     """Maintains the RolloutScale of each driven run.
 
     A failed write is repeated with the run's next change: training does not wait for it.
-
-    Args:
-        api: Client for custom objects.
-        namespace: Namespace of the objects.
-        owner: Owner reference of the objects.
-        on_scale: Changes a run's number of rollouts.
     """
 
     def __init__(
@@ -51,7 +44,7 @@ class RolloutScales:
         self._on_scale = on_scale
         self._asked: dict[str, int] = {}
 
-    async def show(self, run_id: str, replicas: int) -> None:
+    async def write_replicas(self, run_id: str, replicas: int) -> None:
         """Writes a run's number of rollouts; a different number requested meanwhile is kept."""
         name = _name(run_id)
         selector = f"{RUN_LABEL}={run_id},app.kubernetes.io/component=rollout"
@@ -110,7 +103,7 @@ class RolloutScales:
                 "metadata": metadata,
                 **spec,
             }
-            await ask(
+            await call_kubernetes(
                 f"RolloutScale {_name(run_id)}",
                 self._api.create_namespaced_custom_object,
                 *self._place,
@@ -121,7 +114,7 @@ class RolloutScales:
         self, part: str, method: Callable[..., Any], name: str, changes: Mapping[str, Any]
     ) -> None:
         what = f"{part} of RolloutScale {name}"
-        await ask(what, method, *self._place, name, changes, _content_type=_MERGE)
+        await call_kubernetes(what, method, *self._place, name, changes, _content_type=_MERGE)
 
 
 def _name(run_id: str) -> str:

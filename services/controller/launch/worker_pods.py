@@ -74,12 +74,10 @@ class _Place:
 
 
 def secret_name(run_id: str) -> str:
-    """Returns the name of the secret with a run's token and certificate."""
     return f"{run_id.replace('_', '-')}-identity"
 
 
 def run_metadata(run_id: str, name: str, *, owner: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the metadata of an object of a run, which is deleted with its owner."""
     return {"name": name, "labels": {RUN_LABEL: run_id}, "ownerReferences": [dict(owner)]}
 
 
@@ -99,7 +97,6 @@ def run_policy(run_id: str, *, owner: Mapping[str, str]) -> Pod:
 
 
 def policy_name(run_id: str) -> str:
-    """Returns the name of a run's NetworkPolicy."""
     return f"{run_id.replace('_', '-')}-workers"
 
 
@@ -137,9 +134,6 @@ def build_pods(
     """Builds all pods of a run, named by their places. Each container is named like its worker.
 
     Args:
-        templates: Templates of worker pods.
-        run_id: Id of the run.
-        spec: Specification of the run.
         controller_address: ``host:port`` at which workers reach the controller.
         owner: Owner reference; the pods are deleted with the owner.
 
@@ -166,7 +160,7 @@ def build_pods(
             _ask_for_gpus(pod, place.kind.num_gpus(spec) // place.nodes)
         first, rank = place.first_name(run_id), str(place.node)
         if templates.job_set is not None and place.nodes > 1:
-            job_set.join(pod, name=first, node=place.node)
+            job_set.join_job_set(pod, name=first, node=place.node)
             first, rank = job_set.hostname(templates.job_set, first, 0), job_set.NODE_RANK
         if place.ranks > 1:
             address = f"{first}.{pod['spec']['subdomain']}"
@@ -178,7 +172,7 @@ def build_pods(
         count = 1 + spec.colocated_rollouts  # the trainer is the first worker
         pods = [_together(pods[0]["metadata"]["name"], pods[:count]), *pods[count:]]
     for pod in pods:
-        kueue.join(pod, group=run_id.replace("_", "-"), num_pods=len(pods))
+        kueue.join_pod_group(pod, group=run_id.replace("_", "-"), num_pods=len(pods))
     return pods
 
 
@@ -313,7 +307,7 @@ def join_trainer_pod(
         *("python", "-m", "services.rollout.colocated", ready_file, ",".join(gpus), timeout_s)
     ]
     roles: Mapping[str, str] = {name: role for role, name in worker_names(spec)}
-    neighbours = [roles[name] for name in host.neighbours("", worker_id)]
+    neighbours = [roles[name] for name in host.workers_sharing("", worker_id)]
     container["env"] += [
         {"name": "SLIPSTREAM_ROLLOUT_GPU_NEIGHBOURS", "value": json.dumps(neighbours)},
         {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"},

@@ -46,7 +46,6 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     async def wait(self) -> int | None:
@@ -60,11 +59,7 @@ class ChildProcess:
 
 
 class AdoptedProcess:
-    """Process that another process started, such as an earlier controller; its exit status stays unknown.
-
-    Args:
-        pid: Id of the process.
-    """
+    """Process that another process started, such as an earlier controller; its exit status stays unknown."""
 
     def __init__(self, pid: int) -> None:
         self._descriptor = os.pidfd_open(pid)
@@ -72,7 +67,6 @@ class AdoptedProcess:
         asyncio.get_running_loop().add_reader(self._descriptor, self._note_end)
 
     async def wait(self) -> int | None:
-        """Waits until it has ended; returns None."""
         await self._ended.wait()
         return None
 
@@ -113,7 +107,6 @@ class ProcessGroup:
         return first.result()
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the remaining processes."""
         for process in self._processes:
             process.send_signal(number)
 
@@ -173,7 +166,6 @@ class MetricTargets:
         return port
 
     def remove(self, run_id: str) -> None:
-        """Removes the workers of a run."""
         self._ports = {key: port for key, port in self._ports.items() if key[0] != run_id}
         self._write()
 

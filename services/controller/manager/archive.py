@@ -33,7 +33,6 @@ class CheckpointArchive:
     """Finds and deletes checkpoints of all runs.
 
     Args:
-        database: Database of the checkpoints.
         on_event: Called with the event of each deletion and the run's project.
     """
 
@@ -84,7 +83,6 @@ class CheckpointArchive:
         return await self._database.query(self._store.list_checkpoints, run_id)
 
     async def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
-        """Removes the files of checkpoints."""
         for checkpoint in checkpoints:
             await asyncio.to_thread(_remove, checkpoint)
 

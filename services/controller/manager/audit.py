@@ -1,18 +1,102 @@
 """Read access to a run's history: metrics, groups and checkpoints."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
 
 import sqlalchemy as sa
 
-from services.controller.models import GroupView, Metric, MetricHistogram, MetricPage
-from services.controller.rules.groups import Group
+from services.common.errors import NotFoundError, ServiceError
+from services.controller.models import (
+    GroupView,
+    Metric,
+    MetricHistogram,
+    MetricPage,
+    SampleFilter,
+    SampleView,
+    WholeSample,
+)
+from services.controller.rules.ledger import Group
 from services.controller.run.train.checkpoints import Checkpoint, CheckpointStore
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.database import Database
 from services.controller.store.ledgers import StepMetrics, StepRecord
 from services.controller.store.tables import DEAD_LETTERS
+from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.transferqueue.types import SampleRecordQuery
+
+logger = logging.getLogger(__name__)
+
+_DELETE_TIMEOUT_S = 10.0
+_FIELDS = {field.name for field in fields(SampleRecordQuery)}
+
+
+class SampleReader:
+    """Reads recorded samples of all runs."""
+
+    def __init__(self, queue: TransferQueueClient) -> None:
+        self._queue = queue
+
+    async def page(
+        self, run_id: str, only: SampleFilter, *, after: str, limit: int, excerpt: int
+    ) -> list[SampleView]:
+        """Returns up to ``limit`` samples after the sample ``after``, with excerpts of their texts."""
+        query = _query(only, after=after, limit=limit, excerpt=excerpt)
+        lines = await self._read(run_id, query)
+        return [SampleView.model_validate_json(line) for line in lines.splitlines()]
+
+    async def get(self, run_id: str, sample_id: str) -> WholeSample:
+        """Returns one sample with its turns and tokens.
+
+        Raises:
+            NotFoundError: If the sample is not recorded.
+        """
+        query = SampleRecordQuery(sample_id=sample_id, limit=1, with_turns=True, with_tokens=True)
+        line = await self._read(run_id, query)
+        if not line:
+            raise NotFoundError(
+                f"run {run_id} has no recorded sample {sample_id}; list its samples",
+                run_id=run_id,
+            )
+        return WholeSample.model_validate_json(line)
+
+    async def export(
+        self, run_id: str, only: SampleFilter, *, limit: int, with_tokens: bool
+    ) -> AsyncIterator[bytes]:
+        """Returns a stream of whole samples as JSON lines; its first chunk has arrived when this returns."""
+        query = _query(only, limit=limit, with_turns=True, with_tokens=with_tokens)
+        chunks = self._queue.read_sample_records(run_id, query)
+        first = await anext(chunks, b"")
+
+        async def all_chunks() -> AsyncIterator[bytes]:
+            yield first
+            async for chunk in chunks:
+                yield chunk
+
+        return all_chunks()
+
+    async def delete_records(self, run_id: str) -> None:
+        """Deletes the recorded samples of a run; logs a warning if the transferqueue is unavailable."""
+        try:
+            async with asyncio.timeout(_DELETE_TIMEOUT_S):
+                await self._queue.delete_sample_records(run_id)
+        except (ServiceError, TimeoutError) as error:
+            # The store's size limit for all runs removes them eventually.
+            logger.warning(
+                "cannot delete recorded samples", extra={"run": run_id, "reason": str(error)}
+            )
+
+    async def _read(self, run_id: str, query: SampleRecordQuery) -> bytes:
+        return b"".join([chunk async for chunk in self._queue.read_sample_records(run_id, query)])
+
+
+def _query(only: SampleFilter, **more: object) -> SampleRecordQuery:
+    given = only.model_dump(include=_FIELDS, exclude_none=True)
+    return SampleRecordQuery(**(given | more))
+
 
 _HISTOGRAMS = "histograms"
 
@@ -56,22 +140,16 @@ def _histogram(name: str, spreads: Sequence[dict[str, int]]) -> MetricHistogram:
 
 
 class RunAudit:
-    """Reads the history of one controller's runs.
-
-    Args:
-        database: Database of the runs.
-    """
+    """Reads the history of one controller's runs."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._checkpoints = CheckpointStore(database)
 
     async def checkpoints(self, run_id: str) -> list[Checkpoint]:
-        """Returns the checkpoints of a run, newest first."""
         return await self._database.query(self._checkpoints.list_checkpoints, run_id)
 
     async def checkpoint(self, run_id: str, checkpoint_id: str) -> Checkpoint:
-        """Returns one checkpoint."""
         return await self._database.query(self._checkpoints.get, run_id, checkpoint_id)
 
     async def metrics(
@@ -80,9 +158,7 @@ class RunAudit:
         """Reads metrics of committed steps; if there are more than ``max_points``, of every n-th step.
 
         Args:
-            run_id: Id of the run.
             names: Metrics to include; empty means all.
-            from_step: First step.
             to_step: Last step; 0 means the newest.
             max_points: Max number of steps. The last one is always included.
         """

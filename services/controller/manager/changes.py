@@ -1,7 +1,8 @@
 """Changes of existing runs: patches (labels, priority, limits, intervals, rollouts) and forks."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
 from typing import Any
 
 import sqlalchemy as sa
@@ -62,7 +63,6 @@ def patched_spec(run: Run, patch: RunPatch) -> RunSpec | None:
 
 
 def columns_of(patch: RunPatch, spec: RunSpec | None) -> dict[str, Any]:
-    """Returns the database columns that a patch writes."""
     values: dict[str, Any] = {}
     if patch.labels is not None:
         values["labels_json"] = json.dumps(patch.labels)
@@ -93,10 +93,12 @@ def fork_of(
     """Builds the run that continues from a checkpoint, and the function that copies the parent's ledger.
 
     Raises:
-        SpecError: If the overrides break a rule, or leave nothing to train.
+        SpecError: If the overrides break a rule, name another model, or leave nothing to train.
     """
     spec = _spec(parent, checkpoint, fork)
     old = parse_spec(parent.spec_json)
+    if problems := [*_other_model(old, spec)]:
+        raise SpecError(problems)
     rows, old_rows = (each.data.model_copy(update={"epochs": None}) for each in (spec, old))
     has_same_prompts = (rows, spec.seed) == (old_rows, old.seed)
     new = new_run(
@@ -120,6 +122,30 @@ def fork_of(
         )
 
     return new, write
+
+
+def _other_model(old: RunSpec, new: RunSpec) -> Iterator[str]:
+    """Yields overrides for which the parent's checkpoint is not one of the fork's model.
+
+    The trainer also compares the model's shape and vocabulary, which the controller does not read.
+    """
+    before, after = _model(old), _model(new)
+    for key, value in after.items():
+        if before[key] != value:
+            yield (
+                f"{key}: a fork continues the weights of its parent, which has {before[key]!r}, got "
+                f"{value!r}; remove the override, or submit a new run"
+            )
+
+
+def _model(spec: RunSpec) -> dict[str, Any]:
+    lora = spec.trainer.lora
+    return {
+        # A copy of the model has another parent folder.
+        "model.path": PurePath(spec.model.path).name,
+        "model.tokenizer": spec.model.tokenizer,
+        "trainer.lora": lora and lora.model_dump(include={"rank", "alpha", "target_modules"}),
+    }
 
 
 def _spec(parent: Run, checkpoint: Checkpoint, fork: ForkRequest) -> RunSpec:

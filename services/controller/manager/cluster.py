@@ -9,9 +9,8 @@ from kubernetes import config
 from kubernetes.client import CoreV1Api, CustomObjectsApi
 
 from services.common.task_group import TaskGroup
-from services.controller.launch.follow import follow
 from services.controller.launch.kubernetes import KubernetesLauncher
-from services.controller.launch.pod_api import PodApi, service_reference
+from services.controller.launch.pod_api import PodApi, follow, service_reference
 from services.controller.launch.pod_logs import PodLogs
 from services.controller.launch.scale import GROUP, PLURAL, VERSION, RolloutScales
 from services.controller.launch.worker_pods import RUN_LABEL, WORKER_LABEL
@@ -66,7 +65,7 @@ async def open_cluster_launcher(
             tasks.create_task(launcher.watch(seen_pods)),
             tasks.create_task(launcher.watch_warnings(seen_warnings)),
             tasks.create_task(logs.watch(seen_logs)),
-            tasks.create_task(launcher.secrets.keep()),
+            tasks.create_task(launcher.secrets.keep_renewed()),
         ]
         if scales is not None:
             seen_scales = await stack.enter_async_context(follow(asked))

@@ -39,9 +39,6 @@ class Drivers:
     """Drivers of all active runs.
 
     Args:
-        store: Store of the runs.
-        tasks: Owner of the drivers' tasks.
-        apply: Applies a transition to a run.
         on_event: Called with each event and its project.
         on_end: Called when a run is no longer driven.
     """
@@ -126,11 +123,9 @@ class Drivers:
         await self._on_end()
 
     def driven_runs(self) -> Collection[str]:
-        """Returns the ids of the runs that are driven now."""
         return frozenset(self._drivers)
 
     def find(self, run_id: str) -> RunDriver | None:
-        """Returns the driver of a run, or None."""
         return self._drivers.get(run_id)
 
     def running(self, run: Run) -> RunDriver:
@@ -162,14 +157,13 @@ class Drivers:
         await driver.evaluate()
 
     def activities(self, run_id: str) -> list[str]:
-        """Returns the current activities of a run."""
         driver = self.find(run_id)
         return driver.activities() if driver is not None else []
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Stops driving; the runs continue until another controller drives them."""
         for driver in list(self._drivers.values()):
-            driver.leave()
+            driver.detach()
 
     def suspend(self) -> None:
         """Stops driving and stops the workers; runs are paused where they are."""
@@ -177,7 +171,6 @@ class Drivers:
             driver.suspend()
 
     async def wait(self) -> None:
-        """Waits until all current drivers have ended."""
         tasks = [driver.task for driver in self._drivers.values() if driver.task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -209,4 +202,4 @@ class Drivers:
         """Records, as an event of the run, why a worker cannot start yet."""
         note = Note("WorkerPending", f"{reason}: {message}", {"reason": reason})
         if (driver := self.find(run_id)) is not None:
-            self._tasks.create_task(driver.note(note))
+            self._tasks.create_task(driver.record_event(note))

@@ -57,12 +57,7 @@ class Subscription:
 
 
 class EventFeed:
-    """Distributes events to readers. Belongs to the event loop's thread.
-
-    Args:
-        database: Database of the events.
-        store: Store of the runs in it.
-    """
+    """Distributes events to readers. Belongs to the event loop's thread."""
 
     def __init__(self, database: Database, store: RunStore) -> None:
         self._database = database
@@ -129,7 +124,6 @@ class EventFeed:
         """Streams the events of all runs of a project, without end.
 
         Args:
-            project: Name of the project.
             after: Time after which the stream begins, in seconds since the epoch; None means now.
 
         Yields:

@@ -22,7 +22,6 @@ class RunLogs:
 
     Args:
         state_directory: Root of the logs: each run's are in ``<state_directory>/<run_id>/logs``.
-        is_ended: Returns True if the run of an id has ended.
     """
 
     def __init__(self, state_directory: Path, is_ended: Callable[[str], Awaitable[bool]]) -> None:
@@ -47,7 +46,6 @@ class RunLogs:
         """Streams the last lines, then new ones, until the run has ended.
 
         Args:
-            run_id: Id of the run.
             component: Name of one worker; empty for all.
             num_lines: Past lines of each worker that the cursor does not cover.
             cursor: Cursor that an earlier call yielded last; empty at first.

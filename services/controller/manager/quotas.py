@@ -1,14 +1,18 @@
 """Limits of projects and the use of their runs."""
 
-from dataclasses import dataclass, fields, replace
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, replace
 
 import sqlalchemy as sa
 
 from services.common.errors import FailedPreconditionError, ResourceExhaustedError
-from services.controller.rules.run_state import RunState
+from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.settings import Limits
 from services.controller.store.database import Database
-from services.controller.store.records import Needs, Run
+from services.controller.store.records import Event, Needs, Note, Run
+from services.controller.store.rows import get_run, record_note
+from services.controller.store.runs import RunStore
 from services.controller.store.tables import CHECKPOINTS, QUOTAS, RUNS
 
 _ACTIVE = tuple(
@@ -105,17 +109,16 @@ class Quota:
 
 
 def read_quota(connection: sa.Connection, project: str, defaults: Limits) -> Quota:
-    """Reads the limits and the current use of a project."""
-    whose = {"project": project}
-    active = connection.execute(_ACTIVE_RUNS, whose).one()
+    parameters = {"project": project}
+    active = connection.execute(_ACTIVE_RUNS, parameters).one()
     return Quota(
         project=project,
         limits=read_limits(connection, project, defaults),
         active_runs=active[0],
-        queued_runs=connection.execute(_NUM_QUEUED, whose).scalar_one(),
+        queued_runs=connection.execute(_NUM_QUEUED, parameters).scalar_one(),
         gpus=int(active[1]),
         transferqueue_bytes=int(active[2]),
-        checkpoint_bytes=int(connection.execute(_SAVED_BYTES, whose).scalar_one()),
+        checkpoint_bytes=int(connection.execute(_SAVED_BYTES, parameters).scalar_one()),
     )
 
 
@@ -132,7 +135,6 @@ def limits_of(database: Database, project: str, defaults: Limits) -> Limits:
 
 
 def read_limits(connection: sa.Connection, project: str, defaults: Limits) -> Limits:
-    """Reads the limits of a project."""
     row = connection.execute(_LIMITS, {"project": project}).first()
     if row is None:
         return defaults
@@ -196,3 +198,97 @@ def _check_possible(quota: Quota, needs: Needs) -> None:
         raise QuotaTooSmallError(
             f"{shortage.message}; reduce the run's resources, or ask an admin to raise the quota"
         )
+
+
+_QUEUED = (
+    sa.select(RUNS.c.run_id, RUNS.c.project, RUNS.c.queue_deadline)
+    .where(RUNS.c.state == RunState.QUEUED.value)
+    .order_by(RUNS.c.priority.desc(), RUNS.c.run_id)
+)
+_NOT_FIRST = QuotaShortage("Behind", "another run of the project is first in the queue")
+
+
+@dataclass(slots=True)
+class Admitted:
+    """Result of one admission."""
+
+    started: list[Run] = field(default_factory=list)
+    """Started runs, in state STARTING."""
+    expired: list[Run] = field(default_factory=list)
+    """Runs that exceeded their queue time-out, as they were before; they are now FAILED."""
+    events: list[tuple[Event, str]] = field(default_factory=list)
+    """Recorded events, each with its project."""
+    next_deadline: float | None = None
+    """Next time at which a run exceeds its queue time-out, in seconds since the epoch."""
+
+
+def admit(
+    store: RunStore, defaults: Limits, *, busy: Collection[str] = (), now: float | None = None
+) -> Admitted:
+    """Starts queued runs: per project by priority, then by age; a run never overtakes one that has to wait.
+
+    Args:
+        defaults: Limits of projects without their own quota.
+        busy: Ids of runs that cannot start yet because they have not fully stopped.
+        now: Seconds since the epoch; None means the current time.
+    """
+    now = time.time() if now is None else now
+    with store.database.write() as connection:
+        queue = _Queue(connection, store, defaults)
+        for run_id, project, deadline in connection.execute(_QUEUED).all():
+            if run_id in busy:
+                continue
+            shortage = queue.start_run(run_id, project)
+            if shortage is not None and deadline is not None and deadline <= now:
+                queue.expire_run(run_id, shortage)
+            elif shortage is not None:
+                queue.leave_queued(run_id, project, shortage, deadline)
+        return queue.result
+
+
+class _Queue:
+    """Processes the queued runs one by one."""
+
+    def __init__(self, connection: sa.Connection, store: RunStore, defaults: Limits) -> None:
+        self._connection = connection
+        self._store = store
+        self._defaults = defaults
+        self._waiting: set[str] = set()
+        self.result = Admitted()
+
+    def start_run(self, run_id: str, project: str) -> QuotaShortage | None:
+        """Starts a run if the quota has room for it; otherwise returns the shortage that it waits for."""
+        if project in self._waiting:
+            return _NOT_FIRST
+        run = get_run(self._connection, run_id, lock=True)
+        quota = read_quota(self._connection, project, self._defaults)
+        if (shortage := quota.shortage_for(run.needs)) is not None:
+            return shortage
+        run, event = self._store.move(self._connection, run_id, RunEvent.ADMIT, reason="Admitted")
+        self.result.started.append(run)
+        self.result.events.append((event, project))
+        return None
+
+    def expire_run(self, run_id: str, shortage: QuotaShortage) -> None:
+        """Fails a run that exceeded its queue time-out."""
+        run = get_run(self._connection, run_id, lock=True)
+        message = f"the run did not start within limits.queue_timeout_s: {shortage.message}"
+        _, event = self._store.move(
+            self._connection, run_id, RunEvent.FAIL, reason="QueueTimeout", message=message
+        )
+        self.result.expired.append(run)
+        self.result.events.append((event, run.project))
+
+    def leave_queued(
+        self, run_id: str, project: str, shortage: QuotaShortage, deadline: float | None
+    ) -> None:
+        """Leaves a run in the queue, and records once why the first run of a project waits."""
+        if deadline is not None:
+            self.result.next_deadline = min(deadline, self.result.next_deadline or deadline)
+        if project in self._waiting:
+            return
+        self._waiting.add(project)
+        run = get_run(self._connection, run_id, lock=True)
+        if all(condition.reason != shortage.reason for condition in run.conditions):
+            note = Note("Waiting", shortage.message, {"reason": shortage.reason})
+            self.result.events.append((record_note(self._connection, run, note), project))

@@ -26,7 +26,6 @@ class RunCollector(Collector):
 
     Args:
         list_runs: Lists the newest runs; called from the thread that serves metrics.
-        workers: Returns the registered workers of a run.
         now: Returns seconds since the epoch.
     """
 
@@ -46,7 +45,6 @@ class RunCollector(Collector):
         return iter(_families().values())
 
     def collect(self) -> Iterator[Metric]:
-        """Yields all series."""
         families = _families()
         oldest = self._now() - _KEPT_S
         runs = [run for run in self._list_runs() if not run.is_terminal or run.update_time > oldest]

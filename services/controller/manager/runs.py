@@ -10,13 +10,12 @@ from services.common.runspec.run import RunSpec
 from services.common.security.confinement import CodePolicy
 from services.common.task_group import TaskGroup
 from services.controller.manager import quotas
-from services.controller.manager.admission import admit
 from services.controller.manager.archive import CheckpointArchive
+from services.controller.manager.audit import SampleReader
 from services.controller.manager.changes import columns_of, fork_of, new_run, patched_spec
 from services.controller.manager.drivers import Drivers
 from services.controller.manager.event_feed import EventFeed
-from services.controller.manager.quotas import Quota
-from services.controller.manager.sample_reader import SampleReader
+from services.controller.manager.quotas import Quota, admit
 from services.controller.manager.spec_policy import SpecPolicy
 from services.controller.membership.registry import Membership, Worker
 from services.controller.models import CancelOptions, ForkRequest, PauseOptions, Role, RunPatch
@@ -42,10 +41,6 @@ class RunManager:
     """Creates, queues, changes and ends runs.
 
     Args:
-        database: Database of the runs.
-        membership: Registry of the workers.
-        queue: Client of the transferqueue.
-        tasks: Owner of background tasks.
         defaults: Limits of projects without their own quota.
         allowance: Code and paths that specifications may name.
     """
@@ -171,7 +166,6 @@ class RunManager:
         return run, is_new
 
     async def get(self, run_id: str) -> Run:
-        """Returns one run."""
         return await self._database.query(self._store.get, run_id)
 
     async def list_runs(
@@ -183,11 +177,9 @@ class RunManager:
         )
 
     async def quota(self, project: str) -> Quota:
-        """Returns the limits of a project and its current use."""
         return await self._database.query(quotas.quota_of, self._database, project, self._defaults)
 
     async def limits(self, project: str) -> Limits:
-        """Returns the limits of a project."""
         return await self._database.query(quotas.limits_of, self._database, project, self._defaults)
 
     async def patch(
@@ -231,11 +223,10 @@ class RunManager:
         return run
 
     async def delete(self, run_id: str, *, revision: int, delete_checkpoints: bool = False) -> None:
-        """Deletes a run that has ended, and on request its checkpoints."""
         saved = await self.checkpoints.files_of(run_id) if delete_checkpoints else ()
         await self._database.run(self._store.delete, run_id, revision=revision)
         await self.checkpoints.remove(saved)
-        self._tasks.create_task(self.samples.forget(run_id))
+        self._tasks.create_task(self.samples.delete_records(run_id))
         await self._admit()
 
     async def cancel(
@@ -288,7 +279,6 @@ class RunManager:
         return event
 
     async def is_ended(self, run_id: str) -> bool:
-        """Returns True if a run has ended."""
         return (await self.get(run_id)).is_terminal
 
     def workers(self, run_id: str) -> list[Worker]:
@@ -309,7 +299,7 @@ class RunManager:
         async with self._admission:
             self._wake_at(None)
             if leave:
-                self.drivers.leave()
+                self.drivers.detach()
             else:
                 self.drivers.suspend()
         await self.drivers.wait()

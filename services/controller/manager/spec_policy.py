@@ -22,7 +22,6 @@ class SpecPolicy:
 
     Args:
         allowance: Code and paths that specifications may name.
-        find: Returns a run by its id.
         saved_at: Returns the runs that have checkpoints at some paths.
     """
 
@@ -41,8 +40,6 @@ class SpecPolicy:
         """Checks that a specification names only what is allowed and contains no secret.
 
         Args:
-            spec: The specification.
-            role: Role of the caller.
             known: The specification that it replaces; problems that this has already are accepted.
 
         Raises:
@@ -74,7 +71,12 @@ class SpecPolicy:
         """
         self.check(spec, role)
         for run_id in runs_named(spec):
-            if (await self._find(run_id)).project != project:
+            try:
+                is_own = (await self._find(run_id)).project == project
+            except NotFoundError:
+                # The user of a single-user machine may name a run of another state directory.
+                is_own = not self._allowance.roots
+            if not is_own:
                 raise NotFoundError(f"run {run_id!r} does not exist", run_id=run_id)
         # A checkpoint's folder need not contain the id of its run.
         for run_id in await self._saved_at(paths_named(spec)):

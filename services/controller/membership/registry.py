@@ -40,7 +40,6 @@ class Membership:
     """Registered workers by run; any change of members or states wakes :meth:`wait_until`.
 
     Args:
-        clock: Clock for the times of heartbeats.
         heartbeat_timeout_s: Seconds of silence after which a worker counts as lost.
     """
 
@@ -57,7 +56,6 @@ class Membership:
         self._changed = asyncio.Condition()
 
     def open_run(self, run_id: str) -> None:
-        """Accepts workers of a run."""
         self._runs.setdefault(run_id, {})
         self.rendezvous.open(run_id)
 
@@ -70,10 +68,9 @@ class Membership:
         await self._notify()
 
     def find(self, run_id: str, worker_id: str) -> Worker | None:
-        """Returns a registered worker of a run, or None."""
         return self._runs.get(run_id, {}).get(worker_id)
 
-    async def forget(self, run_id: str, worker_id: str) -> None:
+    async def unregister(self, run_id: str, worker_id: str) -> None:
         """Removes a worker whose process is gone; the answer to a late heartbeat is the order to stop."""
         worker = self._runs.get(run_id, {}).pop(worker_id, None)
         if worker is not None:
@@ -115,7 +112,6 @@ class Membership:
         weight_version: int,
         gauges: Mapping[str, float],
     ) -> HeartbeatOutcome:
-        """Records a heartbeat and returns the order for the worker."""
         workers = self._runs.get(run_id)
         if workers is None or incarnation in self._forgotten.get(run_id, ()):
             return "stop"

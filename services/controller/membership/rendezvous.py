@@ -39,7 +39,6 @@ class RendezvousStore:
         self._changed = asyncio.Condition()
 
     def open(self, run_id: str) -> None:
-        """Opens the store for the members of a run."""
         self._runs.setdefault(run_id, _Run())
 
     async def close(self, run_id: str) -> None:

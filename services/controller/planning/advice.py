@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from services.controller.planning.inputs import (
+    Rates,
+    Setting,
     Step,
-    idled,
+    idle_fraction,
     measured_step_s,
-    settled,
-    waited,
+    representative_steps,
+    waited_fraction,
 )
-from services.controller.planning.rates import Rates, Setting
 from services.controller.planning.simulation import Prediction, predict
 
 MAX_ERROR = 0.15
@@ -141,8 +142,6 @@ def advise(
 
     Args:
         steps: Metrics of the steps, in order.
-        rates: Rates measured from these steps.
-        setting: Current setting of the run.
         others: The same setting in other placements, on the same GPUs.
         gpus: Number of GPUs that the run may use; None if only its current ones are known. No
             change that needs more is advised.
@@ -150,8 +149,8 @@ def advise(
     Raises:
         TooFewStepsError: If there are too few steps.
     """
-    share, idle_share = waited(steps), idled(steps)
-    step_s = measured_step_s(settled(steps))
+    share, idle_share = waited_fraction(steps), idle_fraction(steps)
+    step_s = measured_step_s(representative_steps(steps))
     now = predict(rates, setting, num_steps=_SIMULATED_STEPS)
     found = Advice(
         bottleneck=_bottleneck(share, idle_share) if setting.dedicated_rollouts else "neither",

@@ -4,12 +4,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
 
-from services.common.runspec.placement_rules import placement
+from services.common.runspec.rules import placement
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TopologySpec
-from services.common.runspec.workers import apart
-from services.controller.planning.inputs import setting_of
-from services.controller.planning.rates import Rates, Setting
+from services.common.runspec.workers import kinds_with_own_gpus
+from services.controller.planning.inputs import Rates, Setting, setting_of
 from services.controller.planning.simulation import Prediction, predict
 
 _MAX_SPLITS = 8
@@ -32,7 +31,6 @@ def on_gpus(setting: Setting, gpus: int, *, trainer_gpus: int, is_colocated: boo
 
 
 def with_setting(spec: RunSpec, setting: Setting) -> RunSpec:
-    """Returns the specification with the values of a setting."""
     topology = spec.topology.model_copy(update={"placement": "disaggregated"})
     if setting.is_colocated:
         topology = TopologySpec(placement=setting.placement)
@@ -47,11 +45,11 @@ def with_setting(spec: RunSpec, setting: Setting) -> RunSpec:
 
 def may_colocate(spec: RunSpec, setting: Setting) -> bool:
     """Returns True if rollouts may share the trainer's GPUs, and no other task group has its own."""
-    return not apart(spec.topology) and not [*placement(with_setting(spec, setting))]
+    return not kinds_with_own_gpus(spec.topology) and not [*placement(with_setting(spec, setting))]
 
 
 def trainer_unit(spec: RunSpec) -> int:
-    """Returns the number of which the trainer's GPUs are a multiple."""
+    """Returns the number that divides the trainer's GPUs."""
     trainer = spec.trainer
     return trainer.tensor_parallel * lcm(trainer.expert_parallel, trainer.context_parallel)
 
@@ -136,12 +134,8 @@ def plan_splits(
     """Tries the ways to split a number of GPUs.
 
     Args:
-        rates: Rates of the run's parts.
         base: Setting whose other parts stay unchanged.
-        room: The GPUs.
         bounds: Allowed values of ``algorithm.max_staleness``.
-        slots: Returns the slots of a rollout.
-        max_slots: Max slots of a rollout.
         refused: Returns the reason for which a setting does not fit, or an empty text.
         may_colocate: Returns True if the specification allows a setting in which rollouts share
             the trainer's GPUs.
@@ -219,8 +213,8 @@ def _predict(rates: Rates, setting: Setting) -> Prediction:
 
 
 def _recommended(found: Sequence[Split]) -> Split:
-    most = max(split.prediction.samples_per_s for split in found)
-    near = [split for split in found if split.prediction.samples_per_s >= _NEARLY * most]
+    maximum = max(split.prediction.samples_per_s for split in found)
+    near = [split for split in found if split.prediction.samples_per_s >= _NEARLY * maximum]
     return min(
         near, key=lambda s: (s.setting.max_staleness, s.setting.slots, -s.prediction.samples_per_s)
     )

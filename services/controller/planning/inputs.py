@@ -1,13 +1,304 @@
-"""Inputs of a prediction: rates and lengths that a user gives, or that a run has measured."""
+"""Inputs of a prediction: rates and response lengths that a user gives, or that a run has measured."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from statistics import fmean, median
-from typing import Any
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from random import Random
+from statistics import NormalDist, fmean, median
+from typing import Any, Literal, Protocol
 
 from services.common.runspec.run import RunSpec
-from services.controller.planning.lengths import Geometric, Lengths, Lognormal, Measured
-from services.controller.planning.rates import DecodeTime, Rates, Setting, trainer_speedup
+from services.controller.rules.statistics import lower_bound_of
+
+_MAX_SIGMA = 5.0
+
+
+class Lengths(Protocol):
+    """Distribution of response lengths, in tokens."""
+
+    def draws(self, rng: Random) -> Iterator[int]:
+        """Yields random response lengths of at least 1 token, without end."""
+
+    def mean(self) -> float:
+        """Returns the mean number of tokens of a response."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometric:
+    """Geometric distribution: every token ends the response with the same probability."""
+
+    mean_tokens: float
+    """Mean before truncation."""
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.mean_tokens) and self.mean_tokens > 1 and self.max_tokens >= 1):
+            raise ValueError(
+                f"lengths: mean_tokens must be above 1 and max_tokens at least 1, got {self.mean_tokens} "
+                f"and {self.max_tokens}"
+            )
+
+    def draws(self, rng: Random) -> Iterator[int]:
+        """Yields random response lengths, without end."""
+        per_token = math.log1p(-1 / self.mean_tokens)
+        while True:
+            yield min(1 + int(math.log1p(-rng.random()) / per_token), self.max_tokens)
+
+    def mean(self) -> float:
+        """Returns the mean number of tokens, after truncation."""
+        return self.mean_tokens * (1 - (1 - 1 / self.mean_tokens) ** self.max_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lognormal:
+    """Log-normal distribution: most responses are short, a few are very long."""
+
+    median_tokens: float
+    sigma: float
+    """Standard deviation of the logarithm; with 1.0, one in a hundred is ten times as long as the
+    median."""
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        if not (
+            math.isfinite(self.median_tokens)
+            and self.median_tokens >= 1
+            and 0 <= self.sigma <= _MAX_SIGMA
+            and self.max_tokens >= 1
+        ):
+            raise ValueError(
+                f"lengths: median_tokens and max_tokens must be at least 1 and sigma from 0 to "
+                f"{_MAX_SIGMA}, got {self.median_tokens}, {self.max_tokens} and {self.sigma}"
+            )
+
+    def draws(self, rng: Random) -> Iterator[int]:
+        """Yields random response lengths, without end."""
+        middle = math.log(self.median_tokens)
+        while True:
+            drawn = round(math.exp(rng.gauss(middle, self.sigma)))
+            yield min(max(1, drawn), self.max_tokens)
+
+    def mean(self) -> float:
+        """Returns the mean number of tokens, after truncation."""
+        normal, middle = NormalDist(), math.log(self.median_tokens)
+        if self.sigma == 0:
+            return min(self.median_tokens, self.max_tokens)
+        cut = (math.log(self.max_tokens) - middle) / self.sigma
+        below = math.exp(middle + self.sigma**2 / 2) * normal.cdf(cut - self.sigma)
+        return below + self.max_tokens * (1 - normal.cdf(cut))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Histogram of lengths, uniform inside each bucket or around its mean."""
+
+    bounds: tuple[int, ...]
+    """Max length in each bucket, in ascending order."""
+    counts: tuple[int, ...]
+    """Responses in each bucket."""
+    lowest: tuple[int, ...] = ()
+    """Min length in each bucket; empty if each begins after the previous one."""
+    lean: float = 0.5
+    """Position of each bucket's mean, from 0 (its min length) to 1 (its max length)."""
+
+    def __post_init__(self) -> None:
+        is_rising = all(low < high for low, high in zip(self.bounds, self.bounds[1:], strict=False))
+        if not (
+            len(self.bounds) == len(self.counts)
+            and is_rising
+            and self.bounds
+            and min(self.bounds) >= 0
+            and min(self.counts) >= 0
+            and sum(self.counts) > 0
+        ):
+            raise ValueError(
+                "lengths: bounds must ascend from 0, with one count each, none negative and not all 0; got "
+                f"bounds {self.bounds} and counts {self.counts}"
+            )
+
+    @classmethod
+    def of(cls, histogram: Mapping[int, int]) -> "Measured":
+        """Creates a histogram from counts by upper bound."""
+        bounds = tuple(sorted(histogram))
+        return cls(bounds=bounds, counts=tuple(histogram[bound] for bound in bounds))
+
+    @classmethod
+    def of_run(cls, histogram: Mapping[int, int], *, mean_tokens: float) -> "Measured":
+        """Creates a histogram from a run's counts by upper bound and the mean of all responses."""
+        found = replace(cls.of(histogram), lowest=tuple(map(lower_bound_of, sorted(histogram))))
+        least, most = (replace(found, lean=lean).mean() for lean in (0.0, 1.0))
+        # A mean outside this range describes something else: a run's sequences, if samples have
+        # several.
+        if not least <= mean_tokens <= most or least == most:
+            return found
+        return replace(found, lean=(mean_tokens - least) / (most - least))
+
+    def draws(self, rng: Random) -> Iterator[int]:
+        """Yields random response lengths, without end."""
+        upto, buckets = list(accumulate(self.counts)), list(self._buckets())
+        while True:
+            low, high = buckets[bisect_right(upto, rng.random() * upto[-1])]
+            width = 2 * min(self.lean, 1 - self.lean) * (high - low)
+            first = low if self.lean <= 0.5 else high - width
+            # The second random number rounds: up as often as the fraction requires.
+            yield int(first + rng.random() * width + rng.random())
+
+    def mean(self) -> float:
+        means = (low + self.lean * (high - low) for low, high in self._buckets())
+        total = sum(m * count for m, count in zip(means, self.counts, strict=True))
+        return total / sum(self.counts)
+
+    def _buckets(self) -> Iterator[tuple[int, int]]:
+        """Yields the min and max length of each bucket."""
+        behind = (0, *self.bounds)
+        lowest = self.lowest or (below + 1 for below in behind)
+        for low, bound in zip(lowest, self.bounds, strict=False):
+            yield max(1, min(low, bound)), max(1, bound)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTime:
+    """Seconds of one decode step of an engine, as a function of the running samples.
+
+    Linear up to the measured concurrency. No gain is assumed beyond it: the engine's tokens per
+    second stay the same, for any number of samples.
+    """
+
+    fixed_s: float
+    """Time of a step that does not depend on its samples: reading the weights, launching kernels."""
+    sample_s: float
+    """Additional time per sample."""
+    max_samples: float
+    """Concurrency up to which the linear formula holds."""
+
+    def __call__(self, num_running: int) -> float:
+        """Returns the seconds in which each of ``num_running`` samples gets a token."""
+        if num_running <= self.max_samples:
+            return self.fixed_s + self.sample_s * num_running
+        step_s = self.fixed_s + self.sample_s * self.max_samples
+        return step_s * num_running / self.max_samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Rates of the parts of a run."""
+
+    train_tokens_per_s: float
+    """Response tokens per second of a trainer with one GPU; includes the time for prompts and the
+    optimizer."""
+    decode: DecodeTime
+    lengths: Lengths
+    prompt_s: float = 0.0
+    """Time of an engine for the prompt of a group."""
+    outside_s: float = 0.0
+    """Time of a sample outside of the engine: tools, environment, reward."""
+    step_s: float = 0.02
+    """Fixed time of a step: the controller's and the transferqueue's part."""
+    piece_s: float = 0.03
+    """Fixed time of a part of a step that is trained early."""
+    copy_s: float = 0.01
+    """Pause of the trainer to copy its weights."""
+    transfer_s: float = 0.05
+    """Time from that copy until the rollouts have received the weights."""
+    stall_s: float = 0.03
+    """Pause of an engine to adopt weights."""
+    gpu_switch_s: float = 1.0
+    """Time of both switches of shared GPUs in a step, there and back."""
+
+    def __post_init__(self) -> None:
+        decode = self.decode
+        positive = {
+            "train_tokens_per_s": self.train_tokens_per_s,
+            "decode.max_samples": decode.max_samples,
+            "decode.fixed_s + decode.sample_s": decode.fixed_s + decode.sample_s,
+        }
+        others = [field.name for field in fields(self) if field.name.endswith("_s")]
+        least = {name: getattr(self, name) for name in others}
+        least |= {"decode.fixed_s": decode.fixed_s, "decode.sample_s": decode.sample_s}
+        wrong = [f"{name} is {value}" for name, value in positive.items() if not 0 < value < 1e12]
+        wrong += [f"{name} is {value}" for name, value in least.items() if not 0 <= value < 1e12]
+        if wrong:
+            raise ValueError(
+                f"rates must be above 0 and seconds not negative, but {'; '.join(wrong)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Setting of a run: choices of the user, and values that follow from the specification."""
+
+    trainer_gpus: int
+    rollouts: int
+    """Number of rollouts (engines)."""
+    slots: int
+    """Slots of each rollout: samples that it decodes at once."""
+    max_staleness: int
+    """``algorithm.max_staleness``."""
+    groups_per_step: int
+    group_size: int
+    partial_rollout: bool = True
+    """True if running responses continue under new weights; otherwise an engine finishes them
+    first."""
+    accumulate_early: bool = False
+    """``trainer.accumulate_early``."""
+    publish_every: int = 1
+    engine_gpus: int = 1
+    """GPUs of one rollout."""
+    colocated_rollouts: int = 0
+    """Number of colocated rollouts, which use the trainer's GPUs by turns."""
+
+    def __post_init__(self) -> None:
+        numbers = {
+            "trainer_gpus": self.trainer_gpus,
+            "rollouts": self.rollouts,
+            "slots": self.slots,
+            "groups_per_step": self.groups_per_step,
+            "group_size": self.group_size,
+            "publish_every": self.publish_every,
+        }
+        if wrong := [f"{name} is {number}" for name, number in numbers.items() if number < 1]:
+            raise ValueError(f"all parts of a setting must be at least 1, but {', '.join(wrong)}")
+        if self.max_staleness < 0:
+            raise ValueError(
+                f"max_staleness must be 0 (synchronous) or more, got {self.max_staleness}"
+            )
+
+    @property
+    def is_colocated(self) -> bool:
+        """True if both sides share GPUs."""
+        return self.colocated_rollouts > 0
+
+    @property
+    def dedicated_rollouts(self) -> int:
+        """Number of rollouts with their own GPUs."""
+        return self.rollouts - self.colocated_rollouts
+
+    @property
+    def placement(self) -> Literal["disaggregated", "colocated", "mixed"]:
+        if not self.is_colocated:
+            return "disaggregated"
+        return "mixed" if self.dedicated_rollouts else "colocated"
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs of both sides."""
+        return self.trainer_gpus + self.engine_gpus * self.dedicated_rollouts
+
+    @property
+    def samples_per_step(self) -> int:
+        """Number of samples that a step trains."""
+        return self.groups_per_step * self.group_size
+
+
+def trainer_speedup(gpus: int) -> float:
+    """Returns the speed-up of a trainer with several GPUs over one: each doubling loses 5 %.
+
+    Measured at 1.90 with two H200s (``bench/results/trainer.json``).
+    """
+    return float(gpus * 0.95 ** math.log2(gpus))
+
 
 # Two H200s, 1.31 billion parameters, prompts of 100 tokens (``bench/results/e2e-geometric.json``).
 _WEIGHTS = 1.31e9
@@ -65,8 +356,6 @@ def default_rates(
     Args:
         weights: Number of parameters of the model.
         active_weights: Number of parameters that a token passes.
-        engine_gpus: GPUs of one rollout.
-        max_response_tokens: Max tokens of a response.
         moved_bytes: Bytes of state per trainer GPU that a switch moves to host memory, and another
             one back; None if engines keep their memory, too.
     """
@@ -163,7 +452,6 @@ class TooFewStepsError(ValueError):
 
 
 def setting_of(spec: RunSpec) -> Setting:
-    """Returns the setting of a run."""
     return Setting(
         trainer_gpus=spec.trainer.world_size,
         rollouts=spec.rollout.replicas,
@@ -179,7 +467,7 @@ def setting_of(spec: RunSpec) -> Setting:
     )
 
 
-def settled(steps: Sequence[Step]) -> Sequence[Step]:
+def representative_steps(steps: Sequence[Step]) -> Sequence[Step]:
     """Returns the steps that are representative of a run's speed, from steps in order from the first.
 
     Raises:
@@ -202,12 +490,11 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
     Args:
         steps: Metrics of the steps, as the API and the events give them.
         lengths: Number of responses by upper bound of their length.
-        setting: Setting of the run.
 
     Raises:
         TooFewStepsError: If a metric is missing.
     """
-    found = settled(steps)
+    found = representative_steps(steps)
     trained = [step for step in found if step.get("seconds_total") and step.get("response_tokens")]
     decoding = [step for step in found if all(step.get(name) is not None for name in DECODE_TIMES)]
     if not (trained and decoding and lengths):
@@ -255,26 +542,24 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
 
 
 def _mean_tokens(trained: Sequence[Step]) -> float:
-    """Returns the mean tokens of a response."""
     tokens = sum(_number_of(step, "response_tokens") for step in trained)
     return tokens / max(1.0, sum(_number_of(step, "samples") for step in trained))
 
 
 def measured_step_s(steps: Sequence[Step]) -> float:
-    """Returns the mean seconds of a step."""
-    return fmean(_number_of(step, "seconds") for step in settled(steps))
+    return fmean(_number_of(step, "seconds") for step in representative_steps(steps))
 
 
-def waited(steps: Sequence[Step]) -> float:
+def waited_fraction(steps: Sequence[Step]) -> float:
     """Returns the fraction of the time in which the trainer waited for samples."""
-    found = settled(steps)
+    found = representative_steps(steps)
     seconds = sum(_number_of(step, "seconds") for step in found)
     return sum(_number_of(step, "trainer_wait_s") for step in found) / seconds
 
 
-def idled(steps: Sequence[Step]) -> float:
+def idle_fraction(steps: Sequence[Step]) -> float:
     """Returns the fraction of the time in which the rollouts had nothing to generate, their mean."""
-    found = settled(steps)
+    found = representative_steps(steps)
     seconds = sum(_number_of(step, "seconds") for step in found)
     return sum(_number_of(step, "rollout_idle_s") for step in found) / seconds
 

@@ -22,8 +22,8 @@ from random import Random
 from statistics import fmean
 from typing import Generic, TypeVar
 
-from services.controller.planning.rates import DecodeTime, Rates, Setting, trainer_speedup
-from services.controller.rules.groups import Group
+from services.controller.planning.inputs import DecodeTime, Rates, Setting, trainer_speedup
+from services.controller.rules.ledger import Group
 from services.controller.rules.placement import SlotUsage
 from services.controller.rules.staleness import StalenessGate, choose_batch
 
@@ -81,7 +81,7 @@ class SimulatedEngine(Generic[_Owner]):
         self._waiting.append((owner, length))
 
     def park(self) -> list[tuple[_Owner, int]]:
-        """Removes and returns all samples with their missing tokens; call :meth:`settle` before."""
+        """Removes and returns all samples with their missing tokens; call :meth:`advance` before."""
         left = [(owner, max(1, round(end - self._tokens))) for end, _, owner in self._running]
         left += self._waiting
         self._running.clear()
@@ -94,7 +94,7 @@ class SimulatedEngine(Generic[_Owner]):
         self._debt_s += seconds
         self.stamp += 1
 
-    def settle(self, now: float) -> list[_Owner]:
+    def advance(self, now: float) -> list[_Owner]:
         """Advances the time to ``now``; returns the owners of the samples that ended, one for each."""
         passed, self._now = now - self._now, now
         num_running = len(self._running)
@@ -112,7 +112,7 @@ class SimulatedEngine(Generic[_Owner]):
         return ended
 
     def admit(self) -> None:
-        """Gives free slots to waiting samples; call :meth:`settle` before."""
+        """Gives free slots to waiting samples; call :meth:`advance` before."""
         while self.is_open and self._waiting and len(self._running) < self.slots:
             owner, length = self._waiting.popleft()
             self._num_started += 1
@@ -143,7 +143,6 @@ class SimulatedGroup:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all its samples."""
         return sum(self.lengths)
 
 
@@ -275,7 +274,6 @@ class Simulation:
         self._idle_before = self._used_before = 0.0
 
     def run(self, num_steps: int) -> Prediction:
-        """Runs the simulation until ``num_steps`` steps are measured."""
         filling = _WARMUP_STEPS + self._setting.max_staleness
         self._dispatch()
         for _ in range(_MAX_EVENTS):
@@ -327,11 +325,11 @@ class Simulation:
 
     def _settle_all(self) -> None:
         for number in range(len(self._engines)):
-            self._settle(number)
+            self._advance(number)
 
-    def _settle(self, number: int) -> None:
+    def _advance(self, number: int) -> None:
         """Advances an engine's time and processes the samples that ended."""
-        for made in self._engines[number].settle(self._now):
+        for made in self._engines[number].advance(self._now):
             if self._rates.outside_s:
                 self._after(self._rates.outside_s, lambda made=made: self._ended(made))  # type: ignore[misc]
             else:
@@ -340,7 +338,7 @@ class Simulation:
     def _update_engine(self, number: int) -> None:
         """Settles an engine, fills its slots, and schedules the end of its next sample."""
         engine = self._engines[number]
-        self._settle(number)
+        self._advance(number)
         engine.admit()
         self._schedule_end(number)
 
@@ -384,12 +382,14 @@ class Simulation:
         touched: set[int] = set()
         for one in resumed:
             number = min(present, key=lambda n: self._engines[n].num_groups)
-            self._settle(number)
+            self._advance(number)
             one.resume(self._engines, number)
             touched.add(number)
         free -= len(resumed)
         issued, published = self._num_issued, self._published
-        for _ in range(self._gate.capacity(published=published, num_admitted=issued, most=free)):
+        for _ in range(
+            self._gate.capacity(published=published, num_admitted=issued, max_groups=free)
+        ):
             touched |= self._start()
         for number in touched:
             self._update_engine(number)
@@ -407,7 +407,7 @@ class Simulation:
         self._num_issued += 1
         for number in chosen:
             engine = self._engines[number]
-            self._settle(number)
+            self._advance(number)
             engine.num_groups += 1
             engine.pause(self._rates.prompt_s)
         for member, length in enumerate(lengths):
@@ -417,7 +417,7 @@ class Simulation:
     # The trainer
 
     def _next_work(self) -> None:
-        """Starts the trainer on available groups, by the rules of ``controller/run/train/batcher.py``."""
+        """Starts the trainer on available groups, by the rules of ``controller/run/train/train_step.py``."""
         trainer = self._trainer
         if trainer.is_busy:
             return
@@ -521,7 +521,7 @@ class Simulation:
         """Lets every engine adopt the version, at once or after its responses have ended."""
         self._present = range(self._setting.rollouts)
         for number, engine in enumerate(self._engines):
-            self._settle(number)
+            self._advance(number)
             engine.is_open = self._setting.partial_rollout
         self._try_adopt(version, set(range(len(self._engines))))
 
@@ -529,7 +529,7 @@ class Simulation:
         """Lets the engines that may adopt do so; the others are tried again when their next response ends."""
         for number in sorted(behind):
             engine = self._engines[number]
-            self._settle(number)
+            self._advance(number)
             if engine.is_open or not engine.num_running:
                 behind.discard(number)
                 engine.pause(self._rates.stall_s)
@@ -560,8 +560,6 @@ def predict(rates: Rates, setting: Setting, *, num_steps: int | None = None) -> 
     """Predicts a run's steps after it has filled up; deterministic for equal arguments.
 
     Args:
-        rates: Rates of the run's parts.
-        setting: Setting of the run.
         num_steps: Number of steps to measure, after those in which the run fills up; None chooses
             as many as stable means need.
     """

@@ -41,7 +41,6 @@ class Difficulty:
     """Success rates of all prompts of a run, and which prompts are skipped.
 
     Args:
-        num_rows: Rows of the training data.
         spec: Thresholds, and number of steps for which prompts are skipped.
         known: Rates that an earlier controller recorded.
     """
@@ -63,8 +62,6 @@ class Difficulty:
         """Updates a prompt's rate with a finished group; a group without finite rewards is ignored.
 
         Args:
-            row: Row of the prompt.
-            rewards: Rewards of the group's samples.
             step: Step whose weights are served; -1 before the first.
         """
         reward = sum(rewards) / len(rewards) if rewards else math.nan
@@ -80,7 +77,6 @@ class Difficulty:
         self._changed.add(row)
 
     def rate_of(self, row: int) -> PromptRate:
-        """Returns the record of a prompt."""
         return PromptRate(row, self._rates[row], self._tries[row], self._until[row])
 
     def is_skipped(self, row: int, *, step: int) -> bool:

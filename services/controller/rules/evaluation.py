@@ -63,7 +63,6 @@ class _Part:
     """Sampled responses by prompt."""
 
     def add(self, sample: Scored) -> None:
-        """Adds a sample."""
         if sample.is_greedy:
             self.greedy.append(sample)
         else:
@@ -71,7 +70,6 @@ class _Part:
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts with a sample."""
         return len({sample.prompt for sample in self.greedy} | self.sampled.keys())
 
     def means(self, solved_from: float) -> dict[str, float]:
@@ -102,10 +100,7 @@ def evaluate(
 
     Args:
         samples: All samples that have a reward.
-        version: Weight version that generated them.
         reason: Why the version was evaluated.
-        status: How the evaluation ended.
-        seconds: Duration of the evaluation.
         solved_from: Min reward of a right response.
     """
     sources: dict[str, _Part] = defaultdict(_Part)
@@ -150,8 +145,8 @@ def majority(samples: Sequence[Scored]) -> float:
     rewards: Mapping[str, list[float]] = defaultdict(list)
     for sample in samples:
         rewards[sample.answer].append(sample.reward)
-    most = max(map(len, rewards.values()))
-    return min(sum(found) / most for found in rewards.values() if len(found) == most)
+    maximum = max(map(len, rewards.values()))
+    return min(sum(found) / maximum for found in rewards.values() if len(found) == maximum)
 
 
 def pass_at_k(solved: Sequence[tuple[int, int]]) -> dict[str, float]:
@@ -163,8 +158,10 @@ def pass_at_k(solved: Sequence[tuple[int, int]]) -> dict[str, float]:
     Args:
         solved: ``(n, c)`` of each prompt.
     """
-    most = max((count for count, _ in solved), default=0)
-    sizes = sorted({1 << power for power in range(most.bit_length())} | {most}) if most else []
+    maximum = max((count for count, _ in solved), default=0)
+    sizes = (
+        sorted({1 << power for power in range(maximum.bit_length())} | {maximum}) if maximum else []
+    )
     scores = {}
     for k in sizes:
         chances = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in solved if n >= k]
@@ -210,6 +207,6 @@ class EvaluationQueue:
         elif self.next is None or self.next.reason != "final":
             self.next = evaluation
 
-    def end(self) -> None:
+    def finish_current(self) -> None:
         """Ends the current evaluation and starts the next one."""
         self.current, self.next = self.next, None

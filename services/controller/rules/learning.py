@@ -50,7 +50,6 @@ def step_samples(
     Args:
         rewards: Reward of each sample; rewards of failed samples are ignored.
         finish_reasons: How each sample ended: ``stop``, ``length`` or ``failed``.
-        is_idle: Whether no token of the step has an advantage.
     """
     ends = list(finish_reasons)
     scored = [
@@ -125,14 +124,12 @@ class RewardHistory:
 
     @staticmethod
     def sampled_steps(newest: int) -> range:
-        """Returns the steps that a history up to step ``newest`` contains."""
         every = 1
         while newest // every > _MAX_POINTS:
             every *= 2
         return range(every, newest + 1, every)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds a step; steps must be added in order."""
         if len(self._points) == _MAX_POINTS:
             self._every *= 2
             self._points = [point for point in self._points if point[0] % self._every == 0]

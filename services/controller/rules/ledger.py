@@ -14,22 +14,137 @@ transitions.
 """
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Self
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from operator import attrgetter
+from typing import NamedTuple, Self
 
-from services.controller.rules.difficulty import Difficulty
-from services.controller.rules.groups import (
-    GROUP_PREFIX,
-    RUNNING,
-    TERMINAL,
-    WAITING,
-    Group,
-    GroupState,
-    LedgerChange,
-    LedgerState,
-)
+from services.controller.rules.difficulty import Difficulty, PromptRate
 from services.controller.rules.prompts import ReturnedRows
+
+
+class GroupState(StrEnum):
+    """State of a group; the diagram is in ``ledger.py``."""
+
+    PENDING = "pending"
+    LEASED = "leased"
+    GENERATING = "generating"
+    PARTIAL = "partial"
+    READY = "ready"
+    TRAINING = "training"
+    CONSUMED = "consumed"
+    DROPPED = "dropped"
+    QUARANTINED = "quarantined"
+
+
+RUNNING = frozenset({GroupState.LEASED, GroupState.GENERATING})
+WAITING = frozenset({GroupState.PENDING, GroupState.PARTIAL})
+TERMINAL = frozenset({GroupState.CONSUMED, GroupState.DROPPED, GroupState.QUARANTINED})
+
+GROUP_PREFIX = "g"
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """One issued prompt and its samples."""
+
+    sequence: int
+    """Order of admission, from 0."""
+    row: int
+    """Row of the prompt in the training data."""
+    state: GroupState = GroupState.PENDING
+    attempt: int = 1
+    """Number of the current attempt, from 1."""
+    failures: int = 0
+    """Failed attempts that count against the prompt, unlike those that the system caused."""
+    losses: int = 0
+    """Attempts that ended because the worker died."""
+    worker_id: str = ""
+    """Rollout that generates the group or, if the group is parked, that holds its cached tokens;
+    empty without one."""
+    oldest_version: int = -1
+    """Oldest weight version that its samples have, or may get; -1 without one."""
+    started: float = 0.0
+    """Time of dispatch, in monotonic seconds."""
+    reason: str = ""
+    """Why the group was dropped or quarantined."""
+    num_unfinished: int = 0
+    """Unfinished members when the group was interrupted."""
+    num_tokens: int = 0
+    """Generated tokens when the group was interrupted."""
+    first_attempt: int = 1
+    """First attempt whose cached tokens the current attempt may resume. All of them have
+    ``oldest_version`` or a newer one, which bounds staleness; tokens of earlier attempts are
+    discarded."""
+    group_id: str = field(init=False)
+    """Identifier of the group in all services."""
+
+    def __post_init__(self) -> None:
+        self.group_id = f"{GROUP_PREFIX}{self.sequence:08d}"
+
+    def facts(self) -> "GroupFacts":
+        """Returns the stored fields of the group with their current values."""
+        return GroupFacts._make(_FACTS(self))
+
+
+class GroupFacts(NamedTuple):
+    """Stored fields of a group."""
+
+    sequence: int
+    row: int
+    state: str
+    attempt: int
+    failures: int
+    losses: int
+    worker_id: str
+    oldest_version: int
+    num_unfinished: int
+    num_tokens: int
+    first_attempt: int
+
+
+_FACTS = attrgetter(*GroupFacts._fields[:2], "state.value", *GroupFacts._fields[3:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerState:
+    """Complete state from which a ledger is restored."""
+
+    groups: tuple[Group, ...] = ()
+    """Groups in flight."""
+    num_issued: int = 0
+    position: int = 0
+    """Rows taken from the prompt order."""
+    ended: Mapping[GroupState, int] = field(default_factory=dict)
+    """Number of ended groups by state."""
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    """Number of dropped and quarantined groups by reason."""
+    returned: ReturnedRows = field(default_factory=ReturnedRows)
+    """Rows that are issued once more at the end of their epoch."""
+    first_step: int = 0
+    """Step of the checkpoint that the run starts from; groups of steps up to it are not counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerChange:
+    """Changes since the previous one; its size does not depend on the length of the run."""
+
+    groups: tuple[GroupFacts, ...]
+    """Groups in flight that are new or changed."""
+    ended: tuple[Group, ...]
+    """Groups that ended."""
+    num_issued: int
+    position: int
+    counts: Mapping[GroupState, int]
+    """Number of ended groups by state."""
+    reasons: Mapping[str, int]
+    """Number of dropped and quarantined groups by reason."""
+    returned: ReturnedRows
+    """Rows that are issued once more at the end of their epoch."""
+    rates: tuple[PromptRate, ...] = ()
+    """Prompts whose success rate changed."""
+
 
 # Lost workers after which a prompt is assumed to have killed them.
 _MAX_LOSSES = 8
@@ -56,7 +171,7 @@ class Ledger:
         self._ended: Counter[GroupState] = Counter()
         self._reasons: Counter[str] = Counter()
         self._changed: set[int] = set()
-        self._gone: list[Group] = []
+        self._newly_ended: list[Group] = []
         self.num_issued = 0
         self.position = 0
         self.first_step = 0
@@ -83,7 +198,7 @@ class Ledger:
         changed = [self._groups[sequence] for sequence in self._changed if sequence in self._groups]
         change = LedgerChange(
             groups=tuple([group.facts() for group in changed]),
-            ended=tuple(self._gone),
+            ended=tuple(self._newly_ended),
             num_issued=self.num_issued,
             position=self.position,
             counts=dict(self._ended),
@@ -92,14 +207,13 @@ class Ledger:
             rates=() if self.difficulty is None else self.difficulty.take_changes(),
         )
         self._changed.clear()
-        self._gone.clear()
+        self._newly_ended.clear()
         return change
 
     def issue(self, row: int, *, position: int) -> Group:
         """Admits the prompt of a row.
 
         Args:
-            row: Row of the prompt.
             position: Rows taken from the prompt order, this one included.
         """
         group = Group(sequence=self.num_issued, row=row)
@@ -127,7 +241,7 @@ class Ledger:
         """Returns the number of groups in any of the states; ended groups are not counted."""
         return sum(len(self._by_state[state]) for state in states)
 
-    def begun(self) -> list[Group]:
+    def started_groups(self) -> list[Group]:
         """Returns unfinished groups that are running, or parked with tokens."""
         return [
             group
@@ -136,13 +250,12 @@ class Ledger:
         ]
 
     def running(self) -> list[Group]:
-        """Returns the groups that a rollout has."""
         return self.in_state(*RUNNING)
 
     def lease(self, group: Group, worker_id: str, *, version: int, now: float) -> None:
         """Assigns a waiting group to a rollout that serves ``version``."""
         has_tokens = group.state is GroupState.PARTIAL and group.oldest_version >= 0
-        self._move(group, GroupState.LEASED, WAITING)
+        self._transition(group, GroupState.LEASED, WAITING)
         group.worker_id = worker_id
         group.oldest_version = min(group.oldest_version, version) if has_tokens else version
         group.started = now
@@ -150,16 +263,16 @@ class Ledger:
     def confirm(self, group: Group) -> None:
         """Records that the rollout accepted the group."""
         if group.state is GroupState.LEASED:
-            self._place(group, GroupState.GENERATING)
+            self._set_state(group, GroupState.GENERATING)
 
     def complete(self, group: Group, *, oldest_version: int) -> None:
         """Records that all samples of the group are stored."""
-        self._move(group, GroupState.READY, RUNNING)
+        self._transition(group, GroupState.READY, RUNNING)
         group.oldest_version = oldest_version
 
     def interrupt(self, group: Group, *, num_unfinished: int = 0, num_tokens: int = 0) -> None:
         """Parks a running group whose tokens the rollout stored; the next attempt resumes them."""
-        self._move(group, GroupState.PARTIAL, RUNNING)
+        self._transition(group, GroupState.PARTIAL, RUNNING)
         group.num_unfinished, group.num_tokens = num_unfinished, num_tokens
         group.attempt += 1
 
@@ -182,7 +295,7 @@ class Ledger:
         self.requeue(group)
         return True
 
-    def lose(self, group: Group) -> bool:
+    def park_lost(self, group: Group) -> bool:
         """Parks a group whose worker died; returns False if its prompt is quarantined instead.
 
         The next attempt resumes tokens that the worker stored, with their weight versions.
@@ -201,7 +314,7 @@ class Ledger:
         Cached tokens of earlier attempts are fenced off, so the next lease sets the group's oldest
         version.
         """
-        self._move(
+        self._transition(
             group, GroupState.PENDING, {*RUNNING, *WAITING, GroupState.READY, GroupState.TRAINING}
         )
         group.attempt += 1
@@ -213,20 +326,19 @@ class Ledger:
     def train(self, groups: Iterable[Group]) -> None:
         """Moves ready groups into the batch that is being trained."""
         for group in groups:
-            self._move(group, GroupState.TRAINING, {GroupState.READY})
+            self._transition(group, GroupState.TRAINING, {GroupState.READY})
 
     def put_back(self, groups: Iterable[Group]) -> None:
         """Returns the groups of a batch that was not trained."""
         for group in groups:
-            self._move(group, GroupState.READY, {GroupState.TRAINING})
+            self._transition(group, GroupState.READY, {GroupState.TRAINING})
 
     def consume(self, groups: Iterable[Group]) -> None:
         """Records that the groups were trained and their step is committed."""
         for group in groups:
-            self._move(group, GroupState.CONSUMED, {GroupState.TRAINING})
+            self._transition(group, GroupState.CONSUMED, {GroupState.TRAINING})
 
     def drop(self, group: Group, reason: str) -> None:
-        """Drops a group and counts the reason."""
         self._end(group, GroupState.DROPPED, reason)
 
     def quarantine(self, group: Group, reason: str) -> None:
@@ -258,21 +370,21 @@ class Ledger:
         return self._reasons[reason]
 
     def _end(self, group: Group, state: GroupState, reason: str) -> None:
-        self._move(group, state, {*RUNNING, *WAITING, GroupState.READY})
+        self._transition(group, state, {*RUNNING, *WAITING, GroupState.READY})
         group.reason = reason
         self._reasons[reason] += 1
 
-    def _move(self, group: Group, state: GroupState, allowed: Iterable[GroupState]) -> None:
+    def _transition(self, group: Group, state: GroupState, allowed: Iterable[GroupState]) -> None:
         if group.state not in allowed:
             raise LedgerError(f"{group.group_id} cannot change from {group.state} to {state}")
-        self._place(group, state)
+        self._set_state(group, state)
         self._changed.add(group.sequence)
         if state in TERMINAL:
             del self._groups[group.sequence], self._by_state[state][group.sequence]
             self._ended[state] += 1
-            self._gone.append(group)
+            self._newly_ended.append(group)
 
-    def _place(self, group: Group, state: GroupState) -> None:
+    def _set_state(self, group: Group, state: GroupState) -> None:
         del self._by_state[group.state][group.sequence]
         group.state = state
         self._by_state[state][group.sequence] = group

@@ -28,7 +28,6 @@ class Placement:
         self._move(worker_id, 0)
 
     def remove(self, worker_id: str) -> None:
-        """Removes a rollout."""
         self.exclude(worker_id)
         del self._load[worker_id]
         self._excluded.discard(worker_id)
@@ -90,12 +89,7 @@ class Placement:
 
 
 class SlotUsage:
-    """Estimates how many slots a group occupies on average while it is generated.
-
-    Args:
-        slots: Slots of one engine.
-        group_size: Samples of a group.
-    """
+    """Estimates how many slots a group occupies on average while it is generated."""
 
     def __init__(self, slots: int, group_size: int) -> None:
         self._slots = slots
@@ -134,7 +128,7 @@ class GroupShards:
     def __init__(self) -> None:
         self._groups: dict[str, _Running] = {}
 
-    def begin(self, group_id: str, members: Mapping[str, Sequence[int]]) -> None:
+    def add(self, group_id: str, members: Mapping[str, Sequence[int]]) -> None:
         """Records a dispatched group, with its members by rollout."""
         self._groups[group_id] = _Running({name: set(some) for name, some in members.items()})
 
@@ -165,7 +159,7 @@ class GroupShards:
         group = self._groups[group_id]
         return group.num_unfinished, group.num_tokens
 
-    def end(self, group_id: str) -> list[str]:
+    def remove(self, group_id: str) -> list[str]:
         """Removes a group; returns the rollouts that still generated members of it."""
         workers = self.workers(group_id)
         self._groups.pop(group_id, None)

@@ -56,12 +56,10 @@ class Mixture:
         return self.splits[number], row - self._begins[number]
 
     def name(self, row: int) -> str:
-        """Returns a description of a row, for people."""
         split, index = self.place(row)
         return f"row {index} of data.{split}"
 
     def row(self, number: int, index: int) -> int:
-        """Returns the row number of row ``index`` of a set."""
         return self._begins[number] + index
 
     def next_set(self, taken: Sequence[int]) -> int:
@@ -103,9 +101,6 @@ class PromptOrder:
     many rows as all sets together.
 
     Args:
-        mixture: Prompt sets of the training data.
-        seed: Seed of the run.
-        shuffle: Whether each epoch has its own order.
         position: Rows that were taken before.
         quarantined: Rows that are skipped.
         returned: Rows that were returned before.
@@ -143,7 +138,6 @@ class PromptOrder:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next row, from 0."""
         return self._position // self._num_rows
 
     def next_row(self, *, step: int = 0) -> int | None:
@@ -188,7 +182,6 @@ class PromptOrder:
         return True
 
     def quarantine(self, row: int) -> None:
-        """Excludes a row from now on."""
         self._quarantined.add(row)
 
     def _take(self) -> int:
@@ -206,14 +199,12 @@ class PromptOrder:
 def shuffled(index: int, num_rows: int, *, key: int) -> int:
     """Returns where a pseudorandom permutation moves ``index``, in constant memory.
 
-    The index is split into two digits, each of which is shifted in turn by a hash of the other: a
+    The index is split into two digits; each is shifted by a hash of the other one, alternating: a
     Feistel network, which permutes all pairs. Results beyond the last row are permuted again (cycle
     walking).
 
     Args:
         index: Index of the row, from 0.
-        num_rows: Number of rows.
-        key: Key that selects the permutation.
     """
     low_base = math.isqrt(num_rows - 1) + 1
     high_base = -(-num_rows // low_base)
@@ -235,9 +226,6 @@ def sample_seed(run_seed: int, group_sequence: int, member: int, *, failures: in
     samples others, because the same tokens would fail again.
 
     Args:
-        run_seed: Seed of the run.
-        group_sequence: Order of admission of the group.
-        member: Index of the sample in the group.
         failures: Failed attempts of the group.
     """
     seed = _mixed(run_seed, group_sequence, member)

@@ -8,7 +8,7 @@ are formed.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from services.controller.rules.groups import Group
+from services.controller.rules.ledger import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,17 +20,17 @@ class StalenessGate:
     groups_per_step: int
     """Number of groups in a batch."""
 
-    def capacity(self, *, published: int, num_admitted: int, most: int) -> int:
+    def capacity(self, *, published: int, num_admitted: int, max_groups: int) -> int:
         """Returns how many groups may start now; not negative.
 
         Args:
             published: Newest weight version that the rollouts serve.
             num_admitted: Admitted groups that were not dropped or quarantined: running, waiting and
                 trained.
-            most: Groups for which the rollouts have slots.
+            max_groups: Groups for which the rollouts have slots.
         """
         bound = (published + self.max_staleness + 1) * self.groups_per_step
-        return max(0, min(bound - num_admitted, most))
+        return max(0, min(bound - num_admitted, max_groups))
 
     def is_stale(self, oldest_version: int, *, trainer_version: int) -> bool:
         """Returns True if a sample is over the bound at the trainer's current version."""
@@ -73,12 +73,10 @@ def choose_batch(
     room for those.
 
     Args:
-        ready: Finished groups.
-        running: Groups that are begun and not finished.
-        gate: Staleness bound and batch size.
+        running: Groups that are started and not finished.
         trainer_version: Weight version that the batch will be trained from.
-        wait_for_due: Whether the batch waits for running groups that are due.
-        keep_stale: Whether groups over the bound stay in the batch, with their stale tokens masked.
+        wait_for_due: True if the batch waits for running groups that are due.
+        keep_stale: True if groups over the bound stay in the batch, with their stale tokens masked.
     """
     stale = tuple(
         group
@@ -101,10 +99,10 @@ def choose_batch(
 def _overdue(
     groups: Sequence[Group], *, gate: StalenessGate, trainer_version: int
 ) -> frozenset[int]:
-    """Returns sequence numbers of groups, some of which would be stale if a batch were trained without them.
+    """Returns sequence numbers of groups that must train next, because some would be stale later.
 
-    The next batch has room for one batch of them, the next two for twice as many, and so on: if
-    more groups have to be trained by then, newer groups have taken their places.
+    The next ``n`` steps train at most ``n`` batches. If more groups than that must train within ``n``
+    steps, some of them must train now.
     """
     by_age = sorted(groups, key=lambda group: group.oldest_version)
     for index, group in reversed([*enumerate(by_age)]):
@@ -123,10 +121,8 @@ def resume_key(
     then those with the most tokens, then the oldest.
 
     Args:
-        is_at_risk: Whether the group would be due after one more version.
-        num_unfinished: Number of unfinished members.
+        is_at_risk: True if the group would be due after one more version.
         num_tokens: Number of tokens generated so far.
-        sequence: Order of admission.
     """
     return (not is_at_risk, num_unfinished, -num_tokens, sequence)
 
@@ -137,8 +133,6 @@ def resume_order(
     """Sorts waiting groups in the order in which they resume.
 
     Args:
-        groups: Groups that wait for a rollout.
-        gate: Staleness bound.
         weight_version: Newest version that the rollouts serve.
     """
 

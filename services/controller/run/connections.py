@@ -16,15 +16,15 @@ from services.common.errors import (
 from services.common.fields import ROLLOUT_FIELDS, partition_id
 from services.common.rpc.client import open_channel
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import WORKERS, apart, rows_gauge
+from services.common.runspec.workers import WORKERS, kinds_with_own_gpus, rows_gauge
 from services.controller.launch.launcher import worker_names
 from services.controller.membership.registry import Membership, Worker
 from services.controller.run.dispatch.rollout_pool import RolloutPool
 from services.controller.run.scorers import BatchScoring, CriticClient
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.run.weights.session import WeightSession
-from services.wire.trainer import TrainerClient
 from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.workers import TrainerClient
 
 logger = logging.getLogger(__name__)
 
@@ -72,20 +72,21 @@ class RunConnections:
         _agreed_rows([*here, *rollouts], {**self.train_rows, **self.heldout_rows})
         if not here or not await self.weights.admit(rollouts):
             return False
-        await self.replicas.join(rollouts)
+        await self.replicas.add(rollouts)
         self.serving.extend(rollouts)
         return True
 
-    async def dismiss(self, names: Collection[str]) -> None:
-        """Removes rollouts that have no work left."""
-        await self.weights.dismiss([*names])
-        self.replicas.leave(names)
+    async def remove_rollouts(self, names: Collection[str]) -> None:
+        await self.weights.remove_rollouts([*names])
+        self.replicas.remove(names)
         self.serving[:] = [worker for worker in self.serving if worker.worker_id not in names]
 
 
 def training_fields(spec: RunSpec) -> tuple[str, ...]:
     """Returns the fields that a sample needs before it may train; scoring workers add some of them."""
-    scoring = [kind for kind in apart(spec.topology).values() if kind.scores == "groups"]
+    scoring = [
+        kind for kind in kinds_with_own_gpus(spec.topology).values() if kind.scores == "groups"
+    ]
     return ROLLOUT_FIELDS + tuple(name for kind in scoring for name in kind.adds)
 
 
@@ -128,13 +129,11 @@ async def create_partitions(
 
 
 async def drop_partitions(queue: TransferQueueClient, run_id: str) -> None:
-    """Deletes all samples of a run."""
     for purpose in (*_PURPOSES, _RECORDS):
         await queue.drop_partition(partition_id(run_id, purpose))
 
 
 async def delete_sample_records(queue: TransferQueueClient, run_id: str) -> None:
-    """Deletes all samples of an ended run, if the transferqueue answers."""
     try:
         async with asyncio.timeout(_DROP_S):
             await drop_partitions(queue, run_id)
@@ -161,12 +160,8 @@ async def connect(
 
     Args:
         stack: Owns the connections and closes them.
-        run_id: Identifier of the run.
-        current: Current specification of the run.
-        membership: Registry of workers.
-        queue: Client of the transferqueue.
         attempt: Number of this attempt; weight groups of later attempts have higher epochs.
-        is_queue_empty: Whether the transferqueue lost the stored samples.
+        is_queue_empty: True if the transferqueue lost the stored samples.
         present: Rollouts to connect to; the run does not wait for others.
 
     Raises:

@@ -56,7 +56,7 @@ one step after the other, and at last ``finish``; all other loops run concurrent
 
     evaluator.run                              evaluates one weight version at a time
         waits for     a due evaluation; then the pin on the weights; then the held-out samples
-        unblocked by  evaluator.published (called by publisher.run), evaluator.trigger (called for
+        unblocked by  evaluator.published (called by publisher.run), evaluator.evaluate_served (called for
                       a user); publisher.run releases the pin; evaluator.collect, evaluator.fail
 
     evaluator.collect                          records held-out samples
@@ -97,8 +97,7 @@ from services.controller.rules.evaluation import (
     is_periodic,
     score_of,
 )
-from services.controller.rules.groups import RUNNING, Group
-from services.controller.rules.ledger import Ledger
+from services.controller.rules.ledger import RUNNING, Group, Ledger
 from services.controller.run.connections import RunConnections
 from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.evaluate.evaluator import Evaluator
@@ -107,10 +106,9 @@ from services.controller.run.observe.waits import StallReporter, Waits
 from services.controller.run.publisher import Publisher
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec, RequestQueue
-from services.controller.run.train.batcher import EarlyTraining, take_batch
 from services.controller.run.train.checkpoints import Checkpoints
 from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
-from services.controller.run.train.train_step import TrainSteps
+from services.controller.run.train.train_step import EarlyTraining, TrainSteps, take_batch
 from services.controller.store.records import Note
 from services.controller.store.rows import Request
 from services.controller.store.runs import Work
@@ -247,7 +245,7 @@ class TrainingPipeline:
             if self.connections.scoring.needs_weights and is_untrained:
                 # A restarted worker scores the step under the weights that the step starts from.
                 await self.publish()
-            if await self.steps.settle(self.begun):
+            if await self.steps.recover(self.begun):
                 self.step = self.begun
         served_step = self.published - self.version_offset
         is_due = served_step < self.step and self.is_published
@@ -290,7 +288,6 @@ class TrainingPipeline:
         """Trains the next step and commits it.
 
         Args:
-            batch: Groups of the step.
             begin: ``time.perf_counter()`` at which the wait for the groups began.
         """
         self.activity, step = "TRAINING", self.step + 1
@@ -301,7 +298,7 @@ class TrainingPipeline:
         await self.steps.train(step, batch, begin=begin)
         self.step = step
         self._open_gate()
-        self._stall_reporter.stepped()
+        self._stall_reporter.record_step()
 
     def _open_gate(self) -> None:
         """Opens the staleness gate for rows with demonstrations, which need no published weights."""
@@ -318,8 +315,8 @@ class TrainingPipeline:
     async def detach(self, names: Collection[str]) -> None:
         """Moves the work of rollouts to other ones, waits for their evaluations, and disconnects them."""
         await self.scheduler.reclaim_from_leaving(names)
-        await self.evaluator.without(names)
-        await self.connections.dismiss(names)
+        await self.evaluator.exclude_rollouts(names)
+        await self.connections.remove_rollouts(names)
         self.steps.advisor.reset()
 
     async def offer(self) -> None:
@@ -330,7 +327,7 @@ class TrainingPipeline:
         """Publishes the weights of the last step and waits until they are served."""
         await self.offer()
         with self.waits("weight_sync"):
-            await self.publisher.served(self.step)
+            await self.publisher.wait_served(self.step)
 
     async def save(self) -> None:
         """Saves a checkpoint of the last step."""
@@ -363,12 +360,12 @@ class TrainingPipeline:
         """Ends or pauses the run; a paused run keeps unfinished groups in its checkpoint."""
         self.activity = ""
         if self.is_done:
-            await self.publisher.settled()
+            await self.publisher.wait_idle()
             # The last weights are served already, so they are evaluated while the checkpoint is
             # written.
             async with TaskGroup() as tasks:
                 tasks.create_task(self.save())
-                tasks.create_task(self.evaluator.idle())
+                tasks.create_task(self.evaluator.wait_idle())
             self.activity = "FINALIZING"
             return
         # Weight transfers to rollouts are not awaited: the rollouts end, and receive weights when
@@ -382,20 +379,20 @@ class TrainingPipeline:
         if is_asked or pause is None or pause.options["checkpoint"]:
             await self.save()
 
-    async def evaluated(
+    async def record_evaluation(
         self, what: StartedEvaluation | Evaluation, request: Request | None = None
     ) -> None:
         """Records the start or the end of an evaluation, and completes the request that asked for it."""
         if isinstance(what, StartedEvaluation):
             kind, message = "ValidationStarted", f"evaluation started ({what.reason})"
         else:
-            self.progress.evaluated(what)
+            self.progress.record_evaluation(what)
             kind, message = "Validated", f"greedy {what.greedy}, sampled {what.sampled}"
             if what.status != "ok":
                 message = f"{what.status}, {message}"
             message += self._compare_with_best(what)
         message = f"weight version {what.version}: {message}"
-        await self.note(kind, message, asdict(what), also=self.request_queue.done(request))
+        await self.record_event(kind, message, asdict(what), also=self.request_queue.done(request))
 
     def _compare_with_best(self, what: Evaluation) -> str:
         """Compares an evaluated checkpoint with the best one; returns text for the event's message."""
@@ -408,11 +405,11 @@ class TrainingPipeline:
         score = score_of(what, checkpoint.best)
         if score is None:
             return f"; cannot compare it by trainer.checkpoint.best: it has no {checkpoint.best.metric}"
-        self.progress.scored(score, step=step, version=what.version)
+        self.progress.record_score(score, step=step, version=what.version)
         is_best = self.progress.best is not None and self.progress.best["step"] == step
         return ", the best checkpoint so far" if is_best else ""
 
-    async def note(
+    async def record_event(
         self,
         type_: str,
         message: str,
@@ -423,4 +420,4 @@ class TrainingPipeline:
         """Writes an event with a summary of the run's progress."""
         summary = self.progress.summary(self.ledger)
         note = Note(type_, message, data, None, None, summary)
-        await self.journal.note(note, self.ledger, also=also)
+        await self.journal.record_event(note, self.ledger, also=also)

@@ -89,12 +89,12 @@ class Publisher:
         # Yields so that an idle publisher can start before the next step.
         await asyncio.sleep(0)
 
-    async def served(self, step: int) -> None:
+    async def wait_served(self, step: int) -> None:
         """Waits until the weights of ``step``, or newer ones, are in service."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._served >= step)
 
-    async def settled(self) -> None:
+    async def wait_idle(self) -> None:
         """Waits until no version is to be sent."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self.is_busy)
@@ -115,13 +115,13 @@ class Publisher:
             if worker.worker_id in report.receivers:
                 worker.weight_version = version
         replicas.readmit_current()
-        self.progress.synced(report)
+        self.progress.record_sync(report)
         message = f"weight version {version} is served by every rollout"
         if not self.connections.serving:
             message = f"weight version {version} has no receivers: the run samples nothing"
         summary = self.progress.summary(self.ledger)
         note = Note("WeightsPublished", message, sync_facts(report), None, version, summary)
-        await self.journal.note(note, self.ledger)
+        await self.journal.record_event(note, self.ledger)
         step = version - self.version_offset
         if step > self._served:
             await self._open_gate(step)

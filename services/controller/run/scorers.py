@@ -8,18 +8,14 @@ from services.common.runspec.workers import WORKERS
 from services.common.task_group import TaskGroup
 from services.controller.membership.registry import Worker
 from services.wire.batch import KVBatchMeta
-from services.wire.trainer import ScoringClient, TrainerClient
 from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.workers import ScoringClient, TrainerClient
 
 
 class BatchScoring:
     """Adds fields to batches, on the workers of all kinds that score batches (``WorkerKind.scores``).
 
     Without workers the trainer computes the fields itself.
-
-    Args:
-        queue: Client of the transferqueue.
-        run_id: Identifier of the run.
     """
 
     def __init__(self, queue: TransferQueueClient, run_id: str) -> None:
@@ -46,11 +42,9 @@ class BatchScoring:
         """Adds the fields of all scoring workers to a batch and returns it.
 
         Args:
-            batch: Samples to score.
             weight_version: Version that the batch will be trained from.
             is_trained: True if the trainer has trained the batch already. Workers with the trainer's
                 weights then have later ones, and what they would add is not needed.
-            timeout_s: Deadline of each call, in seconds.
 
         Raises:
             ServiceError: If a worker or the samples are lost.
@@ -74,11 +68,7 @@ class BatchScoring:
 
 
 class CriticClient:
-    """Trains the critic; does nothing in runs without a critic that has its own GPUs.
-
-    Args:
-        run_id: Identifier of the run.
-    """
+    """Trains the critic; does nothing in runs without a critic that has its own GPUs."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id

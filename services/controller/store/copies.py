@@ -80,7 +80,6 @@ def restore(file: Path, database: Path, *, overwrite: bool) -> int:
 
     Args:
         file: Copy that :func:`backup` wrote.
-        database: Path of the database to replace.
         overwrite: True to discard an existing database.
 
     Returns:

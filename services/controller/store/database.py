@@ -106,7 +106,6 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """Opens a read-only transaction."""
         with self._mapped_errors(), self._engine.connect() as connection:
             yield connection
 

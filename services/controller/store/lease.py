@@ -19,7 +19,6 @@ class Leadership:
     """Lease of this controller to lead.
 
     Args:
-        database: Database that holds the lease.
         holder: Name of this controller; a controller of the same name takes its own lease back at
             once.
         ttl_s: Seconds without renewal after which a lease is free.
@@ -40,7 +39,7 @@ class Leadership:
         logger.info("this controller is the leader", extra={"epoch": epoch, "holder": self._holder})
         return epoch
 
-    async def keep(self) -> None:
+    async def keep_renewed(self) -> None:
         """Renews the lease without end.
 
         Raises:

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from pydantic_core import from_json
 
 from services.controller.rules.difficulty import PromptRate
-from services.controller.rules.groups import (
+from services.controller.rules.ledger import (
     Group,
     GroupFacts,
     GroupState,
@@ -81,7 +81,6 @@ class StepRecord:
 
 
 def write_change(connection: sa.Connection, run_id: str, change: LedgerChange) -> None:
-    """Writes a change of a ledger."""
     ended = [group.sequence for group in change.ended]
     for begin in range(0, len(ended), _CHUNK):
         some = ended[begin : begin + _CHUNK]
@@ -134,7 +133,6 @@ def read_quarantined_rows(connection: sa.Connection, run_id: str) -> set[int]:
 
 
 def read_rates(connection: sa.Connection, run_id: str) -> list[PromptRate]:
-    """Returns the running success rates of a run's prompts."""
     columns = [PROMPT_RATES.c[name] for name in PromptRate._fields]
     query = sa.select(*columns).where(PROMPT_RATES.c.run_id == run_id)
     return [PromptRate._make(row) for row in connection.execute(query)]
@@ -333,11 +331,6 @@ def copy_ledger(
     """Copies a run's ledger up to ``step`` to another run, with the groups issued but not trained by then.
 
     Args:
-        connection: Connection with the open transaction.
-        parent: Id of the run to copy.
-        child: Id of the run that receives the copy.
-        step: Last step to copy.
-        version: Weight version of that step.
         has_same_prompts: True if rows mean the same prompts in both runs; otherwise the child
             issues its data from the start after that step.
     """

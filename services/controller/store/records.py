@@ -7,8 +7,7 @@ from importlib.metadata import version
 from typing import Any, Self
 
 from services.common.runspec.run import RunSpec
-from services.controller.rules.conditions import Condition
-from services.controller.rules.run_state import TERMINAL, RunState
+from services.controller.rules.run_state import TERMINAL, Condition, RunState
 
 RELEASE = version("slipstream")
 """Release of this process."""
@@ -65,7 +64,6 @@ class Run:
 
     @property
     def is_terminal(self) -> bool:
-        """True if the run has ended."""
         return self.state in TERMINAL
 
 

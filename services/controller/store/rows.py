@@ -9,8 +9,7 @@ from typing import Any, Literal
 import sqlalchemy as sa
 
 from services.common.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
-from services.controller.rules.conditions import Condition, conditions_after
-from services.controller.rules.run_state import TERMINAL, RunState
+from services.controller.rules.run_state import TERMINAL, Condition, RunState, conditions_after
 from services.controller.store.records import (
     ALL_EVENTS,
     Event,
@@ -131,7 +130,6 @@ def update_run(connection: sa.Connection, run: Run, **values: Any) -> None:
 
 
 def set_target_steps(connection: sa.Connection, run_id: str, steps: int) -> None:
-    """Sets the number of steps that a run trains."""
     connection.execute(_CHANGE_RUN, {"run": run_id, "target_steps": steps})
 
 
@@ -201,7 +199,6 @@ def event_data(connection: sa.Connection, run_id: str, type_: str) -> list[dict[
 
 
 def newest_event(connection: sa.Connection, run_id: str, types: Sequence[str]) -> Event | None:
-    """Returns the newest event of any of the types, or None."""
     query = (
         sa.select(EVENTS)
         .where(EVENTS.c.run_id == run_id, EVENTS.c.type.in_(types))
@@ -248,7 +245,6 @@ def seen_request(connection: sa.Connection, request: RequestKey) -> str | None:
 
 
 def remember_request(connection: sa.Connection, request: RequestKey, run_id: str) -> None:
-    """Records which run a request created."""
     connection.execute(
         IDEMPOTENCY_KEYS.insert().values(
             scope=request.scope,
@@ -274,7 +270,6 @@ def to_run(row: Any) -> Run:
 
 
 def to_event(row: Any) -> Event:
-    """Converts a row into an event."""
     data = json.loads(row.data_json)
     return Event(**{name: getattr(row, name) for name in _EVENT_COLUMNS}, data=data)
 

@@ -70,7 +70,6 @@ class RunStore:
     """Stores runs and events. Methods block; see :meth:`Database.run`.
 
     Args:
-        database: Database of the runs.
         events_kept: Number of newest events to keep per run; older ones are deleted from time to
             time.
     """
@@ -91,7 +90,6 @@ class RunStore:
         """Stores a new run in state QUEUED.
 
         Args:
-            new: The run.
             request: Identity of the request; None without an idempotency key.
             check: Refuses the run by raising, inside the transaction.
             also: Writes other rows that belong to the run.
@@ -243,12 +241,8 @@ class RunStore:
         """Changes labels, priority or specification of a run.
 
         Args:
-            run_id: Id of the run.
             revision: Revision that the caller has read.
-            values: New values of columns.
-            changed: Names of the changed fields, for users.
             check: Refuses the change by raising, inside the transaction.
-            actor: User who makes the change.
 
         Raises:
             StaleRevisionError: If the run's revision is not ``revision``.

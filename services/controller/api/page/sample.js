@@ -5,6 +5,11 @@ import { difference } from "./difference.js";
 
 const COLOURS = [["none", "none"], ["ratio", "logprob ratio"], ["version", "weight version"], ["logprob", "logprob"], ["advantage", "advantage"]];
 
+function picture({ name, width, height, thumbnail }) {
+  const about = `${name || "image"}, ${width} × ${height}`;
+  return h("img", { src: thumbnail, alt: about, title: about });
+}
+
 export class Sample {
   /**
    * @param sample Sample as the API returns it.
@@ -17,6 +22,7 @@ export class Sample {
     this.colours = choice("Colour of the tokens", COLOURS, this.colour, (colour) => { this.colour = colour; this.#paint(); });
     this.element = h("div", {},
       h("h3", {}, `Sample ${sample.id}`), this.#facts(),
+      sample.images?.length ? [h("h4", {}, "Images"), h("p", { class: "images" }, sample.images.map(picture))] : null,
       h("h4", {}, "Prompt"), h("pre", { class: "text" }, sample.prompt),
       sample.answer ? [h("h4", {}, "Answer"), h("pre", { class: "text" }, sample.answer)] : null,
       h("h4", {}, "Response"), this.colours, this.legend, this.text,

@@ -14,8 +14,7 @@ from services.common.fields import partition_id
 from services.common.task_group import TaskGroup
 from services.common.telemetry import tracing
 from services.controller import metrics
-from services.controller.rules.groups import RUNNING, Group, GroupState
-from services.controller.rules.ledger import Ledger
+from services.controller.rules.ledger import RUNNING, Group, GroupState, Ledger
 from services.controller.rules.placement import GroupShards, SlotUsage, split
 from services.controller.rules.prompts import PromptOrder, sample_seed
 from services.controller.rules.staleness import StalenessGate, resume_order
@@ -25,7 +24,7 @@ from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.store.records import Note
 from services.wire.batch import pick
-from services.wire.rollout import GroupAssignment, PromptHistory
+from services.wire.workers import GroupAssignment, PromptHistory
 
 logger = logging.getLogger(__name__)
 # Max consecutive prompts that the curriculum's function may postpone; the next one is dispatched
@@ -41,14 +40,8 @@ class Dispatcher:
     """Chooses which groups start next and on which rollouts.
 
     Args:
-        spec: Current specification of the run.
         run_id: Identifier of the run; names its partitions.
-        ledger: States of all issued groups.
-        order: Order of the prompts.
         journal: Durable record, written before a decision of the ledger takes effect.
-        replicas: Pool of rollouts that generate the groups.
-        stored: Index of stored samples.
-        clock: Clock of stall detection.
     """
 
     def __init__(
@@ -125,7 +118,7 @@ class Dispatcher:
             shards, version = self._assign_shards(group)
             first = next(iter(shards))
             self._ledger.lease(group, first, version=version, now=self._clock.monotonic())
-            self.begin(group, shards)
+            self.record_start(group, shards)
             for worker_id, members in shards.items():
                 by_worker[worker_id].append(self.assignment(group, members))
         await self._journal.save(self._ledger)
@@ -161,15 +154,15 @@ class Dispatcher:
         """Returns the traces of groups whose spans are collected."""
         return tracing.of_groups(self._run_id, (group.group_id for group in groups))
 
-    def begin(self, group: Group, shards: Mapping[str, Sequence[int]]) -> None:
+    def record_start(self, group: Group, shards: Mapping[str, Sequence[int]]) -> None:
         """Records which rollouts generate which members of a group."""
-        self.shards.begin(group.group_id, shards)
+        self.shards.add(group.group_id, shards)
         for worker_id in shards:
             self._rollout_pool.assigned(worker_id)
 
-    def end(self, group: Group) -> list[str]:
+    def record_end(self, group: Group) -> list[str]:
         """Records that no rollout works on a group any more; returns the rollouts that did."""
-        workers = self.shards.end(group.group_id)
+        workers = self.shards.remove(group.group_id)
         for worker_id in workers:
             self._rollout_pool.finished(worker_id)
         return workers
@@ -191,7 +184,7 @@ class Dispatcher:
         await self._rollout_pool.park_groups([*stalled])
         left = [group for group in stalled.values() if group.state in RUNNING]
         for group in left:
-            self.end(group)
+            self.record_end(group)
             # Stored tokens keep their weight versions.
             self._ledger.interrupt(group)
             if not self._ledger.stall(group):
@@ -199,7 +192,7 @@ class Dispatcher:
         names = ", ".join(stalled)
         message = f"reclaimed from rollouts that generated no token for {patience_s:.0f} s: {names}"
         data = {"groups": [*stalled], "reason": "stalled"}
-        await self._journal.note(Note("GroupsReclaimed", message, data), self._ledger)
+        await self._journal.record_event(Note("GroupsReclaimed", message, data), self._ledger)
         await self._stored.delete_incomplete(left)
 
     async def reclaim_from(self, names: Collection[str]) -> None:
@@ -209,7 +202,7 @@ class Dispatcher:
         """
         self._rollout_pool.detach(names)
 
-        def theirs() -> dict[str, Group]:
+        def affected_groups() -> dict[str, Group]:
             running = {group.group_id: group for group in self._ledger.running()}
             return {
                 group_id: group
@@ -217,16 +210,16 @@ class Dispatcher:
                 if not {*names}.isdisjoint(self.shards.workers(group_id))
             }
 
-        if self._spec.now.rollout.partial_rollout and (groups := theirs()):
+        if self._spec.now.rollout.partial_rollout and (groups := affected_groups()):
             await self._rollout_pool.park_groups([*groups])
         # Groups that finished meanwhile are stored and will be collected.
         stored = await self._stored.find()
         whole = {name for name, samples in stored.items() if self._stored.is_whole(samples)}
-        if unfinished := [name for name in theirs() if name not in whole]:
+        if unfinished := [name for name in affected_groups() if name not in whole]:
             await self._rollout_pool.cancel(unfinished)
-        left = [group for name, group in theirs().items() if name not in whole]
+        left = [group for name, group in affected_groups().items() if name not in whole]
         for group in left:
-            self.end(group)
+            self.record_end(group)
             self._ledger.interrupt(group)
         await self._stored.delete_incomplete(left)
         logger.info("removing rollouts", extra={"rollouts": str([*names]), "reclaimed": len(left)})
@@ -243,7 +236,6 @@ class Dispatcher:
         return 2 * spec.limits.stall_timeout_s + asleep_s
 
     def assignment(self, group: Group, members: Sequence[int]) -> GroupAssignment:
-        """Returns the message that assigns members of a group to a rollout."""
         split, row = self._order.mixture.place(group.row)
         return GroupAssignment(
             group_id=group.group_id,
@@ -266,9 +258,9 @@ class Dispatcher:
         curriculum, difficulty = self._spec.now.data.curriculum, self._order.difficulty
         if curriculum is None or curriculum.function is None or difficulty is None:
             return None
-        most = min(self._order.mixture.num_rows, _MAX_DEFERRED)
+        maximum = min(self._order.mixture.num_rows, _MAX_DEFERRED)
         # A group that was interrupted or lost was accepted before and may have tokens.
-        if group.attempt > 1 + group.failures or self.num_deferred >= most:
+        if group.attempt > 1 + group.failures or self.num_deferred >= maximum:
             return None
         known = difficulty.rate_of(group.row)
         step = max(self.published_step, 0)
@@ -310,7 +302,7 @@ class Dispatcher:
         room = self.gate.capacity(
             published=self.published_step - ledger.first_step,
             num_admitted=ledger.num_admitted - waiting,
-            most=free - len(groups),
+            max_groups=free - len(groups),
         )
         if waiting and room:
             groups += ledger.in_state(GroupState.PENDING)[:room]

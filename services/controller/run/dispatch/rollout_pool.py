@@ -11,7 +11,7 @@ from services.common.task_group import TaskGroup, unwrapped
 from services.controller.membership.registry import Worker
 from services.controller.planning.inputs import DECODE_TIMES
 from services.controller.rules.placement import Placement
-from services.wire.rollout import GroupAssignment, RolloutClient
+from services.wire.workers import GroupAssignment, RolloutClient
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +34,13 @@ class RolloutPool:
         """Connects to the rollouts.
 
         Args:
-            workers: The rollouts.
             colocated: Names of those that share GPUs with the trainer.
         """
         self._colocated = frozenset(colocated)
         for worker in workers:
             await self._connect(worker)
 
-    async def join(self, workers: Iterable[Worker]) -> None:
+    async def add(self, workers: Iterable[Worker]) -> None:
         """Connects to further rollouts, which receive groups once they serve the current weights."""
         for worker in workers:
             await self._connect(worker)
@@ -59,8 +58,7 @@ class RolloutPool:
         ending = [name for name, worker in self._workers.items() if worker.state == "draining"]
         self.detach(name for name in ending if name not in self._leaving)
 
-    def leave(self, names: Iterable[str]) -> None:
-        """Removes rollouts that have no work left."""
+    def remove(self, names: Iterable[str]) -> None:
         for name in names:
             for known in (self._clients, self._workers, self._progress):
                 known.pop(name, None)
@@ -69,11 +67,9 @@ class RolloutPool:
             self._placement.remove(name)
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._stack.aclose()
 
-    def serves(self, worker_id: str) -> bool:
-        """Returns True if a rollout is connected and has weights."""
+    def has_weights(self, worker_id: str) -> bool:
         worker = self._workers.get(worker_id)
         return worker is not None and worker.weight_version >= 0
 
@@ -125,13 +121,11 @@ class RolloutPool:
                 self._placement.include(name)
 
     def idle_seconds(self) -> dict[str, float]:
-        """Returns the total seconds that each rollout has been idle."""
         return {
             name: worker.gauges.get("idle_seconds", 0.0) for name, worker in self._workers.items()
         }
 
     def tokens_total(self) -> float:
-        """Returns the total number of generated tokens."""
         return sum(worker.gauges.get("tokens_total", 0.0) for worker in self._workers.values())
 
     def decode_times(self) -> dict[str, float]:

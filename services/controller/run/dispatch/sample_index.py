@@ -8,7 +8,7 @@ from typing import cast
 
 from services.common.fields import group_of, sample_key
 from services.common.runspec.algorithm import AlgorithmSpec
-from services.controller.rules.groups import Group
+from services.controller.rules.ledger import Group
 from services.controller.rules.statistics import Histogram, histogram, term_means
 from services.wire.batch import MISSING, KVBatchMeta, TagValues, pick
 from services.wire.transferqueue.client import TransferQueueClient
@@ -23,11 +23,9 @@ class GroupSamples:
 
     @property
     def keys(self) -> Sequence[str]:
-        """Keys of the samples."""
         return pick(self.batch.keys, self.indexes)
 
     def tag(self, name: str) -> TagValues:
-        """Returns the values of a tag, one per sample."""
         return pick(self.batch.tag(name), self.indexes)
 
     def numbers(self, name: str) -> Sequence[int]:
@@ -35,11 +33,9 @@ class GroupSamples:
         return cast("Sequence[int]", self.tag(name))
 
     def without(self, keys: Collection[str]) -> "GroupSamples":
-        """Returns the samples whose keys are not in ``keys``."""
         return GroupSamples(self.batch, [i for i in self.indexes if self.batch.keys[i] not in keys])
 
     def joined_with(self, later: "GroupSamples") -> "GroupSamples":
-        """Returns these samples followed by later ones of the same group."""
         metas = [self.batch.select(self.indexes), later.batch.select(later.indexes)]
         both = KVBatchMeta.concat(metas)
         return GroupSamples(both, range(both.num_keys))
@@ -49,9 +45,6 @@ class SampleIndex:
     """Samples of one partition, indexed by group.
 
     Args:
-        queue: Client of the transferqueue.
-        partition: Identifier of the partition.
-        group_size: Samples of a group.
         required_fields: Fields that a finished sample has.
     """
 
@@ -73,8 +66,7 @@ class SampleIndex:
     def __contains__(self, group: Group) -> bool:
         return group.group_id in self._samples
 
-    def keep(self, group: Group, samples: GroupSamples) -> None:
-        """Records the samples of a complete group."""
+    def add_group(self, group: Group, samples: GroupSamples) -> None:
         self._samples[group.group_id] = samples
 
     def meta(self, groups: Iterable[Group]) -> KVBatchMeta:
@@ -99,12 +91,10 @@ class SampleIndex:
         return KVBatchMeta.concat(parts).select(order)
 
     async def release(self, groups: Sequence[Group]) -> None:
-        """Deletes the samples of groups that ended."""
         ended = [self._samples.pop(group.group_id) for group in groups]
         await self.delete([key for samples in ended for key in samples.keys])
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Deletes samples by key."""
         if keys:
             await self._queue.release(self._partition, keys)
 
@@ -125,13 +115,13 @@ class SampleIndex:
         }
         return self._required_fields <= present
 
-    async def arrived(self) -> AsyncIterator[list[tuple[str, GroupSamples]]]:
+    async def watch_arrivals(self) -> AsyncIterator[list[tuple[str, GroupSamples]]]:
         """Yields samples by group as they arrive, beginning with those already stored."""
         async for batch in self._queue.watch(self._partition, 0):
             if batch.num_keys:
                 yield list(_split(batch))
 
-    async def lost(self) -> AsyncIterator[set[str]]:
+    async def watch_losses(self) -> AsyncIterator[set[str]]:
         """Yields groups whose samples were lost with a shard, beginning with earlier losses."""
         async for loss in self._queue.watch_lost_samples(self._partition):
             yield {group_of(key) for key in loss.keys}
@@ -147,7 +137,6 @@ class SampleIndex:
         return None
 
     def members(self, group: Group) -> set[int]:
-        """Returns the stored members of an incomplete group."""
         begun = self._incomplete.get(group.group_id)
         return set() if begun is None else set(begun.numbers("member"))
 
@@ -170,12 +159,10 @@ class SampleIndex:
 
 
 def attempt_of(samples: GroupSamples) -> int:
-    """Returns the newest attempt that produced one of the samples."""
     return max(samples.numbers("attempt"))
 
 
 def oldest_version(samples: GroupSamples) -> int:
-    """Returns the oldest weight version in a group."""
     return min(samples.numbers("v_min"))
 
 
@@ -199,9 +186,8 @@ def unfit_reason(
     """Returns why a finished group is not trained; None if it is.
 
     Args:
-        samples: Samples of the group.
         algorithm: Min group size, and whether sampling is dynamic.
-        may_refill: Whether dynamic sampling may still replace groups.
+        may_refill: True if dynamic sampling may still replace groups.
     """
     rewards = rewards_of(samples)
     if len(rewards) < algorithm.min_group_size:
@@ -230,7 +216,6 @@ def set_scores(samples: KVBatchMeta, sets: Mapping[str, str]) -> dict[str, float
     """Returns mean reward and sample count of each prompt set, as metrics of a step.
 
     Args:
-        samples: Samples of the batch.
         sets: Name of the prompt set of each group.
     """
     if not samples.num_keys:
@@ -255,9 +240,7 @@ def spread_of(
     Tokens over the staleness bound do not train: a sample that has some counts as one at the bound.
 
     Args:
-        samples: Samples of the batch.
         weight_version: Version that the step is trained from.
-        max_staleness: Staleness bound.
     """
     if not samples.num_keys:
         return {}

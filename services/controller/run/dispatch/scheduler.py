@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from services.common.task_group import TaskGroup
 from services.common.telemetry import tracing
 from services.controller import metrics
-from services.controller.rules.groups import RUNNING, WAITING, Group, GroupState
-from services.controller.rules.ledger import Ledger
+from services.controller.rules.ledger import RUNNING, WAITING, Group, GroupState, Ledger
 from services.controller.rules.prompts import PromptOrder
 from services.controller.run.dispatch.dispatcher import Dispatcher, GenerationError
 from services.controller.run.dispatch.rollout_pool import RolloutPool
@@ -26,7 +25,7 @@ from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.store.records import Note
 from services.wire.controller import GroupFailure
-from services.wire.rollout import DEFERRED, GroupAssignment
+from services.wire.workers import DEFERRED, GroupAssignment
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +43,6 @@ class GroupFailures:
     """Counts failed groups, retries their prompts or quarantines them.
 
     Args:
-        spec: Current specification of the run.
-        ledger: States of all issued groups.
-        order: Order of the prompts.
         dispatcher: Receives the text of the first failure.
     """
 
@@ -93,7 +89,6 @@ class GroupFailures:
 
 
 def failed(failure: GroupFailure) -> Note:
-    """Returns the event that reports a failed group."""
     return Note(
         "GroupFailed",
         f"{failure.group_id}: {failure.reason}: {failure.message}",
@@ -105,13 +100,7 @@ class GenerationScheduler:
     """Dispatches prompt groups to rollouts and collects the finished ones.
 
     Args:
-        spec: Current specification of the run.
-        ledger: States of all issued groups.
-        order: Order of the prompts.
         journal: Durable record, written before a decision of the ledger takes effect.
-        replicas: Pool of rollouts that generate the groups.
-        stored: Index of stored samples.
-        dispatcher: Chooses groups and rollouts.
     """
 
     def __init__(
@@ -153,8 +142,7 @@ class GenerationScheduler:
         """Reconciles groups in flight with stored samples and live rollouts; restarts the missing ones.
 
         Args:
-            lost_workers: Rollouts that died with their work.
-            is_queue_empty: Whether the transferqueue lost all stored samples.
+            is_queue_empty: True if the transferqueue lost all stored samples.
         """
         unscored = await self._find_stored()
         ready = self._ledger.in_state(GroupState.READY)
@@ -168,13 +156,13 @@ class GenerationScheduler:
         for group in running:
             if group.group_id in unscored:
                 # The rollout has finished the group, even if the rollout is gone by now.
-                self._dispatcher.begin(group, {group.worker_id: members})
+                self._dispatcher.record_start(group, {group.worker_id: members})
                 continue
             if group.worker_id in lost_workers:
-                if not self._ledger.lose(group):
+                if not self._ledger.park_lost(group):
                     self._order.quarantine(group.row)
             # A rollout that finished a group before its samples were lost would not start it again.
-            elif is_queue_empty or is_shared or not self._rollout_pool.serves(group.worker_id):
+            elif is_queue_empty or is_shared or not self._rollout_pool.has_weights(group.worker_id):
                 if self._spec.now.rollout.partial_rollout:
                     # Rollouts may have cached tokens since; the next attempt resumes them with
                     # their weight versions.
@@ -183,7 +171,7 @@ class GenerationScheduler:
                     self._ledger.requeue(group)
             else:
                 # A rollout that already has the group ignores the repeated assignment.
-                self._dispatcher.begin(group, {group.worker_id: members})
+                self._dispatcher.record_start(group, {group.worker_id: members})
                 assignments[group.worker_id].append(self._dispatcher.assignment(group, members))
         await self._journal.save(self._ledger)
         if is_shared:
@@ -206,7 +194,7 @@ class GenerationScheduler:
 
     async def collect(self) -> None:
         """Collects finished groups until it is cancelled."""
-        async for groups in self.stored.arrived():
+        async for groups in self.stored.watch_arrivals():
             await self._process_arrived(groups)
 
     async def replace_lost(self) -> None:
@@ -214,7 +202,7 @@ class GenerationScheduler:
 
         Groups in training are left alone: the trainer has their samples, or reports them as lost.
         """
-        async for group_ids in self.stored.lost():
+        async for group_ids in self.stored.watch_losses():
             found = await self.stored.find()
             whole = {name for name, samples in found.items() if self.stored.is_whole(samples)}
             known = [self._ledger.get(group_id) for group_id in sorted(group_ids - whole)]
@@ -225,12 +213,12 @@ class GenerationScheduler:
             for group in running:
                 # The group may have failed meanwhile.
                 if group.state in RUNNING:
-                    self._dispatcher.end(group)
+                    self._dispatcher.record_end(group)
                     self._ledger.requeue(group)
             await self.restart([group for group in groups if group.state is GroupState.READY])
             await self._notify()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Waits until ``condition`` holds; it is evaluated whenever groups finish or end."""
         async with self._finished:
             await self._finished.wait_for(condition)
@@ -246,7 +234,7 @@ class GenerationScheduler:
                 if failure.reason == "stalled":
                     await self._note_stall(group, failure)
                 continue
-            workers = self._dispatcher.end(group)
+            workers = self._dispatcher.record_end(group)
             if failure.reason == DEFERRED:
                 self._ledger.drop(group, DEFERRED)
                 self._dispatcher.num_deferred += 1
@@ -256,10 +244,10 @@ class GenerationScheduler:
                 # would ever be ready.
                 is_reported, self._is_reported = self._is_reported, True
                 if not is_reported:
-                    await self._journal.note(failed(failure), self._ledger)
+                    await self._journal.record_event(failed(failure), self._ledger)
             else:
                 self._failures.count_failure(group, failure)
-                await self._journal.note(failed(failure), self._ledger)
+                await self._journal.record_event(failed(failure), self._ledger)
                 self._failures.raise_if_all_fail()
             if len(workers) > 1:
                 await self._rollout_pool.cancel([group.group_id])
@@ -320,7 +308,7 @@ class GenerationScheduler:
                 continue
             if group.state in RUNNING:
                 self._complete(group, samples)
-            self.stored.keep(group, samples)
+            self.stored.add_group(group, samples)
         await self.stored.delete(unwanted)
         return unscored
 
@@ -340,10 +328,9 @@ class GenerationScheduler:
         self._requeue_incomplete(group)
 
     async def _note_stall(self, group: Group, failure: GroupFailure) -> None:
-        """Counts and records that a group stalled."""
         if group.state is GroupState.PARTIAL and not self._ledger.stall(group):
             self._order.quarantine(group.row)
-        await self._journal.note(failed(failure), self._ledger)
+        await self._journal.record_event(failed(failure), self._ledger)
 
     def _requeue_incomplete(self, group: Group) -> None:
         """Queues an incomplete group for its next attempt once all its shards have ended."""
@@ -351,7 +338,7 @@ class GenerationScheduler:
         if not shards.workers(group.group_id):
             num_unfinished, num_tokens = shards.progress(group.group_id)
             self._ledger.interrupt(group, num_unfinished=num_unfinished, num_tokens=num_tokens)
-            self._dispatcher.end(group)
+            self._dispatcher.record_end(group)
 
     async def _process_arrived(self, groups: Sequence[tuple[str, GroupSamples]]) -> None:
         late: list[str] = []
@@ -374,10 +361,10 @@ class GenerationScheduler:
             if whole is None:
                 self._requeue_incomplete(group)
                 continue
-            self._dispatcher.end(group)
+            self._dispatcher.record_end(group)
             self._dispatcher.slot_usage.finished(whole.numbers("response_tokens"))
             self._complete(group, whole)
-            self.stored.keep(group, whole)
+            self.stored.add_group(group, whole)
             reason = self._why_unfit(whole, num_unfit=len(unfit[_REFILLED]))
             if reason is not None:
                 unfit[reason].append(group)
@@ -395,8 +382,8 @@ class GenerationScheduler:
     def _why_unfit(self, samples: GroupSamples, *, num_unfit: int) -> str | None:
         algorithm = self._spec.now.algorithm
         refilled = self._ledger.num_ended(_REFILLED) - self._refilled + num_unfit
-        most = (algorithm.max_refill_factor - 1) * self._spec.now.trainer.prompts_per_step
-        return unfit_reason(samples, algorithm, may_refill=refilled < most)
+        maximum = (algorithm.max_refill_factor - 1) * self._spec.now.trainer.prompts_per_step
+        return unfit_reason(samples, algorithm, may_refill=refilled < maximum)
 
     async def _notify(self) -> None:
         self._wake()
@@ -404,6 +391,5 @@ class GenerationScheduler:
             self._finished.notify_all()
 
     def _wake(self) -> None:
-        """Wakes the dispatch loop."""
         self._dispatcher.note_pending()
         self._work.set()

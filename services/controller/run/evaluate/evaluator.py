@@ -31,8 +31,8 @@ from services.controller.run.state.requests import CurrentSpec, RequestQueue
 from services.controller.store.rows import Request
 from services.wire.batch import KVBatchMeta
 from services.wire.controller import GroupFailure
-from services.wire.rollout import GroupAssignment
 from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.workers import GroupAssignment
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +45,8 @@ class Evaluator:
     """Evaluates weight versions of one run, one at a time.
 
     Args:
-        spec: Current specification of the run.
         run_id: Identifier of the run; names its partitions.
         connections: Rollouts that answer, and the weight session that pins the version.
-        queue: Client of the transferqueue.
-        request_queue: Holds a user's request for an evaluation.
         on_change: Called at the start and at the end of every evaluation, however it ends, with the
             request that it completes.
     """
@@ -104,9 +101,8 @@ class Evaluator:
         """Records that the rollouts serve ``version``, and evaluates it if it is due.
 
         Args:
-            version: Weight version.
             step: Step whose weights these are.
-            is_last: Whether this is the last step of the run.
+            is_last: True if this is the last step of the run.
         """
         self._version = version
         reason = self._reason(step, is_last=is_last)
@@ -123,7 +119,7 @@ class Evaluator:
             self._enqueue(version, reason)
         await self._notify()
         if self.is_busy and self._spec.now.validation.mode == "barrier":
-            await self.idle()
+            await self.wait_idle()
 
     @property
     def interrupted(self) -> int | None:
@@ -142,11 +138,10 @@ class Evaluator:
 
     @property
     def pending_versions(self) -> list[int]:
-        """Versions of the running and of the next evaluation."""
         turns = self._evaluations.current, self._evaluations.next
         return [turn.version for turn in turns if turn is not None]
 
-    async def trigger(self) -> None:
+    async def evaluate_served(self) -> None:
         """Evaluates the served version at a user's request; does nothing before the first is served.
 
         The request itself stays pending, so the first served version then answers it.
@@ -155,19 +150,18 @@ class Evaluator:
             self._enqueue(self._version, "manual")
             await self._notify()
 
-    async def idle(self) -> None:
-        """Waits until no evaluation is running or waiting."""
+    async def wait_idle(self) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._evaluations.current is None)
 
-    async def leased(self) -> None:
+    async def wait_leased(self) -> None:
         """Waits until the current evaluation has its rollouts; a new version would replace its version."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._evaluations.current is None or self._is_leased
             )
 
-    async def without(self, names: Collection[str]) -> None:
+    async def exclude_rollouts(self, names: Collection[str]) -> None:
         """Waits until no evaluation holds any of the rollouts, which later evaluations do not use."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._rollout_pool.has_reserved(names))
@@ -179,7 +173,7 @@ class Evaluator:
                 await self._changed.wait_for(lambda: self._evaluations.current is not None)
             assert self._evaluations.current is not None
             await self._evaluate(self._evaluations.current)
-            self._evaluations.end()
+            self._evaluations.finish_current()
             self._is_leased = False
             await self._notify()
 

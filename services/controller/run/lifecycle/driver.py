@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 
 from services.common.errors import ServiceError, UnavailableError
+from services.common.lifetime import OUTAGE_EXIT
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup, leaves
 from services.controller.launch.launcher import WorkerExit
@@ -50,12 +51,6 @@ class RunDriver:
     """Drives one run: starts workers, enters the loops, recovers from failures.
 
     Args:
-        run_id: Identifier of the run.
-        spec: Specification of the run.
-        services: Services that every run shares.
-        journal: Durable record of the run.
-        request_queue: Pending user requests.
-        state: Current state of the run.
         move: Applies an event to the state.
     """
 
@@ -135,14 +130,13 @@ class RunDriver:
 
     @property
     def spec(self) -> RunSpec:
-        """Current specification of the run."""
         return self._spec.now
 
     def newer_spec(self, digest: str) -> tuple[str, str]:
         """Returns canonical JSON and digest of the specification; empty strings if ``digest`` is current."""
         return ("", "") if digest == self._spec.digest else (self._spec.text, self._spec.digest)
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Stops driving the run; a later controller resumes it."""
         self._cancel()
 
@@ -157,7 +151,7 @@ class RunDriver:
         Args:
             grace_s: Seconds within which the step may finish; 0 cancels at once, also after an
                 earlier call with a longer grace.
-            saves: Whether a checkpoint is saved after the step.
+            saves: True if a checkpoint is saved after the step.
         """
         self._is_cancelled = True
         if self._deadline is not None:
@@ -185,15 +179,14 @@ class RunDriver:
         await self._services.membership.recheck()
         if is_resized:
             await self._request_queue.put("resize", has=self._sizing.size)
-            self._sizing.ask()
+            self._sizing.notify()
 
     def activities(self) -> list[str]:
-        """Returns the run's current activities."""
         return self._pipeline.activities() if self._pipeline is not None else []
 
-    async def note(self, note: Note) -> None:
+    async def record_event(self, note: Note) -> None:
         """Adds an event to the run's record."""
-        await self._journal.note(note)
+        await self._journal.record_event(note)
 
     async def save(self) -> None:
         """Requests a checkpoint at the end of the current step."""
@@ -203,7 +196,7 @@ class RunDriver:
         """Requests an evaluation of the served weights."""
         await self._request_queue.put("evaluate")
         if self._pipeline is not None:
-            await self._pipeline.evaluator.trigger()
+            await self._pipeline.evaluator.evaluate_served()
 
     async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
         """Processes reports of groups that produced no samples.
@@ -216,27 +209,27 @@ class RunDriver:
         await self._pipeline.fail(failures)
 
     def worker_exited(self, exit_: WorkerExit) -> None:
-        """Processes the exit of a worker process."""
         if self._sizing.handles_exit(exit_):
             return
         known = self._services.membership.find(self._run_id, exit_.worker_id)
         had_loaded = known is not None and known.state in ("loaded", "ready", "draining")
-        is_killed = exit_.code is None or exit_.code < 0
-        is_absent = exit_.worker_id in self._sizing.absent()
+        was_interrupted = exit_.code is None or exit_.code < 0 or exit_.code == OUTAGE_EXIT
+        is_absent = exit_.worker_id in self._sizing.missing_rollouts()
         others_go_on = is_absent and self._state is RunState.RUNNING
-        # A worker that fails before it has loaded would fail again; other workers need not end for
-        # that.
-        self._is_hopeless |= not (had_loaded or is_killed or others_go_on)
-        message = f"{exit_.worker_id} exited {exit_.how}; last log lines:\n{exit_.last_lines}"
+        # A worker that fails by itself before it has loaded would fail again; other workers need not
+        # end for that.
+        self._is_hopeless |= not (had_loaded or was_interrupted or others_go_on)
+        message = (
+            f"{exit_.worker_id} exited {exit_.description}; last log lines:\n{exit_.last_lines}"
+        )
         self.worker_lost(exit_.worker_id, message)
 
     def worker_lost(self, worker_id: str, message: str, *, is_replaced: bool = False) -> None:
         """Records a lost worker and wakes the recovery.
 
         Args:
-            worker_id: The lost worker.
             message: Cause, for people.
-            is_replaced: Whether another process has registered under the same name.
+            is_replaced: True if another process has registered under the same name.
         """
         self._exits[worker_id] = message
         if not is_replaced:
@@ -247,7 +240,7 @@ class RunDriver:
         """Enters the loops, again after each failure; returns how the run ended."""
         lost: dict[str, str] = {}
         await self._request_queue.open()
-        self._sizing.begin()
+        self._sizing.resume_request()
         if self._state is RunState.PAUSING and not self._request_queue.pausing.is_set():
             await self._request_queue.put("pause", checkpoint=True)
         while True:
@@ -268,7 +261,7 @@ class RunDriver:
 
     async def _run_loops(self, lost: Collection[str]) -> bool:
         pipeline: asyncio.Future[TrainingPipeline] = asyncio.get_running_loop().create_future()
-        present, absent = self._sizing.present(), self._sizing.absent()
+        present, absent = self._sizing.present(), self._sizing.missing_rollouts()
         async with TaskGroup() as tasks:
             watches = [
                 tasks.create_task(self._watch_workers()),
@@ -294,7 +287,7 @@ class RunDriver:
         message = (
             f"continues without {', '.join(missing)}" if missing else "all workers have loaded"
         )
-        await self._journal.note(Note("WorkersReady", message, {"absent": missing}))
+        await self._journal.record_event(Note("WorkersReady", message, {"absent": missing}))
         if not missing:
             await self._sizing.confirm()
         if self._state is RunState.STARTING:
@@ -310,7 +303,7 @@ class RunDriver:
             raise error
         if len(errors) < len(broken) and not self._exits:
             # All other errors are consequences of leaving the loops.
-            return await self._sizing.settle()
+            return await self._sizing.remove_surplus()
         for each in errors:
             # Restarting the trainer loses more than time, so only missing heartbeats count as its
             # death.
@@ -325,7 +318,7 @@ class RunDriver:
         logger.warning(
             "run recovers from a lost worker", extra={"run": self._run_id, "why": message}
         )
-        await self._journal.note(Note("WorkerLost", message, {"workers": sorted(lost)}))
+        await self._journal.record_event(Note("WorkerLost", message, {"workers": sorted(lost)}))
         await self._remove_ended()
         is_halted = "trainer-0" in lost or not self._rollouts()
         if is_halted and self._state in (RunState.STARTING, RunState.RUNNING):
@@ -342,7 +335,7 @@ class RunDriver:
         """Removes processes and registrations of lost workers."""
         for worker_id in self._ended:
             await self._services.launcher.end(self._run_id, worker_id)
-            await self._services.membership.forget(self._run_id, worker_id)
+            await self._services.membership.unregister(self._run_id, worker_id)
         self._ended.clear()
 
     def _rollouts(self) -> list[str]:

@@ -42,16 +42,7 @@ class SizeChangedError(Exception):
 
 
 class ElasticSizing:
-    """Brings a run to the number of rollouts in its specification.
-
-    Args:
-        run_id: Identifier of the run.
-        spec: Current specification of the run.
-        launcher: Starts and ends workers.
-        membership: Registry of workers.
-        journal: Durable record of the run.
-        request_queue: Holds the request for another size.
-    """
+    """Brings a run to the number of rollouts in its specification."""
 
     def __init__(
         self,
@@ -75,7 +66,7 @@ class ElasticSizing:
         self._size = _rollouts(spec.now)
         self._started: set[str] = set()
 
-    def begin(self) -> None:
+    def resume_request(self) -> None:
         """Resumes a resize request that an earlier controller did not complete."""
         if (request := self._request_queue.get("resize")) is not None:
             has = request.options.get("has", len(self._size))
@@ -90,7 +81,7 @@ class ElasticSizing:
         """Returns the specification without rollouts that are requested and may not start."""
         return with_replicas(self._spec.now, len(self._wanted() & self._size))
 
-    def ask(self) -> None:
+    def notify(self) -> None:
         """Wakes the watcher after the specification changed."""
         self._changed.set()
 
@@ -147,7 +138,7 @@ class ElasticSizing:
         if (request := self._request_queue.get("resize")) is not None:
             await self._report("Resized", len(self._wanted()), request)
 
-    async def settle(self) -> dict[str, str]:
+    async def remove_surplus(self) -> dict[str, str]:
         """Ends surplus rollouts before the loops are entered again; returns them with the cause."""
         workers = self._membership.workers(self._run_id, "rollout")
         known = {worker.worker_id for worker in workers} | self._started | self._size
@@ -158,7 +149,7 @@ class ElasticSizing:
         await self._report(kind, self.size, self._request_queue.get("resize"))
         return dict.fromkeys(gone, "was removed")
 
-    def absent(self) -> set[str]:
+    def missing_rollouts(self) -> set[str]:
         """Returns rollouts that have not loaded yet and without which the others can start."""
         loaded, wanted = self._loaded(), self._wanted()
         missing = wanted - loaded
@@ -168,11 +159,11 @@ class ElasticSizing:
 
     def present(self) -> set[str]:
         """Returns the rollouts with which the loops are entered, once they have loaded."""
-        return self._wanted() - self.absent()
+        return self._wanted() - self.missing_rollouts()
 
     async def _report(self, kind: str, count: int, request: Request | None) -> None:
         note = Note(kind, f"{count} rollouts", {"replicas": count})
-        await self._journal.note(note, also=self._request_queue.done(request))
+        await self._journal.record_event(note, also=self._request_queue.done(request))
 
     async def _add_rollouts(
         self, missing: set[str], pipeline: asyncio.Future[TrainingPipeline], request: Request | None
@@ -219,7 +210,7 @@ class ElasticSizing:
 
         names = sorted(self._started - self._size)
         note = Note("ResizeFailed", why, {"workers": names, "replicas": self.size})
-        await self._journal.note(note, also=write)
+        await self._journal.record_event(note, also=write)
 
     async def _start(self, pipeline: asyncio.Future[TrainingPipeline]) -> None:
         if self._spec.now.topology.is_colocated:
@@ -250,7 +241,7 @@ class ElasticSizing:
     async def _end(self, names: set[str]) -> None:
         for worker_id in sorted(names):
             await self._launcher.end(self._run_id, worker_id)
-            await self._membership.forget(self._run_id, worker_id)
+            await self._membership.unregister(self._run_id, worker_id)
 
     def _wanted(self) -> set[str]:
         return _rollouts(self._spec.now)

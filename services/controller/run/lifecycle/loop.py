@@ -48,10 +48,7 @@ async def connected(
     """Connects to a run's loaded workers and restores its pipeline from the database.
 
     Args:
-        spec: Current specification of the run.
         services: Clients and settings that all runs share.
-        journal: Durable record of the run.
-        request_queue: Pending user requests.
         present: Rollouts to start with; the run does not wait for others.
         lost_workers: Rollouts that died since the previous attempt.
     """
@@ -107,7 +104,7 @@ async def train(pipeline: TrainingPipeline) -> bool:
         for task in background:
             task.cancel()
     if pipeline.is_done:
-        await pipeline.note("Finished", "trained and evaluated all steps", {})
+        await pipeline.record_event("Finished", "trained and evaluated all steps", {})
     return pipeline.is_done
 
 

@@ -7,7 +7,7 @@ New runs, runs whose worker died, and runs whose controller died take the same p
     the trainer has a checkpoint of another run     -> the new run begins after the checkpoint's step
     the trainer has fewer steps than the database   -> rewind: later steps and groups in flight are
                                                        generated and trained again
-    a group's samples are stored                    -> the group is READY, whatever its recorded state
+    a group's samples are stored                    -> the group is READY, regardless of its recorded state
     a group is with a live rollout                  -> sent to it again; the rollout ignores repetitions
     a group is with a dead rollout                  -> generated again, from stored tokens if possible
 """
@@ -41,10 +41,9 @@ from services.controller.run.pipeline import TrainingPipeline
 from services.controller.run.publisher import Publisher
 from services.controller.run.state.journal import Journal, Recovered
 from services.controller.run.state.requests import CurrentSpec, RequestQueue
-from services.controller.run.train.batcher import EarlyTraining
 from services.controller.run.train.checkpoints import Checkpoints, ready_checkpoints
 from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
-from services.controller.run.train.train_step import TrainSteps
+from services.controller.run.train.train_step import EarlyTraining, TrainSteps
 from services.controller.store.rows import Request
 from services.wire.transferqueue.client import TransferQueueClient
 
@@ -65,12 +64,6 @@ async def restore(
     """Restores the pipeline of a run.
 
     Args:
-        spec: Current specification of the run.
-        connections: Connections to its workers.
-        journal: Durable record of the run.
-        queue: Client of the transferqueue.
-        clock: Clock of stall detection.
-        request_queue: Pending user requests.
         lost_workers: Rollouts that died since the previous attempt.
         gpus: Returns how many GPUs the run may use; None if that is unknown.
 
@@ -103,7 +96,7 @@ async def restore(
     )
 
     async def on_evaluation(what: StartedEvaluation | Evaluation, request: Request | None) -> None:
-        await pipeline.evaluated(what, request)
+        await pipeline.record_evaluation(what, request)
 
     evaluator = Evaluator(
         spec, run_id, connections, queue=queue, request_queue=request_queue, on_change=on_evaluation
@@ -181,7 +174,6 @@ async def _saved_at(recovered: Recovered, journal: Journal, *, now: float) -> fl
 
 
 def _order(spec: CurrentSpec, connections: RunConnections, recovered: Recovered) -> PromptOrder:
-    """Returns the prompt order at the run's recorded position."""
     sets = spec.now.data.train_sets
     weights = {
         split: part.weight
@@ -213,7 +205,6 @@ def _scheduler(
     ledger: Ledger,
     order: PromptOrder,
 ) -> GenerationScheduler:
-    """Returns the generation scheduler of the run."""
     stored = SampleIndex(
         queue,
         partition_id(journal.run_id, "train"),

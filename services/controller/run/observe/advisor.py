@@ -10,7 +10,7 @@ from typing import Any
 from services.common.clock import Clock
 from services.controller.planning.advice import Advice, advise
 from services.controller.planning.gpu_splits import other_placements
-from services.controller.planning.inputs import Step, rates_of, setting_of, waited
+from services.controller.planning.inputs import Step, rates_of, setting_of, waited_fraction
 from services.controller.rules.ledger import Ledger
 from services.controller.run.observe.progress import Progress
 from services.controller.run.state.journal import Journal
@@ -48,11 +48,11 @@ class Advisor:
 
     def reset(self) -> None:
         """Discards steps and advice after the run's workers changed."""
-        self.progress.advised({})
+        self.progress.record_advice({})
         self._steps.clear()
         self._num_steps, self._advised_at = 0, None
 
-    def stepped(self, numbers: Mapping[str, Any]) -> None:
+    def record_step(self, numbers: Mapping[str, Any]) -> None:
         """Records the metrics and histograms of a committed step."""
         self._num_steps += 1
         self._steps.append({**numbers, "step": float(self._num_steps)})
@@ -63,9 +63,9 @@ class Advisor:
         while True:
             await self._stepped.wait()
             self._stepped.clear()
-            await self.look()
+            await self.update()
 
-    async def look(self) -> None:
+    async def update(self) -> None:
         """Updates the advice in a thread, if an update is due."""
         if self._is_due():
             await self._advise()
@@ -76,7 +76,7 @@ class Advisor:
         if self._advised_at is None:
             return True
         passed_s = self.clock.monotonic() - self._advised_at
-        has_moved = abs(waited(self._numbers()) - self._waited) >= _MOVED
+        has_moved = abs(waited_fraction(self._numbers()) - self._waited) >= _MOVED
         return passed_s >= (_MIN_PAUSE_S if has_moved else _MAX_PAUSE_S)
 
     async def _advise(self) -> None:
@@ -95,11 +95,11 @@ class Advisor:
         except Exception:  # a failed prediction must not end the run
             logger.exception("cannot predict the bottleneck")
             advice = None
-        self._advised_at, self._waited = self.clock.monotonic(), waited(steps)
+        self._advised_at, self._waited = self.clock.monotonic(), waited_fraction(steps)
         if advice is None:
             return
         texts = {"message": advice.message(), "remedy": advice.remedy()}
-        self.progress.advised({"bottleneck": advice.bottleneck, **texts})
+        self.progress.record_advice({"bottleneck": advice.bottleneck, **texts})
         if advice.first != self._reported:
             self._reported = advice.first
             await self._report(advice)
@@ -116,7 +116,7 @@ class Advisor:
             "placements": dict(advice.others),
         }
         summary = self.progress.summary(self.ledger)
-        await self.journal.note(
+        await self.journal.record_event(
             Note("Advice", advice.message(), data, None, None, summary), self.ledger
         )
 

@@ -14,16 +14,15 @@ from services.controller.run.weights.session import SyncReport
 from services.controller.store.ledgers import StepMetrics
 
 # Newest weight syncs in the summary's percentiles: they are sorted for each event.
-_KEPT = 1000
+_MAX_SYNCS = 1000
 # Max rollouts that the event of a step lists individually.
-_NAMED = 32
+_MAX_NAMED_ROLLOUTS = 32
 
 
 class Progress:
     """Collects the summary of one run.
 
     Args:
-        max_staleness: Staleness bound, shown with the measured staleness.
         first_step: Step of the checkpoint that the run starts from.
     """
 
@@ -32,7 +31,7 @@ class Progress:
         self._steps = self._first_step = first_step
         self._max_staleness = 0
         self._staleness_sum = 0.0
-        self._syncs_ms: deque[float] = deque(maxlen=_KEPT)
+        self._syncs_ms: deque[float] = deque(maxlen=_MAX_SYNCS)
         self._sync: dict[str, float | str] = {}
         self._version = -1
         self._heldout: dict[str, Any] = {"greedy": None, "sampled": None, "weight_version": None}
@@ -77,7 +76,7 @@ class Progress:
         # Steps after a rewind's target are trained, and saved, again.
         self.best = best if best is not None and best["step"] <= steps else None
 
-    def stepped(self, metrics: Mapping[str, float]) -> None:
+    def record_step(self, metrics: Mapping[str, float]) -> None:
         """Records a committed step."""
         self._steps += 1
         self._rewards.add(self._steps, metrics)
@@ -85,8 +84,7 @@ class Progress:
         self._max_staleness = max(self._max_staleness, int(metrics.get("staleness_max", 0)))
         self._staleness_sum += metrics.get("staleness_mean", 0.0)
 
-    def synced(self, report: SyncReport) -> None:
-        """Records a published version."""
+    def record_sync(self, report: SyncReport) -> None:
         self._version = report.version
         self._syncs_ms.append(report.total_s * 1000)
         self._sync = {name: ms for name, ms in sync_facts(report).items() if name.endswith("_ms")}
@@ -96,8 +94,7 @@ class Progress:
         sync, self._sync = self._sync, {}
         return sync
 
-    def evaluated(self, evaluation: Evaluation) -> None:
-        """Records an evaluation."""
+    def record_evaluation(self, evaluation: Evaluation) -> None:
         if evaluation.status in ("ok", "timeout"):
             self._heldout = {
                 "greedy": evaluation.greedy,
@@ -107,13 +104,12 @@ class Progress:
                 "sets": evaluation.by_set,
             }
 
-    def scored(self, score: float, *, step: int, version: int) -> None:
+    def record_score(self, score: float, *, step: int, version: int) -> None:
         """Records the score of a saved version; the first of equal scores stays the best."""
         if self.best is None or score > self.best["score"]:
             self.best = {"step": step, "weight_version": version, "score": score}
 
-    def advised(self, advice: Mapping[str, str]) -> None:
-        """Records the advice about the bottleneck."""
+    def record_advice(self, advice: Mapping[str, str]) -> None:
         self._advice = advice
 
     def summary(self, ledger: Ledger) -> dict[str, Any]:
@@ -185,7 +181,7 @@ class StepMeter:
             **replicas.decode_times(),
         }
         self._idle_s, self._tokens = totals, tokens
-        named = {name: round(idle_s[name], 3) for name in sorted(idle_s)[:_NAMED]}
+        named = {name: round(idle_s[name], 3) for name in sorted(idle_s)[:_MAX_NAMED_ROLLOUTS]}
         return StepUse(numbers=numbers, idle_s=named)
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from services.common.clock import Clock
-from services.controller.rules.groups import RUNNING, WAITING, GroupState
-from services.controller.rules.ledger import Ledger
+from services.controller.rules.ledger import RUNNING, WAITING, GroupState, Ledger
 from services.controller.run.state.journal import Journal
 from services.controller.store.records import Note
 
@@ -55,7 +54,7 @@ class Waits:
             spent = time.perf_counter() - start
             self.seconds[reason] = self.seconds.get(reason, 0.0) + spent
 
-    def worked(self, seconds: float) -> None:
+    def add_work(self, seconds: float) -> None:
         """Records seconds in which the trainer accumulated early groups during the wait for others."""
         self._worked += seconds
 
@@ -64,7 +63,7 @@ class Waits:
         waited = self.seconds.get("no_data", 0.0) + self.seconds.get("barrier", 0.0)
         return max(waited - self._worked, 0.0)
 
-    def take(self) -> dict[str, float]:
+    def pop(self) -> dict[str, float]:
         """Returns and resets the waiting times."""
         spent, self.seconds, self._worked = self.seconds, {}, 0.0
         return spent
@@ -85,7 +84,7 @@ class StallReporter:
     _since: float = field(default=0.0, init=False)
     _stepped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
-    def stepped(self) -> None:
+    def record_step(self) -> None:
         """Records a committed step."""
         now = self.clock.monotonic()
         self._seconds.append(now - self._since)
@@ -98,7 +97,6 @@ class StallReporter:
         return max(_MIN_PATIENCE_S, _PATIENCE_STEPS * max(self._seconds, default=0.0))
 
     async def watch(self) -> None:
-        """Reports stalls until it is cancelled."""
         self._since, patience_s = self.clock.monotonic(), self.patience_s
         while True:
             try:
@@ -111,13 +109,13 @@ class StallReporter:
                 patience_s *= 2
 
     async def _report(self) -> None:
-        reason, why = self.why()
+        reason, why = self.waiting_reason()
         still_s = self.clock.monotonic() - self._since
         message = f"no step finished for {still_s:.0f} s: {why}"
         data = {"reason": reason, "seconds": still_s}
-        await self.journal.note(Note("NoProgress", message, data), self.ledger)
+        await self.journal.record_event(Note("NoProgress", message, data), self.ledger)
 
-    def why(self) -> tuple[str, str]:
+    def waiting_reason(self) -> tuple[str, str]:
         """Returns a stable code for what the run waits for, and a message."""
         waited = self.waits.current
         if waited is not None and waited != "no_data":

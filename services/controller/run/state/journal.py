@@ -13,9 +13,8 @@ import sqlalchemy as sa
 
 from services.controller.rules.difficulty import PromptRate
 from services.controller.rules.evaluation import StartedEvaluation
-from services.controller.rules.groups import Group, LedgerState
 from services.controller.rules.learning import RewardHistory
-from services.controller.rules.ledger import Ledger
+from services.controller.rules.ledger import Group, Ledger, LedgerState
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.database import Database
 from services.controller.store.ledgers import StepMetrics, StepRecord
@@ -67,9 +66,6 @@ class Journal:
     """Writes and reads the durable record of one run.
 
     Args:
-        run_id: Identifier of the run.
-        database: Database of the controller.
-        store: Runs in the database.
         on_event: Called after each recorded event.
     """
 
@@ -125,14 +121,13 @@ class Journal:
                 lambda connection: set_target_steps(connection, self.run_id, steps),
             )
 
-    async def note(
+    async def record_event(
         self, note: Note, ledger: Ledger | None = None, *, also: Work | None = None
     ) -> None:
         """Writes an event, the ledger's changes, and a further write in one transaction."""
         await self._record(note, self._change(ledger, also))
 
     async def save(self, ledger: Ledger) -> None:
-        """Writes the ledger's changes."""
         await self._database.run(self._write, self._change(ledger))
 
     async def begin_step(

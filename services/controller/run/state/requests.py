@@ -25,7 +25,6 @@ from services.controller.store.runs import Work
 
 
 def resource_needs(spec: RunSpec) -> Needs:
-    """Returns the resources that a run of a specification reserves."""
     return Needs(
         gpus=total_gpus(spec),
         transferqueue_bytes=spec.transferqueue.quota_bytes,
@@ -69,9 +68,6 @@ class CurrentSpec:
 
     All parts of a run share it and read settings on each use, so a change takes effect everywhere
     at once.
-
-    Args:
-        now: The specification.
     """
 
     def __init__(self, now: RunSpec) -> None:
@@ -99,10 +95,6 @@ class RequestQueue:
 
     A request counts once it is stored, and is deleted in the transaction of the event that reports
     its result. Later attempts and other controllers therefore find it.
-
-    Args:
-        run_id: Identifier of the run.
-        database: Database that stores requests.
     """
 
     def __init__(self, run_id: str, database: Database) -> None:
@@ -125,7 +117,6 @@ class RequestQueue:
             self.pausing.set()
 
     async def put(self, kind: RequestKind, **options: int) -> None:
-        """Stores a request."""
         request = Request(kind=kind, request_id=new_id("req"), options=options)
 
         def write() -> None:
@@ -138,7 +129,6 @@ class RequestQueue:
             self.pausing.set()
 
     def get(self, kind: RequestKind) -> Request | None:
-        """Returns the pending request of a kind; None without one."""
         return self._waiting.get(kind)
 
     def done(self, request: Request | None) -> Work:

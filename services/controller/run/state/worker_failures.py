@@ -21,12 +21,7 @@ class WorkerLostError(RuntimeError):
 
 
 class UnresponsiveError(UnavailableError):
-    """Raised if a worker's process does not answer.
-
-    Args:
-        worker_id: Identifier of the worker.
-        why: What was tried.
-    """
+    """Raised if a worker's process does not answer."""
 
     def __init__(self, worker_id: str, why: str) -> None:
         super().__init__(f"{worker_id} {why}", worker_id=worker_id)

@@ -33,8 +33,8 @@ from services.controller.store.database import Database
 from services.controller.store.records import Note
 from services.controller.store.runs import Work
 from services.controller.store.tables import CHECKPOINTS
-from services.wire.trainer import TrainerClient
 from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.workers import TrainerClient
 
 CheckpointState = Literal["READY", "FAILED", "DELETED"]
 
@@ -72,17 +72,12 @@ def ready_checkpoints(connection: sa.Connection, run_id: str) -> list[Checkpoint
 
 
 class CheckpointStore:
-    """Reads checkpoint records from the database. Methods block.
-
-    Args:
-        database: Database of the controller.
-    """
+    """Reads checkpoint records from the database. Methods block."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def list_checkpoints(self, run_id: str) -> list[Checkpoint]:
-        """Returns all checkpoints of a run, newest first."""
         query = (
             sa.select(CHECKPOINTS)
             .where(CHECKPOINTS.c.run_id == run_id)
@@ -125,11 +120,6 @@ class Checkpoints:
     """Saves the checkpoints of one run.
 
     Args:
-        run_id: Identifier of the run.
-        keep: Number of newest checkpoints to keep.
-        journal: Durable record of the run.
-        queue: Client of the transferqueue.
-        clock: Clock of time-based checkpoints.
         saved_at: Time from which work is unsaved, in seconds since the epoch.
     """
 
@@ -151,12 +141,7 @@ class Checkpoints:
         self._saved_at = saved_at
 
     def is_due(self, step: int, spec: CheckpointSpec) -> bool:
-        """Returns True if a step is to be saved by its number or, if ``every`` is 0, by elapsed time.
-
-        Args:
-            step: A trained step.
-            spec: Interval between checkpoints.
-        """
+        """Returns True if a step is to be saved by its number or, if ``every`` is 0, by elapsed time."""
         if spec.every:
             return step % spec.every == 0
         return spec.every_s > 0 and self._clock.time() - self._saved_at >= spec.every_s
@@ -177,17 +162,14 @@ class Checkpoints:
         A failed save does not stop training: the failure is recorded instead.
 
         Args:
-            trainer: Saves the policy.
-            critic: Saves the critic, if it has its own processes.
             ledger: Ledger to record in the same transaction.
-            step: Newest step of the trainer.
             version: Weight version of the step.
             keep_steps: Steps whose checkpoints are kept besides the newest ones.
             also: Further write of the same transaction.
         """
         kept = sorted(keep_steps)
         begin = self._clock.monotonic()
-        await self._journal.note(
+        await self._journal.record_event(
             Note("CheckpointStarted", f"saving the checkpoint of step {step}", {"step": step}),
             ledger,
         )
@@ -199,7 +181,7 @@ class Checkpoints:
             also(connection)
 
         note = _ended(checkpoint, seconds=self._clock.monotonic() - begin)
-        await self._journal.note(note, ledger, also=write)
+        await self._journal.record_event(note, ledger, also=write)
 
     async def _save(
         self,

@@ -27,8 +27,7 @@ from services.controller.run.connections import RunConnections
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.state.requests import CurrentSpec, with_replicas
 from services.controller.run.weights.session import SyncReport
-from services.wire.rollout import RolloutClient
-from services.wire.trainer import TrainerClient
+from services.wire.workers import RolloutClient, TrainerClient
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +60,7 @@ class GpuTimeSharing:
         async with self._switch_lock:
             if self._trainer_has_gpus:
                 return
-            await self.evaluator.leased()
+            await self.evaluator.wait_leased()
             # An evaluation that holds the pin first finishes under its weight version.
             await self.connections.weights.pin.acquire()
             self._trainer_has_gpus = True
@@ -83,7 +82,7 @@ class GpuTimeSharing:
         if not self.is_needed:
             # A version that is due for evaluation stays until the evaluation has reserved its
             # rollouts.
-            await self.evaluator.leased()
+            await self.evaluator.wait_leased()
             return await weights.publish(newest)
         await self.begin_training()
         try:
@@ -123,7 +122,7 @@ async def start_colocated(
     membership: Membership,
     num_rollouts: int,
 ) -> None:
-    """Starts the missing workers of a run, each while all others leave the GPUs free.
+    """Starts the missing workers of a run; each takes the GPUs while all others leave them free.
 
     Raises:
         DeadlineExceededError: If the trainer does not load in time, or a worker does not fall

@@ -1,26 +1,29 @@
-"""Trains steps exactly once: records, trains and commits them, and settles interrupted ones."""
+"""Trains steps exactly once: forms batches, trains and commits them, settles interrupted ones."""
 
+import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from services.common.clock import Clock
+from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.data import set_name
 from services.common.task_group import TaskGroup
 from services.common.telemetry import tracing
 from services.controller import metrics
-from services.controller.rules.groups import Group, GroupState
 from services.controller.rules.learning import (
     PATIENCE,
     StepSamples,
     nothing_learned,
     step_samples,
 )
-from services.controller.rules.ledger import Ledger
+from services.controller.rules.ledger import RUNNING, Group, GroupState, Ledger
 from services.controller.rules.prompts import Mixture
+from services.controller.rules.staleness import choose_batch
 from services.controller.rules.statistics import Histogram
 from services.controller.run.connections import RunConnections
 from services.controller.run.dispatch.sample_index import (
@@ -38,7 +41,153 @@ from services.controller.run.state.requests import CurrentSpec
 from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 from services.controller.store.records import Note
 from services.wire.batch import KVBatchMeta
-from services.wire.trainer import TrainedStep
+from services.wire.workers import TrainedStep, TrainerClient
+
+
+async def take_batch(
+    scheduler: GenerationScheduler,
+    ledger: Ledger,
+    algorithm: AlgorithmSpec,
+    *,
+    weight_version: int,
+    clock: Clock,
+    waits: Waits,
+    unless: asyncio.Event,
+    meanwhile: Coroutine[None, None, None] | None = None,
+) -> list[Group] | None:
+    """Waits for the groups of the next batch and moves them to TRAINING.
+
+    Args:
+        weight_version: Version that the batch will be trained from.
+        clock: Clock of the time-out for stale groups.
+        unless: Ends the wait once it is set.
+        meanwhile: Runs during the wait and is cancelled after it.
+
+    Returns:
+        Groups, oldest first; None if ``unless`` was set first.
+    """
+    if unless.is_set():
+        if meanwhile is not None:
+            meanwhile.close()
+        return None
+    async with TaskGroup() as tasks:
+        beside = None if meanwhile is None else tasks.create_task(meanwhile)
+        ending = tasks.create_task(unless.wait())
+        taking = tasks.create_task(
+            _take_batch(
+                scheduler,
+                ledger,
+                algorithm,
+                weight_version=weight_version,
+                clock=clock,
+                waits=waits,
+            )
+        )
+        await asyncio.wait((ending, taking), return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        taking.cancel()
+        if beside is not None:
+            beside.cancel()
+    return None if taking.cancelled() else taking.result()
+
+
+async def _take_batch(
+    scheduler: GenerationScheduler,
+    ledger: Ledger,
+    algorithm: AlgorithmSpec,
+    *,
+    weight_version: int,
+    clock: Clock,
+    waits: Waits,
+) -> list[Group]:
+    deadline = clock.monotonic() + algorithm.stale_wait_timeout_s
+    while True:
+        # Groups in flight make up at least one batch, so waiting for a full batch misses none.
+        with waits("no_data"):
+            await scheduler.wait_until(
+                lambda: ledger.count(GroupState.READY) >= scheduler.gate.groups_per_step
+            )
+        may_wait = algorithm.on_stale == "wait" and clock.monotonic() < deadline
+        choice = choose_batch(
+            ledger.in_state(GroupState.READY),
+            ledger.started_groups(),
+            gate=scheduler.gate,
+            trainer_version=weight_version,
+            wait_for_due=may_wait,
+            keep_stale=algorithm.on_stale in ("wait", "mask"),
+        )
+        if choice.batch:
+            ledger.train(choice.batch)
+            scheduler.batch_taken()
+            return list(choice.batch)
+        if choice.stale and algorithm.on_stale == "restart":
+            await scheduler.restart(choice.stale)
+        elif choice.stale:
+            await scheduler.drop({"stale": choice.stale})
+        elif choice.awaited:
+            with waits("barrier"):
+                await _wait_for_any(choice.awaited, scheduler, deadline - clock.monotonic())
+
+
+async def _wait_for_any(
+    groups: Sequence[Group], scheduler: GenerationScheduler, timeout_s: float
+) -> None:
+    """Waits until one of the groups is finished or ended, for at most ``timeout_s``."""
+    unfinished = (*RUNNING, GroupState.PARTIAL)
+    try:
+        async with asyncio.timeout(max(timeout_s, 0.0)):
+            await scheduler.wait_until(lambda: any(g.state not in unfinished for g in groups))
+    except TimeoutError:
+        return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyTraining:
+    """Accumulates gradients of finished groups while the rest of their batch is still generated.
+
+    This is not recorded: a trainer that lost its gradients trains the whole step.
+    """
+
+    trainer: TrainerClient
+    ledger: Ledger
+    scheduler: GenerationScheduler
+    waits: Waits
+    """Records the time in which the trainer worked."""
+
+    async def accumulate(self, step: int, *, weight_version: int, timeout_s: float) -> None:
+        """Sends the groups of a step to the trainer as they finish, until it is cancelled.
+
+        All groups that are ready when the trainer is free go in one call, so that its batches are
+        large.
+        """
+        sent: set[tuple[str, int]] = set()
+
+        def due() -> list[Group]:
+            ready = self.ledger.in_state(GroupState.READY)
+            gate = self.scheduler.gate
+            if len(ready) >= gate.groups_per_step:
+                return []
+            return [
+                group
+                for group in ready
+                if (group.group_id, group.attempt) not in sent
+                and not gate.is_stale(group.oldest_version, trainer_version=weight_version)
+            ]
+
+        while True:
+            await self.scheduler.wait_until(lambda: bool(due()))
+            groups, begin = due(), time.perf_counter()
+            sent |= {(group.group_id, group.attempt) for group in groups}
+            try:
+                await self.trainer.accumulate(
+                    step,
+                    self.scheduler.stored.meta(groups),
+                    weight_version=weight_version,
+                    timeout_s=timeout_s,
+                )
+            finally:
+                self.waits.add_work(time.perf_counter() - begin)
+
 
 _MAX_NAMED = 8
 """Max samples that a message names."""
@@ -99,7 +248,7 @@ class TrainSteps:
                 timeout_s=timeout_s,
             )
         async with self._weights_may_change():
-            wait_s, waits = self.waits.for_data(), self.waits.take()
+            wait_s, waits = self.waits.for_data(), self.waits.pop()
             async with TaskGroup() as tasks:
                 training = tasks.create_task(
                     self.connections.trainer.train_step(
@@ -150,7 +299,7 @@ class TrainSteps:
         finally:
             lock.release()
 
-    async def settle(self, step: int) -> bool:
+    async def recover(self, step: int) -> bool:
         """Finishes a step that was begun, or returns its groups if samples are lost.
 
         Returns:
@@ -182,7 +331,7 @@ class TrainSteps:
         numbers = _finite(trained.metrics)
         self._check_staleness(step, numbers)
         self.ledger.consume(batch)
-        self.progress.stepped(numbers)
+        self.progress.record_step(numbers)
         metrics.observe_step(self.run_id, step, self.ledger.counts())
         metrics.observe_staleness(self.run_id, spread.get("staleness", {}))
         use = self.meter.measure(self.connections.replicas, time.perf_counter() - begin)
@@ -206,8 +355,8 @@ class TrainSteps:
         note = Note("StepCommitted", text, reported, step, None, self.progress.summary(self.ledger))
         await self.journal.commit_step(step, self.ledger, note=note, metrics=data)
         if trained.left_out:
-            await self.journal.note(_left_out(step, trained.left_out))
-        self.advisor.stepped(data)
+            await self.journal.record_event(_left_out(step, trained.left_out))
+        self.advisor.record_step(data)
         tracing.record(
             "group.settle", self._traces(batch), begin_ns=begin_ns, step=step, outcome="consumed"
         )
@@ -245,7 +394,7 @@ class TrainSteps:
             note = Note(
                 "NothingLearned", found.message, {"reason": found.reason}, step, None, summary
             )
-            await self.journal.note(note, self.ledger)
+            await self.journal.record_event(note, self.ledger)
 
     def _set_scores(self, batch: Sequence[Group], samples: KVBatchMeta) -> dict[str, float]:
         """Returns metrics by prompt set, if there are several sets."""

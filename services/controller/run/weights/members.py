@@ -42,12 +42,7 @@ _MAX_LATE = 2
 
 
 class WeightMembers:
-    """Connected weight sources (trainer ranks) and receivers (rollouts).
-
-    Args:
-        run_id: Identifier of the run.
-        spec: Mode and bucket size.
-    """
+    """Connected weight sources (trainer ranks) and receivers (rollouts)."""
 
     def __init__(self, run_id: str, spec: WeightSyncSpec) -> None:
         self._run_id = run_id
@@ -70,7 +65,6 @@ class WeightMembers:
         """Agreed weight plan; available once the trainer is connected."""
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._stack.aclose()
 
     async def open(self, trainer: Worker, rollouts: Sequence[Worker]) -> None:
@@ -155,8 +149,7 @@ class WeightMembers:
                 near.setdefault(peer, []).append(name)
         return near
 
-    def dismiss(self, names: Sequence[str]) -> None:
-        """Removes rollouts."""
+    def remove_rollouts(self, names: Sequence[str]) -> None:
         for name in names:
             self.rollouts.pop(name, None)
             self._devices.pop(name, None)
@@ -172,7 +165,6 @@ class WeightMembers:
             self.rollouts[name] = self._reserved.pop(name)
 
     def all(self) -> dict[str, WeightSyncClient]:
-        """Returns all members by name."""
         return {**self.sources, **self.rollouts}
 
     def backend(self) -> str:

@@ -16,7 +16,7 @@ from services.common.errors import (
 )
 from services.common.runspec.run import WeightSyncSpec
 from services.common.runspec.weight_modes import TRANSPORTS
-from services.common.task_group import together
+from services.common.task_group import gather_in_group
 from services.common.telemetry import tracing
 from services.controller import metrics
 from services.controller.membership.registry import Worker
@@ -67,10 +67,6 @@ async def send_from_peers(
     """Sends the served version from peers to joining rollouts; returns those that serve it then.
 
     Args:
-        members: Members of the weight group.
-        peers: Receivers by sender.
-        served: Version to send.
-        path: Transport and deadlines.
         epoch: Epoch of the first group; each sender's group has its own.
     """
     updated: list[str] = []
@@ -103,7 +99,7 @@ async def _send_from_peer(
     all_ = {peer: members.rollouts[peer], **receivers}
     await members.call_all(
         {
-            name: member.form(
+            name: member.form_group(
                 epoch,
                 receiver=numbers.get(name),
                 num_receivers=len(near),
@@ -199,7 +195,7 @@ class WeightSession:
     Args:
         spec: Mode, bucket size and deadlines.
         run_id: Identifier of the run; names the rendezvous scopes.
-        drains: Whether rollouts finish running responses before they adopt, for as long as these
+        drains: True if rollouts finish running responses before they adopt, for as long as these
             make progress.
         first_epoch: Epochs are greater than this, so that members of an earlier session take part.
         dtype: Dtype that rollouts compute with; None if it is that of the weights that are sent.
@@ -255,7 +251,6 @@ class WeightSession:
                 await members.switch_transfer_path(error)
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._members.close()
 
     async def admit(self, rollouts: Sequence[Worker]) -> bool:
@@ -273,10 +268,10 @@ class WeightSession:
             self._is_formed &= not is_reached
             return is_reached
 
-    async def dismiss(self, names: Sequence[str]) -> None:
+    async def remove_rollouts(self, names: Sequence[str]) -> None:
         """Removes rollouts before the next publication."""
         async with self.pin:
-            self._members.dismiss(names)
+            self._members.remove_rollouts(names)
             self._is_formed = False
 
     async def send_from_peers(self, names: Sequence[str]) -> list[str]:
@@ -454,7 +449,7 @@ class WeightSession:
             (canary, copied_at), brought = await score(), await send()
         else:
             works: Sequence[Coroutine[Any, Any, Any]] = (score(), send())
-            (canary, copied_at), brought = await together(works)
+            (canary, copied_at), brought = await gather_in_group(works)
         sent, digest, stalls, (prepared, transferred, adopted) = brought
         checked_from = time.perf_counter()
         await self._check(version, canary)
@@ -508,7 +503,7 @@ class WeightSession:
         return self._canary[1]
 
     async def _check(self, version: int, canary: Canary) -> None:
-        # Adapters are sent in float32, whatever they are merged into.
+        # Adapters are sent in float32, regardless of the dtype that they are merged into.
         sent = [spec.dtype for spec in self._members.plan.tensors]
         tolerance = canary_tolerance([self._dtype] if self._dtype else sent)
         await self._members.call_all(
@@ -524,7 +519,7 @@ class WeightSession:
         numbers = {name: number for number, name in enumerate(members.rollouts)}
         await members.call_all(
             {
-                name: member.form(
+                name: member.form_group(
                     self._epoch,
                     receiver=numbers.get(name),
                     num_receivers=len(members.rollouts),
@@ -545,7 +540,7 @@ class WeightSession:
             UnavailableError: If the trainer or all rollouts are lost.
             ServiceError: ``error``, after the last retry.
         """
-        self._members.dismiss(gone)
+        self._members.remove_rollouts(gone)
         if any(name in self._members.sources for name in gone) or not self._members.rollouts:
             raise UnavailableError(
                 f"{' and '.join(gone)} does not answer, so no version can be published"
