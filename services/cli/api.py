@@ -44,7 +44,7 @@ class Api:
     Args:
         url: Address such as ``http://127.0.0.1:8080``.
         token: API token; empty if the controller requires none.
-        patience_s: Max seconds of retries while the controller does not answer, for example
+        retry_s: Max seconds of retries while the controller does not answer, for example
             because it restarts.
         http: HTTP client to send requests with. Default: a client that uses no proxy.
     """
@@ -54,10 +54,10 @@ class Api:
         url: str,
         *,
         token: str = "",
-        patience_s: float = 0.0,
+        retry_s: float = 0.0,
         http: httpx.AsyncClient | None = None,
     ) -> None:
-        self._transport = AsyncTransport(url, token=token, patience_s=patience_s, http=http)
+        self._transport = AsyncTransport(url, token=token, retry_s=retry_s, http=http)
 
     async def __aenter__(self) -> Self:
         return self
@@ -93,11 +93,9 @@ class Api:
         return await self._transport.page_link()
 
     async def get(self, run_id: str) -> RunView:
-        """Returns one run."""
         return await self.call(GetRun(run_id=run_id))
 
     async def events(self, run_id: str, *, after_seq: int = 0, type_: str = "") -> list[EventView]:
-        """Returns all events of a run, in order."""
         events: list[EventView] = []
         while True:
             types = [type_] if type_ else []
@@ -140,7 +138,6 @@ class Api:
 
 
 def _request(operation: Operation[Any]) -> Request:
-    """Returns the HTTP request of an operation."""
     fields = operation.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     if "idempotency_key" in type(operation).model_fields:
         fields.setdefault("idempotency_key", uuid.uuid4().hex)

@@ -3,8 +3,9 @@
 import asyncio
 import json
 import os
+import re
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -12,17 +13,83 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 
-from services.cli import known_tokens
 from services.cli.api import Api, ApiError
 from services.cli.local import ServiceExitedError
-from services.cli.names import find_run, is_id, may_be_run
 from services.cli.output import console, errors, fail, tolerate_broken_pipe
 from services.cli.settings import CliSettings
-from services.cli.state_directory import StateInUseError
+from services.cli.state_directory import StateInUseError, find_token, running_controllers
+from services.common.runspec.base import did_you_mean
 from services.common.runspec.loader import SpecError
 from services.common.task_group import TaskGroup, leaves
-from services.controller.api.operations import Answer, Operation
+from services.controller.api.operations import Answer, ListRuns, Operation
 from services.controller.settings import DATABASE_FILE
+
+_ID = re.compile("run_[0-9a-f]{32}")
+_MAY_BE = re.compile("run_[0-9a-f]{1,32}|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_MAX_RUNS = 500
+# Ids begin with the submission time: this prefix changes within a quarter of an hour.
+_MIN_DIGITS = len("run_") + 7
+
+
+def is_id(text: str) -> bool:
+    """Returns True if a text is the complete id of a run."""
+    return _ID.fullmatch(text) is not None
+
+
+def may_be_run(text: str) -> bool:
+    """Returns True if a text can be the name of a run or the beginning of its id."""
+    return _MAY_BE.fullmatch(text) is not None
+
+
+async def find_run(api: Api, text: str | None) -> str:
+    """Returns the id of a run.
+
+    Args:
+        text: The run's id, the beginning of its id, or its name, which selects the newest run
+            with that name; None selects the newest run of all.
+
+    Raises:
+        ApiError: If there is no such run (status 404), or several ids have this beginning.
+    """
+    if text is None:
+        newest = (await api.call(ListRuns(page_size=1))).items
+        if not newest:
+            raise ApiError(
+                "no runs yet; 'slipstream run' and 'slipstream submit' start one",
+                status=HTTPStatus.NOT_FOUND,
+            )
+        return newest[0].id
+    if is_id(text):
+        return text
+    if named := (await api.call(ListRuns(name=text, page_size=1))).items:
+        return named[0].id
+    runs = (await api.call(ListRuns(page_size=_MAX_RUNS))).items
+    found = [run.id for run in runs if run.id.startswith((text, f"run_{text}"))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ApiError(
+            f"the ids of {len(found)} runs start with {text!r}, such as {found[0]} and {found[1]}; use a "
+            "longer one"
+        )
+    meant = did_you_mean(text, sorted({run.name for run in runs}))
+    raise ApiError(
+        f"no run has the name or id {text!r}; 'slipstream list' shows all runs.{meant}",
+        status=HTTPStatus.NOT_FOUND,
+    )
+
+
+def short_ids(ids: Sequence[str]) -> list[str]:
+    """Returns the shortest prefix of each id that distinguishes all of them; all have the same length."""
+    length = _MIN_DIGITS
+    while len({each[:length] for each in ids}) < len(set(ids)):
+        length += 1
+    return [each[:length] for each in ids]
+
+
+URL = "http://ended.runs"
+"""Base address of the API, which is not on any network."""
+
 
 _T = TypeVar("_T")
 
@@ -88,7 +155,7 @@ def call_api(
     return result
 
 
-def ask(
+def call_operation(
     url: str | None,
     operation: type[Operation[Answer]],
     *,
@@ -136,7 +203,7 @@ async def _with_api(
     from_environment = CliSettings().url if is_default else ""
     if known := url or from_environment or _started_in(state_directory):
         return await _at(known, work)
-    elsewhere = known_tokens.running() if is_default else []
+    elsewhere = running_controllers() if is_default else []
     if (state_directory / DATABASE_FILE).exists():
         # This imports the controller.
         from services.cli.ended_runs import URL, ended_runs
@@ -149,7 +216,7 @@ async def _with_api(
                 raise
     if len(elsewhere) > 1:
         raise ApiError(
-            f"several controllers run here: {', '.join(elsewhere)}; choose one with --url"
+            f"several controllers run on this machine: {', '.join(elsewhere)}; choose one with --url"
         )
     if elsewhere:
         return await _at(elsewhere[0], work)
@@ -161,7 +228,7 @@ async def _with_api(
 
 
 async def _at(url: str, work: Callable[[Api], Awaitable[_T]]) -> _T:
-    async with Api(url, token=CliSettings().token or known_tokens.find(url)) as api:
+    async with Api(url, token=CliSettings().token or find_token(url)) as api:
         return await work(api)
 
 
@@ -172,13 +239,13 @@ def find_controller(url: str | None) -> tuple[str, str]:
         ApiError: If no running controller is known, or several are.
     """
     found = url or CliSettings().url or _started_in(DEFAULT_STATE)
-    running = known_tokens.running()
+    running = running_controllers()
     if not found and len(running) != 1:
         raise ApiError(
             f"{len(running)} controllers run here; choose one with --url, or start one with 'slipstream up'"
         )
     found = found or running[0]
-    return found, CliSettings().token or known_tokens.find(found)
+    return found, CliSettings().token or find_token(found)
 
 
 def _started_in(state_directory: Path) -> str:
@@ -187,14 +254,13 @@ def _started_in(state_directory: Path) -> str:
         url = str(json.loads((state_directory / UP_FILE).read_text(encoding="utf-8"))["url"])
     except FileNotFoundError:
         return ""
-    return url if url in known_tokens.running() else ""
+    return url if url in running_controllers() else ""
 
 
 def run_until_signal(work: Coroutine[Any, Any, Any], *, needs_reader: bool = True) -> Any:
     """Runs a coroutine to its end; SIGINT, SIGTERM and SIGHUP cancel it, and it then cleans up.
 
     Args:
-        work: The coroutine.
         needs_reader: If true, the work ends when the reader of standard output has gone.
             Otherwise that counts as SIGTERM, and further output goes to standard error: Ctrl-C also
             ends the other commands of a pipeline, often before the signal arrives here.
@@ -232,7 +298,6 @@ def _terminate() -> None:
 
 
 def _message_of(error: BaseException) -> str:
-    """Returns an error's message for a person."""
     if not isinstance(error, ValidationError):
         return str(error)
     wrong = error.errors(include_url=False)

@@ -15,7 +15,7 @@ from services.cli.output import REPEAT_EVERY_S
 
 _ROWS = 12
 _NUMBER = re.compile(r"\d[\d.,]*")
-_COLUMNS = ("step", "reward", "held-out", "stale", "sync ms", "tok/s", "queue", "waits")
+_COLUMNS = ("step", "reward", "held-out", "stale", "sync ms", "tok/s", "queue", "idle")
 """Columns; at most 80 characters wide together."""
 _RECENT = 20
 """Newest steps whose mean duration predicts the remaining time."""
@@ -36,7 +36,6 @@ class Display(Protocol):
         """Shows why the first step has not finished.
 
         Args:
-            workers: The workers and their activities.
             seconds: Seconds since the run started.
             reason: Reported reason for a lack of progress, if there is one.
         """
@@ -47,7 +46,7 @@ class Display(Protocol):
     def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:
         """Shows a completed step."""
 
-    def note(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         """Shows any other event."""
 
     def saving(self, text: str, *, seconds: float) -> None:
@@ -55,7 +54,6 @@ class Display(Protocol):
 
 
 def make_display(title: str, total_steps: int, console: Console) -> Display:
-    """Returns a display that suits the console."""
     if console.is_terminal:
         return _LiveTable(title, total_steps, console)
     return _PlainLines(total_steps, console)
@@ -72,7 +70,7 @@ def row_of(record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> t
         f"{record['sync_ms']:.0f}" if "sync_ms" in record else "-",
         f"{record.get('response_tokens', 0) / max(record['seconds'], 1e-9):,.0f}",
         f"{record['ready_groups']}+{record['running_groups']}",
-        _waiting_side(record),
+        _idle_side(record),
     )
 
 
@@ -126,10 +124,11 @@ def _loss(record: Mapping[str, Any]) -> str:
     return f"(loss {record['loss']:.3f})" if "loss" in record else "-"
 
 
-def _waiting_side(record: Mapping[str, Any]) -> str:
+def _idle_side(record: Mapping[str, Any]) -> str:
+    """Returns the side that was idle for longer, and for how long; ``none`` below 2 % of the step."""
     trainer, rollouts = record["trainer_wait_s"], record["rollout_idle_s"]
     if max(trainer, rollouts) < 0.02 * record["seconds"]:
-        return "nobody"
+        return "none"
     if trainer >= rollouts:
         return f"trainer {trainer:.1f}s"
     return f"rollouts {rollouts:.1f}s"
@@ -139,8 +138,8 @@ class _PlainLines:
     def __init__(self, total_steps: int, console: Console) -> None:
         self._console = console
         self._pace = _Pace(total_steps)
-        self._doing: str | None = None
-        self._told_at = 0.0
+        self._activity: str | None = None
+        self._printed_at = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -153,27 +152,27 @@ class _PlainLines:
     ) -> None:
         # A change of numbers only is not worth a new line.
         doing = _NUMBER.sub("", _doing(workers)) + reason
-        if doing != self._doing or seconds - self._told_at >= REPEAT_EVERY_S:
-            self._doing, self._told_at = doing, seconds
+        if doing != self._activity or seconds - self._printed_at >= REPEAT_EVERY_S:
+            self._activity, self._printed_at = doing, seconds
             self._line(_starting(workers, seconds, reason))
 
     def set_num_steps(self, num_steps: int) -> None:
         self._pace.total = num_steps
 
     def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:
-        step, reward, scores, staleness, sync, tokens, queue, waits = row_of(record, heldout)
+        step, reward, scores, staleness, sync, tokens, queue, idle = row_of(record, heldout)
         self._line(
             f"step {step:>4}/{self._pace.total}  reward {reward}  held-out {scores}  staleness {staleness}  "
-            f"sync {sync} ms  {tokens} tokens/s  queue {queue}  waits: {waits}  "
+            f"sync {sync} ms  {tokens} tokens/s  queue {queue}  idle: {idle}  "
             f"left {self._pace.rest(record)}"
         )
 
-    def note(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         self._line(text)
 
     def saving(self, text: str, *, seconds: float) -> None:
-        if self._doing != "saving" or seconds - self._told_at >= REPEAT_EVERY_S:
-            self._doing, self._told_at = "saving", seconds
+        if self._activity != "saving" or seconds - self._printed_at >= REPEAT_EVERY_S:
+            self._activity, self._printed_at = "saving", seconds
             self._line(text)
 
     def _line(self, text: str) -> None:
@@ -211,7 +210,7 @@ class _LiveTable:
         self._status = f"{self._done}/{self._pace.total}, {self._pace.rest(record)} left"
         self._live.update(self._render())
 
-    def note(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         self._live.console.print(text)
 
     def saving(self, text: str, *, seconds: float) -> None:

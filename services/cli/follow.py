@@ -13,8 +13,7 @@ from rich.console import Console
 from services.cli.api import Api, ApiError
 from services.cli.display import Display, heldout_line, make_display
 from services.cli.output import TELL_EVERY_S
-from services.cli.report import METRICS, summary_lines, write_report
-from services.cli.steps import StepLog
+from services.cli.report import METRICS, StepLog, summary_lines, write_report
 from services.common.task_group import TaskGroup
 from services.controller.api.operations import GetTopology
 
@@ -72,14 +71,14 @@ async def follow(
 
 
 def _show(kind: str, event: Mapping[str, Any], log: StepLog, display: Display) -> None:
-    for record in log.take(kind, event):
+    for record in log.process(kind, event):
         display.step(record, log.heldout)
     if kind == "DataOpened":
         display.set_num_steps(event["data"]["steps"])
     if kind == "Validated":
-        display.note(heldout_line(event["data"]))
+        display.print_message(heldout_line(event["data"]))
     elif kind in _TOLD:
-        display.note(event["message"])
+        display.print_message(event["message"])
 
 
 async def _show_start(api: Api, run_id: str, display: Display, reasons: Sequence[str]) -> None:

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from services.cli import known_tokens
-from services.cli.state_directory import lock_state_directory, process_folder
+from services.cli.state_directory import known_token, lock_state_directory, process_folder
 from services.common.task_group import TaskGroup
 from services.controller.launch.worker_process import last_lines
 
@@ -61,7 +60,7 @@ class LocalServices:
     """``host:port`` of the controller's gRPC server."""
     services: list[_Service] = field(default_factory=list)
 
-    async def keep(self) -> None:
+    async def supervise(self) -> None:
         """Restarts services that end, up to ``max_restarts`` times each; then raises.
 
         Raises:
@@ -69,7 +68,7 @@ class LocalServices:
         """
         async with TaskGroup() as tasks:
             for service in self.services:
-                tasks.create_task(self._keep(service))
+                tasks.create_task(self._supervise(service))
 
     async def start(self, service: _Service) -> dict[str, str]:
         """Starts another service and returns the addresses that it announces.
@@ -91,7 +90,7 @@ class LocalServices:
                     raise
                 service.num_restarts += 1
 
-    async def _keep(self, service: _Service) -> None:
+    async def _supervise(self, service: _Service) -> None:
         while True:
             assert service.process is not None
             await service.process.wait()
@@ -114,7 +113,6 @@ async def local_services(
     Args:
         state_directory: Folder of the database, the runs and the logs.
         port: Port of the REST API; 0 selects a free one.
-        max_restarts: Max restarts of each service that ends by itself.
 
     Raises:
         ServiceExitedError: If a service does not start.
@@ -168,7 +166,7 @@ async def local_services(
             transferqueue.settings["BIND"] = address
             controller.settings["BIND"] = services.grpc_address
             controller.settings["REST_BIND"] = services.url.removeprefix("http://")
-            with known_tokens.known(services.url, services.token):
+            with known_token(services.url, services.token):
                 yield services
         finally:
             await _stop_everything(services, strangers)
@@ -185,7 +183,6 @@ def _files_of_this_user() -> Iterator[None]:
 
 
 async def _start(service: _Service) -> dict[str, str]:
-    """Starts a service and returns the addresses that it announces."""
     prefix = f"SLIPSTREAM_{service.name.upper()}_"
     service.ready_file.unlink(missing_ok=True)
     environment = {
@@ -238,7 +235,6 @@ async def _stop_everything(services: LocalServices, strangers: Sequence[psutil.P
     """Ends the services, the controller first because it stops its workers; kills the rest.
 
     Args:
-        services: The started services.
         strangers: Children that this process had before, which are left alone.
     """
     try:

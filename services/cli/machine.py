@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import psutil
 
 from services.cli.settings import MachineSettings
-from services.common.host import missing_compiler, missing_cxx_compiler, usable_processors
+from services.common.host import missing_compiler, usable_processors
 from services.common.models.made_tokenizers import is_builtin_tokenizer, tokenizer_name
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
-from services.common.runspec.task_groups import TaskGroupError
+from services.common.runspec.topology import TaskGroupError
 from services.common.runspec.trackers import TRACKERS
 from services.controller.launch.gpus import host_gpus
 from services.controller.launch.launcher import gpu_needs, total_gpus, worker_names
@@ -59,8 +59,6 @@ def unmet_requirements(spec: RunSpec) -> Iterator[str]:
         )
     if gpus and (problem := missing_compiler()):
         yield problem
-    if not gpus and spec.trainer.compile and (problem := missing_cxx_compiler()):
-        yield f"trainer.compile is true: {problem}"
     yield from _too_many(spec, gpus)
 
 
@@ -77,7 +75,6 @@ def machine_defaults(spec: RunSpec, left_out: Collection[str]) -> Iterator[Machi
     """Yields the defaults that this machine's GPUs change.
 
     Args:
-        spec: The run, with machine-independent defaults.
         left_out: Keys that the user did not set; other keys keep their values.
     """
     if "rollout.replicas" in left_out:
@@ -119,40 +116,21 @@ def host_bytes_here() -> int:
 
 
 def memory_problems(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
-    """Yields problems if the trainer's state and its longest sequence exceed this machine's memory.
+    """Yields the reason why a run exceeds this machine's memory.
 
-    Args:
-        spec: The run.
-        config: Configuration of its model.
+    On GPUs it is that of ``run_memory``, which plans the same memory as the workers when they load.
     """
     # This imports torch.
-    import torch
+    from services.cli.run_memory import host_problem, run_memory
 
-    from services.common.models.training_memory import STATE, trainer_memory, weight_bytes
-
-    ranks, gpu_bytes = spec.trainer.world_size, gpu_bytes_here() if has_gpus() else None
-    if has_gpus() and gpu_bytes is None:
-        return
-    # A trainer that runs out of memory reduces its micro-batches by itself, down to one sequence.
-    smallest = spec.trainer.model_copy(update={"tokens_per_micro_batch": 1})
-    least = spec.model_copy(update={"trainer": smallest})
-    memory = trainer_memory(least, config, gpu_bytes=gpu_bytes or host_bytes_here())
-    if gpu_bytes is not None:
+    if not has_gpus():
+        yield from host_problem(spec, config, host_bytes=host_bytes_here())
+    elif (gpu_bytes := gpu_bytes_here()) is not None:
+        gpus = len(host_gpus(MachineSettings().visible_gpus))
         try:
-            memory.check(ranks)
+            run_memory(spec, config, gpu_bytes=gpu_bytes, gpus=gpus).check()
         except ValueError as error:
             yield f"model.path: {str(error).partition(chr(10))[0]}"
-        return
-    state = sum(memory.parts.get(name, 0) + memory.host.get(name, 0) for name in STATE)
-    dtype = getattr(torch, spec.trainer.dtype)
-    engines = spec.rollout.replicas * spec.has_engine * weight_bytes(config, dtype)
-    if ranks * state + engines > memory.total:
-        yield (
-            f"model.path: the run does not fit into this machine's memory of {memory.total / 1e9:.1f} GB: "
-            f"weights, gradients and optimizer of the trainer take {ranks * state / 1e9:.1f} GB, and the "
-            f"engines of rollout.replicas ({spec.rollout.replicas}) take {engines / 1e9:.1f} GB; use a "
-            "smaller model, or pass --elsewhere"
-        )
 
 
 def _fewer_rollouts(spec: RunSpec) -> Iterator[MachineDefault]:
@@ -209,7 +187,6 @@ def slow_settings(spec: RunSpec, slowdown: Callable[[], float] = bfloat16_slowdo
     """Returns a note about trainer settings that are slow on this machine; empty if there are none.
 
     Args:
-        spec: The run.
         slowdown: Measures the slowdown of bfloat16 on the CPU.
     """
     if not has_gpus():
@@ -232,8 +209,8 @@ def _slow_on_cpus(spec: RunSpec, slowdown: Callable[[], float]) -> Iterator[str]
         )
     if spec.trainer.compile:
         yield (
-            "trainer.compile is true: but on a CPU compilation may delay the first step by minutes; "
-            "set it to false"
+            "trainer.compile is true, but layers are compiled for GPUs only; this machine's CPU trains "
+            "without"
         )
 
 
@@ -293,7 +270,7 @@ def _too_many(spec: RunSpec, gpus: int) -> Iterator[str]:
     needs = gpu_needs(spec)
     total = spec.topology.gpus or sum(needs.values())
     if gpus:
-        worker_id, most = max(needs.items(), key=lambda item: item[1])
+        worker_id, count = max(needs.items(), key=lambda item: item[1])
         if spec.topology.placement == "mixed" and total_gpus(spec) > gpus:
             yield (
                 f"topology.placement is 'mixed': with {spec.rollout.replicas - spec.colocated_rollouts} "
@@ -301,10 +278,10 @@ def _too_many(spec: RunSpec, gpus: int) -> Iterator[str]:
                 f"{total_gpus(spec)} GPUs, but this machine has {gpus}; lower trainer.world_size or "
                 "rollout.replicas, set topology.placement to 'colocated', or pass --elsewhere"
             )
-        elif most > gpus or spec.topology.gpus > gpus:
+        elif count > gpus or spec.topology.gpus > gpus:
             yield (
-                f"{key}: the run needs {max(most, spec.topology.gpus)} GPUs ({worker_id} alone {most}), but "
-                f"this machine has {gpus}; lower trainer.world_size, topology.gpus or "
+                f"{key}: the run needs {max(count, spec.topology.gpus)} GPUs ({worker_id} alone {count}), "
+                f"but this machine has {gpus}; lower trainer.world_size, topology.gpus or "
                 "rollout.engine_arguments, or pass --elsewhere"
             )
         return

@@ -34,7 +34,7 @@ _COMMANDS = {
         ),
         "submit": ("spec:submit", "Submit a run and print its id."),
     },
-    "Look": {
+    "Inspect": {
         "list": ("inspect:list_", "List runs, newest first."),
         "watch": ("control:watch", "Show a run's progress until it ends."),
         "get": ("inspect:get", "Show one run."),
@@ -62,15 +62,23 @@ _COMMANDS = {
             "Send runs to wandb, tensorboard, mlflow or trackio, during or after the run.",
         ),
         "compare": (
-            "compare:compare",
+            "inspect:compare",
             "Compare two runs: results, and keys of their specifications that differ.",
         ),
+        "replay": (
+            "replay:replay",
+            "Repeat the training of a recorded run bit by bit, or with other settings and compare curves.",
+        ),
+        "diff": (
+            "replay:diff",
+            "Show the first step at which two recorded runs part, and why.",
+        ),
         "page": (
-            "project:page",
+            "control:page",
             "Print a link to the run page that signs in one browser, once.",
         ),
     },
-    "Steer": {
+    "Control": {
         "pause": (
             "control:pause",
             "Finish the current step, save a checkpoint and stop the run's workers.",
@@ -101,16 +109,16 @@ _COMMANDS = {
     },
     "Controller": {
         "quota": (
-            "project:quota",
+            "control:quota",
             "Show the project's usage and limits.",
         ),
-        "version": ("project:version", "Show the release of the controller."),
+        "version": ("control:version", "Show the release of the controller."),
         "backup": (
-            "project:backup",
+            "control:backup",
             "Copy the database, also while a controller runs; checkpoints are separate files.",
         ),
         "restore": (
-            "project:restore",
+            "control:restore",
             "Restore the database from a copy, while no controller uses it.",
         ),
     },
@@ -136,7 +144,6 @@ class _Commands(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """Returns the command with a name."""
     references = {name: where for panel in _COMMANDS.values() for name, (where, _) in panel.items()}
     module, _, function = references[name].partition(":")
     part = typer.Typer(add_completion=False)

@@ -6,6 +6,7 @@ import os
 import queue
 import re
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -28,7 +29,8 @@ REPEAT_EVERY_S = 30.0
 """Seconds between lines about unchanged progress on other outputs."""
 
 
-_STDERR = 2
+_STDOUT, _STDERR = 1, 2
+_MAX_SHOWN_BYTES = 64 << 10
 # Control characters except newline and tab, line separators, surrogates, and characters that
 # reorder a line (Unicode's bidirectional controls, CVE-2021-42574).
 _UNPRINTABLE = re.compile(
@@ -78,6 +80,29 @@ console = _Terminal(width=None if sys.stdout.isatty() else 1000)
 errors = _Terminal(stderr=True)
 
 
+@contextmanager
+def escaping_descriptors() -> Iterator[None]:
+    """Collects what this process and its children write in the block, and prints it escaped after it.
+
+    A user's function that is tried prints rows, which may come from anybody.
+    """
+    with tempfile.TemporaryFile() as file:
+        kept = {descriptor: os.dup(descriptor) for descriptor in (_STDOUT, _STDERR)}
+        sys.stdout.flush()
+        for descriptor in kept:
+            os.dup2(file.fileno(), descriptor)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            for descriptor, copy in kept.items():
+                os.dup2(copy, descriptor)
+                os.close(copy)
+            file.seek(0)
+            written = file.read(_MAX_SHOWN_BYTES).decode(errors="replace")
+            errors.print(written, end="", soft_wrap=True)
+
+
 class _Output(io.TextIOBase):
     """A file whose writes return immediately; a thread waits for the reader.
 
@@ -98,15 +123,12 @@ class _Output(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Returns the encoding of the output."""
         return "utf-8"
 
     def isatty(self) -> bool:
-        """Returns True if the output is a terminal."""
         return os.isatty(self._descriptor)
 
     def fileno(self) -> int:
-        """Returns the file descriptor of the output."""
         return self._descriptor
 
     def write(self, text: str) -> int:
@@ -152,7 +174,6 @@ def tolerate_broken_pipe(
     """Lets writers of a console continue after its reader has gone; finally waits for the reader.
 
     Args:
-        console: The console.
         on_reader_gone: See :class:`_Output`.
     """
     try:

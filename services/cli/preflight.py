@@ -5,6 +5,7 @@ together.
 """
 
 import inspect
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,35 +19,250 @@ from services.cli.machine import (
     memory_problems,
     unmet_requirements,
 )
-from services.cli.model_problems import (
-    adapter_problems,
-    batch_problems,
-    engine_problems,
-    length_problems,
-    mixture_problems,
-    quantization_problems,
-    quota_problems,
-    token_problems,
-)
+from services.cli.output import escaping_descriptors
 from services.cli.row_trial import MAX_ROWS, RowTrialResult, try_functions, try_rows
 from services.cli.settings import MachineSettings
 from services.common.callables import bind_callable, load_callable
 from services.common.models.configs import full_config, read_config
-from services.common.models.families import check_trainer
+from services.common.models.families import (
+    FAMILIES,
+    Family,
+    attention_modules,
+    check_trainer,
+    exact_tokens,
+    routing_shape,
+)
 from services.common.models.made_tokenizers import Vocabulary, builtin_vocabulary, tokenizer_name
+from services.common.models.tokenizer import Tokenizer
 from services.common.models.weight_files import file_problems
+from services.common.runspec.base import did_you_mean
 from services.common.runspec.built_in import AGENTS, EARNED, REWARDS, WORKFLOWS
 from services.common.runspec.data import kind_of
+from services.common.runspec.engines import engine_kind
 from services.common.runspec.formulas import ADVANTAGES, LOSSES
 from services.common.runspec.loader import Draft, SpecError, read_draft
+from services.common.runspec.rules import batch_bytes, quota
 from services.common.runspec.run import ModelSpec, RunSpec
-from services.common.runspec.suggestions import did_you_mean
 from services.common.runspec.trainer import OF_EXPERTS
 from services.common.security.secrets import find_plain_secrets
 from services.rollout.data.prompts import check_prompt
 from services.rollout.data.sources import PromptSource, open_source
+from services.rollout.engines.base import split_stop_texts
 from services.rollout.workflows.base import load_workflow
-from services.trainer.checkpoint import manifest
+from services.rollout.workflows.multi_turn import MultiTurn
+from services.trainer.checkpoint import compatibility, manifest
+
+_SHOWN = 300
+"""Max characters of an error of the operating system in a message."""
+
+
+def quantization_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a problem if the weights have 4 or 8 bits, which training and weight transfer do not support."""
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        yield (
+            f"model.path has quantized weights (quantization_config in its config.json is {method!r}); use a "
+            "copy in bfloat16"
+        )
+
+
+def adapter_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields problems of LoRA targets that have other names in this model family, or do not exist."""
+    if spec.trainer.lora is None or config.get("model_type") not in FAMILIES:
+        return
+    named, own = spec.trainer.lora.target_modules, attention_modules(config)
+    if missing := [
+        name for name in Family().attention_modules if name in named and name not in own
+    ]:
+        yield (
+            f"trainer.lora.target_modules has {', '.join(missing)}, but the attention modules of "
+            f"{config['model_type']!r} are {', '.join(own)}; use these"
+        )
+    if spec.trainer.lora.adapts_experts and FAMILIES[config["model_type"]].routing is None:
+        yield (
+            f"trainer.lora.target_modules has experts, but {config['model_type']!r} has none; remove "
+            f"{', '.join(name for name in named if OF_EXPERTS in name)}"
+        )
+
+
+def engine_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a problem if the GPUs of an engine cannot share the attention heads equally."""
+    name = engine_kind(spec.rollout.engine).heads_argument
+    size = spec.rollout.engine_arguments.get(name, 1) if name is not None else 1
+    text = config.get("text_config") or config
+    heads = text.get("num_attention_heads", size)
+    shared = text.get("num_key_value_heads") or heads
+    if heads % size or (shared % size and size % shared):
+        yield (
+            f"rollout.engine_arguments.{name} is {size}, but model.path has {heads} attention heads and "
+            f"{shared} key-value heads, which cannot be split evenly over so many GPUs; set it to a divisor "
+            "of both"
+        )
+
+
+def mixture_problems(spec: RunSpec, config: Mapping[str, Any]) -> list[str]:
+    """Returns problems of settings for experts that the model does not have."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    routing = None if family is None else family.routing
+    balancing, problems = spec.trainer.balancing, []
+    wanted = {
+        "rollout.routing_replay": (spec.rollout.routing_replay, "off"),
+        "trainer.balancing.kind": (balancing.kind, "none"),
+    }
+    problems += [
+        f"{key} is {value!r}, but model.path has model_type {config.get('model_type')!r} without experts; "
+        f"set it to {off!r}"
+        for key, (value, off) in wanted.items()
+        if value != off and routing is None
+    ]
+    lora = spec.trainer.lora
+    if lora is not None and lora.base_dtype is not None and routing is not None:
+        problems.append(
+            f"trainer.lora.base_dtype is {lora.base_dtype!r}, but most weights of model.path "
+            f"({config.get('model_type')}) are fused experts, which are not quantized; remove the key"
+        )
+    if balancing.kind == "bias" and routing not in (None, "sigmoid"):
+        problems.append(
+            "trainer.balancing.kind is 'bias', but the routers of model.path have no "
+            "e_score_correction_bias; set it to 'loss'"
+        )
+    has_coefficient = balancing.coefficient or config.get("router_aux_loss_coef")
+    if balancing.kind == "loss" and routing is not None and not has_coefficient:
+        problems.append(
+            "trainer.balancing.kind is 'loss', but model.path has no router_aux_loss_coef; set "
+            "trainer.balancing.coefficient"
+        )
+    return problems
+
+
+def quota_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a problem if samples with routed experts, which are many times larger, exceed the quota."""
+    if expert_bytes := _expert_bytes(spec, config):
+        yield from quota(spec, expert_bytes=expert_bytes)
+
+
+def batch_problems(
+    spec: RunSpec, config: Mapping[str, Any], *, capacity_bytes: int
+) -> Iterator[str]:
+    """Yields a problem if the transferqueue of this machine can never hold a batch."""
+    needed = batch_bytes(spec, expert_bytes=_expert_bytes(spec, config))
+    if capacity_bytes < needed <= spec.transferqueue.quota_bytes:
+        yield (
+            f"trainer.prompts_per_step is {spec.trainer.prompts_per_step}: with rollout.group_size "
+            f"({spec.rollout.group_size}) and rollout.max_response_tokens "
+            f"({spec.rollout.max_response_tokens}) a batch may take {needed:,} bytes, but the transferqueue "
+            f"of this machine has {capacity_bytes:,}; lower one of them, or raise "
+            "SLIPSTREAM_TRANSFERQUEUE_CAPACITY_BYTES"
+        )
+
+
+def record_note(spec: RunSpec) -> str:
+    """Returns the max size of what ``record: full`` writes; empty if it is off."""
+    if spec.record == "off":
+        return ""
+    expert_bytes = 0
+    if spec.rollout.routing_replay != "off":
+        expert_bytes = _expert_bytes(spec, read_config(spec.model, _vocabulary(spec)))
+    others = 4 * (spec.samples_per_group - 1) * spec.data.max_prompt_tokens
+    # In the record, each member has the prompt that a group shares in the transferqueue.
+    size = batch_bytes(spec, expert_bytes=expert_bytes) + spec.trainer.prompts_per_step * others
+    steps = spec.trainer.steps
+    whole = "" if steps is None else f", {size * steps / 1e9:.3g} GB in {steps} steps"
+    return (
+        f"record: full writes at most {size / 1e6:.3g} MB per step{whole}, beside the checkpoints"
+    )
+
+
+def _expert_bytes(spec: RunSpec, config: Mapping[str, Any]) -> int:
+    """Returns the bytes per token of the chosen experts, if the run stores them."""
+    routing = routing_shape(config)
+    if routing is None or spec.rollout.routing_replay == "off":
+        return 0
+    layers, chosen = routing.tail
+    return int(layers * chosen * (1 if routing.dtype == "uint8" else 2))
+
+
+def token_problems(
+    spec: RunSpec, config: Mapping[str, Any], tokenizer: Vocabulary
+) -> Iterator[str]:
+    """Yields problems of tokens that the model or tokenizer lacks, and of chats that cannot be rendered."""
+    vocab_size = config.get("vocab_size")
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        yield (
+            f"model.tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of model.path is "
+            f"{vocab_size}; use the model's own tokenizer"
+        )
+    most = max(vocab_size or 0, tokenizer.vocab_size)
+    if unknown := [each for each in spec.rollout.sampling.stop_token_ids if each >= most]:
+        yield (
+            f"rollout.sampling.stop_token_ids has {', '.join(map(str, unknown))}, but model.path has "
+            f"{most} tokens; use ids from 0 to {most - 1}"
+        )
+    if isinstance(tokenizer, Tokenizer):
+        try:
+            split_stop_texts(spec.rollout.sampling.stop, tokenizer)
+        except ValueError as error:
+            yield f"rollout.sampling.stop: {error}"
+    if spec.data.chat_template and not tokenizer.has_chat_template:
+        yield (
+            "data.chat_template is true, but the tokenizer has no chat template; set it to false, or use the "
+            "tokenizer of a chat model"
+        )
+    elif spec.data.chat_template and isinstance(tokenizer, Tokenizer):
+        try:
+            tokenizer.render_chat([{"role": "user", "content": "Hello"}])
+        except (TypeError, ValueError) as error:
+            yield f"data.chat_template is true, but rendering a chat failed: {error}"
+            return
+    if spec.rollout.workflow == "multi_turn":
+        yield from _tool_result_problems(spec, tokenizer)
+
+
+def _tool_result_problems(spec: RunSpec, tokenizer: Vocabulary) -> Iterator[str]:
+    """Yields problems of tool results that the chat template cannot render.
+
+    The template of a built-in tokenizer renders every role.
+    """
+    if spec.data.chat_template and not isinstance(tokenizer, Tokenizer):
+        return
+    try:
+        workflow = load_workflow(spec.rollout)
+    except (ValueError, ImportError):  # reported where workflows are judged
+        return
+    try:
+        if isinstance(workflow, MultiTurn):
+            is_used = spec.data.chat_template
+            workflow.check(tokenizer if is_used and isinstance(tokenizer, Tokenizer) else None)
+    except (TypeError, ValueError) as error:
+        yield str(error)
+
+
+def length_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a problem if a prompt or a response alone can fill the model's context.
+
+    Their sum may exceed it: a response gets the tokens that its prompt leaves. The sum is checked
+    only against the length up to which an engine without sliding windows is exact.
+    """
+    context = config.get("max_position_embeddings")
+    prompt, response = spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
+    for key, tokens in (
+        ("data.max_prompt_tokens", prompt),
+        ("rollout.max_response_tokens", response),
+    ):
+        if context is not None and tokens >= context:
+            yield (
+                f"{key} is {tokens}, but model.path has a context of {context} tokens "
+                "(max_position_embeddings) for a prompt and its response; lower it"
+            )
+    exact = exact_tokens(config, spec.rollout.engine)
+    if exact is not None and prompt + response > exact:
+        yield (
+            f"data.max_prompt_tokens and rollout.max_response_tokens add up to {prompt + response} tokens, "
+            f"but rollout.engine {spec.rollout.engine!r} does not compute the sliding windows of "
+            f"{config['model_type']!r}, so its logprobs are correct up to {exact} tokens only; lower them, "
+            "or use another engine"
+        )
+
 
 _OFFLINE = (
     "Hugging Face does not respond within 2 s, and this machine's cache lacks files that the run needs: "
@@ -58,8 +274,6 @@ def read_checked(path: Path, overrides: Sequence[str] = (), *, is_here: bool = T
     """Reads a specification file and checks it and all resources that it names.
 
     Args:
-        path: A YAML or JSON file.
-        overrides: Assignments of keys.
         is_here: If true, the run will be on this machine, which must have all resources that it
             needs and names.
 
@@ -77,7 +291,8 @@ def read_checked(path: Path, overrides: Sequence[str] = (), *, is_here: bool = T
     if examined.spec is not None:
         problems += find_plain_secrets(examined.spec)
     if examined.spec is not None and is_here:
-        found = _examined_here(examined.spec, tries_functions=not problems)
+        with escaping_descriptors():
+            found = _examined_here(examined.spec, tries_functions=not problems)
         problems += [each for each in found.problems if not examined.is_about_stand_ins(each)]
         draft = replace(draft, notes=(*draft.notes, *found.notes))
     if problems:
@@ -109,21 +324,22 @@ def _examined_here(spec: RunSpec, *, tries_functions: bool = True) -> RowTrialRe
     problems: list[str] = []
     is_offline = hub_is_needed(spec) and not go_offline_unless_reachable()
     sources: dict[str, PromptSource] = {}
-    _collect(problems, _model, spec)
+    _collect(problems, _model, spec, "model")
     is_tokenizer_right = not problems
-    for step in (
-        _teacher,
-        _start,
-        partial(_sources, opened=sources),
-        _rewards,
-        _workflow,
-        _formulas,
-        _curriculum,
-        unmet_requirements,
-    ):
-        _collect(problems, step, spec)
+    steps: dict[str, Callable[[RunSpec], Iterator[str]]] = {
+        "teacher": _teacher,
+        "trainer.checkpoint": _start,
+        "data": partial(_sources, opened=sources),
+        "rollout.rewards": _rewards,
+        "rollout.workflow": _workflow,
+        "algorithm": _formulas,
+        "data.curriculum": _curriculum,
+        "this machine": unmet_requirements,
+    }
+    for key, step in steps.items():
+        _collect(problems, step, spec, key)
     if not problems:
-        _collect(problems, _built, spec)
+        _collect(problems, _built, spec, "model")
     notes: list[str] = []
     if is_tokenizer_right:
         notes = _try(problems, spec, sources, tries_functions=tries_functions)
@@ -153,17 +369,26 @@ def _try(
     return [*rows.notes, *functions.notes]
 
 
-def _collect(problems: list[str], step: Callable[[RunSpec], Iterator[str]], spec: RunSpec) -> None:
+def _collect(
+    problems: list[str], step: Callable[[RunSpec], Iterator[str]], spec: RunSpec, key: str
+) -> None:
+    """Adds the problems of one step; ``key`` is the part of the specification that it checks."""
     try:
         problems.extend(step(spec))
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         problems.append(str(error))
+    except OSError as error:  # of a path that no file can have, or that may not be read
+        problems.append(_unreadable(key, error))
+
+
+def _unreadable(key: str, error: OSError) -> str:
+    return f"{key}: {str(error)[:_SHOWN]}; use a path that this machine can read"
 
 
 def _weights(key: str, model: ModelSpec) -> Iterator[str]:
     """Yields problems that prevent a model from being loaded."""
     path = model.path
-    if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
+    if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
         raise ValueError(
             f"{key}.path: folder {path!r} does not exist; use a folder with a model, a Hugging Face id such "
             "as 'Qwen/Qwen2.5-0.5B', or a preset such as 'tiny:qwen2-0.4m'"
@@ -183,16 +408,17 @@ def _weights(key: str, model: ModelSpec) -> Iterator[str]:
 def _teacher(spec: RunSpec) -> Iterator[str]:
     if spec.teacher is None:
         return
-    yield from _weights("teacher", spec.teacher)
-    config = read_config(spec.teacher, _vocabulary(spec.of_reference))
-    for problem in check_trainer(
-        config,
-        tensor_parallel=spec.trainer.tensor_parallel,
-        context_parallel=spec.trainer.context_parallel,
-    ):
-        yield problem.replace("model.path", "teacher.path")
+    if spec.needs_reference:
+        yield from _weights("teacher", spec.teacher)
+        config = read_config(spec.teacher, _vocabulary(spec.of_reference))
+        for problem in check_trainer(
+            config,
+            tensor_parallel=spec.trainer.tensor_parallel,
+            context_parallel=spec.trainer.context_parallel,
+        ):
+            yield problem.replace("model.path", "teacher.path")
     # This imports transformers, which takes a second.
-    from services.common.models.teachers import check_teacher
+    from services.common.models.tokenizer import check_teacher
 
     check_teacher(spec)
 
@@ -260,6 +486,16 @@ def _adapter_names(spec: RunSpec) -> Iterator[str]:
     shapes = shapes_of(model_config(spec))
     modules = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
     known = sorted({name.rpartition(".")[2] for name in modules} - {"embed_tokens"})
+    ranks = [
+        min(shape)
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.split(".")[-2] in spec.trainer.lora.target_modules
+    ]
+    if ranks and spec.trainer.lora.rank > max(ranks):
+        yield (
+            f"trainer.lora.rank is {spec.trainer.lora.rank}, but the target modules of model.path have "
+            f"at most rank {max(ranks)}; lower it, or remove trainer.lora to train all weights"
+        )
     for target in spec.trainer.lora.target_modules:
         if OF_EXPERTS in target:
             continue  # reported with the family
@@ -271,7 +507,7 @@ def _adapter_names(spec: RunSpec) -> Iterator[str]:
 
 
 def _vocabulary(spec: RunSpec) -> Vocabulary:
-    made = builtin_vocabulary(tokenizer_name(spec.model))
+    made = builtin_vocabulary(tokenizer_name(spec.model), images=spec.model.images)
     if made is not None:
         return made
     # This imports transformers, which takes a second.
@@ -283,21 +519,45 @@ def _vocabulary(spec: RunSpec) -> Vocabulary:
 def _start(spec: RunSpec) -> Iterator[str]:
     checkpoint = spec.trainer.checkpoint
     if checkpoint.start_from is not None:
+        folder = Path(checkpoint.start_from)
         try:
-            step = manifest.step_of(Path(checkpoint.start_from))
+            for problem in _start_problems(spec, folder):
+                yield f"trainer.checkpoint.start_from {checkpoint.start_from!r}: {problem}"
         except ValueError as error:
             yield f"trainer.checkpoint.start_from: {error}"
-        else:
-            if spec.trainer.steps is not None and step >= spec.trainer.steps:
-                yield (
-                    f"trainer.steps is {spec.trainer.steps}, but trainer.checkpoint.start_from was saved at "
-                    f"step {step}, so nothing would be trained; raise trainer.steps"
-                )
-    if checkpoint.directory is not None and Path(checkpoint.directory).is_file():
+    if checkpoint.directory is not None:
+        folder = Path(checkpoint.directory).absolute()
+        while not folder.exists():
+            folder = folder.parent
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            yield (
+                f"trainer.checkpoint.directory {checkpoint.directory!r} cannot be used, because {folder} is "
+                f"not a folder that can be written to ({error.strerror}); use another one, or remove the key"
+            )
+
+
+def _start_problems(spec: RunSpec, folder: Path) -> Iterator[str]:
+    """Yields reasons why the run cannot start from a checkpoint."""
+    # This imports transformers, which takes a second.
+    from services.common.models.tokenizer import load_tokenizer
+
+    facts = manifest.facts_of(folder)
+    if spec.trainer.steps is not None and facts["step"] >= spec.trainer.steps:
         yield (
-            f"trainer.checkpoint.directory: {checkpoint.directory!r} is a file; use a folder, or remove the "
-            "key"
+            f"the checkpoint was saved at step {facts['step']}, but trainer.steps is {spec.trainer.steps}, "
+            "so nothing would be trained; raise trainer.steps"
         )
+    own = compatibility.model_facts(spec, model_config(spec), load_tokenizer(spec.model))
+    parts = [""]
+    if spec.algorithm.advantage_kind.needs_critic:
+        if spec.topology.own_gpus("critic"):
+            manifest.facts_of(compatibility.critic_folder(folder))
+        else:
+            parts.append(compatibility.CRITIC)
+    yield from compatibility.mismatches(facts, own, parts=parts)
 
 
 def _sources(spec: RunSpec, *, opened: dict[str, PromptSource]) -> Iterator[str]:
@@ -314,8 +574,11 @@ def _sources(spec: RunSpec, *, opened: dict[str, PromptSource]) -> Iterator[str]
             if source_spec.source != "environment":
                 _check_rows(source, spec, split, num_demonstrations=count)
             opened[split] = source
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             yield from str(error).split("\n")
+            continue
+        except OSError as error:
+            yield _unreadable(f"data.{split}", error)
             continue
         metadata = source[0].get("metadata")
         if any(reward.name == "reasoning_gym" for reward in rewards) and (
@@ -436,7 +699,7 @@ def _called(
     """Yields problems that prevent a function from being imported or called with these arguments."""
     try:
         function = load_callable(reference)
-    except (ValueError, ImportError, SyntaxError) as error:
+    except (ValueError, ImportError) as error:
         yield f"{key}: {error}"
         return
     if given is None:

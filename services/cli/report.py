@@ -1,7 +1,8 @@
 """Report files of a run: summary.json, metrics.jsonl and curves.png."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,75 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from services.cli.display import duration, set_line
-from services.cli.steps import StepLog
+
+
+@dataclass(slots=True)
+class StepLog:
+    """Collects the events of a run; a step's record is complete when its weights are published.
+
+    ``metrics.jsonl`` has one line per step. Step 0 is the initial model.
+    """
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """Complete records, in order."""
+    heldout: list[dict[str, Any]] = field(default_factory=list)
+    """Evaluations: ``version``, ``greedy``, ``sampled``, and ``sets`` with the scores of each."""
+    _open: dict[str, Any] | None = None
+    _num_written: int = 0
+
+    def process(self, kind: str, event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Processes an event; yields the records that it completes."""
+        data = event.get("data", {})
+        if kind == "StepCommitted":
+            yield from self._close()
+            # After the loss of a trainer, the run resumes from its checkpoint and trains later
+            # steps again.
+            kept = [record for record in self.records if record["step"] < data["step"]]
+            if len(kept) < len(self.records):
+                self.records, self._num_written = kept, 0
+            self._open = {"time": event["time"], **data}
+        elif kind == "WeightsPublished" and self._open is not None:
+            self._open.update(
+                {name: value for name, value in data.items() if name.endswith("_ms")},
+                weight_version=data["version"],
+            )
+            yield from self._close()
+        elif kind == "Validated" and data["num_samples"]:
+            scores = {name: data[name] for name in ("version", "greedy", "sampled")}
+            self.heldout.append({**scores, "sets": data.get("by_set", {})})
+        elif kind == "end":
+            yield from self._close()
+
+    def append(self, path: Path) -> None:
+        """Appends new records to the file; rewrites it if steps were trained again."""
+        new = self.records[self._num_written :]
+        if not new:
+            return
+        with path.open("a" if self._num_written else "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in new)
+        self._num_written = len(self.records)
+
+    def write(self, path: Path) -> None:
+        """Writes all records as JSON lines, with held-out scores in the record of their step."""
+        scores = {score["version"]: score for score in self.heldout}
+        with path.open("w", encoding="utf-8") as file:
+            for record in self.records:
+                score = scores.get(record["step"])
+                if score is not None:
+                    record = {
+                        **record,
+                        "heldout_greedy": score["greedy"],
+                        "heldout_sampled": score["sampled"],
+                        "heldout_sets": score["sets"],
+                    }
+                file.write(json.dumps(record) + "\n")
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        if self._open is not None:
+            self.records.append(self._open)
+            yield self._open
+            self._open = None
+
 
 mpl.use("Agg")
 
@@ -78,9 +147,8 @@ def write_report(
     log.write(folder / METRICS)
     if log.records:
         # This imports matplotlib, which takes time and is needed only to draw.
-        from services.cli import report
 
-        report.draw(folder / "curves.png", run, log)
+        draw(folder / "curves.png", run, log)
     summary = {
         "run_id": run["id"],
         "name": run["name"],
@@ -98,7 +166,6 @@ def write_report(
 def summary_lines(
     run: Mapping[str, Any], folder: Path, log: StepLog, *, wall_seconds: float
 ) -> list[str]:
-    """Returns the summary of an ended run as lines of text."""
     summary = run["summary"]
     lines = [f"{run['name']} {run['state']} after {duration(wall_seconds)} ({run['state_reason']})"]
     if run["message"]:

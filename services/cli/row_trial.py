@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.built_in import EARNED, SERVICES
@@ -12,6 +12,8 @@ from services.common.runspec.data import kind_of
 from services.common.runspec.rollout import RewardSpec
 from services.common.runspec.rules import batch_bytes
 from services.common.runspec.run import RunSpec
+from services.common.security.confinement import CodePolicy
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.curriculum import Curriculum
 from services.rollout.data.prompts import Prompt, PromptStore
@@ -20,7 +22,10 @@ from services.rollout.failures import CallError, GroupError
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.comparison import Comparison
 from services.rollout.rewards.scorer import Scorer
-from services.wire.rollout import PromptHistory
+from services.wire.workers import PromptHistory
+
+if TYPE_CHECKING:
+    from services.rollout.data.images import ImageReader
 
 MAX_ROWS = 16
 TIMEOUT_S = 60.0
@@ -55,6 +60,7 @@ def try_rows(
         tokenizer,
         num_demonstrations=spec.algorithm.num_demonstrations,
         answers_heldout=bool(spec.rollout.rewards),
+        images=_image_reader(spec, tokenizer),
     )
     for split, source in sources.items():
         made, refused = list[Prompt](), list[str]()
@@ -80,6 +86,22 @@ def try_rows(
     return trial, prompts
 
 
+def _image_reader(spec: RunSpec, tokenizer: Tokenizer) -> "ImageReader | None":
+    """Returns the reader of a run's images, which may be anywhere: the user's machine has no restrictions."""
+    if not spec.model.images:
+        return None
+    # Imported here, because most runs have no images.
+    from services.rollout.data.images import ImageReader
+
+    return ImageReader(
+        spec.model,
+        spec.data,
+        tokenizer,
+        allowance=CodePolicy(),
+        reach=AddressPolicy(),
+    )
+
+
 def _size_problems(spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[str]:
     """Yields a problem if a batch whose prompts have inputs as large as the tried ones exceeds the quota."""
     bundles = [prompt.model_inputs for made in prompts.values() for prompt in made]
@@ -89,14 +111,14 @@ def _size_problems(spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]]) -> It
     if largest and needed > quota:
         yield (
             f"transferqueue.quota_bytes is {quota:,}, but a batch may take {needed:,}: the first rows have "
-            f"up to {largest:,} bytes of model inputs (data.model_inputs_column) each, and a step has "
-            f"trainer.prompts_per_step ({spec.trainer.prompts_per_step}) prompts; raise the quota, to "
+            f"up to {largest:,} bytes of model inputs (images, or data.model_inputs_column) each, and a step "
+            f"has trainer.prompts_per_step ({spec.trainer.prompts_per_step}) prompts; raise the quota, to "
             f"{2 * needed} if the next batch is to have room beside it"
         )
 
 
 def _check_demonstrations(prompt: Prompt, spec: RunSpec, place: str) -> None:
-    """Rejects an answer that the run would not train, as ``rollout/sampling/demonstrated.py`` does."""
+    """Rejects an answer that the run would not train, as ``rollout/sampling/samples.py`` does."""
     max_tokens = spec.rollout.max_response_tokens
     longest = max((shown.num_tokens for shown in prompt.demonstrations), default=0)
     if longest > max_tokens and not prompt.may_be_cut:
@@ -114,9 +136,7 @@ def try_functions(
     """Calls the user's functions with the first rows, in separate processes, each with a deadline.
 
     Args:
-        spec: The run.
         prompts: Prompts of the first rows, by split.
-        tokenizer: The model's tokenizer.
     """
     return asyncio.run(_try_functions(spec, prompts, tokenizer))
 

@@ -1,23 +1,181 @@
-"""Memory plan of a whole run, used by ``validate``, ``plan`` and the start of a run.
+"""Memory plan of a whole run, used by ``init``, ``validate``, ``plan`` and the start of a run.
 
 The trainer and the rollouts check the same numbers when they load (``fitted_to_gpu``, ``plan_of``).
 """
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations
+from functools import cached_property
+from itertools import chain, combinations
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
-from services.common.models.training_memory import SPARE, TrainerMemory, fitted, trainer_memory
-from services.common.runspec.placement_rules import placement
+from services.cli.preflight import model_config
+from services.common.models.families import num_experts
+from services.common.models.training_memory import (
+    SPARE,
+    STATE,
+    TrainerMemory,
+    fitted,
+    trainer_memory,
+    weight_bytes,
+)
+from services.common.runspec.loader import SpecError
+from services.common.runspec.rules import parallelism, placement
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trainer import LoraSpec
 from services.controller.launch.gpus import HostGpus
 from services.controller.launch.launcher import gpu_hosts, gpu_needs, total_gpus, worker_names
 from services.rollout.engines.memory import MemoryPlan, plan_of
+
+_UNITS = {"": 1e9, "GB": 1e9, "G": 1e9, "GIB": 2.0**30, "MB": 1e6, "TB": 1e12}
+_H200 = 141e9
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def gpu_bytes(text: str) -> int:
+    """Parses a size such as ``141GB`` or ``80GiB`` into bytes; a number without a unit is GB.
+
+    Raises:
+        ValueError: If the text is not a size between 1 GB and 10 TB.
+    """
+    found = _SIZE.fullmatch(text)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    size = float(found[1]) * unit if found and unit else 0.0
+    if not 1e9 <= size <= 1e13:
+        raise ValueError(f"--gpu-memory: expected the memory of a GPU, such as 141GB, got {text!r}")
+    return int(size)
+
+
+class Memory:
+    """Memory of the runs of one specification's model.
+
+    Args:
+        total: Memory of a GPU in bytes; None if unknown, in which case everything fits.
+    """
+
+    def __init__(self, spec: RunSpec, total: int | None) -> None:
+        self._spec = spec
+        self._total = total
+
+    def like(self, spec: RunSpec) -> "Memory":
+        """Returns the memory for the same GPUs and another way to run the model."""
+        return Memory(spec, self._total)
+
+    @property
+    def weights(self) -> float:
+        """Number of parameters of the model."""
+        return self._size[0]
+
+    @property
+    def active_weights(self) -> float:
+        """Number of parameters that are active for one token."""
+        return self._size[1]
+
+    @property
+    def moved(self) -> float | None:
+        """Bytes of the trainer's state that leave a GPU and return at a switch; 0 if they stay.
+
+        None if engines fit together with the whole state. H200s are assumed if the size of the GPUs is
+        unknown.
+        """
+        from services.common.models.training_memory import resident_memory, state_memory
+
+        spec = self._spec
+        engines = max(1, spec.trainer.world_size // spec.engine_gpus)
+        parts = {
+            "topology": TopologySpec(placement="colocated"),
+            "rollout": spec.rollout.model_copy(update={"replicas": engines}),
+        }
+        spec, total = spec.model_copy(update=parts), self._total or int(_H200)
+        stays = resident_memory(spec, self._config, gpu_bytes=total)
+        if stays != "nothing":
+            return None if stays == "all" else 0.0
+        return float(state_memory(spec, self._config, gpu_bytes=total))
+
+    def refused(self, trainer_gpus: int) -> str:
+        """Returns the reason why this many trainer GPUs, or one rollout GPU, do not suffice; else empty."""
+        if self._total is None:
+            return ""
+        try:
+            self._run(trainer_gpus).check()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def max_slots(self, maximum: int, *, mean_tokens: float) -> int:
+        """Returns the max samples that a rollout decodes at once within its KV cache."""
+        if self._total is None:
+            return maximum
+        try:
+            tokens = int(self._run(self._spec.trainer.world_size).rollout.kv_tokens)
+        except ValueError:
+            return maximum  # it is refused with its reason
+        a_sample = self._spec.data.max_prompt_tokens + mean_tokens
+        return max(1, min(maximum, math.floor(tokens / a_sample)))
+
+    def tables(self, trainer_gpus: int) -> str:
+        """Returns the memory contents of each GPU as lines of text."""
+        if self._total is None:
+            return ""
+        return str(self._run(trainer_gpus).table())
+
+    def document(self, trainer_gpus: int) -> dict[str, Any]:
+        """Returns the memory contents of each GPU in bytes, for programs."""
+        if self._total is None:
+            return {}
+        run = self._run(trainer_gpus)
+        return {
+            "gpu": self._total,
+            "trainer": dict(run.trainer.parts),
+            "rollout": {
+                "weights": run.rollout.weights,
+                "weight_sync": run.rollout.plane,
+                "kv_cache": run.rollout.kv_cache,
+                "kv_tokens": run.rollout.kv_tokens,
+            },
+        }
+
+    def _run(self, trainer_gpus: int) -> Any:
+        trainer = self._spec.trainer.model_copy(update={"world_size": trainer_gpus})
+        spec = self._spec.model_copy(update={"trainer": trainer})
+        assert self._total is not None
+        return run_memory(spec, self._config, gpu_bytes=self._total)
+
+    @cached_property
+    def _config(self) -> Any:
+        return model_config(self._spec)
+
+    @cached_property
+    def _size(self) -> tuple[float, float]:
+        from services.trainer.model.flops import model_weights
+
+        return model_weights(self._config)
+
+
+def memory_table(spec: RunSpec, *, gpu_bytes: int, gpus: int | None = None) -> str:
+    """Returns the memory contents of each GPU of a run as text.
+
+    Args:
+        gpus: Number of GPUs; if it is lower than the workers need, some workers share GPUs.
+            None means enough.
+
+    Raises:
+        SpecError: If the run does not fit, with the smallest change that makes it fit.
+    """
+    config = model_config(spec)
+    try:
+        memory = run_memory(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
+        memory.check()
+    except ValueError as error:
+        raise SpecError([str(error)]) from error
+    return memory.table()
+
 
 _MIN_TOKENS = 1024
 _Changes = Mapping[str, Any]
@@ -62,9 +220,6 @@ def run_memory(
     """Plans the memory of a run.
 
     Args:
-        spec: The run.
-        config: Configuration of its model.
-        gpu_bytes: Memory of one GPU.
         gpus: Number of GPUs; if it is lower than the workers need, some workers share GPUs.
             None means enough.
 
@@ -81,6 +236,24 @@ def run_memory(
     first, newline, rest = found.why_not.partition("\n")
     told = f"{first.rstrip('.')}. {change}{newline}{rest}"
     return RunMemory(found.trainer, found.trainer_gpus, found.rollout, found.chosen, told)
+
+
+def host_problem(spec: RunSpec, config: PretrainedConfig, *, host_bytes: int) -> Iterator[str]:
+    """Yields the reason why a run without GPUs exceeds a machine's memory.
+
+    Only states and weights are counted: all processes share the memory, and activations are short-lived.
+    """
+    ranks, memory = spec.trainer.world_size, trainer_memory(spec, config, gpu_bytes=host_bytes)
+    state = ranks * sum(memory.parts.get(name, 0) + memory.host.get(name, 0) for name in STATE)
+    dtype = getattr(torch, spec.trainer.dtype)
+    engines = spec.rollout.replicas * spec.has_engine * weight_bytes(config, dtype)
+    if state + engines > host_bytes:
+        yield (
+            f"model.path: the run does not fit into this machine's memory of {host_bytes / 1e9:.1f} GB: "
+            f"weights, gradients and optimizer of the trainer take {state / 1e9:.1f} GB, and the "
+            f"engines of rollout.replicas ({spec.rollout.replicas}) take {engines / 1e9:.1f} GB; use a "
+            "smaller model, or pass --elsewhere"
+        )
 
 
 def _planned(
@@ -112,7 +285,7 @@ def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
         next((w for w, role in roles.items() if role == one), "") for one in ("trainer", "rollout")
     ]
     found = [
-        [roles[worker] for worker in host.neighbours(spec.name, name)] if name else []
+        [roles[worker] for worker in host.workers_sharing(spec.name, name)] if name else []
         for name in names
     ]
     return found[0], found[1]
@@ -122,14 +295,14 @@ def smallest_change(
     spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int, gpus: int | None
 ) -> _Changes:
     """Returns the one or two settings whose change makes a run fit; empty if there are none."""
-    changes = list(_changes(spec))
+    changes = list(_changes(spec, is_mixture=num_experts(config.to_dict()) > 0))
     for count in (1, 2):
         for some in combinations(changes, count):
             merged = {key: value for change in some for key, value in change.items()}
             if len(merged) < sum(map(len, some)):
                 continue  # two values of one key
             changed = _with(spec, merged)
-            if next(placement(changed), ""):
+            if next(chain(placement(changed), parallelism(changed)), ""):
                 continue
             try:
                 found = _planned(changed, config, gpu_bytes=gpu_bytes, gpus=gpus)
@@ -140,7 +313,7 @@ def smallest_change(
     return {}
 
 
-def _changes(spec: RunSpec) -> Iterator[_Changes]:
+def _changes(spec: RunSpec, *, is_mixture: bool) -> Iterator[_Changes]:
     """Yields settings that reduce memory, the ones with the lowest cost first."""
     trainer = spec.trainer
     kept = trainer.activation_checkpointing
@@ -162,8 +335,14 @@ def _changes(spec: RunSpec) -> Iterator[_Changes]:
         yield {"topology.placement": "colocated"}
     if trainer.zero_stage == 3 and trainer.cpu_offload is not True:
         yield {"trainer.cpu_offload": True}
-    if trainer.lora is None:
+    yield from _adapters(trainer.lora, is_mixture=is_mixture)
+
+
+def _adapters(lora: LoraSpec | None, *, is_mixture: bool) -> Iterator[_Changes]:
+    if lora is None:
         yield {"trainer.lora": LoraSpec()}
+    elif lora.base_dtype is None and not is_mixture:
+        yield {"trainer.lora": lora.model_copy(update={"base_dtype": "nf4"})}
 
 
 def _with(spec: RunSpec, changes: _Changes) -> RunSpec:
@@ -184,5 +363,6 @@ def _with(spec: RunSpec, changes: _Changes) -> RunSpec:
 def shown(value: Any) -> str:
     """Returns the value of a setting as YAML."""
     if isinstance(value, LoraSpec):
-        return f"{{rank: {value.rank}, sync: {value.sync}}}"
+        base = "" if value.base_dtype is None else f", base_dtype: {value.base_dtype}"
+        return f"{{rank: {value.rank}, sync: {value.sync}{base}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)

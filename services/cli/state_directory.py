@@ -1,4 +1,8 @@
-"""Lock of the state directory: only one command may use it, because two would take each other's runs."""
+"""State of this machine: the lock of the state directory, and the tokens of running controllers.
+
+Only one command may use the directory, because two would take each other's runs. Other users
+cannot read the tokens.
+"""
 
 import fcntl
 import json
@@ -10,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from services.common.host import is_gone, process_identity
 
@@ -76,3 +81,54 @@ def _is_left_behind(folder: Path) -> bool:
         return is_gone(json.loads((folder / _OWNER).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+@contextmanager
+def known_token(url: str, token: str) -> Iterator[None]:
+    """Stores the token of a started controller until the block ends.
+
+    Also removes tokens that killed processes left.
+    """
+    path = _path(url)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.chmod(0o700)
+    for left in path.parent.iterdir():
+        if _lives(left) is False:
+            left.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump({"token": token, **process_identity()}, file)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def find_token(url: str) -> str:
+    """Returns the token of the controller at an address; empty if it is not stored here or not readable."""
+    try:
+        return str(json.loads(_path(url).read_text(encoding="utf-8"))["token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def running_controllers() -> list[str]:
+    """Returns the addresses of the running controllers that this user started on this machine."""
+    found = sorted(_folder().iterdir()) if _folder().is_dir() else []
+    return [f"http://{path.name}" for path in found if _lives(path)]
+
+
+def _lives(path: Path) -> bool | None:
+    """Returns True if the controller of a token file runs; None if the file cannot be read."""
+    try:
+        return not is_gone(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _path(url: str) -> Path:
+    return _folder() / urlsplit(url).netloc.replace("/", "_")
+
+
+def _folder() -> Path:
+    return Path.home() / ".slipstream" / "tokens"

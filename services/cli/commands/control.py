@@ -1,10 +1,14 @@
-"""Commands that act on a run."""
+"""Commands that act on a run or on the controller."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
+from rich.table import Table
 
 from services.cli.api import Api, ApiError
 from services.cli.api_calls import (
@@ -12,23 +16,29 @@ from services.cli.api_calls import (
     RunId,
     StateDirectory,
     Url,
-    ask,
+    call_api,
+    call_operation,
     of_run,
 )
 from services.cli.display import heldout_line
 from services.cli.follow import follow
-from services.cli.output import console, write
+from services.cli.output import console, fail, write
+from services.common.errors import ServiceError
 from services.controller.api.operations import (
     CancelRun,
     DeleteCheckpoint,
     DeleteRun,
     EvaluateRun,
     ForkRun,
+    GetQuota,
+    GetVersion,
     PauseRun,
     ResumeRun,
     SaveRun,
 )
 from services.controller.models import RunView
+from services.controller.settings import DATABASE_FILE
+from services.controller.store import copies
 
 
 def watch(run_id: RunId, url: Url = None, state_directory: StateDirectory = DEFAULT_STATE) -> None:
@@ -59,7 +69,7 @@ def cancel(
 ) -> None:
     """Cancel a run."""
     _print_state(
-        ask(
+        call_operation(
             url,
             CancelRun,
             run_id=run_id,
@@ -78,17 +88,17 @@ def pause(
     url: Url = None,
 ) -> None:
     """Finish the current step, save a checkpoint and stop the run's workers."""
-    _print_state(ask(url, PauseRun, run_id=run_id, checkpoint=checkpoint))
+    _print_state(call_operation(url, PauseRun, run_id=run_id, checkpoint=checkpoint))
 
 
 def resume(run_id: RunId, url: Url = None) -> None:
     """Resume a paused run from its checkpoint."""
-    _print_state(ask(url, ResumeRun, run_id=run_id))
+    _print_state(call_operation(url, ResumeRun, run_id=run_id))
 
 
 def checkpoint(run_id: RunId, url: Url = None) -> None:
     """Save a checkpoint at the end of the current step."""
-    ask(url, SaveRun, run_id=run_id)
+    call_operation(url, SaveRun, run_id=run_id)
     console.print(f"{run_id} will save a checkpoint at the end of its step", highlight=False)
 
 
@@ -129,7 +139,7 @@ def fork(
 ) -> None:
     """Start a new run from a checkpoint of another one, and print its id."""
     changes = _nested(overrides or [])
-    created = ask(
+    created = call_operation(
         url, ForkRun, run_id=run_id, checkpoint_id=checkpoint_id, name=name, overrides=changes
     )
     write(created.id)
@@ -158,7 +168,7 @@ def delete_checkpoint(
     url: Url = None,
 ) -> None:
     """Delete a checkpoint that no run uses."""
-    ask(url, DeleteCheckpoint, run_id=run_id, checkpoint_id=checkpoint_id)
+    call_operation(url, DeleteCheckpoint, run_id=run_id, checkpoint_id=checkpoint_id)
     console.print(f"deleted {checkpoint_id}", highlight=False)
 
 
@@ -181,3 +191,75 @@ def _nested(assignments: list[str]) -> dict[str, object]:
             target = inner
         target[leaf] = json.loads(json.dumps(yaml.safe_load(text)))
     return result
+
+
+def backup(
+    file: Annotated[
+        Path, typer.Argument(help="File to write the copy to; an existing file is replaced.")
+    ],
+    state_directory: StateDirectory = DEFAULT_STATE,
+) -> None:
+    """Copy the database, also while a controller runs; checkpoints are separate files."""
+    with _explained():
+        num_runs = copies.backup(state_directory / DATABASE_FILE, file)
+    _print_copy(file, num_runs)
+
+
+def restore(
+    file: Annotated[Path, typer.Argument(help="File that 'slipstream backup' wrote.")],
+    state_directory: StateDirectory = DEFAULT_STATE,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing database.")] = False,
+) -> None:
+    """Restore the database from a copy, while no controller uses it."""
+    database = state_directory / DATABASE_FILE
+    with _explained():
+        num_runs = copies.restore(file, database, overwrite=force)
+    _print_copy(database, num_runs)
+
+
+def _print_copy(file: Path, num_runs: int) -> None:
+    noun = "run" if num_runs == 1 else "runs"
+    console.print(f"{file}: {num_runs} {noun}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (ServiceError, OSError) as error:
+        fail(str(error))
+        raise typer.Exit(1) from None
+
+
+_QUOTAS = (
+    ("active runs", "active_runs", "max_active_runs"),
+    ("queued runs", "queued_runs", "max_queued_runs"),
+    ("GPUs", "gpus", "max_gpus"),
+    ("transferqueue bytes", "transferqueue_bytes", "max_transferqueue_bytes"),
+    ("checkpoint bytes", "checkpoint_bytes", "max_checkpoint_bytes"),
+    ("event streams", "event_streams", "max_event_streams"),
+)
+
+
+def quota(url: Url = None) -> None:
+    """Show the project's usage and limits."""
+    found = call_operation(url, GetQuota)
+    table = Table(f"project {found.project}", "uses", "of", box=None, pad_edge=False)
+    for name, used, limit in _QUOTAS:
+        table.add_row(name, f"{getattr(found, used):,}", _bound(getattr(found, limit)))
+    table.add_row("requests a second", "", _bound(found.max_requests_per_second))
+    console.print(table, highlight=False)
+
+
+def version(url: Url = None) -> None:
+    """Show the release of the controller."""
+    console.print(call_operation(url, GetVersion).version, highlight=False)
+
+
+def page(url: Url = None) -> None:
+    """Print a link to the run page that signs in one browser, once."""
+    write(call_api(url, lambda api: api.page_link()))
+
+
+def _bound(limit: int) -> str:
+    return f"{limit:,}" if limit else "no limit"

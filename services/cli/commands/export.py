@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from services.cli.api import Api, ApiError
-from services.cli.api_calls import RunId, Url, of_run
+from services.cli.api_calls import DEFAULT_STATE, RunId, StateDirectory, Url, of_run
 from services.cli.output import console, errors, fail, print_line
 from services.common.errors import ServiceError
 from services.common.runspec.loader import parse_spec
@@ -34,6 +34,7 @@ def export(
         str, typer.Option(help="Also upload it to this Hugging Face repository, such as me/model.")
     ] = "",
     url: Url = None,
+    state_directory: StateDirectory = DEFAULT_STATE,
 ) -> None:
     """Write a run's weights as a Hugging Face folder, adapters merged, with its tokenizer."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -44,7 +45,7 @@ def export(
         kept = _best(view) if best else None
         return await _checkpoint(api, found, checkpoint_id, step=kept), parse_spec(view.spec)
 
-    checkpoint, spec = of_run(url, run_id, work)
+    checkpoint, spec = of_run(url, run_id, work, state_directory=state_directory)
     if not checkpoint.is_dir():
         fail(
             f"{checkpoint} is not on this machine; run the export on the machine with the run's checkpoints"

@@ -1,10 +1,11 @@
 """Read-only commands on runs: state, events, logs, metrics, groups, checkpoints, workers."""
 
+import asyncio
 import json
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
@@ -18,13 +19,16 @@ from services.cli.api_calls import (
     NewestRun,
     StateDirectory,
     Url,
-    ask,
     call_api,
+    call_operation,
+    find_run,
+    may_be_run,
     of_run,
+    short_ids,
 )
-from services.cli.display import set_line
-from services.cli.names import find_run, may_be_run, short_ids
+from services.cli.display import duration, set_line
 from services.cli.output import console, errors, write
+from services.common.runspec.keys import flat
 from services.controller.api.operations import (
     GetTopology,
     ListCheckpoints,
@@ -55,7 +59,7 @@ def list_(
     """List runs, newest first."""
     if label and "=" not in label:
         raise typer.BadParameter(f"--label {label}: expected KEY=VALUE, such as team=blue")
-    page = ask(
+    page = call_operation(
         url,
         ListRuns,
         state_directory=state_directory,
@@ -89,11 +93,7 @@ def get(
     url: Url = None,
 ) -> None:
     """Show one run."""
-
-    async def work(api: Api, found: str) -> RunView:
-        return await api.get(found)
-
-    run = of_run(url, run_id, work, state_directory=state_directory)
+    run = of_run(url, run_id, Api.get, state_directory=state_directory)
     if as_json or not console.is_terminal:
         write(run.model_dump_json(indent=2))
         return
@@ -254,7 +254,7 @@ def groups(
     """List the groups that steps trained, then groups in flight and dropped groups."""
     columns = ("group", "row", "attempt", "state", "step", "staleness", "why")
     table = Table(*columns, box=None, pad_edge=False)
-    page = ask(
+    page = call_operation(
         url,
         ListGroups,
         state_directory=state_directory,
@@ -314,7 +314,7 @@ def workers(
     url: Url = None,
 ) -> None:
     """List the workers of a run and their current activity."""
-    found = ask(url, GetTopology, state_directory=state_directory, run_id=run_id).items
+    found = call_operation(url, GetTopology, state_directory=state_directory, run_id=run_id).items
     if as_json:
         _write_json(found)
         return
@@ -397,3 +397,64 @@ def _age(moment: datetime) -> str:
         if seconds >= size:
             return f"{seconds // size} {unit}"
     return f"{max(seconds, 0)} s"
+
+
+Either = Annotated[str, typer.Argument(help="Name of a run, or the start of its id.")]
+
+
+def compare(
+    one: Either,
+    other: Either,
+    url: Url = None,
+    state_directory: StateDirectory = DEFAULT_STATE,
+) -> None:
+    """Compare two runs: results, and keys of their specifications that differ."""
+
+    async def work(api: Api) -> tuple[RunView, RunView]:
+        ids = [await find_run(api, each) for each in (one, other)]
+        first, second = await asyncio.gather(*map(api.get, ids))
+        return first, second
+
+    runs = call_api(url, work, state_directory=state_directory)
+    table = Table("", *(run.name for run in runs), box=None, pad_edge=False)
+    for name, values in _rows(*runs):
+        table.add_row(name, *values)
+    console.print(table, highlight=False)
+
+
+def _rows(one: RunView, other: RunView) -> Iterator[tuple[str, tuple[str, str]]]:
+    results = [_results(run) for run in (one, other)]
+    for name in results[0]:
+        yield name, (results[0][name], results[1][name])
+    specs = [dict(flat(run.spec)) for run in (one, other)]
+    for key in dict.fromkeys([*specs[0], *specs[1]]):
+        values = tuple(spec.get(key) for spec in specs)
+        if values[0] != values[1] and key != "name":
+            yield key, (_shown(values[0]), _shown(values[1]))
+
+
+def _results(run: RunView) -> dict[str, str]:
+    summary = run.summary
+    heldout, staleness = summary.get("heldout") or {}, summary.get("staleness") or {}
+    sync = summary.get("sync_ms") or {}
+    seconds = None
+    if run.start_time is not None:
+        seconds = ((run.finish_time or run.update_time) - run.start_time).total_seconds()
+    return {
+        "id": run.id,
+        "state": run.state,
+        "steps": f"{run.step}/{run.target_steps}",
+        "took": "-" if seconds is None else duration(seconds),
+        "held-out, greedy": _number(heldout.get("greedy"), 3),
+        "held-out, sampled": _number(heldout.get("sampled"), 3),
+        "staleness, mean": _number(staleness.get("mean"), 2),
+        "weight sync, p50 ms": _number(sync.get("p50"), 1),
+    }
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else str(value)

@@ -43,8 +43,6 @@ async def submit_or_resume(
     are kept.
 
     Args:
-        api: The controller.
-        spec: The run.
         console: Receives messages about an interrupted run.
         resume: If true, a cancelled or failed run with this name is continued from its
             checkpoint, as a new run.
@@ -133,7 +131,6 @@ class SignalHandler:
         """Waits for a signal, then pauses all active runs; returns when none is active any more.
 
         Args:
-            api: The controller.
             console: Receives messages about progress and about how to resume.
         """
         await self._came.wait()
@@ -190,7 +187,7 @@ async def _until_paused(api: Api, run_ids: Sequence[str]) -> None:
 
 Port = Annotated[int, typer.Option(help="Port of the REST API; 0 for any free port.")]
 
-_PATIENCE_S = 30.0
+_RETRY_S = 30.0
 # Max restarts of a service before ``slipstream up`` ends.
 _UP_RESTARTS = 20
 # Exit code that shells use for a command that Ctrl-C ended.
@@ -263,7 +260,7 @@ async def _follow_beside(
     following, *_ = await until_first(
         follow(api, run_id, state_directory=state_directory, console=console),
         SignalHandler().pause_runs(api, console),
-        services.keep(),
+        services.supervise(),
     )
     return None if following.cancelled() else following.result()
 
@@ -279,7 +276,7 @@ async def _up(state_directory: Path, port: int) -> None:
         interrupts = SignalHandler()
         tracked = tracking(_trackers(services, api, state_directory), console)
         async with tracked if has_any_tracker() else nullcontext():
-            await until_first(interrupts.pause_runs(api, console), services.keep())
+            await until_first(interrupts.pause_runs(api, console), services.supervise())
 
 
 def _trackers(services: LocalServices, api: Api, state_directory: Path) -> TrackerProcesses:
@@ -301,7 +298,7 @@ async def _started(
             services = await stack.enter_async_context(
                 local_services(state_directory, port=port, max_restarts=max_restarts)
             )
-        api = Api(services.url, token=services.token, patience_s=_PATIENCE_S)
+        api = Api(services.url, token=services.token, retry_s=_RETRY_S)
         await stack.enter_async_context(api)
         up_file = state_directory / UP_FILE
         up_file.write_text(json.dumps({"url": services.url}) + "\n", encoding="utf-8")

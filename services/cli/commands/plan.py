@@ -10,10 +10,10 @@ import typer
 import yaml
 from rich.table import Table
 
-from services.cli.api_calls import Url, ask
+from services.cli.api_calls import Url, call_operation
 from services.cli.commands.spec import Overrides, SpecPath, load_checked
 from services.cli.output import console, errors, fail, print_line, write
-from services.cli.planned_memory import Memory, gpu_bytes
+from services.cli.run_memory import Memory, gpu_bytes
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec, default_slots
 from services.controller.api.operations import GetRun, ListMetrics
@@ -29,6 +29,8 @@ from services.controller.planning.gpu_splits import (
 )
 from services.controller.planning.inputs import (
     ASSUMPTIONS,
+    Rates,
+    Setting,
     Step,
     default_rates,
     measured_step_s,
@@ -36,7 +38,6 @@ from services.controller.planning.inputs import (
     setting_of,
     with_overrides,
 )
-from services.controller.planning.rates import Rates, Setting
 from services.controller.planning.simulation import predict
 
 _BOUNDS = (0, 1, 2, 4)
@@ -119,9 +120,9 @@ def _known(
 
 
 def _measured(run: str, *, url: str | None) -> tuple[Rates, list[str]]:
-    view = ask(url, GetRun, run_id=run)
+    view = call_operation(url, GetRun, run_id=run)
     spec = RunSpec.model_validate(view.spec)
-    page = ask(url, ListMetrics, run_id=run, from_step=max(0, view.step - _NEWEST))
+    page = call_operation(url, ListMetrics, run_id=run, from_step=max(0, view.step - _NEWEST))
     setting, steps = setting_of(spec), _steps(page)
     rates = rates_of(steps, _lengths(page), setting=setting)
     measured, predicted = measured_step_s(steps), predict(rates, setting).step_s
@@ -153,7 +154,7 @@ def _planned(
     spec: RunSpec, memory: Memory, rates: Rates, *, gpus: int | None, most_staleness: int
 ) -> SplitPlan:
     base, kind = setting_of(spec), engine_kind(spec.rollout.engine)
-    most = memory.max_slots(kind.most_running, mean_tokens=rates.lengths.mean())
+    maximum = memory.max_slots(kind.most_running, mean_tokens=rates.lengths.mean())
 
     def follows(max_staleness: int, rollouts: int) -> int:
         return default_slots(spec, max_staleness=max_staleness, replicas=rollouts)
@@ -162,7 +163,7 @@ def _planned(
 
     def slots(max_staleness: int, rollouts: int) -> int:
         """Return the specified slots, or the default for this split if none are specified."""
-        return max(1, min(base.slots if has_own else follows(max_staleness, rollouts), most))
+        return max(1, min(base.slots if has_own else follows(max_staleness, rollouts), maximum))
 
     def refused(setting: Setting) -> str:
         return memory.like(with_setting(spec, setting)).refused(setting.trainer_gpus)
@@ -182,7 +183,7 @@ def _planned(
             if bound <= most_staleness
         },
         slots=slots,
-        max_slots=most,
+        max_slots=maximum,
         refused=refused,
         may_colocate=lambda way: may_colocate(spec, way),
     )
@@ -232,9 +233,9 @@ def _why(found: SplitPlan) -> str:
         )
     waits = {why: spent for why, spent in best.waits.items() if spent >= 0.02 * best.step_s}
     if waits:
-        most = max(waits, key=lambda why: waits[why])
+        reason = max(waits, key=lambda why: waits[why])
         text += (
-            f"; the trainer waits {100 * best.trainer_idle:.0f} % of the time, mostly for {most}"
+            f"; the trainer waits {100 * best.trainer_idle:.0f} % of the time, mostly for {reason}"
         )
     return text
 

@@ -183,6 +183,9 @@ def _line(sample: Mapping[str, Any]) -> str:
 def _show(sample: Mapping[str, Any]) -> None:
     """Prints one sample as text."""
     console.print(Text.assemble((sample["id"], "bold"), f"  {_facts(sample)}"), soft_wrap=True)
+    for image in sample.get("images") or ():
+        name = image["name"] or "without a name"
+        _block("image", f"{name}, {image['width']} x {image['height']} pixels", "blue")
     _block("prompt", sample["prompt"], "blue")
     for turn in sample.get("turns") or ():
         _block(

@@ -8,8 +8,7 @@ import typer
 from services.cli.api_calls import Url, call_api
 from services.cli.machine import gpu_bytes_here, has_gpus, shared_gpus, slow_settings
 from services.cli.output import console, errors, fail, print_line, write
-from services.cli.planned_memory import memory_table
-from services.cli.preflight import read_checked
+from services.cli.preflight import read_checked, record_note
 from services.cli.settings import MachineSettings
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
@@ -41,12 +40,8 @@ def load_checked(
     """Reads a specification and checks it and all resources that it names; problems end the command.
 
     Args:
-        path: The specification.
-        overrides: Assignments.
-        gpu_gb: Memory of one GPU in GB.
-        gpus: GPUs of the machine.
-        is_here: Whether the run will be on this machine.
-        checks_memory: Whether the run must fit on this machine's GPUs, if ``gpu_gb`` is not given.
+        is_here: True if the run will be on this machine.
+        checks_memory: True if the run must fit on this machine's GPUs, if ``gpu_gb`` is not given.
     """
     try:
         draft = read_checked(path, overrides or (), is_here=is_here)
@@ -54,7 +49,7 @@ def load_checked(
             print_line(errors, f"note: {note}")
         spec = draft.examined.spec
         assert spec is not None
-        for note in (shared_gpus(spec), slow_settings(spec)) if is_here else ():
+        for note in (record_note(spec), shared_gpus(spec), slow_settings(spec)) if is_here else ():
             if note:
                 print_line(errors, f"note: {note}")
         gpu_bytes = int(gpu_gb * 1e9) if gpu_gb is not None else None
@@ -62,6 +57,9 @@ def load_checked(
             gpu_bytes = gpu_bytes_here()
             gpus = gpus or len(host_gpus(MachineSettings().visible_gpus)) or None
         if gpu_bytes is not None:
+            # Imports torch, which no other check needs.
+            from services.cli.run_memory import memory_table
+
             table = memory_table(spec, gpu_bytes=gpu_bytes, gpus=gpus)
             console.print(table, highlight=False)
     except SpecError as error:

@@ -6,14 +6,13 @@ from typing import Annotated
 import typer
 
 from services.cli.api import Api
-from services.cli.api_calls import Url, find_controller, run_until_signal
-from services.cli.names import find_run
+from services.cli.api_calls import Url, find_controller, find_run, run_until_signal
 from services.cli.trackers.processes import DEADLINE_S, TrackerProcesses
-from services.common.runspec.suggestions import did_you_mean
+from services.common.runspec.base import did_you_mean
 from services.common.runspec.trackers import TRACKERS
 
 # Max seconds that calls wait for a controller that restarts.
-_PATIENCE_S = 600.0
+_RETRY_S = 600.0
 
 
 def track(
@@ -48,7 +47,7 @@ def track(
 
     async def work() -> None:
         address, token = find_controller(url)
-        async with Api(address, token=token, patience_s=_PATIENCE_S) as api:
+        async with Api(address, token=token, retry_s=_RETRY_S) as api:
             processes = TrackerProcesses(
                 api, url=address, token=token, folder=folder, deadline_s=deadline_s
             )

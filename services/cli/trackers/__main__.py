@@ -1,4 +1,4 @@
-"""Writes one run to one tracker: ``python -m services.cli.trackers ORDER``.
+"""Writes one run to one tracker: ``python -m services.cli.trackers JOB``.
 
 It is a separate process because trackers hang, leak and end their process. Unread events stay in
 the controller's database, so they do not accumulate here, and the next process continues after the
@@ -18,37 +18,39 @@ from typing import Any
 
 from services.cli.api import Api, ApiError
 from services.cli.settings import CliSettings
-from services.cli.trackers.cursor import GONE, Cursor, TrackerJob, cursor_path
-from services.cli.trackers.tracker import EventPosition, OpenTracker, Split, Tracker, row_of
+from services.cli.trackers.tracker import (
+    GONE,
+    Cursor,
+    EventPosition,
+    OpenTracker,
+    Split,
+    Tracker,
+    TrackerJob,
+    cursor_path,
+    row_of,
+)
 from services.common.callables import load_callable
 from services.common.lifetime import wait_for_shutdown
 from services.common.runspec.trackers import TRACKERS, TrackerSpec
 from services.common.task_group import until_first
 from services.controller.api.operations import ListSamples, ReportTracker
-from services.controller.models import RunView
-from services.controller.samples import SampleView
+from services.controller.models import RunView, SampleView
 
 _EXCERPT = 2000
-_PATIENCE_S = 30.0
+_RETRY_S = 30.0
 
 
 class Writer:
-    """Writes a run's events to a tracker.
+    """Writes a run's events to a tracker."""
 
-    Args:
-        order: The run and its tracker.
-        api: The controller.
-        run: The run.
-    """
-
-    def __init__(self, order: TrackerJob, api: Api, run: RunView) -> None:
-        self._order = order
+    def __init__(self, job: TrackerJob, api: Api, run: RunView) -> None:
+        self._job = job
         self._api = api
         self._run = run
-        self._spec = _spec_of(run, order.kind)
-        self._path = cursor_path(order.folder, order.run_id, order.kind)
+        self._spec = _spec_of(run, job.kind)
+        self._path = cursor_path(job.folder, job.run_id, job.kind)
         self._cursor = Cursor.read(self._path)
-        self._is_failing = order.is_failing
+        self._is_failing = job.is_failing
         # The trainer reports the results of samples after its step, so they are read with the next
         # one.
         self._due: tuple[EventPosition, Split] | None = None
@@ -59,7 +61,7 @@ class Writer:
             return
         open_tracker: OpenTracker = load_callable(TRACKERS[self._spec.kind].opens)
         with self._deadline():
-            tracker = open_tracker(self._run, self._spec, self._order.folder)
+            tracker = open_tracker(self._run, self._spec, self._job.folder)
         state = ""
         try:
             state = await self._follow(tracker)
@@ -78,7 +80,7 @@ class Writer:
                 return str(event["state"])
             self._take(tracker, kind, event)
             if self._is_failing:
-                await self._api.call(_report(self._order, is_writing=True))
+                await self._api.call(_report(self._job, is_writing=True))
                 self._is_failing = False
             if event["seq"] <= self._cursor.seq:
                 continue
@@ -125,9 +127,9 @@ class Writer:
         if self._due is None:
             return
         moment, split = self._due
-        most = self._spec.samples
+        maximum = self._spec.samples
         found: dict[str, SampleView] = {}
-        for order, number in (("best", (most + 1) // 2), ("worst", most // 2)):
+        for order, number in (("best", (maximum + 1) // 2), ("worst", maximum // 2)):
             asked = ListSamples(
                 run_id=self._run.id,
                 split=split,
@@ -149,7 +151,7 @@ class Writer:
 
         The kernel's timer works even if everything else hangs.
         """
-        signal.setitimer(signal.ITIMER_REAL, self._order.deadline_s)
+        signal.setitimer(signal.ITIMER_REAL, self._job.deadline_s)
         try:
             yield
         finally:
@@ -176,37 +178,36 @@ def _scores(data: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 yield f"{prefix}/{name}", float(score)
 
 
-def _report(order: TrackerJob, *, is_writing: bool, message: str = "") -> ReportTracker:
+def _report(job: TrackerJob, *, is_writing: bool, message: str = "") -> ReportTracker:
     return ReportTracker(
-        run_id=order.run_id, tracker=order.kind, is_writing=is_writing, message=message
+        run_id=job.run_id, tracker=job.kind, is_writing=is_writing, message=message
     )
 
 
-async def _write(order: TrackerJob) -> None:
-    async with Api(order.url, token=CliSettings().token, patience_s=_PATIENCE_S) as api:
-        run = await api.get(order.run_id)
-        with _alone(order):
-            await Writer(order, api, run).write()
+async def _write(job: TrackerJob) -> None:
+    async with Api(job.url, token=CliSettings().token, retry_s=_RETRY_S) as api:
+        run = await api.get(job.run_id)
+        with _alone(job):
+            await Writer(job, api, run).write()
 
 
 @contextmanager
-def _alone(order: TrackerJob) -> Iterator[None]:
+def _alone(job: TrackerJob) -> Iterator[None]:
     """Locks a run and tracker; another process may still be ending with its last call."""
-    path = cursor_path(order.folder, order.run_id, order.kind).with_suffix(".lock")
+    path = cursor_path(job.folder, job.run_id, job.kind).with_suffix(".lock")
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def main() -> None:
-    """Runs the process."""
-    order, code = TrackerJob.model_validate_json(sys.argv[1]), 0
+    job, code = TrackerJob.model_validate_json(sys.argv[1]), 0
     try:
-        asyncio.run(until_first(_write(order), wait_for_shutdown(stop_on_stdin_eof=True)))
+        asyncio.run(until_first(_write(job), wait_for_shutdown(stop_on_stdin_eof=True)))
     except* ApiError as group:
         code = GONE
         sys.stderr.write(f"{group.exceptions[0]}\n")
-    except* Exception as group:  # noqa: BLE001 -- trackers raise whatever they like
+    except* Exception as group:  # noqa: BLE001 -- trackers may raise any exception
         code = 1
         traceback.print_exception(group)
         error = group.exceptions[0]

@@ -23,8 +23,6 @@ class MlflowRun:
     """One run in MLflow.
 
     Args:
-        client: Client of the tracking server or folder.
-        run_id: Id of the run in MLflow.
         names: Names of the metrics that the run already has.
     """
 
@@ -39,9 +37,8 @@ class MlflowRun:
                 self._newest.record_step(name, metric.step)
 
     def numbers(self, moment: EventPosition, numbers: Mapping[str, float]) -> None:
-        """Logs metrics."""
         named = {_allowed(name): number for name, number in numbers.items()}
-        new = self._newest.take(moment.step, named)
+        new = self._newest.pop_new(moment.step, named)
         time_ms = round(1000 * moment.time)
         metrics = [Metric(name, number, time_ms, moment.step) for name, number in new.items()]
         if metrics:

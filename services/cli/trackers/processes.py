@@ -14,7 +14,7 @@ from rich.console import Console
 
 from services.cli.api import Api, ApiError
 from services.cli.output import print_line
-from services.cli.trackers.cursor import CURSORS, GONE, Cursor, TrackerJob, cursor_path
+from services.cli.trackers.tracker import CURSORS, GONE, Cursor, TrackerJob, cursor_path
 from services.common.runspec.trackers import TRACKERS
 from services.common.task_group import TaskGroup, leaves
 from services.controller.api.operations import ListRuns, ReportTracker
@@ -43,10 +43,9 @@ def has_any_tracker() -> bool:
 async def tracking(
     processes: "TrackerProcesses", console: Console, *, run_id: str = ""
 ) -> AsyncIterator[None]:
-    """Writes runs to their trackers until the block ends; no error of this ends the block.
+    """Writes runs to their trackers until the block ends; errors do not end the block.
 
     Args:
-        processes: Writes them.
         console: Receives messages about waits and failures.
         run_id: The only run to write, whose last metrics are waited for; empty for all runs.
     """
@@ -55,7 +54,7 @@ async def tracking(
         try:
             yield
             if run_id:
-                print_line(console, "the trackers get the last numbers")
+                print_line(console, "writing the last metrics to the trackers")
                 await asyncio.wait((writing,), timeout=_LAST_NUMBERS_S)
         finally:
             writing.cancel()
@@ -68,7 +67,9 @@ async def _write_always(processes: "TrackerProcesses", console: Console, run_id:
             is_done = True
         except* Exception as group:  # noqa: BLE001 -- runs go on without trackers
             is_done = False
-            print_line(console, f"no tracker is written to, runs go on: {leaves(group)[0]}")
+            print_line(
+                console, f"writing to trackers failed, but runs continue: {leaves(group)[0]}"
+            )
         if is_done:
             return
         await asyncio.sleep(_AGAIN_S)
@@ -78,8 +79,6 @@ class TrackerProcesses:
     """The processes that write runs to trackers.
 
     Args:
-        api: The controller.
-        url: Address of the controller.
         token: API token, with which the processes read runs and report failures.
         folder: Folder of cursors, logs and files that trackers write.
         deadline_s: Max seconds of one call of a tracker; after that, its process ends.
@@ -113,7 +112,6 @@ class TrackerProcesses:
         """Writes one run until it ends or pauses.
 
         Args:
-            run_id: The run.
             kinds: Trackers; empty for those that the run names.
 
         Raises:
@@ -124,7 +122,7 @@ class TrackerProcesses:
             raise ApiError(f"{run_id} has no trackers; add --to KIND, such as --to tensorboard")
         async with TaskGroup() as tasks:
             for kind in wanted:
-                tasks.create_task(self._keep(run_id, kind))
+                tasks.create_task(self._supervise(run_id, kind))
 
     async def _unwritten(self) -> list[str]:
         """Returns the running runs, and those that are not completely written."""
@@ -148,16 +146,16 @@ class TrackerProcesses:
     async def _write(self, run_id: str, kinds: Sequence[str]) -> None:
         async with TaskGroup() as tasks:
             for kind in kinds:
-                tasks.create_task(self._keep(run_id, kind))
+                tasks.create_task(self._supervise(run_id, kind))
         # The next event of a paused run starts its processes again.
         self._known.discard(run_id)
 
-    async def _keep(self, run_id: str, kind: str) -> None:
-        """Keeps a process that writes a run to a tracker, until the run ends or pauses."""
+    async def _supervise(self, run_id: str, kind: str) -> None:
+        """Keeps a process running that writes a run to a tracker, until the run ends or pauses."""
         clock = asyncio.get_running_loop().time
         pause_s, is_reported = _FIRST_PAUSE_S, False
         while True:
-            order = TrackerJob(
+            job = TrackerJob(
                 url=self._url,
                 run_id=run_id,
                 kind=kind,
@@ -166,7 +164,7 @@ class TrackerProcesses:
                 is_failing=is_reported,
             )
             begin = clock()
-            code = await self._run(order)
+            code = await self._run(job)
             if code == 0:
                 return
             if clock() - begin > _STEADY_S:
@@ -174,23 +172,21 @@ class TrackerProcesses:
             if code == GONE and await self._is_gone(run_id):
                 return
             if code != GONE and not is_reported:
-                is_reported = await self._report(order, self._why(order, code))
+                is_reported = await self._report(job, self._failure_message(job, code))
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
-    async def _run(self, order: TrackerJob) -> int:
+    async def _run(self, job: TrackerJob) -> int:
         return await run_to_end(
             "services.cli.trackers",
-            order.model_dump_json(),
-            log=self._log(order),
+            job.model_dump_json(),
+            log=self._log(job),
             grace_s=_STOP_GRACE_S,
             environment=self._environment,
         )
 
-    async def _report(self, order: TrackerJob, why: str) -> bool:
-        report = ReportTracker(
-            run_id=order.run_id, tracker=order.kind, is_writing=False, message=why
-        )
+    async def _report(self, job: TrackerJob, why: str) -> bool:
+        report = ReportTracker(run_id=job.run_id, tracker=job.kind, is_writing=False, message=why)
         with suppress(ApiError):
             await self._api.call(report)
             return True
@@ -204,16 +200,16 @@ class TrackerProcesses:
             return error.status == HTTPStatus.NOT_FOUND
         return False
 
-    def _why(self, order: TrackerJob, code: int) -> str:
+    def _failure_message(self, job: TrackerJob, code: int) -> str:
         if code == -signal.SIGALRM:
-            return f"the tracker did not respond within {order.deadline_s:.0f} s"
+            return f"the tracker did not respond within {job.deadline_s:.0f} s"
         if code < 0:
             return f"the tracker's process was killed by {signal.Signals(-code).name}"
-        text = last_lines(self._log(order), 1).replace("\0", "")
+        text = last_lines(self._log(job), 1).replace("\0", "")
         return text[-1000:] or f"the tracker's process exited with code {code}"
 
-    def _log(self, order: TrackerJob) -> Path:
-        return cursor_path(self._folder, order.run_id, order.kind).with_suffix(".log")
+    def _log(self, job: TrackerJob) -> Path:
+        return cursor_path(self._folder, job.run_id, job.kind).with_suffix(".log")
 
 
 def _environment(folder: Path, token: str) -> dict[str, str]:
@@ -235,10 +231,8 @@ async def run_to_end(
     The subprocess reads standard input, whose end reports that this process is gone.
 
     Args:
-        arguments: The module and its arguments.
         log: File for its output.
         grace_s: Seconds between termination and kill.
-        environment: Variables to add to this process's environment.
 
     Returns:
         The exit code; if a signal ended the process, the negative signal number.

@@ -18,11 +18,7 @@ from services.controller.models import RunView
 
 
 class EventFiles:
-    """The event files of a run, with one record per step, which is written completely or not at all.
-
-    Args:
-        folder: Folder of the files.
-    """
+    """The event files of a run, with one record per step, which is written completely or not at all."""
 
     rereads = 0
 
@@ -35,8 +31,7 @@ class EventFiles:
         self._writer = EventFileWriter(str(folder))
 
     def numbers(self, moment: EventPosition, numbers: Mapping[str, float]) -> None:
-        """Writes scalars."""
-        new = self._newest.take(moment.step, numbers)
+        new = self._newest.pop_new(moment.step, numbers)
         self._write(moment, [Summary.Value(tag=name, simple_value=n) for name, n in new.items()])
 
     def samples(self, moment: EventPosition, split: Split, rows: Sequence[Sequence[Any]]) -> None:
@@ -44,8 +39,7 @@ class EventFiles:
         self.text(moment, f"samples/{split}", as_markdown(rows))
 
     def text(self, moment: EventPosition, tag: str, text: str) -> None:
-        """Writes Markdown."""
-        if not self._newest.take(moment.step, {tag: 0.0}):
+        if not self._newest.pop_new(moment.step, {tag: 0.0}):
             return
         plugin = SummaryMetadata.PluginData(plugin_name="text")
         tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
@@ -54,7 +48,6 @@ class EventFiles:
         self._write(moment, [Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
 
     def close(self, state: str) -> None:
-        """Closes the file."""
         self._writer.close()
 
     def _write(self, moment: EventPosition, values: Sequence[Any]) -> None:

@@ -1,13 +1,16 @@
 """Interface between a tracker and the process that writes a run to it."""
 
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
+
+from pydantic import BaseModel, ConfigDict
 
 from services.common.runspec.trackers import TrackerSpec
-from services.controller.models import RunView
-from services.controller.samples import SampleView
+from services.controller.models import RunView, SampleView
 
 Split = Literal["train", "heldout"]
 
@@ -68,10 +71,9 @@ class NewestSteps:
         self._steps: dict[str, int] = {}
 
     def record_step(self, name: str, step: int) -> None:
-        """Records that the tracker has a metric at a step."""
         self._steps[name] = max(step, self._steps.get(name, step))
 
-    def take(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
+    def pop_new(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
         """Returns the new metrics and records them as written."""
         new = {name: n for name, n in numbers.items() if step > self._steps.get(name, -1)}
         self._steps |= dict.fromkeys(new, step)
@@ -98,3 +100,58 @@ def _cell(value: Any) -> str:
     for sign in "\\`*_|<>[]":
         text = text.replace(sign, f"\\{sign}")
     return text.replace("\n", " ⏎ ")
+
+
+GONE = 3
+"""Exit code of a tracker process if the controller is gone, which is not a failure of the tracker."""
+
+
+class TrackerJob(BaseModel):
+    """The job of one tracker process: one run, one tracker."""
+
+    model_config = ConfigDict(frozen=True)
+
+    url: str
+    """REST address of the controller."""
+    run_id: str
+    kind: str
+    """Key of ``TRACKERS``."""
+    folder: Path
+    """Folder of cursors and of files that trackers write."""
+    deadline_s: float
+    """Max seconds of one call of the tracker; after that, the process ends."""
+    is_failing: bool = False
+    """True if the controller has a report that the tracker fails, which must be withdrawn on
+    recovery."""
+
+
+CURSORS = "cursors"
+"""Name of the cursors' folder in the trackers' folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """Position up to which a run is written to a tracker."""
+
+    seq: int = 0
+    """Sequence number of the last written event."""
+    is_done: bool = False
+    """True if the run has ended and all events are written."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Returns the stored cursor; the beginning if there is none or its file is damaged."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return cls()
+
+    def write(self, path: Path) -> None:
+        """Stores the cursor atomically."""
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        unfinished.rename(path)
+
+
+def cursor_path(folder: Path, run_id: str, kind: str) -> Path:
+    return folder / CURSORS / run_id / f"{kind}.json"

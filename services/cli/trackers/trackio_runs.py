@@ -19,7 +19,6 @@ class TrackioRun:
     """One run in Trackio.
 
     Args:
-        run: The opened run.
         known: Rows that the run already has; None if they cannot be read.
     """
 
@@ -33,14 +32,13 @@ class TrackioRun:
                 self._newest.record_step(name, int(row["step"]))
 
     def numbers(self, moment: EventPosition, numbers: Mapping[str, float]) -> None:
-        """Logs a row."""
-        if new := self._newest.take(moment.step, numbers):
+        if new := self._newest.pop_new(moment.step, numbers):
             self._run.log(new, step=moment.step)
 
     def samples(self, moment: EventPosition, split: Split, rows: Sequence[Sequence[Any]]) -> None:
         """Logs a table as text."""
         name = f"samples/{split}"
-        if self._newest.take(moment.step, {name: 0.0}):
+        if self._newest.pop_new(moment.step, {name: 0.0}):
             self._run.log({name: trackio.Markdown(as_markdown(rows))}, step=moment.step)
 
     def close(self, state: str) -> None:
@@ -49,7 +47,6 @@ class TrackioRun:
 
 
 def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> TrackioRun:
-    """Opens a run in a project, with its specification."""
     name = f"{run.name}-{run.id.removeprefix('run_')[-8:]}"
     # Only a local database can be queried for existing rows; elsewhere the cursor must suffice.
     is_here = not any(resolve_space_id_and_server_url(None, None))

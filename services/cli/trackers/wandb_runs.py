@@ -1,16 +1,19 @@
 """Runs in Weights & Biases under the run's own id, so that reopening resumes them.
 
-W&B's step, which must increase, is the event's sequence number; charts use ``step`` as their axis.
+W&B's step, which must increase, is the event's sequence number; charts use ``step`` as their axis. Newer
+rows of an offline run are read from wandb's own files, in LevelDB's log format: its process ends with its
+parent and drops unwritten records.
 """
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import wandb
+from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
 from services.cli.trackers.tracker import COLUMNS, EventPosition, Split
-from services.cli.trackers.wandb_files import rows_of
 from services.common.runspec.trackers import TrackerSpec
 from services.controller.models import RunView
 
@@ -19,7 +22,6 @@ class WandbRun:
     """One run in Weights & Biases.
 
     Args:
-        run: The opened run.
         newest: Sequence number of the last event that is stored locally; wandb itself knows
             those on its server.
     """
@@ -32,11 +34,9 @@ class WandbRun:
         self._newest = newest
 
     def numbers(self, moment: EventPosition, numbers: Mapping[str, float]) -> None:
-        """Logs a row."""
         self._log(moment, numbers)
 
     def samples(self, moment: EventPosition, split: Split, rows: Sequence[Sequence[Any]]) -> None:
-        """Logs a table."""
         table = wandb.Table(columns=list(COLUMNS), data=[list(map(_plain, row)) for row in rows])
         self._log(moment, {f"samples/{split}": table})
 
@@ -52,7 +52,6 @@ class WandbRun:
 
 
 def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> WandbRun:
-    """Opens a run in a project, with its specification."""
     team, _, project = spec.project.rpartition("/")
     folder.mkdir(parents=True, exist_ok=True)
     newest = max((row.history.step.num for row in rows_of(folder, run.id)), default=-1)
@@ -77,3 +76,37 @@ def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> WandbRun:
 def _plain(value: Any) -> Any:
     # A column has one type; None would change it.
     return "" if value is None else value
+
+
+_BLOCK = 1 << 15
+_FILE_HEADER = 7
+_HEADER = struct.Struct("<IHB")
+"""Checksum, length and type of a fragment of a record."""
+_WHOLE, _LAST = 1, 4
+
+
+def rows_of(folder: Path, run_id: str) -> Iterator[Any]:
+    """Yields the stored rows of a run, of all times that it was opened, in order."""
+    for path in sorted(folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")):
+        for data in _records(path.read_bytes()):
+            record = Record.FromString(data)
+            if record.WhichOneof("record_type") == "history":
+                yield record
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Yields the complete records of a log."""
+    position, record = _FILE_HEADER, b""
+    while position + _HEADER.size <= len(data):
+        room = _BLOCK - position % _BLOCK
+        if room < _HEADER.size:
+            position += room
+            continue
+        _, length, kind = _HEADER.unpack_from(data, position)
+        begin, position = position + _HEADER.size, position + _HEADER.size + length
+        if position > len(data):
+            return
+        record += data[begin:position]
+        if kind in (_WHOLE, _LAST):
+            yield record
+            record = b""

@@ -1,0 +1,171 @@
+"""Regenerates recorded responses with the engine torch, under the weights of a replay."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from services.common.errors import FailedPreconditionError, InvalidArgumentError
+from services.common.fields import group_of
+from services.common.models.head import use_float32_head
+from services.common.models.invariant import use_invariant_operators
+from services.common.models.loading import build_model, load_config, stored_tensors
+from services.common.models.tokenizer import load_tokenizer
+from services.common.runspec.run import RunSpec
+from services.rollout.engines.base import GenerationRequest
+from services.rollout.engines.torch.decoding import DecodeBatch
+from services.rollout.engines.torch.engine import use_decoding_kernels
+from services.trainer.record import files
+
+
+@dataclass(slots=True)
+class Response:
+    """A recorded response, and how far it was regenerated."""
+
+    key: str
+    step: int
+    seed: int
+    is_greedy: bool
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    runs: list[tuple[int, int]]
+    """Weight version and number of tokens of the parts that are not regenerated yet."""
+    num_done: int = 0
+    difference: str = ""
+    """First difference from the record; empty if there is none."""
+
+    def compare(self, tokens: Sequence[int], logprobs: Sequence[float], *, version: int) -> None:
+        """Compares the next tokens with the recorded ones."""
+        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), self.num_done):
+            if self.difference:
+                break
+            where = f"token {place} (version {version})"
+            if token != self.tokens[place]:
+                self.difference = f"{where} is {token}, but was {self.tokens[place]}"
+            elif logprob != self.logprobs[place]:
+                change = abs(logprob - self.logprobs[place])
+                self.difference = f"{where} has another logprob, by {change:.3g}"
+        self.num_done += len(tokens)
+
+
+@dataclass(slots=True)
+class Regeneration:
+    """Responses to regenerate, version by version in ascending order."""
+
+    spec: RunSpec
+    responses: list[Response]
+    _batch: DecodeBatch | None = field(default=None, init=False)
+    _weights: dict[str, Tensor] = field(default_factory=dict, init=False)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """All weight versions that sampled them."""
+        return tuple(sorted({version for each in self.responses for version, _ in each.runs}))
+
+    @torch.no_grad()
+    def decode(self, version: int, file: Path) -> None:
+        """Regenerates all parts that a version sampled, with its weights."""
+        if self._batch is None:
+            config = load_config(self.spec.model, load_tokenizer(self.spec.model))
+            dtype = getattr(torch, self.spec.trainer.dtype)
+            model = build_model(config, dtype=dtype, device="cpu")
+            use_decoding_kernels(model)
+            use_float32_head(model)
+            use_invariant_operators(model)
+            self._weights, self._batch = (
+                stored_tensors(model),
+                DecodeBatch(model, is_invariant=True),
+            )
+        for name, value in load_file(file).items():
+            self._weights[name].copy_(value)
+        waiting = {
+            each.key: each
+            for each in self.responses
+            if each.runs[:1] and each.runs[0][0] == version
+        }
+        batch = self._batch
+        batch.admit([self._request(each) for each in waiting.values()])
+        while len(batch):
+            for key, result in batch.step(version):
+                each = waiting[key]
+                each.compare(result.token_ids, result.logprobs, version=version)
+                del each.runs[0]
+
+    def _request(self, each: Response) -> GenerationRequest:
+        sampling = self.spec.rollout.sampling
+        return GenerationRequest(
+            request_id=each.key,
+            context_ids=each.prompt + each.tokens[: each.num_done],
+            max_tokens=each.runs[0][1],
+            seed=each.seed,
+            draw_offset=each.num_done,
+            temperature=0.0 if each.is_greedy else sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            returns_mask=sampling.is_truncated,
+        )
+
+
+def wanted_responses(folder: Path, spec: RunSpec, names: Sequence[str]) -> Regeneration:
+    """Reads recorded responses.
+
+    Args:
+        folder: Folder of the record.
+        spec: The run.
+        names: ``STEP/GROUP``, or ``STEP`` for all groups that the step trained.
+
+    Raises:
+        InvalidArgumentError: If there is no such group, or it has other turns than one response.
+        FailedPreconditionError: If the responses of the run are not reproducible.
+        DataLossError: If the record of the step is damaged.
+    """
+    if spec.rollout.engine != "torch" or spec.rollout.reproducible != "batch_invariant":
+        raise FailedPreconditionError(
+            "responses can be regenerated only if they did not depend on others: the run needs "
+            "rollout.reproducible: batch_invariant and rollout.engine: torch, but has "
+            f"{spec.rollout.reproducible} and {spec.rollout.engine}"
+        )
+    found = [each for name in names for each in _responses(folder, spec, name)]
+    if spec.rollout.kv_policy == "keep" and any(len(each.runs) > 1 for each in found):
+        raise FailedPreconditionError(
+            "rollout.kv_policy is keep: tokens depend on keys of earlier weights; use recompute to "
+            "regenerate responses of several versions"
+        )
+    return Regeneration(spec, found)
+
+
+def _responses(folder: Path, spec: RunSpec, name: str) -> Iterator[Response]:
+    number, _, group = name.partition("/")
+    if not number.isdigit():
+        raise InvalidArgumentError(
+            f"--sample {name}: expected STEP or STEP/GROUP, such as 12/g00000007"
+        )
+    step = files.read_step(folder, int(number), num_ranks=spec.trainer.world_size)
+    keys = [key for key in step.meta.keys if group in ("", group_of(key))]
+    if not keys:
+        groups = ", ".join(dict.fromkeys(map(group_of, step.meta.keys)))
+        raise InvalidArgumentError(f"step {number} trained no group {group}; it trained {groups}")
+    meta = step.meta.select(keys)
+    names = ("prompt_ids", "response_ids", "rollout_logprobs", "version_runs")
+    fields = {n: column.unbind() for n, column in step.fetch(meta, names).items()}
+    for row, key in enumerate(keys):
+        values: dict[str, Any] = {n: column[row].tolist() for n, column in fields.items()}
+        if any(version < 0 for version, _ in values["version_runs"]):
+            raise InvalidArgumentError(
+                f"sample {key} has tokens that no policy sampled; choose responses of one turn"
+            )
+        yield Response(
+            key=f"{number}/{key}",
+            step=int(number),
+            seed=int(meta.tag("seed")[row]),
+            is_greedy=bool(meta.tag("greedy")[row]),
+            prompt=tuple(values["prompt_ids"]),
+            tokens=tuple(values["response_ids"]),
+            logprobs=tuple(values["rollout_logprobs"]),
+            runs=[(version, count) for version, count in values["version_runs"]],
+        )
