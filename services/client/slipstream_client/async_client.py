@@ -1,4 +1,4 @@
-"""The client: everything that a controller can be asked, and runs as objects."""
+"""Asynchronous client of a controller, and runs as objects."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -26,16 +26,18 @@ _EVENTS_A_PAGE = 1000
 
 
 class AsyncClient(AsyncOperations):
-    """A controller, asked by one caller.
+    """Client of one controller, with the operations of the API as methods.
 
     Args:
-        url: Such as ``http://127.0.0.1:8700``. Default: ``SLIPSTREAM_URL``, or what runs on this machine.
-        token: API token. Default: ``SLIPSTREAM_TOKEN``, or that of the controller that was started here.
-        patience_s: How long a controller that does not answer is asked again: one that is started again.
-        http: What sends requests, where it must be another client than one without a proxy.
+        url: Address of the controller, such as ``http://127.0.0.1:8700``. Default: ``SLIPSTREAM_URL``, or
+            the controller that runs on this machine.
+        token: API token. Default: ``SLIPSTREAM_TOKEN``, or the token of the controller on this machine.
+        retry_s: Max seconds of retries while the controller does not answer, for example because it
+            restarts.
+        http: HTTP client that sends the requests. Default: a client that ignores proxy settings.
 
     Raises:
-        ApiError: If no controller is given, and none or several are found.
+        ApiError: If ``url`` is empty and no controller, or more than one, is found.
     """
 
     def __init__(
@@ -43,14 +45,12 @@ class AsyncClient(AsyncOperations):
         url: str = "",
         *,
         token: str = "",
-        patience_s: float = 0.0,
+        retry_s: float = 0.0,
         http: httpx.AsyncClient | None = None,
     ) -> None:
         found = find_url(url)
         super().__init__(
-            AsyncTransport(
-                found, token=token or find_token(found), patience_s=patience_s, http=http
-            )
+            AsyncTransport(found, token=token or find_token(found), retry_s=retry_s, http=http)
         )
 
     async def __aenter__(self) -> Self:
@@ -65,7 +65,7 @@ class AsyncClient(AsyncOperations):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End all connections."""
+        """Closes all connections."""
         await self._transport.aclose()
 
     async def submit(
@@ -75,15 +75,15 @@ class AsyncClient(AsyncOperations):
         priority: int = 0,
         labels: Mapping[str, str] | None = None,
     ) -> "AsyncRun":
-        """Submit a run; those with a higher priority start first.
+        """Submits a run.
 
         Args:
-            spec: A YAML or JSON file, or a document.
-            priority: From -1000 to 1000.
-            labels: What it is found by.
+            spec: Path of a YAML or JSON file, or the specification as a mapping.
+            priority: Position in the queue, -1000 to 1000; runs with a higher priority start first.
+            labels: Labels by which :meth:`runs` finds the run.
 
         Raises:
-            ApiError: If it is refused; the message names all that is wrong with it.
+            ApiError: If the specification is invalid; the message lists all its errors.
         """
         pairs = [f"{key}={value}" for key, value in (labels or {}).items()]
         run = await self.create_run(read_spec(spec), priority=priority, label=pairs)
@@ -91,20 +91,20 @@ class AsyncClient(AsyncOperations):
         return AsyncRun(self, run)
 
     async def validate(self, spec: str | Path | Mapping[str, Any]) -> ValidatedView:
-        """Have a specification checked, with every default written out.
+        """Validates a specification without submitting it; returns it with all defaults filled in.
 
         Raises:
-            ApiError: If it would be refused; the message names all that is wrong with it.
+            ApiError: If the specification is invalid; the message lists all its errors.
         """
         checked = await self.create_run(read_spec(spec), validate_only=True)
         assert isinstance(checked, ValidatedView)
         return checked
 
     async def run(self, name_or_id: str) -> "AsyncRun":
-        """A run by its id, or the newest one of a name.
+        """Returns the run with an id, or the newest run with a name.
 
         Raises:
-            ApiError: If there is none.
+            ApiError: If there is no such run.
         """
         if name_or_id.startswith("run_"):
             return AsyncRun(self, await self.get_run(name_or_id))
@@ -114,7 +114,7 @@ class AsyncClient(AsyncOperations):
         return AsyncRun(self, await self.get_run(found[0].id))
 
     async def runs(self, *, name: str = "", label: str = "") -> AsyncIterator["AsyncRun"]:
-        """Runs of the project, newest first."""
+        """Yields the runs of the project, newest first, optionally only those with a name or a label."""
         page_token = ""
         while True:
             page = await self.list_runs(name=name, label=label, page_token=page_token)
@@ -125,28 +125,28 @@ class AsyncClient(AsyncOperations):
                 return
 
     async def page_link(self) -> str:
-        """A link to the run page that signs one browser in, once, as this caller."""
+        """Returns a link to the run page that signs one browser in, once, as this caller."""
         return await self._transport.page_link()
 
     def watch(
         self, run_id: str, *, after_seq: int = 0, timeout_s: float = _DAY_S
     ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Events of a run as they come: ``(type, event)``; the last one is ``("end", run)``.
+        """Yields the events of a run as they occur: ``(type, event)``; the last one is ``("end", run)``.
 
-        A controller that is started again is found again, and no event is missed or told twice.
+        It reconnects if the controller restarts; no event is missed or repeated.
 
         Raises:
-            ApiError: If the request is refused, or nobody answers for a minute.
+            ApiError: If the controller refuses the request or does not answer for a minute.
             TimeoutError: If the run takes longer than ``timeout_s`` to end.
         """
         return self._transport.watch(run_id, after_seq=after_seq, timeout_s=timeout_s)
 
 
 class AsyncRun:
-    """A run, as it was when it was last asked for.
+    """A run, in the state of the last request.
 
     Attributes:
-        view: All that the controller said of it then.
+        view: The controller's answer to the last request.
     """
 
     def __init__(self, client: AsyncClient, view: RunView) -> None:
@@ -158,21 +158,21 @@ class AsyncRun:
 
     @property
     def id(self) -> str:
-        """Its id."""
+        """Id of the run."""
         return self.view.id
 
     @property
     def state(self) -> str:
-        """Its state, such as RUNNING."""
+        """State of the run, such as RUNNING."""
         return self.view.state
 
     async def refresh(self) -> RunView:
-        """Ask for it again."""
+        """Requests the run's current state."""
         self.view = await self._client.get_run(self.id)
         return self.view
 
     async def events(self, *types: str, after_seq: int = 0) -> AsyncIterator[EventView]:
-        """Its events so far, in order; only those of some types, if any are named."""
+        """Yields the run's past events in order; if ``types`` are given, only events of these types."""
         while True:
             page = (
                 await self._client.list_events(
@@ -188,10 +188,10 @@ class AsyncRun:
     async def follow(
         self, *, after_seq: int = 0, timeout_s: float = _DAY_S
     ) -> AsyncIterator[EventView]:
-        """Its events in order, those that are there and those that come, until it has ended.
+        """Yields past and new events in order until the run ends.
 
         Raises:
-            TimeoutError: If that takes longer than ``timeout_s``.
+            TimeoutError: If the run takes longer than ``timeout_s`` to end.
         """
         async for kind, data in self._client.watch(
             self.id, after_seq=after_seq, timeout_s=timeout_s
@@ -202,11 +202,11 @@ class AsyncRun:
                 yield EventView.model_validate(data)
 
     async def wait(self, *, timeout_s: float = _DAY_S) -> RunView:
-        """Wait until it has succeeded.
+        """Waits until the run succeeds.
 
         Raises:
-            RunFailedError: If it failed or was cancelled.
-            TimeoutError: If it takes longer than ``timeout_s``.
+            RunFailedError: If the run fails or is cancelled.
+            TimeoutError: If the run takes longer than ``timeout_s`` to end.
         """
         seen = (await self._client.list_events(self.id, order_by="-seq", limit=1)).items
         after_seq = seen[0].seq if seen else 0
@@ -219,9 +219,9 @@ class AsyncRun:
     async def metrics(
         self, *names: str, from_step: int = 0, to_step: int = 0
     ) -> dict[str, list[Any]]:
-        """Numbers of its steps as columns, ``step`` among them; all of them if none is named.
+        """Returns metrics of the run's steps as columns, including ``step``; all metrics by default.
 
-        Of more than 2,000 steps it has every n-th.
+        If there are more than 2,000 steps, it returns every n-th.
         """
         page = await self._client.list_metrics(
             self.id, name=names, from_step=from_step, to_step=to_step
@@ -238,15 +238,15 @@ class AsyncRun:
         limit: int = 0,
         tokens: bool = False,
     ) -> AsyncIterator[WholeSample]:
-        """What its model wrote, as far as it is kept; ``export_samples`` of the client has all filters.
+        """Yields recorded samples; :meth:`AsyncClient.export_samples` has more filters.
 
         Args:
-            step: Step that trained them; of an evaluation, the weight version.
-            split: Those for training, or those of evaluations.
-            order_by: By time or by reward.
-            text: Part of the prompt or of the response.
-            limit: Most samples; 0 for all.
-            tokens: Whether their tokens are part of it.
+            step: Step that trained the samples; for an evaluation, its weight version.
+            split: ``train`` for training samples, ``heldout`` for samples of evaluations.
+            order_by: Newest first, or highest or lowest reward first.
+            text: Substring of the prompt or of the response.
+            limit: Max number of samples; 0 for all.
+            tokens: True to include the tokens of the responses.
         """
         return self._client.export_samples(
             self.id,
@@ -259,27 +259,27 @@ class AsyncRun:
         )
 
     async def sample(self, sample_id: str) -> WholeSample:
-        """One kept sample with its turns and tokens."""
+        """Returns one recorded sample with its turns and tokens."""
         return await self._client.get_sample(self.id, sample_id=sample_id)
 
     def logs(self, *, component: str = "", tail_lines: int = 100) -> AsyncIterator[LogLine]:
-        """The ends of its workers' logs."""
+        """Yields the last lines of the workers' logs."""
         return self._client.read_logs(self.id, component=component, tail_lines=tail_lines)
 
     async def checkpoints(self) -> Sequence[CheckpointView]:
-        """Its checkpoints, newest first."""
+        """Returns the run's checkpoints, newest first."""
         return (await self._client.list_checkpoints(self.id)).items
 
     async def pause(self, *, checkpoint: bool = True) -> None:
-        """Finish the current step, save a checkpoint if it is wanted, and stop the workers."""
+        """Finishes the current step, saves a checkpoint if requested, and stops the workers."""
         self.view = await self._client.pause_run(self.id, checkpoint=checkpoint)
 
     async def resume(self) -> None:
-        """Let it go on from its checkpoint."""
+        """Queues the paused run again; it continues from its checkpoint."""
         self.view = await self._client.resume_run(self.id)
 
     async def cancel(self, *, grace_seconds: float = 0.0, save_checkpoint: bool = False) -> None:
-        """End it; with a grace it may finish its step."""
+        """Cancels the run; it may take ``grace_seconds`` to finish its step."""
         self.view = await self._client.cancel_run(
             self.id, grace_seconds=grace_seconds, save_checkpoint=save_checkpoint
         )
@@ -287,7 +287,7 @@ class AsyncRun:
     async def fork(
         self, overrides: Mapping[str, Any], *, checkpoint_id: str = "", name: str = ""
     ) -> "AsyncRun":
-        """A new run that goes on from a checkpoint of this one, the newest unless another is named."""
+        """Starts a new run from a checkpoint of this run, by default its newest one."""
         forked = await self._client.fork_run(
             self.id, checkpoint_id=checkpoint_id, name=name, overrides=dict(overrides)
         )

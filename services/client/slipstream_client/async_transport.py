@@ -1,4 +1,4 @@
-"""Requests over HTTP, to a controller that may be started again meanwhile."""
+"""HTTP requests to a controller, with retries while it restarts."""
 
 import asyncio
 import json
@@ -8,14 +8,14 @@ from typing import Any
 
 import httpx
 
-from slipstream_client.problems import ApiError, refused, unreachable
+from slipstream_client.problems import ApiError, error_of, unreachable
 from slipstream_client.request import Request
 
 _TIMEOUT_S = 30.0
-# The server writes something every 10 s.
+# The server sends a heartbeat every 10 s.
 _SILENCE_S = 60.0
-_ASK_AGAIN_S = 0.5
-_CUT_OFF = (httpx.ReadError, httpx.RemoteProtocolError)
+_RETRY_INTERVAL_S = 0.5
+_DISCONNECTED = (httpx.ReadError, httpx.RemoteProtocolError)
 
 
 class AsyncTransport:
@@ -23,9 +23,9 @@ class AsyncTransport:
 
     Args:
         url: Such as ``http://127.0.0.1:8700``.
-        token: API token; empty where none is asked for.
-        patience_s: How long a controller that does not answer is asked again.
-        http: What sends; by default a client that heeds no proxy.
+        token: API token; empty if the controller requires none.
+        retry_s: Max seconds of retries while the controller does not answer.
+        http: HTTP client that sends the requests. Default: a client that ignores proxy settings.
     """
 
     def __init__(
@@ -33,18 +33,18 @@ class AsyncTransport:
         url: str,
         *,
         token: str,
-        patience_s: float,
+        retry_s: float,
         http: httpx.AsyncClient | None = None,
     ) -> None:
         self.url = url
-        self._patience_s = patience_s
+        self._retry_s = retry_s
         self._http = http or httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)
         self._http.base_url = httpx.URL(url)
         if token:
             self._http.headers["Authorization"] = f"Bearer {token}"
 
     async def aclose(self) -> None:
-        """End all connections."""
+        """Closes all connections."""
         await self._http.aclose()
 
     async def content(self, request: Request) -> bytes:
@@ -53,40 +53,38 @@ class AsyncTransport:
         Raises:
             ApiError: If the controller refuses the request or does not answer.
         """
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._retry_s
         while True:
             try:
                 response = await self._http.request(**request.options())
                 break
             except httpx.TransportError as error:
-                if not request.may_repeat or time.monotonic() >= deadline:
+                if not request.may_retry or time.monotonic() >= deadline:
                     raise unreachable(self.url, error) from error
-            await asyncio.sleep(_ASK_AGAIN_S)
+            await asyncio.sleep(_RETRY_INTERVAL_S)
         if response.is_error:
-            raise refused(response)
+            raise error_of(response)
         return response.content
 
     async def page_link(self) -> str:
         """Returns a link to the run page that signs one browser in, once, as this caller."""
-        content = await self.content(
-            Request(method="POST", path="/page/links", makes_no_second=True)
-        )
+        content = await self.content(Request(method="POST", path="/page/links", is_idempotent=True))
         return f"{self.url}{json.loads(content)['path']}"
 
     async def stream(
         self, request: Request, *, silence_s: float = _SILENCE_S
     ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Yields a streamed answer: kind and content of each event, or ``line`` and an object.
+        """Yields a streamed response: type and content of each event, or ``line`` and an object.
 
         Raises:
-            ApiError: If the request is refused.
-            httpx.TransportError: If the connection breaks, or nothing comes for ``silence_s``.
+            ApiError: If the controller refuses the request.
+            httpx.TransportError: If the connection fails, or no data arrives for ``silence_s``.
         """
         timeout = httpx.Timeout(_TIMEOUT_S, read=silence_s)
         async with self._http.stream(**request.options(), timeout=timeout) as response:
             if response.is_error:
                 await response.aread()
-                raise refused(response)
+                raise error_of(response)
             is_events = response.headers.get("content-type", "").startswith("text/event-stream")
             kind = "message"
             async for line in response.aiter_lines():
@@ -136,9 +134,10 @@ class AsyncTransport:
                 last_heartbeat = time.monotonic()
             except httpx.TransportError as error:
                 now = time.monotonic()
-                # A stream without events may be idle for long; until it broke, the controller was reachable.
-                if isinstance(error, _CUT_OFF) and now - asked > _ASK_AGAIN_S:
+                # A stream may have no events for long. Until it failed, the controller was reachable.
+                if isinstance(error, _DISCONNECTED) and now - asked > _RETRY_INTERVAL_S:
                     last_heartbeat = now
                 elif now - last_heartbeat > _SILENCE_S:
-                    raise ApiError(f"the controller at {self.url} broke off: {error!r}") from error
-            await asyncio.sleep(_ASK_AGAIN_S)
+                    problem = f"lost the connection to the controller at {self.url}: {error!r}"
+                    raise ApiError(problem) from error
+            await asyncio.sleep(_RETRY_INTERVAL_S)

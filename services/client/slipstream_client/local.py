@@ -1,4 +1,4 @@
-"""The controller that is meant where none is named: the environment's, or one that runs on this machine."""
+"""Default controller: the one in the environment, or the one that runs on this machine."""
 
 import json
 import os
@@ -14,27 +14,29 @@ _UP_FILE = Path("runs") / "up.json"
 
 
 def find_url(url: str = "") -> str:
-    """Address of a controller: the given one, SLIPSTREAM_URL, or what ``slipstream up`` started.
+    """Returns a controller's address: ``url``, ``SLIPSTREAM_URL``, or the one that ``slipstream up`` started.
 
     Raises:
-        ApiError: If there is none, or there are several.
+        ApiError: If no controller, or more than one, is found.
     """
     if found := url or os.environ.get("SLIPSTREAM_URL", ""):
         return found
     if _UP_FILE.exists():
         return str(json.loads(_UP_FILE.read_text(encoding="utf-8"))["url"])
-    running = sorted(address for address, owner in _started() if _lives(owner))
+    running = sorted(address for address, owner in _started() if _is_running(owner))
     if len(running) > 1:
-        raise ApiError(f"several controllers run here: {', '.join(running)}; say which with url")
+        raise ApiError(
+            f"several controllers run on this machine: {', '.join(running)}; choose one with url"
+        )
     if not running:
         raise ApiError(
-            "no controller is known: start one with 'slipstream up', or give url or SLIPSTREAM_URL"
+            "no controller found: start one with 'slipstream up', or set url or SLIPSTREAM_URL"
         )
     return running[0]
 
 
 def find_token(url: str) -> str:
-    """SLIPSTREAM_TOKEN, or the token of a controller that this user started here; else empty."""
+    """Returns ``SLIPSTREAM_TOKEN``, or the token of a controller that this user started here, or ""."""
     if token := os.environ.get("SLIPSTREAM_TOKEN", ""):
         return token
     address = f"http://{urlsplit(url).netloc}"
@@ -44,7 +46,7 @@ def find_token(url: str) -> str:
 
 
 def _started() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Addresses of the controllers that this user started here, and what was written down of each."""
+    """Yields address and recorded facts of each controller that this user started on this machine."""
     folder = Path.home() / ".slipstream" / "tokens"
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         try:
@@ -55,8 +57,8 @@ def _started() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"http://{path.name}", owner
 
 
-def _lives(owner: dict[str, Any]) -> bool:
-    """Whether the process that started a controller still runs on this machine."""
+def _is_running(owner: dict[str, Any]) -> bool:
+    """Returns True if the process that started a controller still runs on this machine."""
     if owner.get("host") != socket.gethostname():
         return False
     try:

@@ -1,4 +1,4 @@
-"""What goes wrong between a client and a controller."""
+"""Errors of the client."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import httpx
 
 
 class ApiError(RuntimeError):
-    """The controller refused a request or could not be reached; the message says why.
+    """The controller refused a request or did not answer.
 
     Attributes:
-        status: HTTP status; 0 if nobody answered.
-        code: Stable name of what is wrong, for programs; empty if nobody answered.
+        status: HTTP status; 0 if the controller did not answer.
+        code: Stable error code for programs; empty if the controller did not answer.
     """
 
     def __init__(self, message: str, *, status: int = 0, code: str = "") -> None:
@@ -20,11 +20,11 @@ class ApiError(RuntimeError):
 
 
 class RunFailedError(RuntimeError):
-    """A run that was waited for ended otherwise than well; the message says how and why."""
+    """A run failed or was cancelled; the message has its state and the reason."""
 
 
-def refused(response: httpx.Response) -> ApiError:
-    """What an answer says that is none."""
+def error_of(response: httpx.Response) -> ApiError:
+    """Converts an error response to an exception."""
     status = response.status_code
     try:
         problem = response.json()
@@ -32,20 +32,20 @@ def refused(response: httpx.Response) -> ApiError:
         return ApiError(f"the controller answered {status}: {response.text[:200]}", status=status)
     if not isinstance(problem, dict):
         return ApiError(f"the controller answered {status}: {problem}", status=status)
-    lines = [str(problem.get("detail", status)), *map(_pointed, problem.get("errors", ()))]
+    lines = [str(problem.get("detail", status)), *map(_with_key, problem.get("errors", ()))]
     return ApiError("\n".join(lines), status=status, code=str(problem.get("code", "")))
 
 
 def unreachable(url: str, error: Exception) -> ApiError:
-    """Nobody answers."""
+    """Creates the error for a controller that does not answer."""
     return ApiError(
         f"no controller answers at {url} ({error}); start one with 'slipstream up', or set SLIPSTREAM_URL or "
         "--url"
     )
 
 
-def _pointed(error: dict[str, Any]) -> str:
-    """What is wrong, with the name of where it is if the message does not begin with it."""
+def _with_key(error: dict[str, Any]) -> str:
+    """Returns the message of a validation error, prefixed with its key unless it begins with that."""
     name = str(error["pointer"]).strip("/").replace("/", ".")
     message = str(error["message"])
     return message if not name or message.startswith(name) else f"{name}: {message}"

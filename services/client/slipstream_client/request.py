@@ -1,4 +1,4 @@
-"""A request as it is sent."""
+"""An HTTP request of the client."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,31 +8,35 @@ from urllib.parse import quote
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked of a controller; what is None is not sent."""
+    """A request to a controller. Query parameters that are None are not sent."""
 
     method: str
     path: str
-    """With names in braces."""
+    """Path template with ``{name}`` placeholders."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What stands for them."""
+    """Values of the placeholders."""
     query: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: Any = None
-    makes_no_second: bool = False
-    """Whether it may be sent again although it does not only read."""
+    is_idempotent: bool = False
+    """True if a request that is not a GET may be repeated."""
 
     @property
-    def may_repeat(self) -> bool:
-        """Whether asking again changes nothing more: it reads, or names what it makes by a key."""
-        return self.method == "GET" or self.makes_no_second or "idempotency-key" in self.headers
+    def may_retry(self) -> bool:
+        """True if a repetition has no further effect: a GET, or a request with an idempotency key."""
+        return self.method == "GET" or self.is_idempotent or "idempotency-key" in self.headers
 
     def options(self) -> dict[str, Any]:
-        """What httpx sends it by."""
+        """Returns the arguments of ``httpx.AsyncClient.request``."""
         path = self.path.format(**{name: quote(of, safe="") for name, of in self.names.items()})
-        options = {"params": given(self.query), "headers": dict(self.headers), "json": self.body}
+        options = {
+            "params": without_none(self.query),
+            "headers": dict(self.headers),
+            "json": self.body,
+        }
         return {"method": self.method, "url": path, **options}
 
 
-def given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not None."""
+def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}

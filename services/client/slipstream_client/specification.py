@@ -1,4 +1,4 @@
-"""Specification files, as they are sent: the controller checks what is in them."""
+"""Reads specification files for submission; the controller validates their content."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,24 +8,24 @@ import yaml
 
 
 def read_spec(spec: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """A specification as a document.
+    """Returns a specification as a dictionary.
 
-    Files that it names and that lie beside it, such as ``task.py:reward``, are named by their whole paths:
-    they are read where the controller is.
+    References to files next to a specification file, such as ``task.py:reward``, become absolute, because
+    the controller resolves them in another working directory.
 
     Args:
-        spec: A YAML or JSON file, or a document, which is taken as it is.
+        spec: Path of a YAML or JSON file, or a mapping, which is returned unchanged.
 
     Raises:
-        ValueError: If the file is no mapping.
-        OSError: If it cannot be read.
+        ValueError: If the file does not contain a mapping.
+        OSError: If the file cannot be read.
     """
     if isinstance(spec, Mapping):
         return dict(spec)
     path = Path(spec)
     document = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(document, dict):
-        raise ValueError(  # noqa: TRY004 -- what is wrong is the file
+        raise ValueError(  # noqa: TRY004 -- the content of the file is wrong, not an argument
             f"{path}: expected a mapping of keys, got {type(document).__name__}"
         )
     found: dict[str, Any] = _resolved(document, path.resolve().parent)
@@ -33,7 +33,7 @@ def read_spec(spec: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolved(value: Any, folder: Path, key: str = "") -> Any:
-    """The same with whole paths of files that are there."""
+    """Returns the value with absolute paths in place of references to existing files."""
     if isinstance(value, dict):
         return {name: _resolved(inner, folder, str(name)) for name, inner in value.items()}
     if isinstance(value, list):
@@ -43,7 +43,7 @@ def _resolved(value: Any, folder: Path, key: str = "") -> Any:
     file, separator, function = value.rpartition(":")
     is_code = bool(separator) and file.endswith(".py")
     named = folder / (file if is_code else value)
-    # Any word may be the name of a file; a path has a folder or a suffix, or its key says that it is one.
+    # Any word may be the name of a file. Treat it as a path if it has a folder or a suffix, or by its key.
     if not (is_code or key == "path" or {"/", "."} & set(value)) or not named.exists():
         return value
     return f"{named.resolve()}:{function}" if is_code else str(named.resolve())
