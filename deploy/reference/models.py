@@ -2,7 +2,16 @@
 
 from collections.abc import Iterator
 
-from services.common.models.families import COMPARED, FAMILIES, TELLS_NOT, UNEQUAL, WINDOWED, Family
+from services.common.models.families import (
+    COMPARED,
+    FAMILIES,
+    IMAGES,
+    MULTIMODAL,
+    TELLS_NOT,
+    UNEQUAL,
+    WINDOWED,
+    Family,
+)
 
 _HEAD = """# Models
 
@@ -15,14 +24,54 @@ with the torch engine (`tests/unit/rollout/test_torch.py`), tensor parallelism
 (`tests/integration/test_context_ranks.py`).
 
 `slipstream validate` checks a model's `config.json` before anything is loaded. It refuses layers other than
-full or sliding attention, and rotary frequencies that depend on the longest sequence of a batch (`dynamic`
-without HunYuan's `alpha`, `longrope`). Sliding windows, capped scores and logits, and logit scales are
-supported. It also reads the headers of the weight files, and reports missing, truncated, mismatched or
-quantized tensors. A run whose folder lacks weights, or has them in another shape, ends before it trains.
+full, sliding and, in hybrids, linear attention, and rotary frequencies that depend on the longest sequence
+of a batch (`dynamic` without HunYuan's `alpha`, `longrope`). Sliding windows, capped scores and logits, and
+logit scales are supported. It also reads the headers of the weight files, and reports missing, truncated,
+mismatched or quantized tensors. A run whose folder lacks weights, or has them in another shape, ends before
+it trains.
 
 If a family's attention does not consist of `q_proj`, `k_proj`, `v_proj` and `o_proj`, the column LoRA lists
 the names for `trainer.lora.target_modules`. The weight plane sends every family under its checkpoint names.
 
+## Hybrids
+{recurrent} have recurrent layers (gated delta nets with a short
+convolution) beside full attention. In a pack each sequence starts from an empty state. 200 random packs of
+each family, half of them with shared prefixes, are compared with transformers every night
+(`tests/unit/trainer/test_hybrids.py`).
+
+- **Shared prefixes**: recurrent layers compute a shared prefix again for each sequence, other layers once.
+- **Context parallelism**: each rank computes recurrent layers for all tokens of the pack, other layers for
+  its own.
+- **Partial rollouts**: an engine resumes a response by computing its tokens again. The torch engine computes
+  prompts of different lengths one after the other, because a state cannot skip padding, and captures no
+  graphs.
+- **Kernels**: on GPUs, install the extra `linear-attention` (`flash-linear-attention`) in the trainer's
+  environment; transformers uses it if it is there. Without it, and on CPUs, torch computes the layers.
+- **vLLM**: its CPU build computes gated delta nets in bfloat16 and with heads of 128 only. `qwen3_next` is
+  compared there in bfloat16; `qwen3_5_text` and `qwen3_5_moe_text` need `torchvision`, which the test
+  environment lacks, and are not compared. None of their experts is reported on a CPU.
+- **Multi-token prediction**: heads of a checkpoint (`mtp.*`) are not trained. An export has them unchanged.
+
+## Multimodal checkpoints
+The language model of a multimodal checkpoint is loaded, trained and served alone, as a family of the table
+below: {multimodal}. The vision tower and the projector stay on disk. `slipstream export` writes the
+whole checkpoint: all keys, and those tensors bit for bit. Packed logprobs and the export of each are compared
+with the whole model of transformers (`tests/unit/trainer/test_multimodal.py`).
+
+With `model.images: true` the vision tower of {images} is loaded too, and prompts may have images
+([data](data.md#images)); others are refused. Packed logprobs and gradients, also those of the tower, equal
+those of the whole model to 1e-5 in float32: multimodal rotary positions start at 0 in each sequence, features
+replace the placeholders of prompts only, and Qwen3-VL's features also reach its first layers
+(`tests/unit/trainer/test_vision.py`; 200 random packs of each every night). So do
+logprobs of the torch engine
+(`tests/unit/rollout/test_images.py`). `trainer.freeze_vision_tower: false` trains the tower.
+
+- **Refused**: engines other than `torch`, context and tensor parallelism, demonstrations, workflows other
+  than `single_turn` and your own.
+- **LoRA**: adapters of the language model only.
+- **Placeholders that the policy samples** are tokens like any other, in trainer and engine.
+
+## Families
 [Mixtures of experts](mixtures.md) train with all experts on every rank, or with `trainer.expert_parallel`
 (`tests/integration/test_expert_ranks.py`).
 
@@ -67,7 +116,13 @@ def page() -> str:
         for name, why in families.items()
     ]
     windowed = ", ".join(f"`{name}`" for name in WINDOWED["sglang"])
-    return _HEAD.format(windowed=windowed) + "\n".join([*rows, _UNEQUAL.rstrip("\n"), *failed, ""])
+    recurrent = ", ".join(f"`{name}`" for name, each in FAMILIES.items() if each.recurrent)
+    multimodal = ", ".join(f"`{name}` (`{text}`)" for name, text in MULTIMODAL.items())
+    images = " and ".join(f"`{name}`" for name in IMAGES)
+    head = _HEAD.format(
+        windowed=windowed, recurrent=recurrent, multimodal=multimodal, images=images
+    )
+    return head + "\n".join([*rows, _UNEQUAL.rstrip("\n"), *failed, ""])
 
 
 def _adapted(family: Family) -> str:

@@ -1,5 +1,5 @@
 """Downloads models and data sets from Hugging Face: NAME, NAME@REVISION, or datasets/NAME."""
-# ruff: noqa: INP001, T201  a script that speaks to whoever reads the log of its Job
+# ruff: noqa: INP001, T201  a script that prints to the log of its Job
 
 import sys
 

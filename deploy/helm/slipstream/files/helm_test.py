@@ -38,9 +38,9 @@ async def check_health(address: str, peer: Peer, identity: Identity) -> None:
 scheme, controller, queue = sys.argv[1:]
 # The release has certificates only if TLS is on.
 own = Identity(tls=IssuedTls(Issuer(TLS), "test.slipstream") if TLS.exists() else None)
-fetch(f"{scheme}://{controller}:8080/healthz")  # what needs no token
+fetch(f"{scheme}://{controller}:8080/healthz")  # needs no token
 servers: list[tuple[str, Peer]] = [(controller, "controller"), (queue, "transferqueue")]
 for host, peer in servers:
     asyncio.run(check_health(f"{host}:50051", peer, own))
     assert "slipstream_" in fetch(f"http://{host}:9090/metrics").text, f"{host} exposes no metrics"
-sys.stdout.write("every service answers\n")
+sys.stdout.write("all services are healthy\n")

@@ -12,7 +12,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Namespace of worker pods, which the controller may make and so read every secret beside */}}
+{{/* Namespace of worker pods. Separate, because whoever may create pods in a namespace can read all its secrets. */}}
 {{- define "slipstream.workersNamespace" -}}
 {{- default (printf "%s-workers" (.Release.Namespace | trunc 55)) .Values.workers.namespace -}}
 {{- end -}}
@@ -80,7 +80,7 @@ capabilities:
 {{- end }}
 {{- end -}}
 
-{{/* Where a pod runs. Needs a map with nodeSelector, tolerations, affinity, priorityClassName */}}
+{{/* Scheduling of a pod. Needs a map with nodeSelector, tolerations, affinity, priorityClassName */}}
 {{- define "slipstream.placement" -}}
 {{- with .nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -97,7 +97,8 @@ priorityClassName: {{ . }}
 {{- end -}}
 
 {{/*
-Kubernetes asks the gRPC health service since 1.24, but not over TLS; otherwise, only whether the port is open.
+Probe of a gRPC server. Kubernetes supports the gRPC health service since 1.24, but not over TLS; otherwise the probe
+only checks that the port is open.
 */}}
 {{- define "slipstream.grpcProbe" -}}
 {{- if and (eq .Values.tls.mode "off") (semverCompare ">=1.24-0" .Capabilities.KubeVersion.Version) -}}
@@ -112,7 +113,7 @@ tcpSocket: {port: grpc}
 {{- default (printf "%s-%s" (include "slipstream.fullname" .root) .part) .settings.existingSecret -}}
 {{- end -}}
 
-{{/* Pods of a component, wherever they are, as a peer of a network policy. Needs: root, component */}}
+{{/* Pods of a component in any namespace, as a peer of a network policy. Needs: root, component */}}
 {{- define "slipstream.peer" -}}
 {{- $isWorker := eq .component "worker" -}}
 namespaceSelector:
@@ -133,7 +134,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 slipstream.dev/worker: "true"
 {{- end -}}
 
-{{/* Environment that names the collector of spans: the same for every service */}}
+{{/* Environment of the span collector, the same for every service */}}
 {{- define "slipstream.tracingEnv" -}}
 {{- with .Values.tracing }}
 {{- if .endpoint }}
@@ -151,7 +152,7 @@ slipstream.dev/worker: "true"
 {{- end }}
 {{- end -}}
 
-{{/* What services make their certificates with */}}
+{{/* Volume of the issuer with which services sign their certificates */}}
 {{- define "slipstream.issuerVolume" -}}
 {{- if ne .Values.tls.mode "off" }}
 - name: tls
@@ -167,7 +168,7 @@ slipstream.dev/worker: "true"
     defaultMode: 0440
 {{- end -}}
 
-{{/* What specifications may name, as environment. Downloaded models are data, never code. Needs: root, prefix */}}
+{{/* Environment with the paths and hosts that specifications may name. Downloaded models are data, never code. Needs: root, prefix */}}
 {{- define "slipstream.allowanceEnv" -}}
 {{- $workers := .root.Values.workers -}}
 {{- $code := concat (list "/opt/slipstream/code") $workers.codeRoots -}}

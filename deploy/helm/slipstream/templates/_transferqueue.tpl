@@ -1,5 +1,5 @@
 {{/*
-Pods of the transferqueue: the one with the index and the first shard, or the ones with the other shards.
+Pods of the transferqueue: the pod with the index and the first shard, or the pods with the other shards.
 Needs: root, component, replicas
 */}}
 {{- define "slipstream.transferqueue" -}}
@@ -34,7 +34,7 @@ spec:
       {{- include "slipstream.pullSecrets" .root | nindent 6 }}
       {{- include "slipstream.placement" $values | nindent 6 }}
       {{- if gt (int .replicas) 1 }}
-      # A node that is lost takes few shards with it.
+      # Spread the shards, so that the loss of a node loses few of them.
       topologySpreadConstraints:
         - maxSkew: 1
           topologyKey: kubernetes.io/hostname
@@ -137,7 +137,7 @@ spec:
         {{- include "slipstream.issuerVolume" .root | nindent 8 }}
 {{- end -}}
 
-{{/* A storage shard beside the index serves no gRPC. */}}
+{{/* A pod with only a storage shard serves no gRPC. */}}
 {{- define "slipstream.transferqueueProbe" -}}
 {{- if eq .component "transferqueue" -}}
 {{- include "slipstream.grpcProbe" .root -}}

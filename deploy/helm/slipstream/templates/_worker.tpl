@@ -1,6 +1,6 @@
 {{/*
-Pod of a worker that runs a program, trainer or rollout. The controller adds the pod's name, the run's labels, its owner, and the environment that names
-the run, the worker and its ports. Needs: root, program
+Pod of a worker that runs a program (trainer or rollout). The controller adds the pod's name, labels, owner, and the
+environment with the run, the worker and its ports. Needs: root, program
 */}}
 {{- define "slipstream.worker" -}}
 {{- $workers := .root.Values.workers -}}
@@ -23,7 +23,7 @@ metadata:
     {{- with $own.gpu.resourceName }}
     slipstream.dev/gpu-resource: {{ . }}
     {{- end }}
-    # Moving a worker to another node costs its run more than the node saves.
+    # An autoscaler must not move workers: a restart costs the run more than an idle node.
     cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
     {{- with $workers.podAnnotations }}
     {{- toYaml . | nindent 4 }}
@@ -42,7 +42,7 @@ spec:
   securityContext:
     {{- include "slipstream.podSecurityContext" .root | nindent 4 }}
     {{- if not $workers.hostNetwork }}
-    # NCCL and Gloo listen where the kernel puts them; this is what the network policy lets through.
+    # NCCL and Gloo listen on ephemeral ports. Restrict these to the ports that the network policy allows.
     sysctls:
       - {name: net.ipv4.ip_local_port_range, value: "29501 39500"}
     {{- end }}
@@ -61,7 +61,7 @@ spec:
     - name: {{ .program }}
       image: {{ include "slipstream.image" (dict "root" .root "image" $own.image) }}
       imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-      # The last log lines of a worker that failed reach the run's message.
+      # Puts the last log lines of a failed worker into the pod's status, for the run's message.
       terminationMessagePolicy: FallbackToLogsOnError
       securityContext:
         allowPrivilegeEscalation: false
@@ -98,7 +98,7 @@ spec:
         {{- if eq .program "rollout" }}
         - name: SLIPSTREAM_ROLLOUT_REWARD_HOSTS
           value: {{ $workers.rewardHosts | toJson | quote }}
-        # Before the grace period ends, unfinished responses are stored.
+        # Rollouts store unfinished responses before the grace period ends.
         - name: SLIPSTREAM_ROLLOUT_DRAIN_TIMEOUT_S
           value: {{ max 3 (sub (int $workers.terminationGracePeriodSeconds) 10) | quote }}
         {{- end }}
@@ -112,10 +112,10 @@ spec:
           value: /var/cache/slipstream/huggingface
         - name: PYTHONPATH
           value: /opt/slipstream/code
-        # Pods of one node share NVLink only if NCCL takes them for one host.
+        # NCCL uses NVLink between pods of a node only if they have the same host id.
         - name: NCCL_HOSTID
           value: "$(NODE_NAME)"
-        # NVLink SHARP needs multicast rights that shared nodes do not give.
+        # NVLink SHARP needs multicast permissions that shared nodes do not grant.
         - name: NCCL_NVLS_ENABLE
           value: "0"
         {{- include "slipstream.metricsEnv" (dict "root" .root "prefix" $prefix) | nindent 8 }}
@@ -152,7 +152,7 @@ spec:
     - name: runs
       {{- include "slipstream.claimOrScratch" $workers.checkpoints | nindent 6 }}
     {{- if ne .root.Values.tls.mode "off" }}
-    # The controller says which: that of the run.
+    # The controller fills in the name of the run's secret.
     - name: tls
       secret: {defaultMode: 0440}
     {{- end }}
@@ -167,12 +167,12 @@ spec:
 {{- end -}}
 
 {{/*
-JobSet of a worker of several nodes. The controller adds its name, labels, owner, number of pods and their template, and
-is the only one who starts anything again.
+JobSet of a worker on several nodes. The controller adds its name, labels, owner, number of pods and their template. Only
+the controller restarts pods.
 */}}
 {{- define "slipstream.jobSet" -}}
 {{- if .Values.workers.kueue.queueName -}}
-{{- fail "workers.jobSet.enabled and workers.kueue.queueName exclude each other: Kueue would admit a JobSet apart from the rollouts of its run, and either could wait for ever for room that the other holds; without JobSets, Kueue admits all pods of a run at once" -}}
+{{- fail "workers.jobSet.enabled and workers.kueue.queueName exclude each other: Kueue would admit a JobSet separately from the rollouts of its run, and the two could deadlock on resources; without JobSets, Kueue admits all pods of a run together" -}}
 {{- end -}}
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -182,7 +182,7 @@ metadata:
   annotations: {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
-  # The pods are in the workers' own headless service.
+  # The pods belong to the workers' headless service.
   network: {enableDNSHostnames: false}
   failurePolicy: {maxRestarts: 0}
   replicatedJobs:
@@ -203,7 +203,7 @@ emptyDir: {sizeLimit: {{ .scratch | quote }}}
 {{- end -}}
 {{- end -}}
 
-{{/* Requests and limits with RDMA devices; the controller adds GPUs. Quantities are text, as server-side apply demands. Needs: root, program */}}
+{{/* Requests and limits with RDMA devices; the controller adds GPUs. Server-side apply needs quantities as text. Needs: root, program */}}
 {{- define "slipstream.workerResources" -}}
 {{- $own := get .root.Values .program -}}
 {{- $rdma := .root.Values.workers.rdma -}}

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs a command, and says every two seconds for how long it has been going on.
-# usage: deploy/told.sh WHAT COMMAND...
+# Runs a command and prints its elapsed time every two seconds.
+# usage: deploy/with_progress.sh WHAT COMMAND...
 what=$1; shift
 "$@" &
 pid=$!
@@ -9,8 +9,8 @@ trap 'kill $pid 2> /dev/null' INT TERM
   seconds=0
   while sleep 2 && kill -0 $pid 2> /dev/null; do seconds=$((seconds + 2)); echo "$what, $seconds s"; done
 ) &
-teller=$!
+reporter=$!
 wait $pid
 code=$?
-kill $teller 2> /dev/null
+kill $reporter 2> /dev/null
 exit $code
