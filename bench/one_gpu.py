@@ -10,7 +10,8 @@ part in ``bench/results/one-gpu-colocated.json``. Bar: a switch of 1.3 billion p
 s.
 
 With ``--lora 32`` the model has Qwen2.5-7B's shape with adapters of that rank on all linear
-modules, in ``bench/results/one-gpu-lora.json``.
+modules, in ``bench/results/one-gpu-lora.json``; with ``--lora 32 --base nf4``, Qwen2.5-14B's shape with
+a base in 4 bits, in ``bench/results/one-gpu-lora-nf4.json``.
 
 With ``--duel`` the lengths are geometric with a mean of 600, as ``bench.one_gpu_peer`` trains them with TRL;
 each setting's entry goes to ``bench/results/one-gpu-duel.json``.
@@ -32,7 +33,7 @@ import psutil
 import torch
 from transformers import AutoConfig
 
-from bench.e2e.shapes import DUEL, LINEAR, QWEN_7B, SHAPES, smoke
+from bench.e2e.shapes import DUEL, LINEAR, QWEN_7B, QWEN_14B, SHAPES, smoke
 from bench.e2e.timeline import facts, time_line
 from bench.switches import switches
 from bench.whole_run import REPOSITORY, run_for
@@ -59,17 +60,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--set", action="append", default=[], help="further settings of the run")
     parser.add_argument("--lora", type=int, help="rank of adapters, of a model of 7B")
+    parser.add_argument(
+        "--base", choices=("int8", "nf4"), help="dtype of a base of 14B, with --lora"
+    )
     parser.add_argument("--duel", action="store_true", help="the lengths of bench.one_gpu_peer")
     parser.add_argument("--folder", type=Path, help="where run and logs stay; default: nowhere")
     arguments = parser.parse_args()
-    shape = QWEN_7B if arguments.lora is not None else DUEL if arguments.duel else _SHAPE
+    with_adapters = QWEN_14B if arguments.base else QWEN_7B
+    shape = with_adapters if arguments.lora is not None else DUEL if arguments.duel else _SHAPE
     shape = smoke(shape) if arguments.smoke else shape
     if arguments.lora is not None:
-        lora = {"rank": arguments.lora, "target_modules": LINEAR}
+        lora = {"rank": arguments.lora, "target_modules": LINEAR, "base_dtype": arguments.base}
         shape = replace(shape, trainer={**shape.trainer, "lora": lora})
     is_colocated = "topology.placement=colocated" in arguments.set
-    parts = ["one-gpu", *(["lora"] * bool(arguments.lora)), *(["colocated"] * is_colocated)]
-    name = f"{'-'.join(parts)}.json"
+    names = (
+        *("one-gpu", "lora" if arguments.lora else "", arguments.base or ""),
+        "colocated" if is_colocated else "",
+    )
+    name = f"{'-'.join(filter(None, names))}.json"
     with tempfile.TemporaryDirectory() as temporary, _watched() as peaks:
         folder = (arguments.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)

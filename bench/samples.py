@@ -34,15 +34,14 @@ from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import ModelSpec
 from services.rollout.data.prompts import Prompt
-from services.rollout.publish.publisher import GroupPublisher
-from services.rollout.publish.sample_recorder import SampleRecorder
 from services.rollout.rewards.base import Score
-from services.rollout.sampling.samples import Sample
+from services.rollout.sampling.sample_recorder import SampleRecorder
+from services.rollout.sampling.samples import GroupPublisher, Sample
 from services.rollout.workflows.turns import Turn
 from services.wire.data.client import DataClient
-from services.wire.rollout import GroupAssignment
 from services.wire.transferqueue.client import TransferQueueClient
 from services.wire.transferqueue.types import SampleRecordQuery
+from services.wire.workers import GroupAssignment
 
 RESULTS = Path(__file__).parent / "results"
 BAR = 0.02

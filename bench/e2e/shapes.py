@@ -129,6 +129,8 @@ QWEN_7B = Shape(
     workflow_arguments={"least": 16, "most": 1024, "median": 220.0, "sigma": 0.7},
 )
 """Qwen2.5-7B's shape with adapters and without any memory setting."""
+QWEN_14B = replace(QWEN_7B, layers=48, hidden=5120, intermediate=13_824, heads=40, kv_heads=8)
+"""Qwen2.5-14B's shape, for a quantized base."""
 
 # A random model ends a response after about as many tokens as its vocabulary has.
 DUEL = replace(
@@ -143,6 +145,7 @@ DUEL = replace(
 SHAPES = {
     # 1.31 B parameters; lengths are geometric.
     "geometric": _GEOMETRIC,
+    "duel": DUEL,
     # Layers of a 7 B model, but fewer: master weights and AdamW of all 28 do not fit on one GPU.
     "lognormal": Shape(
         layers=16,

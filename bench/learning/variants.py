@@ -51,6 +51,19 @@ VARIANTS = {
     "clip-cov": Variant(settings=("algorithm.loss=clip_cov",)),
     "kl-cov": Variant(settings=("algorithm.loss=kl_cov",)),
     "maxrl": Variant(settings=("algorithm.advantage=maxrl",)),
+    "gdpo": Variant(
+        settings=(
+            "algorithm.advantage=gdpo",
+            "algorithm.advantage_arguments.weights={exact_match: 1.0, places: 0.5}",
+            "rollout.rewards=[{name: exact_match}, {name: 'sort4.py:places', weight: 0}]",
+        )
+    ),
+    "muon": Variant(
+        settings=("trainer.optimizer.kind=muon", "trainer.optimizer.learning_rate=6.0e-4")
+    ),
+    "entropy target": Variant(
+        settings=("algorithm.entropy_target=0.15", "algorithm.entropy_step=1.0e-3")
+    ),
     "decoupled ppo, 4 mini-batches": Variant(
         settings=("trainer.updates_per_step=4", "trainer.optimizer.learning_rate=1.5e-4")
     ),

@@ -14,8 +14,7 @@ from statistics import fmean
 from typing import Any, cast
 
 from bench.controller.peers import FakeQueue, FakeRollouts, FakeTrainer, FakeWeights, MadeGroup
-from services.controller.planning.lengths import Geometric, Lengths, Lognormal
-from services.controller.planning.rates import DecodeTime, Rates
+from services.controller.planning.inputs import DecodeTime, Geometric, Lengths, Lognormal, Rates
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.fake import FakeEngine
 from services.rollout.monitor import DecodeTimes

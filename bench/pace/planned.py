@@ -18,8 +18,7 @@ from bench.controller.stage import Stage, stage
 from bench.pace.__main__ import GROUP_SIZE, GROUPS, STEPS, measure
 from bench.pace.fakes import Pace
 from bench.whole_run import REPOSITORY
-from services.controller.planning.inputs import rates_of
-from services.controller.planning.rates import Rates, Setting, trainer_speedup
+from services.controller.planning.inputs import Rates, Setting, rates_of, trainer_speedup
 from services.controller.planning.simulation import predict
 
 RESULTS = REPOSITORY / "bench" / "results" / "plan.json"

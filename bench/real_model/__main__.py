@@ -27,18 +27,27 @@ from bench.real_model.smollm2 import make_folder
 from bench.whole_run import REPOSITORY, WholeRun, output_of, running, steps_in
 
 RESULTS = REPOSITORY / "bench" / "results" / "real-model.json"
+_ADAPTERS = ("trainer.lora={rank: 32, alpha: 32}", "trainer.optimizer.learning_rate=1e-4")
 VARIANTS = {
     "lag 0": ("algorithm.max_staleness=0",),
     "lag 1": ("algorithm.max_staleness=1",),
     "lag 1, two engines": ("algorithm.max_staleness=1", "rollout.replicas=2"),
+    "lag 1, three engines": ("algorithm.max_staleness=1", "rollout.replicas=3"),
     "lag 4": ("algorithm.max_staleness=4",),
+    "lag 4, two engines": ("algorithm.max_staleness=4", "rollout.replicas=2"),
+    "lag 1, LoRA": ("algorithm.max_staleness=1", *_ADAPTERS),
+    "lag 1, LoRA, 4-bit base": (
+        "algorithm.max_staleness=1",
+        *_ADAPTERS,
+        "trainer.lora.base_dtype=nf4",
+    ),
     "in turns, lag 0": ("algorithm.max_staleness=0", "topology.placement=colocated"),
     "in turns, lag 1": ("algorithm.max_staleness=1", "topology.placement=colocated"),
 }
 _STEADY = 5
 _POLL_S = 0.2
 _SCORES = re.compile(r"held-out, version (\d+): greedy ([.\d]+)")
-_ON_CPU = (
+ON_CPU = (
     *("rollout.engine=torch", "trainer.dtype=float32", "trainer.compile=false"),
     *("trainer.steps=2", "trainer.prompts_per_step=2", "rollout.group_size=2"),
     *("validation.every=0", "rollout.max_response_tokens=48"),
@@ -73,7 +82,7 @@ def main() -> None:
         if example is None:
             spec.write_text(json.dumps(setting.spec(model)))
         else:
-            extra = [f"model.path={model}", *extra, *(_ON_CPU if arguments.smoke else ())]
+            extra = [f"model.path={model}", *extra, *(ON_CPU if arguments.smoke else ())]
         jobs = [
             (name, seed, [*VARIANTS[name], f"seed={seed}", *extra])
             for name in arguments.variants or VARIANTS

@@ -19,17 +19,20 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from bench.real_model import tasks
 from bench.real_model.__main__ import RESULTS, keep
-from bench.real_model.setting import Setting, smoke
+from bench.real_model.setting import ADDITION, Setting, smoke
 from bench.real_model.smollm2 import make_folder
+from services.common.callables import load_callable
 
 _STEADY = 5
+_heldout, _train, _score = (
+    load_callable(f"{ADDITION}:{name}") for name in ("heldout", "train", "score")
+)
 
 
 def _reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
     texts = [c[-1]["content"] if isinstance(c, list) else c for c in completions]
-    return [tasks.score(text, right) for text, right in zip(texts, answer, strict=True)]
+    return [_score(text, right) for text, right in zip(texts, answer, strict=True)]
 
 
 class _Curve(TrainerCallback):
@@ -63,7 +66,7 @@ class _Curve(TrainerCallback):
         begin = time.time()
         trainer, setting = self.trainer, self._setting
         tokenizer = trainer.processing_class
-        rows = tasks.heldout()
+        rows = _heldout()
         prompts = [
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": row["prompt"]}],
@@ -86,7 +89,7 @@ class _Curve(TrainerCallback):
         else:
             texts = [""] * len(rows)
         greedy = sum(
-            tasks.score(text, row["answer"]) for text, row in zip(texts, rows, strict=True)
+            _score(text, row["answer"]) for text, row in zip(texts, rows, strict=True)
         ) / len(rows)
         self._evaluated_s += time.time() - begin
         self.points.append(
@@ -100,7 +103,9 @@ class _Curve(TrainerCallback):
         print(json.dumps(self.points[-1]), flush=True)
 
 
-def train(setting: Setting, model: Path, folder: Path, *, seed: int, micro: int) -> dict[str, Any]:
+def train(
+    setting: Setting, model: Path, folder: Path, *, seed: int, micro: int, engine_share: float
+) -> dict[str, Any]:
     """Trains; returns curve and rates as ``bench.real_model`` does."""
     began = time.time()
     is_real = setting.engine == "vllm"
@@ -123,14 +128,14 @@ def train(setting: Setting, model: Path, folder: Path, *, seed: int, micro: int)
         gradient_checkpointing=False,
         use_vllm=is_real,
         vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.3,
+        vllm_gpu_memory_utilization=engine_share,
         vllm_max_model_length=512,
         vllm_importance_sampling_correction=False,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
     )
-    rows = tasks.rows()
+    rows = _train()
     data = Dataset.from_list(
         [
             {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
@@ -170,6 +175,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--micro", type=int, default=64, help="samples of a forward pass")
+    parser.add_argument("--engine-share", type=float, default=0.3, help="of the GPU's memory")
     parser.add_argument("--model", type=Path, help="where the model is, or is made")
     parser.add_argument("--wheel", type=Path)
     parser.add_argument("--smoke", action="store_true", help="without vLLM, on a CPU")
@@ -184,7 +190,12 @@ def main() -> None:
         model = arguments.model or Path(temporary) / "model"
         make_folder(model, arguments.wheel)
         entry = train(
-            setting, model, Path(temporary) / "out", seed=arguments.seed, micro=arguments.micro
+            setting,
+            model,
+            Path(temporary) / "out",
+            seed=arguments.seed,
+            micro=arguments.micro,
+            engine_share=arguments.engine_share,
         )
     print(json.dumps(entry), flush=True)
     if not arguments.smoke:

@@ -14,16 +14,20 @@ CALCULATOR = RESULTS.with_name("real-model-calculator.json")
 
 def main() -> None:
     runs = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"]
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    figure = Figure(figsize=(14, 5.0), layout="constrained")
     by_samples, by_seconds, calculator = figure.subplots(1, 3, sharey=True)
     for name, run in runs.items():
         points = run["curve"]
+        if len(points) == 1:  # evaluated at the end only
+            continue
         greedy = [point["greedy"] for point in points]
-        by_samples.plot([p["samples"] for p in points], greedy, label=name, marker="o")
+        (line,) = by_samples.plot([p["samples"] for p in points], greedy, label=name, marker="o")
+        if "times" in run:  # it shared the GPU with others
+            continue
         # The initial model is evaluated before the first step, at a time that is not recorded.
         begin = run["seconds_to_first_step"]
         seconds = [max(0.0, point["seconds"] - begin) for point in points]
-        by_seconds.plot(seconds, greedy, label=name, marker="o")
+        by_seconds.plot(seconds, greedy, color=line.get_color(), marker="o")
     agents = json.loads(CALCULATOR.read_text(encoding="utf-8"))["runs"]
     for name, run in agents.items():
         points, rewards = run["curve"], run["reward_mean"]
@@ -49,7 +53,7 @@ def main() -> None:
     for axes in (by_samples, by_seconds, calculator):
         axes.grid(alpha=0.3)
         axes.set_ylim(0, 1.02)
-    by_samples.legend(fontsize="small")
+    by_samples.legend(fontsize="x-small")
     calculator.legend(fontsize="small")
     devices = {run["device"] for run in runs.values()}
     figure.suptitle(f"SmolLM2-135M-Instruct, one {', '.join(devices)}")

@@ -4,7 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-_TASKS = Path(__file__).with_name("tasks.py")
+from bench.whole_run import REPOSITORY
+
+ADDITION = REPOSITORY / "examples" / "addition" / "addition.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +35,11 @@ class Setting:
             "name": "addition",
             "model": {"path": str(model)},
             "data": {
-                "train": {"source": "python", "path": f"{_TASKS}:rows"},
+                "train": {"source": "python", "path": f"{ADDITION}:train"},
                 "heldout": {
                     "addition": {
                         "source": "python",
-                        "path": f"{_TASKS}:heldout",
+                        "path": f"{ADDITION}:heldout",
                         "samples_per_prompt": 0,
                     }
                 },
@@ -49,7 +51,7 @@ class Setting:
                 "replicas": 1,
                 "group_size": self.group_size,
                 "max_response_tokens": self.max_response_tokens,
-                "rewards": [{"name": f"{_TASKS}:reward"}],
+                "rewards": [{"name": f"{ADDITION}:reward"}],
             },
             "trainer": {
                 "steps": self.steps,

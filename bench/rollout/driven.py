@@ -10,7 +10,7 @@ import torch
 
 from services.rollout.engines.base import Engine, GenerationRequest
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_order import EngineConfig
+from services.rollout.engines.engine_config import EngineConfig
 
 Directly = Callable[[str, Sequence[int], int], Any]
 """Function that generates: name, prompt, number of tokens."""

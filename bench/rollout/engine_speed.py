@@ -30,7 +30,7 @@ from bench.rollout.driven import alone, opened, order, requests
 from bench.rollout.report import GrowingReport
 from services.common.task_group import TaskGroup
 from services.rollout.engines.base import Engine
-from services.rollout.engines.engine_order import EngineConfig
+from services.rollout.engines.engine_config import EngineConfig
 
 _VOCABULARY = 258
 

@@ -13,6 +13,11 @@ its answer. In the environment of ``make test-vllm``, with ``OMP_NUM_THREADS=1``
     python -m bench.rollout.episodes --engine vllm --episodes 64 --hour 0 \
         --out bench/results/rollout-episodes-vllm-cpu.json
 
+Every protocol::
+
+    python -m bench.rollout.episodes --protocols chat completions messages responses --episodes 64 \
+        --sleep-s 1 10 --seconds 30 --hour 0 --out bench/results/rollout-episodes-protocols.json
+
 The hour of 2,000 alone takes ten minutes of a processor::
 
     python -m bench.rollout.episodes --episodes --out bench/results/rollout-episodes-hour.json
@@ -20,6 +25,8 @@ The hour of 2,000 alone takes ten minutes of a processor::
 
 import argparse
 import asyncio
+import itertools
+import os
 import resource
 import time
 from collections.abc import Sequence
@@ -30,9 +37,10 @@ from typing import Any
 from bench.rollout.episodes_hour import hour
 from bench.rollout.report import GrowingReport
 from bench.rollout.served_episodes import Asked, Episodes, Load, milliseconds
+from bench.rollout.tool_agent import PROTOCOLS
 from services.common.http.limits import raise_descriptor_limit
-from services.rollout.calls.reach import AddressPolicy
-from services.rollout.gc_tuning import freeze_startup_objects
+from services.rollout.calls.outside import AddressPolicy
+from services.rollout.monitor import freeze_startup_objects
 from services.rollout.openai.agent import Agent
 
 
@@ -66,6 +74,10 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
     num_turns += sum(begin <= turn.begun < end for turn in episodes.asked)
     return {
         "engine": load.engine,
+        "protocol": load.protocol,
+        "sleep_s": load.sleep_s,
+        "load_average": [round(each, 1) for each in os.getloadavg()],
+        "niceness": os.nice(0),
         "episodes": load.episodes,
         "turns_per_s": round(num_turns / seconds, 1),
         "overhead_ms": milliseconds([turn.overhead_s for turn in asked]),
@@ -109,7 +121,11 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="fewer episodes, shorter tools")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--episodes", type=int, nargs="*", default=[64, 2000])
+    parser.add_argument(
+        "--sleep-s", type=float, nargs=2, default=(1.0, 30.0), help="min and max time of a tool"
+    )
     parser.add_argument("--engine", default="fake")
+    parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=["chat"])
     parser.add_argument(
         "--hour", type=int, default=2000, help="episodes in virtual time; 0 for none"
     )
@@ -120,9 +136,10 @@ def main() -> None:
         out = Path("bench/results/rollout-episodes.json")
     report = GrowingReport(out, {"smoke": arguments.smoke})
     found = []
-    for number in [50] if arguments.smoke else arguments.episodes:
-        sleep_s = (0.1, 3.0) if arguments.smoke else (1.0, 30.0)
-        load = Load(episodes=number, sleep_s=sleep_s, engine=arguments.engine)
+    numbers = [50] if arguments.smoke else arguments.episodes
+    for number, protocol in itertools.product(numbers, arguments.protocols):
+        sleep_s = (0.1, 3.0) if arguments.smoke else tuple(arguments.sleep_s)
+        load = Load(episodes=number, sleep_s=sleep_s, engine=arguments.engine, protocol=protocol)
         seconds = 5.0 if arguments.smoke else arguments.seconds
         found.append(asyncio.run(measure(load, seconds=seconds)))
         report.add({"real_time": found})

@@ -30,10 +30,10 @@ from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import Sample
-from services.rollout.workflows.single_turn import SingleTurn
+from services.rollout.workflows.base import SingleTurn
 from services.wire.data.client import DataClient
-from services.wire.rollout import GroupAssignment
 from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.workers import GroupAssignment
 
 GROUP_SIZE = 8
 MAX_TOKENS = 400

@@ -23,15 +23,15 @@ from bench.rollout.parts import NoCache, tiny_engine, tokenizer
 from bench.rollout.report import report_to
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
-from services.rollout.calls.reach import AddressPolicy
 from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import Sample
-from services.rollout.workflows.single_turn import SingleTurn
-from services.wire.rollout import GroupAssignment
+from services.rollout.workflows.base import SingleTurn
+from services.wire.workers import GroupAssignment
 
 GROUP_SIZE = 8
 DEADLINE_S = 3.0

@@ -28,7 +28,7 @@ from services.rollout.sampling.progress_cache import TransferQueueCache
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields, sample_tags
 from services.wire.batch import KVBatchMeta
-from services.wire.rollout import GroupAssignment
+from services.wire.workers import GroupAssignment
 
 TOKEN_S = 0.002
 _CONTEXT_TOKENS = 16_384
@@ -46,6 +46,8 @@ class Load:
     """Min and max seconds of a tool."""
     median_tokens: float = 200.0
     """Median tokens of a reply, with the fake engine."""
+    protocol: str = "chat"
+    """Protocol of the agents; see :mod:`bench.rollout.tool_agent`."""
     engine: str = "fake"
     """The engine; engines other than the fake one have a tiny model with random weights."""
 
@@ -128,7 +130,13 @@ class _Rows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         load = self._load
-        return {"number": index, "turns": load.turns, "sleep": load.sleep_s, "prompt": f"{index}?"}
+        return {
+            "number": index,
+            "turns": load.turns,
+            "sleep": load.sleep_s,
+            "protocol": load.protocol,
+            "prompt": f"{index}?",
+        }
 
 
 class _Queue:

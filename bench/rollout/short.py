@@ -14,20 +14,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.real_model.setting import ADDITION
 from bench.rollout.parts import NoCache, tokenizer
 from bench.rollout.report import report_to
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
-from services.rollout.calls.reach import AddressPolicy
 from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.fake import FakeEngine
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import Sample
-from services.rollout.workflows.single_turn import SingleTurn
-from services.wire.rollout import GroupAssignment
+from services.rollout.workflows.base import SingleTurn
+from services.wire.workers import GroupAssignment
 
 GROUP_SIZE = 16
 
@@ -61,7 +62,7 @@ async def measure(groups: int, tokens: int, profile: cProfile.Profile | None) ->
         group_size=GROUP_SIZE,
         max_response_tokens=tokens,
         max_running_samples=4096,
-        rewards=[{"name": "bench.real_model.tasks:reward"}],
+        rewards=[{"name": f"{ADDITION}:reward"}],
     )
     data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column="answer")
     rows = [{"prompt": f"{i:03}=", "answer": "7"} for i in range(1000)]

@@ -22,7 +22,7 @@ from transformers import Qwen2Config
 from bench.rollout.report import report_to
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_order import EngineConfig
+from services.rollout.engines.engine_config import EngineConfig
 
 _INTERVAL = 16
 

@@ -15,9 +15,9 @@ from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.liveness import EpisodeWatch
 from services.rollout.sampling.sampler import Failure, GroupSampler, ProgressCache, Publisher
 from services.rollout.weights import WeightReceiver
-from services.rollout.workflows.single_turn import SingleTurn
+from services.rollout.workflows.base import SingleTurn
 from services.wire.controller import GroupFailure
-from services.wire.rollout import GroupAssignment
+from services.wire.workers import GroupAssignment
 
 _LOOK_S, _CHECKPOINT_S = 150.0, 60.0
 

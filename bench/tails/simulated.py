@@ -20,8 +20,7 @@ from bench.tails.setting import RUN, Setting
 from bench.tails.stores import MemoryProgress, MemoryQueue
 from services.common.fields import partition_id
 from services.common.task_group import TaskGroup
-from services.controller.rules.groups import TERMINAL, GroupState, LedgerState
-from services.controller.rules.ledger import Ledger
+from services.controller.rules.ledger import TERMINAL, GroupState, Ledger, LedgerState
 from services.controller.rules.prompts import Mixture, PromptOrder
 from services.controller.run.dispatch.dispatcher import Dispatcher
 from services.controller.run.dispatch.rollout_pool import RolloutPool
@@ -29,12 +28,12 @@ from services.controller.run.dispatch.sample_index import SampleIndex
 from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.observe.waits import Waits
 from services.controller.run.state.requests import CurrentSpec
-from services.controller.run.train.batcher import take_batch
+from services.controller.run.train.train_step import take_batch
 from services.rollout.data.prompts import Prompt, PromptStore
-from services.rollout.engines.virtual_time import VirtualTimeLoop
+from services.rollout.engines.fake import VirtualTimeLoop
 from services.rollout.sampling.samples import Sample
 from services.wire.controller import GroupFailure
-from services.wire.rollout import GroupAssignment
+from services.wire.workers import GroupAssignment
 
 _ROWS = 1_000_000
 _Made = tuple[int, Sample]
@@ -59,7 +58,7 @@ class _Journal:
     async def save(self, ledger: Ledger) -> None:
         ledger.take_changes()
 
-    async def note(self, note: Any, ledger: Ledger) -> None:
+    async def record_event(self, note: Any, ledger: Ledger) -> None:
         ledger.take_changes()
         self.notes.append(f"{note.type}: {note.message}")
 

@@ -10,7 +10,7 @@ from services.rollout.data.prompts import Prompt
 from services.rollout.sampling.progress_cache import GroupProgress, MemberProgress
 from services.rollout.sampling.samples import Sample, sample_tags
 from services.wire.batch import KVBatchMeta
-from services.wire.rollout import GroupAssignment
+from services.wire.workers import GroupAssignment
 
 
 class MemoryQueue:
@@ -71,7 +71,7 @@ class MemoryProgress:
         for name, members in groups.items():
             self.groups[name] |= members
 
-    async def forget(self, group_id: str, members: Collection[int]) -> None:
+    async def delete_progress(self, group_id: str, members: Collection[int]) -> None:
         for member in members:
             self.groups.get(group_id, {}).pop(member, None)
 

@@ -140,7 +140,7 @@ class Bench:
         )
         plan = make_plan(self._specs, arguments.bucket_mib << 20, shards)
         begin = time.perf_counter()
-        await member.form(
+        await member.form_group(
             1,
             receiver=max(self._number - arguments.sources, 0),
             num_receivers=arguments.receivers,
