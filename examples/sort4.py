@@ -37,6 +37,28 @@ def pairs() -> list[Row]:
     ]
 
 
+def comparisons() -> list[Row]:
+    """Returns pairs with more kinds of wrong answers, for a reward that a policy optimizes."""
+    rng = random.Random(_SEED)
+    rows = []
+    for digits in _inputs()[HELDOUT_PROMPTS:]:
+        right = _sorted(digits)
+        place = rng.randrange(4)
+        changed = right[:place] + str(rng.randrange(10)) + right[place + 1 :]
+        shuffled = "".join(rng.sample(digits, 4))
+        wrong = (
+            digits,
+            digits[::-1],
+            shuffled,
+            _sorted(changed),
+            changed,
+            right[: rng.randrange(1, 4)],
+        )
+        rejected = rng.choice([answer for answer in wrong if answer != right])
+        rows.append({"prompt": f"{digits}=", "chosen": right, "rejected": rejected})
+    return rows
+
+
 def warm_start(count: int, seed: int) -> list[tuple[str, str]]:
     """Returns examples ``(prompt, response)`` of the base model's three behaviours."""
     rng = random.Random(seed)
@@ -47,6 +69,11 @@ def sorting(count: int, seed: int) -> list[tuple[str, str]]:
     """Returns examples ``(prompt, response)`` of a teacher, which always sorts."""
     rng, inputs = random.Random(seed), _inputs()[HELDOUT_PROMPTS:]
     return [(f"{digits}=", _sorted(digits)) for digits in rng.choices(inputs, k=count)]
+
+
+def places(prompt: str, response: str, answer: str, row: Row) -> float:
+    """Returns the fraction of the digits that are in their place, as a second term of the reward."""
+    return sum(map(str.__eq__, response.strip(), answer)) / len(answer)
 
 
 def _examples(rng: random.Random, count: int) -> Iterator[tuple[str, str]]:
