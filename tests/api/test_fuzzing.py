@@ -25,7 +25,7 @@ EXAMPLES = os.environ.get("SLIPSTREAM_API_EXAMPLES", "4")
 
 @pytest.fixture
 def controller(tmp_path) -> Iterator[str]:
-    """URL of a controller whose runs wait for workers that never come."""
+    """URL of a controller whose runs wait for workers that never register."""
     with (
         running_queue(tmp_path) as queue,
         running_controller(
@@ -39,7 +39,7 @@ def controller(tmp_path) -> Iterator[str]:
 
 
 def tenants(state: Path) -> dict[str, str]:
-    """Tokens of admins of two projects."""
+    """Returns tokens of admins of two projects."""
     database = Database(f"sqlite:///{state / 'slipstream.db'}")
     store = TokenStore(database)
     tokens = {
@@ -51,7 +51,7 @@ def tenants(state: Path) -> dict[str, str]:
 
 
 def seed(url: str, token: str) -> None:
-    """Give a tenant runs in several states."""
+    """Creates runs of a tenant in several states."""
     with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as client:
         specs = [{**SPEC, "name": f"seed-{number}"} for number in range(4)]
         paths = [client.post("/v1/runs", json=spec).headers["Location"] for spec in specs]

@@ -15,7 +15,7 @@ _CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[object]:
-    """The browser; Debian's package, and any other build on the path, will do."""
+    """A browser: Debian's package or another build on the path."""
     playwright = pytest.importorskip("playwright.async_api")
     if _CHROMIUM is None:
         if os.getenv("CI"):
@@ -37,7 +37,7 @@ async def controller(tmp_path_factory) -> AsyncIterator[PageController]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def open_page(browser, controller):
-    """Opens the page as somebody of a role; what it asks elsewhere or complains of is a failure."""
+    """Opens the page as a user with a role; requests to other hosts and console errors fail the test."""
     foreign, errors = [], []
     async with AsyncExitStack() as stack:
 

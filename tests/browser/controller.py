@@ -24,7 +24,7 @@ from tests.helpers.rest import SPEC, api_of, open_manager
 
 @dataclass(frozen=True)
 class PageController:
-    """Where it is, and how its runs are written."""
+    """A served controller, with methods that write its runs."""
 
     url: str
     folder: Path
@@ -34,29 +34,29 @@ class PageController:
     running: str
     """A run that is running, at step 10 of 20."""
     ended: str
-    """One of another learning rate that succeeded with 12 steps."""
+    """A run with another learning rate that succeeded after 12 steps."""
     failed: str
 
     def code(self, role: Role) -> str:
-        """What signs a browser in, once."""
+        """Returns the code of a link that signs one browser in."""
         who = Principal(name=f"the-{role}", project="default", role=role)
         return self.links.make(who).path.partition("code=")[2]
 
     def note(self, run_id: str, note: Note, also: Any = None) -> None:
-        """Write an event and tell of it."""
+        """Writes an event and notifies readers."""
         self.manager.feed.publish(self.store.record(run_id, note, also=also), project="default")
 
     def create(self, name: str) -> str:
-        """One more run that is running, without a step."""
+        """Creates another running run, without a step."""
         number = len(self.store.list_runs(limit=500)) + 10
         return _create(self.store, number, {"name": name})
 
     def end(self, run_id: str) -> None:
-        """A run succeeds."""
+        """Ends a run as succeeded."""
         self.store.apply(run_id, RunEvent.FINISH, reason="Test")
 
     def train(self, run_id: str, step: int, **numbers: float) -> None:
-        """A step is trained."""
+        """Commits a step."""
         reward = numbers.pop("reward_mean", step / 20)
         data = {
             "step": step,
@@ -97,7 +97,7 @@ class PageController:
         self.note(run_id, Note("WeightsPublished", f"weight version {step} is served", sync))
 
     def evaluate(self, run_id: str, version: int, score: float) -> None:
-        """A version is evaluated."""
+        """Records the evaluation of a version."""
         data = {
             "version": version,
             "greedy": score,
@@ -109,12 +109,12 @@ class PageController:
 
 
 async def _recognize(who: Principal) -> None:
-    """Everybody is known still."""
+    """Accepts every principal."""
 
 
 @asynccontextmanager
 async def open_controller(folder: Path) -> AsyncIterator[PageController]:
-    """Serve three runs of a new database."""
+    """Serves three runs from a new database."""
     database = Database(f"sqlite:///{folder / 'page.db'}")
     store, tokens = RunStore(database), TokenStore(database)
     async with open_manager(database) as manager:

@@ -1,4 +1,4 @@
-"""What a new user wants to know of real runs, in a few clicks on their pages."""
+"""Questions of a new user about real runs, answered on the run page."""
 
 import json
 import re
@@ -19,7 +19,7 @@ ANOTHER_TERM = "rollout.rewards=[{name: rewards.py:score}, {name: rewards.py:bri
 
 
 class Runs:
-    """Services with two runs: one that has ended, and one with another term that goes on."""
+    """Services with two runs: an ended one, and a running one with another reward term."""
 
     def __init__(self, url: str, spec: str) -> None:
         self.url = url
@@ -46,7 +46,7 @@ def runs(tmp_path_factory):
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def opened(browser, runs):
-    """A page as a link of the command line opens it; what it complains of is a failure."""
+    """A page, opened by a link from the command line; errors on its console fail the test."""
     errors = []
     context = await browser.new_context(viewport={"width": 1280, "height": 900})
     page = await context.new_page()
@@ -100,7 +100,7 @@ async def test_the_worst_answer_of_step_20(opened, runs):
     assert rewards == sorted(rewards, key=float)
 
 
-async def test_two_runs_beside_each_other(opened, runs):
+async def test_two_runs_are_compared(opened, runs):
     page = await opened(runs.ended)
     mouse = Mouse(page)
     await mouse.click(page.get_by_label(re.compile("Compare with longer")))
@@ -112,7 +112,7 @@ async def test_two_runs_beside_each_other(opened, runs):
 
 
 async def test_another_reward_term_is_drawn(opened, runs):
-    """It was one command: ``slipstream submit`` of a specification with one more line."""
+    """The term needs one command: ``slipstream submit`` with one more line in the specification."""
     page = await opened(runs.going)
     await expect(chart(page, "Reward by term").locator(".legend")).to_contain_text("brief")
 
@@ -126,14 +126,14 @@ async def test_which_side_is_the_bottleneck(opened, runs):
 
 @needs("tensorboard")
 async def test_the_numbers_go_to_a_tracker(runs, tmp_path):
-    """One command for a run that has ended and named none; one line of the specification beforehand."""
+    """One command exports an ended run without a tracker; beforehand it is one line of the specification."""
     runs.slipstream("track", runs.ended, "--to", "tensorboard", "--folder", str(tmp_path))
     kept = of_tensorboard(tmp_path)
     assert curve(kept, "reward_mean") == [*range(1, 25)]
     assert curve(kept, "heldout/greedy") == [0, 12, 24]
 
 
-async def test_a_run_is_stopped_and_kept(opened, runs):
+async def test_a_stopped_run_stays_listed(opened, runs):
     page = await opened(runs.going)
     mouse = Mouse(page)
     await mouse.click(page.get_by_role("button", name="Pause"))

@@ -138,7 +138,7 @@ async def test_curves_are_zoomed_smoothed_and_drawn_on_other_axes(open_page, con
     await expect(further.locator(".legend")).to_contain_text("no_chart_names_it 2")
 
 
-async def test_histograms_tell_how_samples_spread(open_page, controller):
+async def test_histograms_show_the_distribution_of_samples(open_page, controller):
     page = await open_page(f"/runs/{controller.ended}")
     await chart(page, "Staleness of samples").scroll_into_view_if_needed()
     await expect(chart(page, "Staleness of samples").locator(".legend")).to_have_text("0: 1 · 1: 7")
@@ -161,7 +161,7 @@ async def test_runs_are_compared_by_a_link_or_a_box(open_page, controller):
     await expect(legend).to_contain_text("sort4 000002 mean")
 
 
-async def test_the_time_line_tells_who_worked_and_who_waited(open_page, controller):
+async def test_the_time_line_shows_work_and_waits(open_page, controller):
     page = await open_page(f"/runs/{controller.ended}/timeline")
     shares = page.get_by_role("region", name="Shares of the window")
     rows = {text.split("\t")[0]: text for text in (await _rows(shares))}
@@ -181,7 +181,7 @@ async def _rows(region):
     ]
 
 
-async def test_what_happened_is_told_as_text(open_page, controller):
+async def test_events_are_shown_as_text(open_page, controller):
     page = await open_page(f"/runs/{controller.running}/events")
     await expect(page.locator("#events")).to_contain_text("<b>rollout-1</b> ended")
     await expect(page.locator("#events")).not_to_contain_text("trained step")
@@ -325,7 +325,7 @@ async def test_only_what_a_role_may_is_offered(open_page, controller):
     ]
 
 
-async def test_a_run_is_changed_and_a_refusal_is_told(open_page, controller):
+async def test_a_run_is_changed_and_a_refusal_is_shown(open_page, controller):
     page = await open_page(f"/runs/{controller.running}")
     await page.get_by_role("button", name="Change").click()
     dialog = page.get_by_role("dialog")
@@ -339,7 +339,7 @@ async def test_a_run_is_changed_and_a_refusal_is_told(open_page, controller):
     await expect(dialog).to_have_count(0)
 
 
-async def test_a_stranger_needs_a_token_and_a_link_works_once(browser, controller):
+async def test_an_unknown_browser_needs_a_token_and_a_link_works_once(browser, controller):
     code = controller.code("viewer")
     for is_first in (True, False):
         context = await browser.new_context()
@@ -350,7 +350,7 @@ async def test_a_stranger_needs_a_token_and_a_link_works_once(browser, controlle
             assert "code" not in page.url
         else:
             await expect(page.locator("#sign-in")).to_be_visible()
-            who = (await controller.links.redeem(controller.code("viewer"))).token
+            who = (await controller.links.sign_in(controller.code("viewer"))).token
             await page.fill("#token", who)
             await page.click("#sign-in button")
             await expect(page.locator("#name")).to_have_text("sort4")

@@ -1,4 +1,4 @@
-"""Nodes with GPUs that exist only in the API server: pods bound to them run and end as told."""
+"""Nodes with GPUs that exist only in the API server: pods bound to them run and end on command."""
 
 import datetime
 import threading
@@ -62,7 +62,7 @@ def _node_status(resources: dict[str, str]) -> dict[str, object]:
 
 
 def _advance(core: CoreV1Api, pod: object) -> None:
-    """Start a bound pod, or end a deleted one."""
+    """Starts a bound pod, or ends a deleted one."""
     name, namespace = pod.metadata.name, pod.metadata.namespace
     try:
         if pod.metadata.deletion_timestamp:

@@ -45,7 +45,7 @@ def unchanged_machine(folder: Path) -> Iterator[None]:
 
 
 def _kill_containers(folder: Path) -> None:
-    """End what outlived its kubelet: the shims of this folder's containerd and all they hold."""
+    """Ends what outlived its kubelet: the shims of this folder's containerd and all they hold."""
     left = [
         process
         for process in psutil.process_iter(["cmdline"])
@@ -66,7 +66,7 @@ def _pod_networks() -> set[str]:
 
 
 def unmount_below(folder: Path) -> None:
-    """Take away all mounts in a folder, deepest first."""
+    """Unmounts everything in a folder, deepest first."""
     mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
     for line in reversed(mounts):
         if line.split()[1].startswith(f"{folder}/"):

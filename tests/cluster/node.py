@@ -38,7 +38,7 @@ class Cluster:
     kubeconfig: Path
 
     def command(self, *command: str | Path, timeout_s: float = 120.0) -> str:
-        """Run a program against the cluster and return its output; failure is an error with all it said."""
+        """Runs a program against the cluster; returns its output, which is part of the error if it fails."""
         done = subprocess.run(
             [str(part) for part in command],
             capture_output=True,
@@ -211,7 +211,7 @@ def _create_dns_service(core: CoreV1Api) -> None:
 
 
 def _remove_pods(cluster: Cluster) -> None:
-    """Let the kubelet end all containers, so that nothing is left of them on the machine."""
+    """Lets the kubelet end all containers, so that none is left on the machine."""
     for namespace in cluster.core.list_namespace().items:
         cluster.command(
             "kubectl", "-n", namespace.metadata.name, "delete", "deployment,statefulset,pod", "--all",

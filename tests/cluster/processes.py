@@ -19,7 +19,7 @@ class Processes:
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, name: str, *command: str | Path) -> None:
-        """Start a program; its output goes to ``logs/name.log``."""
+        """Starts a program; its output goes to ``logs/name.log``."""
         with (self.logs / f"{name}.log").open("wb") as log:
             self.running[name] = subprocess.Popen(
                 [str(part) for part in command],
@@ -31,7 +31,7 @@ class Processes:
             )
 
     def stop(self, *names: str, grace_s: float = 5.0) -> None:
-        """Ask some or all to end, then kill those that do not, with all they started."""
+        """Terminates some or all processes; kills those that do not end, with their children."""
         deadline = time.monotonic() + grace_s
         ending = [self.running.pop(name) for name in names or list(self.running)]
         for process in reversed(ending):
@@ -44,7 +44,7 @@ class Processes:
                 process.wait()
 
     def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until a condition holds; a program that ends, or the deadline, is an error with its log."""
+        """Waits until a condition holds; a program that ends, or the deadline, is an error with its log."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             for name, process in self.running.items():

@@ -36,7 +36,7 @@ class Installed:
     install_s: float
     """Time from ``helm install --wait`` to its return."""
     figures: dict[str, float] = field(default_factory=dict)
-    """What the tests measured."""
+    """Measurements of the tests."""
 
     def member(self, project: str) -> "Installed":
         """The same release as an operator of another project sees it."""
@@ -58,7 +58,7 @@ class Installed:
         return helm(self.cluster, *arguments)
 
     def submit(self, **overrides: Any) -> str:
-        """Submit the sort4 example, changed at the top level of its sections; returns the run's id."""
+        """Submits the sort4 example, changed at the top level of its sections; returns the run's id."""
         spec = sort4_spec()
         for section, values in overrides.items():
             spec[section] = {**spec.get(section, {}), **values}
@@ -79,7 +79,7 @@ class Installed:
     def wait(
         self, run_id: str, condition: Callable[[dict[str, Any]], bool], timeout_s: float
     ) -> dict[str, Any]:
-        """Wait until the run fulfils a condition; one that ends otherwise is an error."""
+        """Waits until the run fulfils a condition; one that ends otherwise is an error."""
         deadline = time.monotonic() + timeout_s
         while True:
             run = self.run(run_id)
@@ -114,7 +114,7 @@ class Installed:
         self.helm("upgrade", "demo", str(CHART), "--reset-then-reuse-values", "--wait", *changes)
 
     def ready(self, timeout_s: float = 120.0) -> None:
-        """Wait until the API answers, as it does not while the controller is replaced."""
+        """Waits until the API answers, as it does not while the controller is replaced."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -126,7 +126,7 @@ class Installed:
                 return
 
     def cancel_runs(self) -> None:
-        """End whatever a failed test left running, and wait until its pods are gone."""
+        """Ends runs that a failed test left, and waits until their pods are gone."""
         self.ready()
         left = [run["id"] for run in self.api.get("/v1/runs").json()["items"] if not _is_over(run)]
         for run_id in left:
@@ -202,7 +202,7 @@ def _install(cluster: Cluster) -> Installed:
 
 
 def _uninstall(cluster: Cluster) -> None:
-    """Remove the release and what was made for it."""
+    """Removes the release and its objects."""
     helm(cluster, "uninstall", "demo", "--wait", "--ignore-not-found")
     core = cluster.core
     for name, namespace in _CLAIMS.items():  # those of workers, too, outlive the release
@@ -268,7 +268,7 @@ def namespaces(cluster: Cluster) -> set[str]:
 
 
 def create_namespace(cluster: Cluster) -> None:
-    """Create the release's namespace unless it is there."""
+    """Creates the release's namespace unless it is there."""
     try:
         cluster.core.create_namespace({"metadata": {"name": NAMESPACE}})
     except ApiException as error:
@@ -277,7 +277,7 @@ def create_namespace(cluster: Cluster) -> None:
 
 
 def keep_logs(cluster: Cluster, folder: Path) -> None:
-    """Write what every pod that has started said."""
+    """Writes the logs of every started pod."""
     folder.mkdir(exist_ok=True)
     for pod in list_pods(cluster):
         name, namespace = pod.metadata.name, pod.metadata.namespace
@@ -289,7 +289,7 @@ def keep_logs(cluster: Cluster, folder: Path) -> None:
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until a condition holds."""
+    """Waits until a condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

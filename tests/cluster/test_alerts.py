@@ -93,7 +93,7 @@ class Provoked:
         return url
 
     def submit(self, name: str, **changes: Any) -> str:
-        """Submit the specification with changes; returns the run's id."""
+        """Submits the specification with changes; returns the run's id."""
         spec = {part: values | changes.get(part, {}) if isinstance(values, dict) else values
                 for part, values in (_SPEC | {"weight_sync": {}}).items()}  # fmt: skip
         path = self.folder / f"{name}.yaml"
@@ -122,7 +122,7 @@ class Provoked:
         return {series["metric"]["alertname"] for series in found.json()["data"]["result"]}
 
     def until(self, *names: str) -> None:
-        """Wait until alerts have fired."""
+        """Waits until alerts have fired."""
         eventually(lambda: set(names) <= self.fired(), f"{names} to fire")
 
     def process(self, service: str) -> psutil.Process:
@@ -148,7 +148,7 @@ class Provoked:
         return found[0]
 
     def queue_ports(self) -> tuple[int, int]:
-        """Where the transferqueue serves gRPC and samples."""
+        """Addresses at which the transferqueue serves gRPC and samples."""
         log = (self.folder / "logs" / "transferqueue.log").read_text()
         control = int(re.findall(r"address=127.0.0.1:(\d+)", log)[0])
         connections = self.process("transferqueue").net_connections(kind="tcp")
@@ -241,7 +241,7 @@ def test_alerts_fire_when_they_are_provoked(provoked: Provoked) -> None:
     provoked.until("SlipstreamCallersRefused", "SlipstreamMessagesRefused")
     trainer = provoked.process("trainer")
     trainer.kill()
-    # Left alone it would be back before anybody is told.
+    # Otherwise it would recover before the alert fires.
     successor = provoked.successor("trainer", trainer)
     successor.suspend()
     provoked.until("SlipstreamRunRecovering")
@@ -269,7 +269,7 @@ def test_alerts_fire_when_they_are_provoked(provoked: Provoked) -> None:
 
 
 def block_checkpoints(folder: Path) -> None:
-    """Put a file where checkpoints go, also while one is being written."""
+    """Writes a file into the checkpoint folder, also while a checkpoint is being written."""
     checkpoints = folder / "checkpoints"
     for attempt in range(100):
         try:
@@ -282,7 +282,7 @@ def block_checkpoints(folder: Path) -> None:
 
 
 def call_without_token(port: int) -> None:
-    """Call as nobody, as often as a rate needs to see it."""
+    """Sends unauthenticated calls often enough for the alert's rate."""
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.unary_unary("/slipstream.transferqueue.v1.TransferQueueService/GetStats")
         for _ in range(50):
@@ -292,7 +292,7 @@ def call_without_token(port: int) -> None:
 
 
 def send_garbage(port: int) -> None:
-    """Send what is no message."""
+    """Sends bytes that are no message."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.RCVTIMEO, 20_000)
         dealer.connect(f"tcp://127.0.0.1:{port}")

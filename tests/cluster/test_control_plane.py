@@ -18,10 +18,9 @@ from kubernetes.client import ApiClient, Configuration, CoreV1Api, NodeV1Api
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import RunSpec
-from services.controller.launch.follow import follow
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
-from services.controller.launch.pod_api import PodApi, service_reference
+from services.controller.launch.pod_api import PodApi, follow, service_reference
 from services.controller.launch.worker_pods import RUN_LABEL
 from tests.cluster.fake_nodes import fake_nodes
 from tests.cluster.job_sets import job_sets, names
@@ -172,7 +171,7 @@ def make_spec(replicas: int, *, gpus_per_node: int = 8) -> RunSpec:
 
 
 class Events:
-    """What a launcher tells its run."""
+    """Records the reports of a launcher to its run."""
 
     def __init__(self) -> None:
         self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
@@ -256,7 +255,7 @@ async def test_workers_with_gpus_are_placed_and_removed_with_the_controllers_rig
         assert events.exits.empty()
 
 
-async def test_a_deleted_pod_is_told_within_seconds(
+async def test_a_deleted_pod_is_reported_within_seconds(
     cluster: Cluster, release: None, nodes: list[str], tmp_path: Path
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -271,7 +270,7 @@ async def test_a_deleted_pod_is_told_within_seconds(
         await launcher.stop("run_a2")
 
 
-async def test_a_run_that_cannot_fit_says_so_and_is_given_up(
+async def test_a_run_that_cannot_be_scheduled_fails_with_the_reason(
     cluster: Cluster, release: None, nodes: list[str], tmp_path: Path
 ) -> None:
     async with AsyncExitStack() as stack:

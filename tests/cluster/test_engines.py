@@ -32,7 +32,7 @@ def installed(machine: Cluster) -> Iterator[Installed]:
 
 
 def engines() -> list[object]:
-    """Those whose images were built; the others are skipped."""
+    """Engines whose images were built; the others are skipped."""
     return [
         pytest.param(
             name,

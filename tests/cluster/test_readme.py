@@ -48,7 +48,7 @@ def test_a_new_user_installs_and_trains_by_the_readme(machine: Cluster, tmp_path
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "every service answers" in done.stdout
+    assert "all services are healthy" in done.stdout
     assert "SUCCEEDED" in done.stdout
     list_pods = partial(machine.core.list_namespaced_pod, f"{_NAMESPACE}-workers")
     pods = partial(list_pods, label_selector="slipstream.dev/run")

@@ -60,7 +60,9 @@ def scraping(installed: Installed) -> Iterator[Prometheus]:
 
 
 def test_helm_test_passes(installed: Installed) -> None:
-    assert "every service answers" in installed.helm("test", "demo", "--logs", "--timeout", "120s")
+    assert "all services are healthy" in installed.helm(
+        "test", "demo", "--logs", "--timeout", "120s"
+    )
 
 
 def test_sort4_trains_to_the_end_while_prometheus_scrapes_every_pod(
@@ -127,7 +129,7 @@ def test_a_preempted_rollout_stores_its_work_and_is_replaced(installed: Installe
     assert "rollout-1 exited with exit code 0" in lost["message"], "it ended within its grace"
 
 
-def test_rollouts_are_scaled_by_hand_and_by_an_autoscaler_while_a_run_goes_on(
+def test_rollouts_of_a_running_run_are_scaled_by_hand_and_by_an_autoscaler(
     installed: Installed,
 ) -> None:
     one = {"rollout": {"replicas": 1}, "trainer": {"steps": 1000}}
@@ -242,7 +244,7 @@ def test_an_upgrade_in_the_middle_does_not_disturb_a_run(installed: Installed) -
     assert_ledger_closes(run)
 
 
-def test_the_certificate_of_a_run_is_renewed_while_it_goes_on(installed: Installed) -> None:
+def test_the_certificate_of_a_running_run_is_renewed(installed: Installed) -> None:
     run_id = installed.submit(trainer={"steps": 1000})
     installed.wait(run_id, lambda run: run["step"] >= 3, timeout_s=300)
     prefix = run_id.replace("_", "-")
@@ -260,7 +262,7 @@ def test_the_certificate_of_a_run_is_renewed_while_it_goes_on(installed: Install
     before = ""
     before = written()
     assert before in mounted()
-    # Nobody can read how old it is, so that a later controller makes another.
+    # The controller cannot read its age, so a later controller issues another.
     installed.upgrade("controller.podAnnotations.renewed=yes")
     installed.ready()
     eventually(lambda: written() != before, timeout_s=150)
@@ -380,7 +382,7 @@ for table in ("tcp", "tcp6"):
 
 
 def assert_ports_are_open_to_workers(listening: str) -> None:
-    """What a worker listens on is what the network policies let through."""
+    """The network policies admit the ports on which a worker listens."""
     ports = {int(line) for line in listening.split()}
     assert ports
     for port in ports:

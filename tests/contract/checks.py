@@ -1,4 +1,4 @@
-"""What tests of engines ask and check."""
+"""Requests and checks that contract tests share."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def made(engine: Engine, num_tokens: int) -> Callable[[], bool]:
-    """Whether that many tokens were sampled since now."""
+    """Returns a condition: that many tokens were sampled since now."""
     before = engine.stats().tokens_total
     return lambda: engine.stats().tokens_total >= before + num_tokens
 
@@ -26,7 +26,7 @@ def made(engine: Engine, num_tokens: int) -> Callable[[], bool]:
 def begun(
     engine: Engine, contexts: Sequence[tuple[int, ...]], *, max_tokens: int
 ) -> list[asyncio.Task[GenerationResult]]:
-    """Requests ``r0``, ``r1``, ... that are generated meanwhile."""
+    """Starts requests ``r0``, ``r1``, ... and returns their tasks."""
     return [
         asyncio.create_task(
             engine.generate(request(f"r{seed}", context, seed=seed, max_tokens=max_tokens))
@@ -41,7 +41,7 @@ async def adopt(engine: Engine, version: int, *, tied: bool = True) -> None:
 
 
 def assert_agrees(result: GenerationResult, context: tuple[int, ...], *, tied: bool = True) -> None:
-    """Every token has the logprob that its version's weights give it after the whole context."""
+    """Checks that each token has the logprob of its weight version after the whole context."""
     start = 0
     assert sum(count for _, count in result.version_runs) == len(result.token_ids)
     for version, count in result.version_runs:

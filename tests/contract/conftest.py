@@ -1,4 +1,4 @@
-"""Engines that tests share end with the session."""
+"""Closes the engines that tests share at the end of the session."""
 
 from collections.abc import AsyncIterator
 
@@ -9,6 +9,6 @@ from tests.contract.engines import close_shared
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", autouse=True)
 async def shared_engines() -> AsyncIterator[None]:
-    """Close what was opened."""
+    """Closes shared engines."""
     yield
     await close_shared()

@@ -1,4 +1,4 @@
-"""Engines under contract: each opens with a tiny model, or is skipped where it cannot run."""
+"""Engines under contract: each opens with a tiny model, or is skipped if it cannot run here."""
 
 import asyncio
 import importlib.util
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from services.common.runspec.engines import ENGINES
 from services.rollout.engines.base import Engine, GenerationRequest
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_order import EngineConfig
+from services.rollout.engines.engine_config import EngineConfig
 from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.engines.torch.engine import TorchEngine
 from tests.helpers.engines import running
@@ -26,7 +26,7 @@ OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 
 
 def model_config(*, tied: bool = True) -> Qwen2Config:
-    """Shape that every engine can run: heads of 32 dimensions, grouped."""
+    """Returns a configuration that every engine supports: grouped heads of 32 dimensions."""
     return Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
@@ -42,26 +42,26 @@ def model_config(*, tied: bool = True) -> Qwen2Config:
 
 
 def make_model(version: int, *, tied: bool = True) -> PreTrainedModel:
-    """The model that stands for a weight version; versions differ much."""
+    """Returns the model of a weight version; versions differ strongly."""
     with torch.random.fork_rng():
         torch.manual_seed(1000 + version)
         return Qwen2ForCausalLM(model_config(tied=tied)).eval()
 
 
 def weights(version: int, *, tied: bool = True) -> dict[str, Tensor]:
-    """Checkpoint tensors of a version, tied ones once."""
+    """Returns the checkpoint tensors of a version, tied ones once."""
     model = make_model(version, tied=tied)
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
 def request(request_id: str, context: tuple[int, ...], **changes: Any) -> GenerationRequest:
-    """A request with defaults."""
+    """Returns a request with defaults."""
     values = {"max_tokens": 8, "seed": 1} | changes
     return GenerationRequest(request_id=request_id, context_ids=context, **values)
 
 
 def decode(token_ids: Sequence[int]) -> str:
-    """A text for every token, of two characters."""
+    """Returns a text of two characters for each token."""
     return "".join(f"{token:02x}" for token in token_ids)
 
 
@@ -73,7 +73,7 @@ def all_logprobs(
     tied: bool = True,
     temperature: float = 1.0,
 ) -> Tensor:
-    """``[N, V]`` log-probabilities at the places of tokens after a context, by a plain forward pass."""
+    """Returns log-probabilities ``[N, V]`` of tokens after a context, by a plain forward pass."""
     ids = torch.tensor([context + tokens])
     with torch.no_grad():
         logits = make_model(version, tied=tied)(ids).logits[0, len(context) - 1 : -1].float()
@@ -83,7 +83,7 @@ def all_logprobs(
 def expected_logprobs(
     version: int, context: tuple[int, ...], tokens: tuple[int, ...], **changes: Any
 ) -> Tensor:
-    """``[N]`` log-probabilities of tokens after a context."""
+    """Returns log-probabilities ``[N]`` of tokens after a context."""
     logprobs = all_logprobs(version, context, tokens, **changes)
     return logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
 
@@ -92,7 +92,7 @@ def expected_logprobs(
 async def open_torch(
     *, tied: bool = True, kv_policy: str = "recompute", in_place: bool = False
 ) -> AsyncIterator[Engine]:
-    """The embedded engine, whose weights can always be written."""
+    """Yields the embedded engine, whose weights can always be written."""
     engine = TorchEngine(
         make_model(-1, tied=tied), max_running=8, kv_policy=kv_policy, decode=decode
     )
@@ -102,7 +102,7 @@ async def open_torch(
 
 @asynccontextmanager
 async def open_fake(**_: object) -> AsyncIterator[Engine]:
-    """The engine without a model."""
+    """Yields the engine without a model."""
     engine = FakeEngine(
         max_running=8, step_seconds=lambda _: 1e-4, lengths=LongTail(median=10_000, sigma=0.1)
     )
@@ -111,12 +111,12 @@ async def open_fake(**_: object) -> AsyncIterator[Engine]:
 
 
 _open: dict[str, tuple[Engine, asyncio.Task[None]]] = {}
-"""Engines of child processes take long to start: tests share them."""
+"""Engines in child processes, which tests share because they take long to start."""
 
 
 @asynccontextmanager
 async def _shared(name: str, build: Callable[[], Engine]) -> AsyncIterator[Engine]:
-    """Lend an engine that no test has left in disorder."""
+    """Yields a shared engine; one that a failed test used is replaced."""
     if name not in _open:
         engine = build()
         _open[name] = engine, asyncio.ensure_future(engine.run())
@@ -143,7 +143,7 @@ async def _close(name: str) -> None:
 
 
 async def close_shared() -> None:
-    """End all engines."""
+    """Closes all shared engines."""
     for name in [*_open]:
         await _close(name)
 
@@ -165,7 +165,7 @@ def _open_parted(
 
 
 def open_vllm(*, tied: bool = True, in_place: bool = False) -> AbstractAsyncContextManager[Engine]:
-    """vLLM on the CPU; blocks of 32 tokens, so that the test prompt fills some of the prefix cache."""
+    """Yields vLLM on the CPU; the test prompt fills some of its cache blocks of 32 tokens."""
     arguments = {
         "max_model_len": MAX_MODEL_TOKENS,
         "enable_prefix_caching": True,
@@ -179,7 +179,7 @@ def open_vllm(*, tied: bool = True, in_place: bool = False) -> AbstractAsyncCont
 def open_sglang(
     *, tied: bool = True, in_place: bool = False
 ) -> AbstractAsyncContextManager[Engine]:
-    """SGLang on the CPU, which keeps weights as they are in any case."""
+    """Yields SGLang on the CPU, which never changes the layout of weights."""
     return _open_parted("sglang", tied=tied, arguments={})
 
 

@@ -14,7 +14,7 @@ from services.common.runspec import engines
 from services.common.runspec.loader import parse_spec
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_order import EngineConfig
+from services.rollout.engines.engine_config import EngineConfig
 from tests.contract import test_engine_contract, test_engine_weights
 from tests.contract.engines import decode, model_config
 from tests.helpers.engines import running

@@ -1,4 +1,4 @@
-"""What every engine must do with requests, run against each that is installed."""
+"""Contract of every engine on requests, run against each installed engine."""
 
 import asyncio
 from collections.abc import Sequence
@@ -120,7 +120,7 @@ async def test_seeds_stop_tokens_limits_and_greedy(open_engine: OpenEngine) -> N
 
 
 @all_engines
-async def test_scoring_goes_on_while_requests_run(open_engine: OpenEngine) -> None:
+async def test_scoring_runs_concurrently_with_requests(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
         await adopt(engine, 0)
         running = asyncio.ensure_future(engine.generate(request("r", PROMPT[:9], max_tokens=100)))
@@ -133,7 +133,7 @@ async def test_scoring_goes_on_while_requests_run(open_engine: OpenEngine) -> No
 
 
 @real_engines
-async def test_tokens_are_told_as_they_are_made_and_add_up_to_the_result(
+async def test_streamed_tokens_equal_the_result(
     open_engine: OpenEngine,
 ) -> None:
     told: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
@@ -181,6 +181,39 @@ async def test_truncated_sampling_has_whole_logprobs_or_is_refused(open_engine: 
             assert float(likelier.sum(1).max()) < changes.get("top_p", 1.0) + 1e-4
             best = everything.max(1, keepdim=True).values
             assert bool((drawn >= changes.get("min_p", 0.0) * best - 1e-4).all())
+
+
+@real_engines
+async def test_sampling_masks_have_the_tokens_that_could_be_drawn(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
+        await adopt(engine, 0)
+        whole = engine.generate(request("r", PROMPT, max_tokens=9, top_k=3, returns_mask=True))
+        if not engine.capabilities.sampling_masks:
+            with pytest.raises(ValueError):
+                await whole
+            return
+        result, other, _ = await asyncio.gather(
+            whole,
+            engine.generate(
+                request("p", PROMPT, max_tokens=9, top_k=9, top_p=0.5, returns_mask=True)
+            ),
+            engine.generate(request("free", PROMPT, max_tokens=9)),
+        )
+        for found, top_k, top_p in ((result, 3, 1.0), (other, 9, 0.5)):
+            everything = all_logprobs(0, PROMPT, found.token_ids)
+            entries = found.sampling_mask.tolist()
+            starts = [place for place, entry in enumerate(entries) if entry < 0]
+            assert len(starts) == len(found.token_ids)
+            for row, (start, end) in enumerate(
+                zip(starts, [*starts[1:], len(entries)], strict=True)
+            ):
+                kept = [~entries[start], *entries[start + 1 : end]]
+                ranked = everything[row].exp().sort(descending=True)
+                before = ranked.values.cumsum(0) - ranked.values
+                size = min(top_k, int((before < top_p).sum()))
+                assert sorted(kept) == sorted(ranked.indices[:size].tolist())
+                relative = everything[row][kept].log_softmax(0)[kept.index(found.token_ids[row])]
+                assert found.logprobs[row] == pytest.approx(float(relative), abs=TOLERANCE)
 
 
 @real_engines

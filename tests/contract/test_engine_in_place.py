@@ -1,4 +1,4 @@
-"""Weights are received straight into the live ones of each engine that is installed, over a real transfer."""
+"""Weights are received directly into the live parameters of each installed engine, over a real transfer."""
 
 import asyncio
 
@@ -19,10 +19,10 @@ real_engines = pytest.mark.parametrize("open_engine", REAL_ENGINES)
 
 
 class NoSampler:
-    """Has nothing that could be cached."""
+    """A sampler without groups to save."""
 
     def checkpoint_soon(self) -> None:
-        """Nothing to keep."""
+        """Does nothing."""
 
 
 class Run:
@@ -36,17 +36,17 @@ class Run:
         self.epoch = 0
 
     async def form(self) -> None:
-        """Meet, anew."""
+        """Forms the group again."""
         self.epoch += 1
-        await self.cluster.form(self.epoch)
+        await self.cluster.form_group(self.epoch)
 
     async def train(self, version: int) -> None:
-        """Make the trainer's weights those of a version."""
+        """Sets the trainer's weights to those of a version."""
         for name, tensor in weights(version).items():
             self.cluster.weights[name].copy_(tensor)
 
     async def publish(self, version: int) -> None:
-        """Send a version, and put it into service."""
+        """Sends a version and adopts it."""
         await self.train(version)
         digest = await self.cluster.send(version, self.epoch)
         await self.cluster.receivers[0].adopt(version, digest)

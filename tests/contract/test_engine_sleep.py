@@ -1,4 +1,4 @@
-"""What every engine that can sleep must do with requests meanwhile, run against each that is installed."""
+"""Contract of every engine that can sleep, run against each installed engine."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ all_sleepers = pytest.mark.parametrize("open_engine", ALL_SLEEPERS)
 
 @sleepers
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-async def test_responses_go_on_under_the_weights_that_an_engine_wakes_with(
+async def test_responses_continue_under_the_weights_of_the_wake(
     open_engine: OpenEngine, tied: bool
 ) -> None:
     async with open_engine(tied=tied) as engine:

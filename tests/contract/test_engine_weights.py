@@ -1,4 +1,4 @@
-"""What every engine must do when weights change, run against each that is installed.
+"""Contract of every engine on weight updates, run against each installed engine.
 
 The traps that real engines lay each have a test here: a prefix cache that outlives its weights, tied
 embeddings that keep a packed copy, updates while requests wait or were just aborted, requests between the
@@ -104,7 +104,7 @@ async def test_scores_are_those_of_the_live_weights(open_engine: OpenEngine, tie
 async def test_the_same_version_with_other_weights_reads_no_old_prefix(
     open_engine: OpenEngine,
 ) -> None:
-    """A trainer that went back to a checkpoint makes a version a second time."""
+    """A trainer that resumed from a checkpoint produces the same version number again."""
     async with open_engine() as engine:
         for source in (0, 1):
             await engine.adopt_weights(7, weights(source))
@@ -137,7 +137,7 @@ async def test_many_updates_in_a_row_meet_running_waiting_and_aborted_requests(
 async def test_pausing_and_aborting_around_an_update_keeps_everything(
     open_engine: OpenEngine,
 ) -> None:
-    """Between the begin and the end of an update no step may run, whatever is asked meanwhile."""
+    """No step runs between the beginning and the end of an update."""
     async with open_engine() as engine:
         await adopt(engine, 0)
         tasks = begun(engine, [PROMPT[:20]] * 6, max_tokens=100)
@@ -169,7 +169,7 @@ async def test_prefixes_that_were_computed_before_are_counted(open_engine: OpenE
 async def test_what_follows_a_response_finds_what_was_computed_again_for_it(
     open_engine: OpenEngine,
 ) -> None:
-    """A context is computed once under each version, whatever parts it is asked for in."""
+    """A context is computed once per version, however many requests it is divided into."""
     async with open_engine() as engine:
         await adopt(engine, 0)
         task = asyncio.ensure_future(engine.generate(request("first", PROMPT, max_tokens=200)))

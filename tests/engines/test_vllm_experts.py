@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from services.common.models.experts import RouterWatch
 from services.common.models.loading import build_model, stored_tensors
-from services.common.models.routers import RouterWatch
 from services.rollout.engines.base import GenerationResult
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_order import EngineConfig
+from services.rollout.engines.engine_config import EngineConfig
 from services.rollout.workflows.turns import NOTHING_SAMPLED, routed_experts
 from tests.helpers.engines import request, running, until
 from tests.helpers.mixtures import mixture_shape
@@ -50,7 +50,7 @@ def _model(seed: int) -> PreTrainedModel:
 
 
 def _chosen(tokens: tuple[int, ...], *, seed: int) -> np.ndarray:
-    """What a plain forward pass chooses for all tokens but the last."""
+    """Returns the experts that a plain forward pass chooses for all tokens but the last."""
     model = _model(seed)
     watch = RouterWatch(model)
     with torch.no_grad():
@@ -59,13 +59,13 @@ def _chosen(tokens: tuple[int, ...], *, seed: int) -> np.ndarray:
 
 
 def _check(result: GenerationResult, prompt: tuple[int, ...], *, known: int = 0) -> None:
-    told, tokens = result.routed_experts, prompt + result.token_ids
-    assert told is not None
-    assert told.shape == (len(tokens) - 1 - known, 2, 3)
-    assert np.array_equal(np.sort(told, 2), _chosen(tokens, seed=0)[known:])
+    experts, tokens = result.routed_experts, prompt + result.token_ids
+    assert experts is not None
+    assert experts.shape == (len(tokens) - 1 - known, 2, 3)
+    assert np.array_equal(np.sort(experts, 2), _chosen(tokens, seed=0)[known:])
 
 
-async def test_experts_are_told_once_for_every_token() -> None:
+async def test_experts_are_reported_once_per_token() -> None:
     order = EngineConfig(
         config=_model(0).config,
         dtype=torch.float32,
@@ -97,6 +97,6 @@ async def test_experts_are_told_once_for_every_token() -> None:
     (_, old), (_, new) = turn.version_runs
     assert old > 0 < new
     tokens = (*_PROMPT, *turn.token_ids)
-    told, kept = np.sort(routed_experts([turn]), 2), len(_PROMPT) + old - 1
-    assert np.array_equal(told[:kept], _chosen(tokens, seed=0)[:kept])
-    assert np.array_equal(told[kept:], _chosen(tokens, seed=1)[kept:])
+    experts, kept = np.sort(routed_experts([turn]), 2), len(_PROMPT) + old - 1
+    assert np.array_equal(experts[:kept], _chosen(tokens, seed=0)[:kept])
+    assert np.array_equal(experts[kept:], _chosen(tokens, seed=1)[kept:])

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from services.common.models.expert_names import checkpoint_names
+from services.common.models.experts import checkpoint_names
 from services.common.runspec.engines import ENGINES
 from services.rollout.engines.build import prepare_environment
 from services.rollout.engines.layout import copy_weights

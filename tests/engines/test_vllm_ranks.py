@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_order import EngineConfig
+from services.rollout.engines.engine_config import EngineConfig
 from services.rollout.engines.external import ExternalEngine
 from tests.helpers.engines import running
 from tests.helpers.placing import place_all

@@ -12,7 +12,7 @@ from services.rollout.engines.vllm.scheduler import TokenBatcher
 
 
 def sampled(name: str, token: int, *, reason: FinishReason | None = None) -> EngineCoreOutput:
-    """What vLLM says of one token."""
+    """Returns vLLM's logprobs of one token."""
     logprobs = LogprobsLists(
         np.array([[token]]), np.array([[-token / 8]], dtype=np.float32), np.zeros(1)
     )
@@ -41,11 +41,11 @@ def test_tokens_travel_together_and_nothing_is_lost_at_the_end() -> None:
         assert one.new_logprobs.logprobs.tolist() == [-token / 8 for token in one.new_token_ids]
 
 
-def test_every_token_says_in_which_era_it_was_sampled() -> None:
+def test_every_token_has_the_era_that_sampled_it() -> None:
     gatherer = TokenBatcher(4)
     assert not gatherer.passed([sampled("a", 1), sampled("b", 1)])
     assert not gatherer.passed([sampled("a", 2)])
-    gatherer.forget(["b"])
+    gatherer.discard_tokens(["b"])
     gatherer.era += 1
     assert not gatherer.passed([sampled("a", 3), sampled("b", 7)])
     (one,) = gatherer.passed([sampled("a", 4)])

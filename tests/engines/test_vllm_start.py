@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 
 from services.common.runspec.engines import ENGINES
 from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_order import EngineConfig
+from services.rollout.engines.engine_config import EngineConfig
 
 pytest.importorskip("vllm")
 

@@ -26,7 +26,7 @@ KILLS = 300
 
 
 def git(*arguments: str) -> str:
-    """What git answers."""
+    """Returns the output of a git command."""
     done = subprocess.run(
         ["git", *arguments, "--", *SOURCES],
         cwd=REPOSITORY,
@@ -38,7 +38,7 @@ def git(*arguments: str) -> str:
 
 
 def suffered(name: str) -> dict[str, Any]:
-    """One fault; what it broke is a result too."""
+    """Injects one fault; returns a failure as a result."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             return suffer(Path(folder), FAULTS[name])
@@ -50,12 +50,12 @@ def suffered(name: str) -> dict[str, Any]:
 
 
 def num_kills(runs: list[dict[str, Any]], commit: str) -> int:
-    """Kills that runs of a commit survived."""
+    """Returns the number of kills that runs of a commit survived."""
     return sum(sum(run["killed"].values()) for run in runs if run["commit"] == commit)
 
 
 def make_faults(results: dict[str, Any], commit: str, names: list[str], end: float) -> list[str]:
-    """Make those faults that the commit lacks, until the time is over; returns those that it failed."""
+    """Injects the commit's remaining faults until a deadline; returns the failed ones."""
     known = results.setdefault("table", {}).setdefault(commit, {})
     for name in names:
         if time.monotonic() > end:
@@ -72,7 +72,7 @@ def make_faults(results: dict[str, Any], commit: str, names: list[str], end: flo
 
 
 def make_kills(results: dict[str, Any], commit: str, end: float) -> list[int]:
-    """Kill at random, one kind of run after the other, until the time is over; returns the failed seeds."""
+    """Kills processes of each kind of run in turn, until a deadline; returns the failed seeds."""
     runs = results["runs"]
     seed = 0
     while num_kills(runs, commit) < KILLS and time.monotonic() < end:

@@ -21,7 +21,11 @@ from tests.helpers.plumbing import write_plumbing
 
 KILLS_PER_RUN = 20
 
-VICTIMS = ("controller", "rollout-0", "rollout-1", "trainer", "transferqueue")
+VICTIMS = ("controller", "rollout-0", "rollout-1", "trainer-0", "transferqueue")
+GROUPS = "training groups"
+"""Kind of run in which ``logp``, ``ref_logp`` and ``critic`` have their own workers."""
+MORE_VICTIMS: Mapping[str, tuple[str, ...]] = {GROUPS: ("logp-0", "ref-logp-0", "critic-0")}
+"""Workers that only runs of a kind have."""
 
 _SEGMENTS = (
     "rollout.partial_rollout=true",
@@ -43,6 +47,16 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     ),
     "adapters": ("trainer.lora={rank: 4}", "rollout.max_response_tokens=30"),
     "two trainer ranks": ("trainer.world_size=2", "rollout.max_response_tokens=30"),
+    GROUPS: (
+        "topology.task_groups=[train, ref_logp, logp, critic, generate]",
+        "topology.ratios=[0.16, 0.16, 0.16, 0.16, 0.36]",
+        "topology.gpus=6",
+        "trainer.updates_per_step=2",
+        "algorithm.advantage=gae",
+        "algorithm.correction=decoupled",
+        "algorithm.kl.coefficient=0.01",
+        "rollout.max_response_tokens=30",
+    ),
 }
 """Settings of each kind of run, besides those of all."""
 
@@ -62,7 +76,7 @@ _MOST_SECONDS_BETWEEN = 25.0
 def kill_at_random(
     training: Training, chooser: random.Random, kills: int, victims: Sequence[str] = VICTIMS
 ) -> list[str]:
-    """Kill services while the command runs, from its first step on; returns who was killed.
+    """Kills services while the command runs, from its first step on; returns their names.
 
     Some kills hit what the one before left to recover, others a run that went on for some steps.
     """
@@ -92,10 +106,10 @@ def run_and_kill(
     *,
     kills: int = KILLS_PER_RUN,
     steps: int = 60,
-    victims: Sequence[str] = VICTIMS,
+    victims: Sequence[str] = (),
     timeout_s: float = 1200.0,
 ) -> dict[str, Any]:
-    """Train in a folder while the run's processes are killed; returns what it went through.
+    """Trains in a folder while the run's processes are killed; returns counts of its events.
 
     Args:
         folder: Where the run keeps its state.
@@ -103,7 +117,7 @@ def run_and_kill(
         kind: Of the run.
         kills: How many at most.
         steps: How long it trains.
-        victims: Who may be killed.
+        victims: Processes that may be killed; by default all that the kind has.
         timeout_s: How long the run may go on after the last kill.
 
     Raises:
@@ -111,6 +125,7 @@ def run_and_kill(
         subprocess.TimeoutExpired: If it does not end.
     """
     state = folder / "runs"
+    victims = victims or (*VICTIMS, *MORE_VICTIMS.get(kind, ()))
     settings = (f"trainer.steps={steps}", *_COMMON, *KINDS[kind])
     training = Training(write_plumbing(folder), state, *settings)
     training.start()
@@ -126,7 +141,7 @@ def run_and_kill(
 
 
 def tried(folder: Path, seed: int, kind: str) -> dict[str, Any]:
-    """One run; its failure is a result too."""
+    """Runs one training; returns a failure as a result."""
     try:
         return run_and_kill(folder, seed, kind)
     except (AssertionError, subprocess.TimeoutExpired) as error:

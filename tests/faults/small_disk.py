@@ -11,32 +11,32 @@ _PIECE = 1 << 16
 
 
 class NoNamespacesError(RuntimeError):
-    """There can be no small disk here."""
+    """This machine cannot mount a small disk."""
 
 
 @dataclass(frozen=True)
 class SmallDisk:
-    """Where it is."""
+    """A small file system in a mount namespace."""
 
     folder: Path
-    """As those inside see it."""
+    """Mount point, as processes in the namespace see it."""
     prefix: tuple[str, ...]
-    """Command that starts others inside."""
+    """Command prefix that starts a process in the mount namespace."""
     root: Path
-    """Their files, as this process sees them."""
+    """Root of the namespace's files, as this process sees it."""
 
     def outside(self, path: Path) -> Path:
-        """What those inside call ``path``, as this process sees it."""
+        """Returns a path of the namespace as this process sees it."""
         return self.root / path.relative_to("/")
 
     def fill(self) -> None:
-        """Leave no byte."""
+        """Fills the disk."""
         with self._filler.open("ab", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(_PIECE))
 
     def free(self) -> None:
-        """Give the space back."""
+        """Frees the space again."""
         self._filler.unlink()
 
     @property
@@ -46,7 +46,7 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[SmallDisk]:
-    """Mount one on a folder, for those who are started inside.
+    """Mounts a small disk on a folder, in a mount namespace.
 
     Raises:
         NoNamespacesError: If this machine allows no namespaces.

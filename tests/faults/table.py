@@ -31,17 +31,19 @@ _DESCRIPTORS = ("sh", "-c", 'ulimit -n "$0" && exec "$@"')
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens to a run, and what must become of it."""
+    """A fault and its expected outcome."""
 
     happen: Callable[[Training], None]
-    """Called at the fifth step; it may end the command and give it again."""
+    """Injects the fault at the step ``begins``; may restart the command."""
+    begins: int = _BEGINS
+    """Step at which it happens; 0 means before the workers have loaded."""
     ends: Literal["SUCCEEDED", "PAUSED", "FAILED"] = "SUCCEEDED"
     says: str = ""
-    """What the command must say: a pattern."""
+    """Pattern that the command's output must match."""
     goes_on: bool = False
-    """Whether the same command goes on to the end afterwards."""
+    """True if the command then continues to its end."""
     most_losses: int = 99
-    """Workers that it may cost."""
+    """Workers that may be lost."""
     steps: int = 40
     settings: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
@@ -50,7 +52,7 @@ class Fault:
 
 
 def suffer(folder: Path, fault: Fault) -> dict[str, Any]:
-    """Train while a fault happens.
+    """Trains while a fault happens.
 
     Args:
         folder: Where the run keeps its state.
@@ -74,7 +76,7 @@ def suffer(folder: Path, fault: Fault) -> dict[str, Any]:
         training = Training(spec, state, *settings, prefix=fault.prefix, disk=disk)
         stack.callback(training.close)
         training.start()
-        training.until_step(_BEGINS)
+        training.until_step(fault.begins)
         fault.happen(training)
         ended = _end(training.wait())
         said = training.output
@@ -113,9 +115,14 @@ def _fill(training: Training) -> None:
 
 def _fill_and_kill(training: Training) -> None:
     training.disk.fill()
-    training.kill("trainer")
+    training.kill("trainer-0")
     time.sleep(STOPPED_S / 2)
     training.disk.free()
+
+
+def _kill_the_transferqueue_of_loading_workers(training: Training) -> None:
+    training.find("trainer-0")
+    training.kill("transferqueue")
 
 
 def _kill_the_command(training: Training) -> None:
@@ -127,7 +134,7 @@ def _kill_the_command(training: Training) -> None:
 
 
 def _corrupt_a_checkpoint(training: Training) -> None:
-    """The newest one, in the middle of its largest file, while the run is paused."""
+    """Damages the middle of the newest checkpoint's largest file while the run is paused."""
     training.hang_up()
     training.wait()
     folders = sorted(
@@ -151,7 +158,7 @@ def _truncate_the_database(training: Training) -> None:
 
 
 def _put_an_older_database(training: Training) -> None:
-    """As a restored disk image does, while no controller runs and the workers live."""
+    """Restores an old database, as a disk image does, while workers run and no controller does."""
     database = training.state / "slipstream.db"
     older = training.state.parent / "older.db"
     copies.backup(database, older)
@@ -168,20 +175,23 @@ def _stop_the_controller_and_kill(training: Training) -> None:
 
 
 def _stop_the_trainer_and_hang_up(training: Training) -> None:
-    training.stop("trainer", STOPPED_S, meanwhile=training.hang_up)
+    training.stop("trainer-0", STOPPED_S, meanwhile=training.hang_up)
 
 
 FAULTS: dict[str, Fault] = {
     "controller killed": _killed("controller"),
     "transferqueue killed": _killed("transferqueue"),
+    "transferqueue killed while workers load": Fault(
+        happen=_kill_the_transferqueue_of_loading_workers, begins=0, steps=4
+    ),
     "rollout killed": _killed("rollout-0"),
-    "trainer killed": _killed("trainer"),
+    "trainer killed": _killed("trainer-0"),
     # Its workers are not blamed for its pause.
     "controller stopped": _stopped("controller", most_losses=0),
     "transferqueue stopped": _stopped("transferqueue"),
     # Of many steps, so that the other one is at work when it wakes up.
     "rollout stopped": _stopped("rollout-0", steps=300, most_losses=2),
-    "trainer stopped": _stopped("trainer"),
+    "trainer stopped": _stopped("trainer-0"),
     "disk full for a while": Fault(happen=_fill, disk="state"),
     "disk full for good": Fault(
         happen=lambda training: training.disk.fill(),
@@ -209,7 +219,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "command killed": Fault(happen=_kill_the_command, says="resuming it"),
     "few descriptors": Fault(happen=lambda training: None, prefix=(*_DESCRIPTORS, "128")),
-    "controller and trainer killed": _killed("controller", "trainer"),
+    "controller and trainer killed": _killed("controller", "trainer-0"),
     "transferqueue and rollout killed": _killed("transferqueue", "rollout-0"),
     "both rollouts killed": _killed("rollout-0", "rollout-1"),
     "controller stopped, rollout killed": Fault(

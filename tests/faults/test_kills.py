@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.faults.kills import KINDS, run_and_kill
+from tests.faults.kills import GROUPS, KINDS, MORE_VICTIMS, run_and_kill
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
 
@@ -21,8 +21,14 @@ def test_a_run_with_segments_keeps_its_bound_when_the_transferqueue_dies(tmp_pat
 
 def test_a_run_in_turns_survives_kills_of_both_sides(tmp_path):
     facts = run_and_kill(
-        tmp_path, 2, "colocated", kills=3, steps=20, victims=("trainer", "rollout-0", "rollout-1")
+        tmp_path, 2, "colocated", kills=3, steps=20, victims=("trainer-0", "rollout-0", "rollout-1")
     )
+    assert facts["killed"]
+
+
+@pytest.mark.nightly  # on each commit, test_run_roles kills a worker of such a group
+def test_a_run_survives_kills_of_its_training_groups(tmp_path):
+    facts = run_and_kill(tmp_path, 4, GROUPS, kills=3, steps=20, victims=MORE_VICTIMS[GROUPS])
     assert facts["killed"]
 
 

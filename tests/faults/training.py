@@ -20,20 +20,20 @@ PATIENCE_S = 400.0
 
 
 def processes_of(root: psutil.Process) -> dict[str, psutil.Process]:
-    """Services and workers below a command, by name; rollouts by that of their logs."""
+    """Returns services and workers below a command, by name: rollouts and trainers by that of their logs."""
     found: dict[str, psutil.Process] = {}
     for child, arguments in below(root):
         service = next((a for a in arguments if a.startswith("services.")), "")
         name = service.removeprefix("services.")
         with suppress(FileNotFoundError):  # it has ended meanwhile
-            if name == "rollout":
+            if name in ("rollout", "trainer"):
                 name = (Path("/proc") / str(child.pid) / "fd" / "1").readlink().stem
             found.setdefault(name, child)
     return found
 
 
 def until(condition: Callable[[], object], what: str, timeout_s: float = PATIENCE_S) -> None:
-    """Wait until a condition holds.
+    """Waits until a condition holds.
 
     Raises:
         AssertionError: If it does not in time.
@@ -64,7 +64,7 @@ class Training:
         disk: SmallDisk | None = None,
     ) -> None:
         self.state = state if disk is None else disk.outside(state)
-        """The state directory, as this process sees it."""
+        """State directory, as this process sees it."""
         overrides = [part for setting in settings for part in ("--set", setting)]
         self._command = [
             *(disk.prefix if disk else ()),
@@ -83,7 +83,7 @@ class Training:
         return self._disk
 
     def start(self) -> None:
-        """Give the command, again if it has ended."""
+        """Starts the command; again if it has ended."""
         output = self._folder / f"output-{len(self._outputs)}.txt"
         self._outputs.append(output)
         with output.open("w") as file:
@@ -99,16 +99,16 @@ class Training:
 
     @property
     def output(self) -> str:
-        """What the newest command wrote."""
+        """Output of the newest command."""
         return self._outputs[-1].read_text(errors="replace")
 
     def step(self) -> int:
-        """The newest step that the newest command told of."""
+        """Returns the newest step in the newest command's output."""
         told = re.findall(r"step +(\d+)/", self.output)
         return int(told[-1]) if told else 0
 
     def until_step(self, step: int) -> None:
-        """Wait for a step.
+        """Waits for a step.
 
         Raises:
             AssertionError: If the command ends before.
@@ -121,18 +121,18 @@ class Training:
         until(is_there, f"step {step}")
 
     def find(self, name: str) -> psutil.Process:
-        """A process of the command, once it is there."""
+        """Waits for a process of the command and returns it."""
         root = psutil.Process(self.process.pid)
         until(lambda: name in processes_of(root), name)
         return processes_of(root)[name]
 
     def kill(self, *names: str) -> None:
-        """Kill processes, all at once."""
+        """Kills processes at the same time."""
         for victim in [self.find(name) for name in names]:
             victim.kill()
 
     def stop(self, name: str, seconds: float, meanwhile: Callable[[], None] | None = None) -> None:
-        """Let a process stand still for a time."""
+        """Stops a process for a time."""
         victim = self.find(name)
         victim.suspend()
         try:
@@ -145,7 +145,7 @@ class Training:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let the command stand still, not what it started, for the block."""
+        """Stops the command, but not its services, until the block ends."""
         root = psutil.Process(self.process.pid)
         root.suspend()
         try:
@@ -154,11 +154,11 @@ class Training:
             root.resume()
 
     def hang_up(self) -> None:
-        """Close the terminal."""
+        """Closes the terminal."""
         self.process.send_signal(signal.SIGHUP)
 
     def cut_off(self) -> None:
-        """End the command and all below it at once, as a power failure does."""
+        """Kills the command and all processes below it at once, as a power failure does."""
         root = psutil.Process(self.process.pid)
         root.suspend()
         for child in root.children(recursive=True):
@@ -168,11 +168,11 @@ class Training:
         self.process.wait(PATIENCE_S)
 
     def wait(self) -> int:
-        """Wait for the end of the command; returns its exit status."""
+        """Waits for the command to end; returns its exit status."""
         return self.process.wait(PATIENCE_S)
 
     def database_copy(self, folder: Path) -> Path:
-        """Copy the database of a command that has ended; returns the folder.
+        """Copies the database of a command that has ended; returns the folder.
 
         SQLite opens what a path resolves to, which is another file for those with a disk of their own.
         """
@@ -182,6 +182,6 @@ class Training:
         return folder
 
     def close(self) -> None:
-        """End whatever goes on."""
+        """Kills all remaining processes."""
         if self.process.poll() is None:
             self.cut_off()

@@ -28,22 +28,22 @@ MOMENTS = ("before", "during", "after")
 
 @dataclass(frozen=True)
 class Kill:
-    """One lost rollout."""
+    """Loss of one rollout."""
 
     moment: str
-    """Relative to the transfer of the next version."""
+    """Moment relative to the transfer of the next version."""
     signal: str
     """``SIGKILL`` or ``SIGSTOP``."""
     seconds: float
-    """From the signal to the others serving the next version."""
+    """Seconds from the signal until the others serve the next version."""
     was_lost: bool
-    """Whether it was missed; one that is lost after a transfer may have served it before."""
+    """True if the session noticed the loss; a rollout lost after a transfer may already have adopted it."""
 
 
 async def kill_in_a_row(
     count: int, *, seed: int, num_bytes: int, use_gpu: bool = False
 ) -> list[Kill]:
-    """Kill rollouts; fails if the others do not serve the same version bit by bit each time."""
+    """Kills rollouts; fails unless the others serve the same version bit by bit each time."""
     chooser = random.Random(seed)
     names = ("trainer", *ROLLOUTS)
     async with session_of(*names, num_bytes=num_bytes, use_gpu=use_gpu) as parts:
@@ -94,7 +94,7 @@ async def kill_in_a_row(
 
 
 def summary(kills: Sequence[Kill]) -> dict[str, float]:
-    """Figures of a series."""
+    """Returns statistics of a series."""
     seconds = [kill.seconds for kill in kills]
     return {
         "kills": len(kills),

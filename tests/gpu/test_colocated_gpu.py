@@ -28,7 +28,7 @@ def test_a_run_trains_in_turns_on_one_gpu(
     max_staleness: int,
     cache: float,
 ) -> None:
-    """With a cache of so much of the GPU both sides give up what they have; else a small model stays."""
+    """With so large a cache both sides release their memory; else a small model stays."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     own = int(cache * torch.cuda.get_device_properties(0).total_memory)
     settings = (
@@ -67,11 +67,11 @@ def test_a_trainer_that_sleeps_leaves_the_gpu_and_trains_on_as_before() -> None:
     expected = [p.detach().clone().cpu() for p in module.parameters()]
     state = OffloadedState([module], [optimizer], device=device)
     before = torch.cuda.memory_allocated(device)
-    state.put_away()
+    state.offload()
     # Workspaces of the matrix products stay.
     assert torch.cuda.memory_allocated(device) < before / 4
     read = [state.read(p) for p in module.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(read, expected, strict=True))
-    state.bring_back()
+    state.reload()
     assert all(torch.equal(p.cpu(), b) for p, b in zip(module.parameters(), expected, strict=True))
     assert math.isfinite(step())

@@ -63,7 +63,7 @@ def test_grouped_products_are_those_of_the_loop(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
-async def test_an_engine_tells_the_experts_of_every_token_out_of_its_graphs(family: str) -> None:
+async def test_an_engine_reports_the_experts_of_every_token_with_cuda_graphs(family: str) -> None:
     engine = TorchEngine(
         _model(family, "cuda", torch.bfloat16), max_running=8, returns_experts=True
     )

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
+from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.trainer.batch.packing import pack
+from services.trainer.engines.fsdp.compiling import compile_ahead
 from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.engines.fsdp.weights import WeightExport
@@ -123,3 +125,27 @@ def test_every_option_trains_and_exports_weights(options: dict[str, Any]) -> Non
     assert metrics["rollout_logprob_abs_diff"] < 0.05
     for name, tensor in WeightExport(policy, dtype=torch.bfloat16).weight_tensors():
         assert torch.isfinite(tensor).all(), name
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("checkpointing", [False, "selective"])
+def test_nothing_is_compiled_after_the_start(checkpointing: bool | str) -> None:
+    options = {"dtype": "bfloat16", "compile": True, "activation_checkpointing": checkpointing}
+    spec = spec_of(model={"path": MODEL}, trainer={**options, "tokens_per_micro_batch": 4096})
+    device, policy = torch.device("cuda", 0), policy_of(spec, scale=1.0)
+    topology = build_topology(spec.trainer, device=device, rank=0, world_size=1)
+    distribute(policy, spec.trainer, topology)
+    compile_ahead(policy, spec.trainer, device=device)
+    compiled = counters["stats"]["unique_graphs"]
+    for num_groups, longest in ((1, 40), (2, 90), (3, 150)):
+        prompts = [torch.full((30 + 20 * group,), 2) for group in range(num_groups)]
+        lengths = torch.linspace(4, longest, 8).int().tolist()
+        packed = pack(
+            Jagged.from_list([prompt for prompt in prompts for _ in lengths]),
+            Jagged.from_list([torch.full((length,), 3) for _ in prompts for length in lengths]),
+            device=device,
+            shares_prefixes=True,
+        )
+        logprobs, _ = policy(packed)
+        logprobs.sum().backward()
+    assert counters["stats"]["unique_graphs"] == compiled

@@ -52,7 +52,7 @@ def test_three_gigabytes_arrive_bit_by_bit_and_sooner_than_through_host_memory()
     assert found["by handle"]["total_ms"] < found["host memory, by sockets"]["total_ms"] / 3
 
 
-async def test_a_session_of_one_gpu_goes_on_without_who_is_killed() -> None:
+async def test_a_session_of_one_gpu_continues_without_a_killed_member() -> None:
     options = {"num_bytes": 1 << 30, "use_gpu": True, "devices": [0, 0, 0]}
     async with session_of("trainer", "rollout-0", "rollout-1", **options) as (session, members, _):
         assert session._backend == "handle"

@@ -13,11 +13,13 @@ from services.trainer.batch.packing import pack
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import TrainEngine
+from services.trainer.engines.fsdp.build import teach
 from services.trainer.engines.fsdp.engine import FsdpEngine
 from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.engines.fsdp.parallel import RankTopology
 from services.trainer.model.policy import Critic, Policy, freeze
 from services.trainer.ranks.rank import NO_PROFILES, Rank, StepProfiler
+from services.trainer.record.recorder import StepRecorder
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.step import StepRunner
 from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
@@ -53,6 +55,16 @@ def spec_of(
     )
 
 
+def spec_for(*, model: str = "tiny:qwen2-0.4m", algorithm: Any = None, **trainer: Any) -> RunSpec:
+    """Returns a run whose gradients are not clipped; keywords are keys of the trainer."""
+    optimizer = {"max_grad_norm": 1e9}
+    return spec_of(
+        model={"path": model},
+        algorithm=algorithm or {},
+        trainer={"optimizer": optimizer, **trainer},
+    )
+
+
 def policy_of(spec: RunSpec, *, seed: int = 0, scale: float = 3.0) -> Policy:
     """A random policy; a larger ``scale`` moves it further from uniform."""
     tokenizer = load_tokenizer(spec.model)
@@ -62,7 +74,12 @@ def policy_of(spec: RunSpec, *, seed: int = 0, scale: float = 3.0) -> Policy:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale)
-    return Policy(model, temperature=1.0, routing_replay=spec.rollout.routing_replay)
+    return Policy(
+        model,
+        temperature=1.0,
+        routing_replay=spec.rollout.routing_replay,
+        distill=spec.distillation,
+    )
 
 
 class Queue:
@@ -161,6 +178,7 @@ def rank_of(
     root: Path | None = None,
     profiler: StepProfiler = NO_PROFILES,
     reference: Policy | None = None,
+    step_recorder: StepRecorder | None = None,
 ) -> Rank:
     """Returns a rank that trains a policy, by default with the fsdp engine."""
     engine = engine_of(policy, spec, topology=topology) if isinstance(policy, Policy) else policy
@@ -171,15 +189,25 @@ def rank_of(
         critic = CriticRunner(
             engine_of(module, spec, topology=topology, oom_limits=limits), spec=spec
         )
+    frozen = None
+    if reference is not None:
+        frozen = engine_of(freeze(reference), spec, topology=topology, oom_limits=limits)
+        if isinstance(engine, FsdpEngine):
+            teach(engine.module, frozen, spec)
     runner = StepRunner(
         engine,
-        reference=None
-        if reference is None
-        else engine_of(freeze(reference), spec, topology=topology, oom_limits=limits),
+        reference=frozen,
         critic=critic,
         spec=spec,
     )
     checkpointer = Checkpointer(
         runner.trained(), root=root or Path("no-checkpoints"), keep=2, ranks=engine.ranks
     )
-    return Rank(runner, fetch=queue.fetch, spec=spec, checkpointer=checkpointer, profiler=profiler)
+    return Rank(
+        runner,
+        fetch=queue.fetch,
+        spec=spec,
+        checkpointer=checkpointer,
+        profiler=profiler,
+        step_recorder=step_recorder,
+    )

@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,15 @@ def render(
 ) -> list[Manifest]:
     """Returns all manifests of release ``demo`` in namespace ``train``, with workers in ``train-workers``."""
     files = [part for name in profiles for part in ("-f", str(PROFILES / f"{name}.yaml"))]
-    done = helm(
-        "template", "demo", str(CHART), "-n", "train", "--kube-version", kube_version, *files,
-        *arguments, version=version,
-    )  # fmt: skip
+    text = _rendered(version, "--kube-version", kube_version, *files, *arguments)
+    return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
+
+
+@lru_cache
+def _rendered(version: str, *arguments: str) -> str:
+    done = helm("template", "demo", str(CHART), "-n", "train", *arguments, version=version)
     assert done.returncode == 0, done.stderr
-    return [document for document in yaml.load_all(done.stdout, yaml.CSafeLoader) if document]
+    return done.stdout
 
 
 def one(manifests: Sequence[Manifest], kind: str, name: str) -> Manifest:

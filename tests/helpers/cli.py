@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from services.cli import known_tokens
+from services.cli.state_directory import find_token
 from tests.helpers.processes import below
 
 REPOSITORY = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def environment() -> dict[str, str]:
 
 def as_owner(url: str) -> dict[str, str]:
     """Returns request headers with the token of the user who started the controller at an address."""
-    return {"Authorization": f"Bearer {known_tokens.find(url)}"}
+    return {"Authorization": f"Bearer {find_token(url)}"}
 
 
 def slipstream(*arguments: str | Path, timeout: float = 300, folder: Path = REPOSITORY) -> Finished:

@@ -1,4 +1,4 @@
-"""Tiny configurations of models of every family, including mixtures of experts."""
+"""Tiny configurations of models of every family, including mixtures of experts and hybrids."""
 
 from typing import Any
 
@@ -18,8 +18,29 @@ _BASE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_LINEAR = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _LINEAR,
+    "qwen3_next": {
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": True,
+        **_LINEAR,
+        **_EXPERTS,
+    },
+    "qwen3_5_moe_text": {
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 40,
+        **_LINEAR,
+        **_EXPERTS,
+    },
     "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 40, **_EXPERTS},
     "qwen3_moe": {"num_experts": 8, **_EXPERTS},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3},

@@ -96,7 +96,7 @@ def of_trackio(folder: Path) -> list[Point]:
 
 def of_wandb(folder: Path) -> list[Point]:
     """Returns all numbers that wandb would send, of all times that a run was opened."""
-    from services.cli.trackers.wandb_files import rows_of
+    from services.cli.trackers.wandb_runs import rows_of
 
     points = []
     for record in rows_of(folder, "*"):

@@ -180,11 +180,11 @@ class Cluster:
             for number, member in enumerate(self.members)
         }
 
-    async def form(self, epoch=1):
+    async def form_group(self, epoch=1):
         self.agree()
         await asyncio.gather(
             *(
-                member.form(
+                member.form_group(
                     epoch,
                     receiver=max(number - len(self.senders), 0),
                     num_receivers=len(self.receivers),

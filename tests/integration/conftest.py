@@ -1,4 +1,4 @@
-"""What integration tests share."""
+"""Fixtures of the integration tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +11,12 @@ from tests.helpers.system import System, running_system
 
 @pytest.fixture(scope="session")
 def system(tmp_path_factory) -> Iterator[System]:
-    """Services that the runs of many tests share, so that they start once; nothing of them may be killed."""
+    """Services that many tests share, so that they start once; no test may kill them."""
     with running_system(tmp_path_factory.mktemp("system")) as started:
         yield started
 
 
 @pytest.fixture
 def plumbing(tmp_path) -> Path:
-    """A run of seconds on a random model."""
+    """The specification of a short run on a random model."""
     return write_plumbing(tmp_path)

@@ -1,4 +1,4 @@
-"""A kind of worker as docs/adding.md shows it: a run has its workers and trains what they add."""
+"""The kind of worker of docs/adding.md: a run starts its workers and trains on the fields that they add."""
 
 import os
 

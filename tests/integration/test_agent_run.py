@@ -36,7 +36,7 @@ async def talk(base_url, api_key, model, prompt, row):
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Likes long answers."""
+    """Judge that prefers long answers."""
 
     def do_POST(self) -> None:
         given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -47,7 +47,7 @@ class Judge(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Does nothing."""
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def judge():
 
 
 def test_an_agent_trains_on_what_a_service_judges(plumbing, judge, tmp_path, system):
-    """Replies are put aside every three tokens, so that agents run again and get what was recorded.
+    """Responses are parked every three tokens, so that agents run again on recorded replies.
 
     It has three conversations, two of which have the same beginning.
     """

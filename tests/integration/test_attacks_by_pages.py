@@ -1,4 +1,4 @@
-"""What web pages and other users of a developer's machine may try; the honest request beside it works."""
+"""Attacks by web pages and by other users of a developer's machine; honest requests succeed."""
 
 import json
 import re
@@ -22,7 +22,7 @@ COMMAND = {
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory):
-    """Services as a developer starts them: address, folder, what was printed."""
+    """Services as a developer starts them: address, folder, printed lines."""
     state = tmp_path_factory.mktemp("up") / "runs"
     with started("up", "--port", "0", "--state-directory", state, until="run page ") as (_, lines):
         yield json.loads((state / "up.json").read_text())["url"], state, "".join(lines)

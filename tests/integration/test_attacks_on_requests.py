@@ -118,7 +118,7 @@ def test_lists_leave_specifications_out(rest, rpc):
     assert (found.name, found.spec_json) == (f"runs/{listed['id']}", "")
 
 
-def test_who_asks_too_often_is_told_to_wait(tmp_path):
+def test_rate_limited_callers_get_a_retry_time(tmp_path):
     assert ControllerSettings.model_fields["max_requests_per_second"].default > 0
     with (
         running_controller(tmp_path, max_requests_per_second=2) as running,
@@ -131,7 +131,7 @@ def test_who_asks_too_often_is_told_to_wait(tmp_path):
         assert client.get("/v1/version").status_code == 200
 
 
-def test_connections_that_ask_nothing_keep_nobody_out(tmp_path):
+def test_silent_connections_do_not_block_others(tmp_path):
     with (
         running_controller(tmp_path, rest_connections_per_peer=64) as running,
         running.client() as honest,

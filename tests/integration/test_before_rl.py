@@ -1,4 +1,4 @@
-"""What comes before reinforcement learning computes what a plain loop of transformers does, on all ranks."""
+"""Fine-tuning steps equal a plain transformers loop, on any number of ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,12 +39,20 @@ class Recorder:
 
 
 def batch_of(spec: RunSpec) -> Queue:
-    """Twelve answers of several turns each: what the assistant said has True in the mask."""
-    return random_queue(policy_of(spec, scale=1.5), num_groups=12, group_size=1)
+    """Returns twelve conversations of several turns; the mask is True for the assistant's tokens."""
+    queue = random_queue(policy_of(spec, scale=1.5), num_groups=12, group_size=1)
+    if spec.teacher is None or not spec.teacher.has_own_prompt:
+        return queue
+    tokens = torch.arange(2, 14, dtype=torch.int32)
+    prompts = [
+        torch.cat([tokens[row:], prompt]) for row, prompt in enumerate(rows_of(queue, "prompt_ids"))
+    ]
+    prompts[3] = prompts[7] = tokens[:0]
+    return queue.replaced(teacher_prompt_ids=Jagged.from_list(prompts))
 
 
 def pairs_of(spec: RunSpec) -> Queue:
-    """Six pairs of answers, the first of each preferred."""
+    """Returns six pairs of answers; the first of each is preferred."""
     queue = random_queue(policy_of(spec, scale=1.5), num_groups=6, group_size=2)
     masks = rows_of(queue, "response_mask")
     for mask in masks:
@@ -92,7 +100,13 @@ def trained_by(spec: RunSpec, folder: Path) -> Outcome:
 
 
 def plain_logprobs(policy: Policy, queue: Queue) -> tuple[Tensor, Tensor]:
-    """Logprobs ``[N, L - 1]`` of all tokens of a padded batch but the first, and which of them train."""
+    """Returns logprobs and mask ``[N, L - 1]`` of a padded batch, without the first tokens."""
+    logprobs, ids, trains = plain_distributions(policy, queue)
+    return logprobs.gather(-1, ids[..., None]).squeeze(-1), trains
+
+
+def plain_distributions(policy: Policy, queue: Queue) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns logprobs ``[N, L - 1, V]``, and the tokens that follow and the mask, ``[N, L - 1]``."""
     rows = [
         torch.cat([prompt, response]).long()
         for prompt, response in zip(
@@ -108,12 +122,11 @@ def plain_logprobs(policy: Policy, queue: Queue) -> tuple[Tensor, Tensor]:
         trains[row, len(prompt) : len(tokens)] = mask
     policy.model.set_attn_implementation("eager")
     logits = policy.model(input_ids=ids, attention_mask=seen).logits[:, :-1]
-    logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-    return logprobs, trains[:, 1:]
+    return logits.log_softmax(-1), ids[:, 1:], trains[:, 1:]
 
 
 def plain(policy: Policy, queue: Queue, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Outcome:
-    """Loss and gradients of a padded batch, with nothing of Slipstream's.
+    """Returns loss and gradients of a padded batch, computed without Slipstream's code.
 
     Args:
         policy: Its model is trained.
@@ -165,7 +178,7 @@ def test_supervised_training_is_the_cross_entropy_of_a_plain_loop(
 def test_distillation_is_the_reverse_divergence_of_a_plain_loop(
     tmp_path: Path, trainer: dict[str, Any]
 ) -> None:
-    """The reverse divergence of sampled tokens, its gradient that of each token's own log-ratio."""
+    """The loss is the reverse divergence; the gradient is that of each token's log-ratio."""
     spec = spec_of(
         teacher={"path": "tiny:qwen2-1.2m"},
         rollout={"group_size": 1, "rewards": []},
@@ -185,6 +198,108 @@ def test_distillation_is_the_reverse_divergence_of_a_plain_loop(
     assert found["metrics"]["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
     assert found["metrics"]["kl_ref"] == pytest.approx(expected["loss"], abs=TOLERANCE)
     assert_same(found, expected)
+
+
+def _distill(arguments: dict[str, Any], trainer: dict[str, Any], **teacher: Any) -> RunSpec:
+    return spec_of(
+        teacher={"path": "tiny:qwen2-1.2m", **teacher},
+        algorithm={"loss": "distill", "loss_arguments": arguments},
+        rollout={"group_size": 1, "rewards": []},
+        trainer={"optimizer": OPTIMIZER, "prompts_per_step": 12, **trainer},
+    )
+
+
+def _coarse(logprobs: Tensor, kept: Tensor) -> Tensor:
+    """Logprobs of some tokens, and of all others together."""
+    rest = (1.0 - logprobs.gather(-1, kept).exp().sum(-1, keepdim=True)).log()
+    return torch.cat([logprobs.gather(-1, kept), rest], -1)
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {},
+        {"tokens_per_micro_batch": 40},
+        {"world_size": 2},
+        {"world_size": 2, "context_parallel": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"divergence": "forward_kl", "top_k": 5},
+        {"divergence": "reverse_kl", "top_k": 5},
+        {"divergence": "jsd", "beta": 0.3, "top_k": None},
+    ],
+    ids=str,
+)
+def test_distributions_are_compared_as_in_a_plain_loop(
+    tmp_path: Path, arguments: dict[str, Any], trainer: dict[str, Any]
+) -> None:
+    spec = _distill(arguments, trainer)
+    found = trained_by(spec, tmp_path)
+    with torch.no_grad():
+        taught = plain_distributions(teacher_of(spec), batch_of(spec))[0]
+    policy = policy_of(spec, scale=1.5)
+    own, _, trains = plain_distributions(policy, batch_of(spec))
+    if (count := arguments["top_k"]) is not None:
+        kept = taught.topk(count).indices
+        own, taught = _coarse(own, kept), _coarse(taught, kept)
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return (p.exp() * (p - q)).sum(-1)
+
+    if arguments["divergence"] == "forward_kl":
+        values = kl(taught, own)
+    elif arguments["divergence"] == "reverse_kl":
+        values = kl(own, taught)
+    else:
+        middle = (0.3 * taught.exp() + 0.7 * own.exp()).log()
+        values = 0.3 * kl(taught, middle) + 0.7 * kl(own, middle)
+    loss = values[trains].mean()
+    loss.backward()
+    gradients = {name: each.grad for name, each in policy.model.named_parameters()}
+    assert found["metrics"]["loss"] == pytest.approx(loss.item(), abs=TOLERANCE)
+    assert found["metrics"]["teacher_divergence"] == pytest.approx(loss.item(), abs=TOLERANCE)
+    assert_same(found, {"gradients": gradients})
+    if trainer.get("world_size") == 2:
+        alone = trained_by(_distill(arguments, {}), tmp_path)
+        for name, gradient in alone["gradients"].items():
+            torch.testing.assert_close(found["gradients"][name], gradient, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("trainer", [{}, {"world_size": 2}], ids=str)
+@pytest.mark.parametrize("top_k", [5, None])
+def test_the_policy_teaches_itself_with_another_prompt(
+    tmp_path: Path, trainer: dict[str, Any], top_k: int | None
+) -> None:
+    """What the teacher sees is stored with the samples; a sample without such a prompt does not train."""
+    arguments = {"divergence": "forward_kl", "top_k": top_k}
+    spec = _distill(arguments, trainer, path="policy", prompt_column="with_solution")
+    found = trained_by(spec, tmp_path)
+    policy, queue = policy_of(spec, scale=1.5), batch_of(spec)
+    policy.model.set_attn_implementation("eager")
+    total, count = torch.zeros(()), 0
+    rows = ("prompt_ids", "teacher_prompt_ids", "response_ids", "response_mask")
+    for prompt, shown, response, mask in zip(*(rows_of(queue, row) for row in rows), strict=True):
+        if not len(shown):
+            continue
+        both = []
+        for context in (prompt, shown):
+            ids = torch.cat([context, response]).long()
+            logits = policy.model(input_ids=ids[None]).logits[0, len(context) - 1 : -1]
+            both.append(logits.log_softmax(-1))
+        own, taught = both[0], both[1].detach()
+        if top_k is not None:
+            kept = taught.topk(top_k).indices
+            own, taught = _coarse(own, kept), _coarse(taught, kept)
+        total = total + (taught.exp() * (taught - own)).sum(-1)[mask].sum()
+        count += int(mask.sum())
+    (total / count).backward()
+    gradients = {name: each.grad for name, each in policy.model.named_parameters()}
+    assert found["metrics"]["loss"] == pytest.approx(total.item() / count, abs=TOLERANCE)
+    assert_same(found, {"gradients": gradients})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The best checkpoint of a run is kept and exported, though newer ones took the place of its neighbours."""
+"""The best checkpoint of a run is kept and exported after newer ones replace its neighbours."""
 
 import json
 from pathlib import Path

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, system) -> str:
-    """Address of a controller where the program of the documentation has trained a run; what it wrote."""
+    """Address of a controller on which the documentation's program has trained a run."""
     folder = tmp_path_factory.mktemp("client")
     write_plumbing(folder).rename(folder / "my.yaml")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Compiled layers: all that a run meets is compiled before its first step."""
+"""Compiled layers: a run compiles all its graphs before its first step."""
 
 import random
 

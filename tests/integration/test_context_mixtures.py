@@ -1,4 +1,4 @@
-"""Steps of mixtures of experts whose packs ranks share are those of one rank: balance, replay, biases."""
+"""Context-parallel steps of mixtures of experts equal those of one rank: balance, replay, biases."""
 
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def _spec(trainer: dict[str, Any], replay: str) -> RunSpec:
 
 
 def _train(family: str, spec: RunSpec, rank: int = 0) -> dict[str, Any]:
-    """A step; returns what it reports, its gradients, and the biases of routers behind it."""
+    """Trains a step; returns its metrics, its gradients and the router biases after it."""
     policy = _policy(family, spec)
     queue = _queue(policy)
     topology = build_topology(
@@ -109,7 +109,7 @@ def _policy(family: str, spec: RunSpec) -> Policy:
 
 
 def _queue(policy: Policy) -> Queue:
-    """Random samples, and experts of an engine, of which some differ and some are not known."""
+    """Returns random samples with routed experts; some differ from the model's, some are unknown."""
     queue = random_queue(policy, num_groups=3)
     prompts, responses = queue.fields["prompt_ids"], queue.fields["response_ids"]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Ranks that share the tokens of a pack give the logprobs, gradients and steps of one rank."""
+"""Context-parallel ranks compute the logprobs, gradients and steps of one rank."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,14 +20,14 @@ from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.model.policy import Critic, Policy
 from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged
-from tests.helpers.batches import Queue, policy_of, random_queue, rank_of
+from tests.helpers.batches import Queue, policy_of, random_queue, rank_of, spec_for
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks
-from tests.integration.test_trainer_ranks import assert_same, spec_for, train_once
+from tests.integration.test_trainer_ranks import assert_same, train_once
 
 _CPU = torch.device("cpu")
-_USUAL = ("llama", "mistral", "gemma2")
-"""Plain attention, windows, and windows in every other layer with capped scores."""
+_USUAL = ("llama", "mistral", "gemma2", "qwen3_5_text")
+"""Plain attention, windows, alternating windows with capped scores, recurrent layers."""
 _OTHERS = tuple(
     name for name, family in FAMILIES.items() if family.routing is None and name not in _USUAL
 )
@@ -101,7 +101,7 @@ def _compare(
     tolerance: float = 1e-6,
     **options: Any,
 ) -> None:
-    """Scores and gradients of packs, all of them in one update, against those of a single rank."""
+    """Compares scores and gradients of packs in one update with those of a single rank."""
     options = {"context_parallel": ranks, **options}
     spec = TrainerSpec(steps=1, prompts_per_step=1, world_size=ranks, **options)
     topology = build_topology(spec, device=_CPU, rank=distributed.get_rank(), world_size=ranks)
@@ -146,7 +146,7 @@ def _whole(value: Any) -> Tensor:
 
 
 def _packs() -> list[PackedTokens]:
-    """Long and short sequences, plain and sharing prompts; fewer tokens than ranks; and nothing at all."""
+    """Returns packs with and without shared prompts, one with fewer tokens than ranks, an empty one."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(*lengths: int) -> list[Tensor]:
@@ -224,7 +224,7 @@ class _Away(Queue):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("shared", ["context_parallel", "tensor_parallel"])
-def test_a_rank_without_its_samples_leaves_nobody_waiting(shared: str, tmp_path: Path) -> None:
+def test_a_rank_without_its_samples_fails_all_ranks(shared: str, tmp_path: Path) -> None:
     run_ranks(_fetch, str(tmp_path / "store"), shared, count=2)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that share the experts of each layer train, load, send and save as one rank does."""
+"""Expert-parallel ranks train, load, send and save as one rank does."""
 
 from pathlib import Path
 from typing import Any
@@ -9,18 +9,18 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from services.common.models.expert_names import is_fused
+from services.common.models.experts import is_fused
 from services.common.models.loading import build_model, load_folder, stored_tensors
 from services.common.runspec.trainer import LoraSpec, TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.checkpoint import manifest
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
+from services.trainer.engines.fsdp.build import fill
 from services.trainer.engines.fsdp.checkpoint import ModelCheckpoint
 from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters, merged_parameters
 from services.trainer.engines.fsdp.optim import build_optimizer, clip_gradients, gradient_norm
 from services.trainer.engines.fsdp.parallel import RankTopology, build_topology, distribute
-from services.trainer.engines.fsdp.sharded import fill
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Policy
 from services.weightsync.plan import fsdp_shards
@@ -81,7 +81,7 @@ def _lopsided(name: str) -> Policy:
 
 
 def _adapted(name: str) -> Policy:
-    """With adapters of its experts that change what these do."""
+    """Returns a policy with trained adapters on its experts."""
     policy = _policy(name)
     add_adapters(policy.model, _ADAPTERS)
     begin_adapters(policy, seed=5)
@@ -93,7 +93,7 @@ def _adapted(name: str) -> Policy:
 
 
 def _model(name: str, is_lopsided: bool = False) -> PreTrainedModel:
-    """A random model; a lopsided one sends every token to the first expert."""
+    """Returns a random model; a lopsided one routes every token to the first expert."""
     # A single group of experts, of which a token chooses one.
     shape = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1} if is_lopsided else {}
     model = build_model(tiny_config(name, **shape), dtype=torch.float32, device=_CPU, seed=3)

@@ -1,4 +1,4 @@
-"""Families whose layers two ranks share give the logprobs and gradients of one rank."""
+"""Tensor-parallel ranks compute the logprobs and gradients of one rank for each family."""
 
 from pathlib import Path
 from typing import Any

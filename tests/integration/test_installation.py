@@ -1,4 +1,4 @@
-"""What is built holds what it needs: the wheel, installed where the repository is not."""
+"""The built wheel is complete: it works in an environment without the repository."""
 
 import os
 import re
@@ -20,19 +20,19 @@ PAGE = REPOSITORY / "services" / "controller" / "api" / "page"
 
 @dataclass(frozen=True)
 class Installed:
-    """The command of an installed wheel, and the empty folder that it is called in."""
+    """An installed wheel and the empty folder in which its command runs."""
 
     slipstream: Path
     folder: Path
 
     def options(self) -> dict:
-        """What a process of it is started with; nothing of the repository can be imported."""
+        """Environment of its processes, which cannot import the repository."""
         kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         home = {"HOME": str(self.folder), "OMP_NUM_THREADS": "1"}
         return {"cwd": self.folder, "env": kept | home, "text": True}
 
     def call(self, *arguments: str) -> str:
-        """What a command writes, which must succeed."""
+        """Runs a command, which must succeed; returns its output."""
         done = subprocess.run(
             [self.slipstream, *arguments], capture_output=True, timeout=600, **self.options()
         )
@@ -41,7 +41,7 @@ class Installed:
 
     @contextmanager
     def up(self):
-        """Running services; yields the link to their page."""
+        """Starts services; yields the link to their page."""
         with subprocess.Popen(
             [self.slipstream, "up", "--port", "0"], stdout=subprocess.PIPE, **self.options()
         ) as process:

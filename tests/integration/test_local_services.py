@@ -14,7 +14,7 @@ from tests.helpers.processes import below
 
 
 def started() -> set[str]:
-    """Services below this process."""
+    """Returns the services that are children of this process."""
     return {str(words) for _, words in below(psutil.Process()) if "services." in str(words)}
 
 
@@ -40,7 +40,7 @@ async def test_what_was_started_before_is_left_alone(tmp_path):
     assert await before.wait() == -signal.SIGKILL
 
 
-async def test_samples_answer_nobody_else_on_this_machine(tmp_path):
+async def test_samples_are_not_readable_by_other_users(tmp_path):
     async with local_services(tmp_path) as services:
         process = psutil.Process(services.services[0].process.pid)
         ports = {at.laddr.port for at in process.net_connections("tcp") if at.status == "LISTEN"}

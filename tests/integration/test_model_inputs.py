@@ -14,10 +14,10 @@ from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import PromptStore
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.torch.engine import TorchEngine
-from services.rollout.publish.publisher import GroupPublisher
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.sampling.group import GroupServices, RunningGroup
-from services.rollout.workflows.single_turn import SingleTurn
+from services.rollout.sampling.samples import GroupPublisher
+from services.rollout.workflows.base import SingleTurn
 from services.trainer.batch.packing import PackedTokens
 from services.trainer.batch.plan import Bounds
 from services.trainer.engines.fsdp.oom import OomLimits
@@ -28,8 +28,8 @@ from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.settings import TransferQueueSettings
 from services.wire.batch import KVBatchMeta
 from services.wire.data.client import DataClient
-from services.wire.rollout import GroupAssignment
 from services.wire.transferqueue.client import TransferQueueClient
+from services.wire.workers import GroupAssignment
 from tests.helpers.batches import Queue, engine_of, rank_of, spec_of
 from tests.helpers.engines import running
 from tests.helpers.features import HIDDEN, PLACEHOLDER, feature_model
@@ -95,7 +95,7 @@ async def generated(engine: TorchEngine, data: DataClient) -> None:
     model = ModelSpec(path="tiny:qwen2-0.4m", tokenizer=CHARACTERS)
     tokenizer = load_tokenizer(model)
     prompts = PromptStore(columns, {"train": ROWS}, tokenizer)
-    # A sampled placeholder is the last token of its response, which nobody takes for a place of features.
+    # A sampled placeholder is the last token of its response; it is not a position of features.
     spec = RolloutSpec(
         rewards=[{"name": "unused"}],  # type: ignore[arg-type, list-item]  # pydantic converts
         max_response_tokens=6,

@@ -1,4 +1,4 @@
-"""What a new user does in a terminal, in at most two commands each."""
+"""Tasks of a new user in a terminal, each in at most two commands."""
 
 import os
 import pty
@@ -25,12 +25,12 @@ print(tokenizer.decode(written[0]).startswith("12="))
 
 @pytest.fixture
 def spec(tmp_path):
-    """The specification of an own task, in the folder where commands are given."""
+    """The specification of a new task, in the folder in which commands run."""
     return write_task(tmp_path)
 
 
 def closed(spec, *, once):
-    """Run a specification in a terminal that is closed once something is to be read in it."""
+    """Runs a specification in a terminal, which is closed once its output matches ``once``."""
     here, there = pty.openpty()
     process = subprocess.Popen(
         command("run", spec),

@@ -1,4 +1,4 @@
-"""Imports that workers share: done once, and harmless to a fork."""
+"""The fork server imports modules once, and forks are unaffected by them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Specifications of docs/recipes.md train as they stand."""
+"""The specifications of docs/recipes.md train unchanged."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Clients such as grpcurl ask the controller what it offers."""
+"""Clients such as grpcurl list the controller's services."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A rollout is lost while a run goes on: the others go on, and its replacement joins them."""
+"""After the loss of a rollout the others continue, and its replacement joins."""
 
 import signal
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "signal_", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
 )
-def test_training_goes_on_while_a_lost_rollout_is_replaced(plumbing, tmp_path, signal_):
+def test_training_continues_while_a_lost_rollout_is_replaced(plumbing, tmp_path, signal_):
     port = free_port()
     arguments = (
         *("run", plumbing, "--state-directory", tmp_path / "runs", "--port", str(port)),

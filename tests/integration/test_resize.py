@@ -1,4 +1,4 @@
-"""The number of rollouts changes while a run goes on."""
+"""The number of rollouts changes while a run trains."""
 
 import time
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def rollouts(api: httpx.Client, run_id: str) -> set[str]:
-    """Rollouts that serve weights."""
+    """Returns the rollouts that serve weights."""
     workers = api.get(f"/v1/runs/{run_id}/topology").raise_for_status().json()["items"]
     return {
         worker["worker_id"]
@@ -22,7 +22,7 @@ def rollouts(api: httpx.Client, run_id: str) -> set[str]:
 
 
 def resize(api: httpx.Client, run_id: str, replicas: int) -> int:
-    """Ask for another size; returns the step of the run."""
+    """Requests another number of rollouts; returns the step of the run."""
     run = api.get(f"/v1/runs/{run_id}")
     patched = api.patch(
         f"/v1/runs/{run_id}",

@@ -1,4 +1,4 @@
-"""A run that lost every one of its processes trains what an unbroken one trains."""
+"""A run that lost all its processes trains the same as an uninterrupted one."""
 
 import json
 import sqlite3
@@ -25,20 +25,20 @@ SETS = (
 
 
 def trained(state) -> dict[int, list[tuple[int, int]]]:
-    """Groups and rows that each step trained."""
+    """Returns the groups and rows that each step trained."""
     with sqlite3.connect(state / "slipstream.db") as connection:
         rows = connection.execute("SELECT step, groups_json FROM steps ORDER BY step").fetchall()
     return {step: sorted((g[0], g[1]) for g in json.loads(groups)) for step, groups in rows}
 
 
 def tries(state) -> dict[int, int]:
-    """How often the curriculum saw each prompt."""
+    """Returns how often the curriculum saw each prompt."""
     with sqlite3.connect(state / "slipstream.db") as connection:
         return dict(connection.execute("SELECT row, tries FROM prompt_rates").fetchall())
 
 
 def break_one_of_two(spec, folder, *overrides):
-    """Train twice, once with the loss of all processes at step 5; returns both state directories."""
+    """Trains twice, once with all processes killed at step 5; returns both state directories."""
     unbroken, broken = folder / "unbroken", folder / "broken"
     done = train(spec, unbroken, *overrides)
     assert done.code == 0, done.out + done.err

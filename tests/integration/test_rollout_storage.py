@@ -15,22 +15,21 @@ from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import ModelSpec
 from services.rollout.data.prompts import Prompt
 from services.rollout.failures import GroupError
-from services.rollout.publish.publisher import GroupPublisher
-from services.rollout.publish.sample_recorder import SampleRecorder
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.progress_cache import (
     GroupProgress,
     MemberProgress,
     TransferQueueCache,
 )
-from services.rollout.sampling.samples import Sample
+from services.rollout.sampling.sample_recorder import SampleRecorder
+from services.rollout.sampling.samples import GroupPublisher, Sample
 from services.rollout.workflows.turns import Turn
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.settings import TransferQueueSettings
 from services.wire.data.client import DataClient
-from services.wire.rollout import GroupAssignment
 from services.wire.transferqueue.client import TransferQueueClient
 from services.wire.transferqueue.types import SampleRecordQuery
+from services.wire.workers import GroupAssignment
 from tests.helpers.controllers import SPEC
 
 TRAIN, PARTIAL = "run/train", "run/partial"
@@ -138,7 +137,7 @@ async def read(metadata: TransferQueueClient, **query: Any) -> list[dict[str, An
     return [json.loads(line) for line in found.splitlines()]
 
 
-async def test_a_kept_group_can_be_read_when_training_has_released_it(
+async def test_a_recorded_group_is_readable_after_its_release(
     data: DataClient, metadata: TransferQueueClient
 ) -> None:
     spec = parse_spec(SPEC | {"samples": {"groups_per_step": 4}})
@@ -182,7 +181,7 @@ async def test_a_kept_group_can_be_read_when_training_has_released_it(
     assert await read(metadata) == []
 
 
-async def test_a_group_that_cannot_be_kept_is_trained_all_the_same(
+async def test_a_group_trains_if_it_cannot_be_recorded(
     data: DataClient, metadata: TransferQueueClient
 ) -> None:
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789"))
@@ -195,7 +194,7 @@ async def test_a_group_that_cannot_be_kept_is_trained_all_the_same(
         finish_reason="stop",
         is_greedy=False,
     )
-    # Nobody keeps samples of this run.
+    # The samples of this run are not recorded.
     await GroupPublisher(data, sample_recorder=sample_recorder).publish(
         assignment("g"), PROMPT, [sample]
     )
@@ -220,7 +219,7 @@ async def test_cached_progress_is_found_by_another_replica_until_it_is_forgotten
     assert len((await metadata.get_batch(PARTIAL)).keys) == 3
     await other.save({"g": early}, {"g": 2}, is_last=False)
     assert await one.load({"g": 1}) == {"g": late | early}
-    await other.forget("g", (0, 1))
+    await other.delete_progress("g", (0, 1))
     assert await one.load({"g": 1}) == {}
     assert await one.load({"h": 1}) == {"h": early}
 
@@ -239,5 +238,5 @@ async def test_progress_of_an_attempt_before_a_new_beginning_is_never_resumed(
     for _ in range(8):
         await late.save({"g": old}, {"g": 1}, is_last=False)
         assert (await again.load({"g": 2})).get("g", new) == new
-    await again.forget("g", (0,))
+    await again.delete_progress("g", (0,))
     assert (await metadata.get_batch(PARTIAL)).num_keys == 0

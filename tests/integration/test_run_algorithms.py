@@ -8,15 +8,15 @@ from typing import get_args
 import pytest
 
 from services.common.runspec.algorithm import AlgorithmSpec
+from services.common.runspec.formulas import ADVANTAGES, LOSSES
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def choices(name: str) -> tuple[str, ...]:
-    """Values that an option of the algorithm takes."""
-    return get_args(AlgorithmSpec.model_fields[name].annotation)
-
-
+AGGREGATIONS = get_args(AlgorithmSpec.model_fields["aggregation"].annotation)
+SAMPLING_LOSSES = [
+    name for name, kind in LOSSES.items() if not (kind.num_demonstrations or kind.distills)
+]
 OTHERS = (
     ("algorithm.kl={coefficient: 0.1, placement: reward, estimator: k1}",),
     ("algorithm.kl={coefficient: 0.1, estimator: k3+, target: 0.1}", "trainer.updates_per_step=2"),
@@ -30,9 +30,9 @@ MODES = ("delta", "shadow", "inplace", "cpu_async")
 COMBINATIONS = [
     (advantage, loss, aggregation, (f"weight_sync.mode={mode}", *others))
     for advantage, loss, aggregation, others, mode in zip(
-        choices("advantage"),
-        cycle(choices("loss")),
-        cycle(choices("aggregation")),
+        ADVANTAGES,
+        cycle(SAMPLING_LOSSES),
+        cycle(AGGREGATIONS),
         cycle(OTHERS),
         cycle(MODES),
         strict=False,
@@ -56,6 +56,8 @@ def test_an_algorithm_runs(plumbing, system, advantage, loss, aggregation, other
         f"algorithm.aggregation={aggregation}",
         *others,
     )
+    if advantage == "gdpo":
+        settings += ("algorithm.advantage_arguments={weights: {length: 1.0}}",)
     done = system.train(plumbing, *settings)
     assert done.code == 0, done.out + done.err
     steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]

@@ -1,4 +1,4 @@
-"""Fine-tuning as a user runs it, and reinforcement learning that begins where it ended."""
+"""Fine-tuning by command, and reinforcement learning that starts from its result."""
 
 import json
 
@@ -26,13 +26,21 @@ def test_a_model_is_fine_tuned_exported_and_reinforced(system, plumbing, tmp_pat
     assert groups["quarantined"] == 2
     exported = slipstream("export", done.folder.name, tmp_path / "base", "--url", system.url)
     assert exported.code == 0, exported.err
-    plumbing.write_text(yaml.safe_dump({**PLUMBING, "model": {"path": "base"}}))
-    reinforced = system.train(plumbing)
-    assert reinforced.code == 0, reinforced.out + reinforced.err
-    assert reinforced.summary["steps"] == 3
+    lora = {"rank": 4, "base_dtype": "nf4"}
+    trainer = {**PLUMBING["trainer"], "lora": lora}
+    document = {**PLUMBING, "model": {"path": "base"}, "trainer": trainer}
+    plumbing.write_text(yaml.safe_dump(document))
+    adapted = system.train(plumbing)
+    assert adapted.code == 0, adapted.out + adapted.err
+    assert adapted.summary["steps"] == 3
+    steps = [
+        json.loads(line) for line in (adapted.folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    # The engine serves the weights that the trainer rounded.
+    assert all(step["rollout_logprob_abs_diff"] < 1e-3 for step in steps)
 
 
-def test_a_run_that_samples_nothing_sends_weights_to_nobody(system, tmp_path):
+def test_a_run_without_rollouts_sends_no_weights(system, tmp_path):
     path = write_sft(tmp_path)
     spec = yaml.safe_load(path.read_text())
     del spec["data"]["heldout"], spec["validation"]

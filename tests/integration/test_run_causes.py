@@ -1,4 +1,4 @@
-"""A run that fails of what its user wrote says so: which reward, which exception, which prompt."""
+"""A run that fails in user code reports the reward, the exception and the prompt."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 async def failure_of(url: str, plumbing: Path, *overrides: str) -> tuple[str, set[str]]:
-    """Why a run failed, and what happened on the way."""
+    """Returns the message of a failed run and the types of its events."""
     async with AsyncClient(url) as client:
         run = await submit(plumbing, client, *overrides)
         ended = await wait_for(run, is_in("SUCCEEDED", "FAILED"))

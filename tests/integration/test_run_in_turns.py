@@ -1,4 +1,4 @@
-"""`topology.placement`: the same training, with one side asleep while the other works, or a part of it."""
+"""`topology.placement`: training with colocated and mixed placement."""
 
 import json
 import sqlite3
@@ -9,26 +9,7 @@ import pytest
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_a_run_in_turns_trains_what_a_run_apart_trains(plumbing, system):
-    trained = []
-    for placement in ("disaggregated", "colocated"):
-        done = system.train(
-            plumbing,
-            "algorithm.max_staleness=0",
-            "rollout.replicas=2",
-            "trainer.world_size=2",
-            "trainer.checkpoint.every=1",
-            "validation.every=1",
-            f"topology.placement={placement}",
-        )
-        assert done.code == 0, done.out + done.err
-        steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
-        trained.append([(step["reward_mean"], step["loss"]) for step in steps])
-        assert all(("gpu_switch_s" in step) == (placement == "colocated") for step in steps)
-    assert trained[0] == [pytest.approx(step, abs=1e-4) for step in trained[1]]
-
-
-def test_of_a_mixed_run_some_rollouts_go_on_with_what_others_put_aside(plumbing, system):
+def test_rollouts_of_a_mixed_run_continue_groups_that_others_parked(plumbing, system):
     done = system.train(
         plumbing,
         "topology.placement=mixed",

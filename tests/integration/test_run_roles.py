@@ -1,4 +1,4 @@
-"""Runs whose logprobs come from workers of their own: the same training, nothing lost with a worker."""
+"""Runs whose logprobs come from separate workers: same training, nothing lost with a worker."""
 
 import json
 
@@ -14,7 +14,7 @@ MINI_BATCHES = ("trainer.updates_per_step=2", "algorithm.max_staleness=0")
 
 
 def topology(group: str, processes: int = 1) -> tuple[str, ...]:
-    """Settings that give a task processes of its own, beside one trainer and two rollouts.
+    """Returns settings that give a task its own processes, besides one trainer and two rollouts.
 
     Several processes are one worker, which shards its model over them.
     """
@@ -46,14 +46,14 @@ KILLED_ROLES = [
 
 
 def trained(done) -> list[list[float]]:
-    """What training came to in each step."""
+    """Returns the metrics of each step that must not depend on the roles."""
     assert done.code == 0, done.out + done.err
     steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
     return [[step.get(name, 0.0) for name in NUMBERS] for step in steps]
 
 
 @pytest.mark.parametrize(("group", "processes", "settings"), ROLES)
-def test_a_role_of_its_own_changes_no_number(plumbing, system, group, processes, settings):
+def test_a_separate_role_changes_no_number(plumbing, system, group, processes, settings):
     alone = trained(system.train(plumbing, *settings, "trainer.steps=4"))
     own = topology(group, processes)
     apart = system.train(plumbing, *settings, *own, "trainer.steps=4")

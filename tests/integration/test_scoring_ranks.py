@@ -1,4 +1,4 @@
-"""A policy that scores is the same one sharded over two processes: its scores, its weights, its end."""
+"""A scoring policy sharded over two processes equals the unsharded one: scores, weights, shutdown."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from services.common.errors import NotFoundError, UnavailableError
 from services.common.runspec.run import RunSpec
 from services.trainer.engines.base import UNSCORED
 from services.trainer.ranks.command_group import CommandGroup, RankFailedError
-from services.trainer.scoring.build import BuiltScorer, build_policy, build_reference
+from services.trainer.scoring.build import LoadedScorer, build_policy, build_reference
 from services.trainer.scoring.leader import ScoringLeader, follow
 from services.trainer.settings import TrainerSettings
 from tests.helpers.batches import Queue, policy_of, random_queue, spec_of
@@ -25,7 +25,7 @@ Outcome = dict[str, Any]
 
 
 class Transfers:
-    """The transferqueue's place: a queue in memory, and a folder for what is added."""
+    """Takes the transferqueue's place: a queue in memory, and a folder for added fields."""
 
     def __init__(self, queue: Queue, folder: Path) -> None:
         self._queue = queue
@@ -66,7 +66,7 @@ def queue_for(spec: RunSpec) -> Queue:
 
 def built(
     spec: RunSpec, folder: Path, *, role: str, rank: int = 0, world_size: int | None = None
-) -> BuiltScorer:
+) -> LoadedScorer:
     settings = TrainerSettings.model_validate(
         {
             "role": role,
@@ -86,7 +86,7 @@ def built(
 
 
 def work(leader: ScoringLeader, queue: Queue, spec: RunSpec, folder: Path, role: str) -> None:
-    """What the tests compare: scores of samples and of a text, under weights that arrived."""
+    """Writes scores of samples and of a text under received weights."""
     if role == "logp":
         weights = dict(policy_of(spec, seed=1).model.named_parameters())
         leader.adopt(7, {name: value.detach() for name, value in weights.items()})
@@ -117,14 +117,14 @@ def _rank(rank: int, ranks: int, folder: str, spec_json: str, role: str) -> None
 
 
 def _outgrow(rank: int, folder: str, spec_json: str, limit: int) -> None:
-    """Rank 1 alone is short of memory, and ends."""
+    """Only rank 1 runs out of memory, and ends."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
     )
     spec = RunSpec.model_validate_json(spec_json)
     scorer = built(spec, Path(folder), role="ref_logp", rank=rank)
-    cause = "a rank is gone.*: rank 1: a micro-batch of .* does not fit into memory"
+    cause = "a rank failed.*: rank 1: a micro-batch of .* does not fit into memory"
     if rank > 0:
         limited(scorer.scorer._engine.module, limit, scores=True)
         with pytest.raises(RankFailedError, match=cause):
@@ -137,7 +137,7 @@ def _outgrow(rank: int, folder: str, spec_json: str, limit: int) -> None:
 
 
 def _lose(rank: int, ranks: int, folder: str, spec_json: str) -> None:
-    """Rank 1 is gone before the first batch."""
+    """Rank 1 ends before the first batch."""
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     spec = RunSpec.model_validate_json(spec_json)
@@ -146,7 +146,7 @@ def _lose(rank: int, ranks: int, folder: str, spec_json: str) -> None:
         leader = ScoringLeader(
             scorer.scorer, scorer.fields, command_group=CommandGroup(ranks), version=0
         )
-        with pytest.raises(UnavailableError, match="a rank is gone"):
+        with pytest.raises(UnavailableError, match="a rank failed"):
             leader.add(queue_for(spec).meta)
 
 
@@ -188,7 +188,7 @@ def test_a_rank_that_is_gone_is_an_outage_and_not_a_fault(tmp_path: Path) -> Non
     run_ranks(_lose, 2, str(tmp_path), spec_with(2).model_dump_json(), count=2)
 
 
-def test_other_processes_than_the_run_says_are_refused(tmp_path: Path) -> None:
+def test_a_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="2 processes for this worker, but 1 were started"):
         built(spec_with(2), tmp_path, role="ref_logp", world_size=1)
 
@@ -201,8 +201,8 @@ def test_ranks_that_outgrow_memory_start_again_and_leave_it_unscored(tmp_path: P
     for limit in (30, 15):
         (tmp_path / "store").unlink(missing_ok=True)
         run_ranks(_outgrow, str(tmp_path), spec.model_dump_json(), limit, count=2)
-    (note,) = (tmp_path / "outgrown").glob("worker-0-1.json")
-    known = json.loads(note.read_text())
+    (file,) = (tmp_path / "oom").glob("worker-0-1.json")
+    known = json.loads(file.read_text())
     assert min(lengths) < known["too_long"] <= max(lengths)
     (tmp_path / "store").unlink()
     run_ranks(_rank, 2, str(tmp_path), spec.model_dump_json(), "ref_logp", count=2)

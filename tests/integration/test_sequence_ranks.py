@@ -1,4 +1,4 @@
-"""Episodes of several conversations have the gradient of a loop by hand, on any number of ranks."""
+"""Episodes of several conversations have the gradient of a hand-written loop, on any number of ranks."""
 
 from pathlib import Path
 from typing import Any

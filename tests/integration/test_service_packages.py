@@ -43,7 +43,7 @@ def test_a_service_imports_nothing_that_its_extra_does_not_install(service: str)
 
 
 def _installed_by(requirement: Requirement) -> set[str]:
-    """Names of what a requirement installs, with all that it needs."""
+    """Returns the names of all distributions that a requirement installs."""
     found: set[str] = set()
     seen: set[str] = set()
     todo = [requirement]

@@ -1,4 +1,4 @@
-"""Several sets, a curriculum and epochs, from the command line to what is written of each step."""
+"""Several data sets, a curriculum and epochs, from the command line to the metrics of each step."""
 
 import json
 

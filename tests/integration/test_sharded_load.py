@@ -1,4 +1,4 @@
-"""Ranks load their own rows of a model, and no rank holds all of it."""
+"""Each rank loads only its rows of a model."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from services.common.models.configs import preset_config
 from services.common.models.loading import build_model, load_folder
+from services.common.models.quantization import BaseDtype, is_quantized, rounded
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import pack
 from services.trainer.engines.fsdp.build import Loader, load_policy
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def _peak_mib() -> int:
-    """Largest resident memory of this process so far."""
+    """Returns the peak resident memory of this process."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) // 1024
@@ -61,7 +62,7 @@ def _loaded(folder: Path, spec: RunSpec) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def _saved_model(folder: Path, preset: str, **shape: int) -> float:
-    """A model with random weights in half precision; returns its size in single precision in MiB."""
+    """Writes a random model in half precision; returns its size in single precision in MiB."""
     values = preset_config(preset, vocab_size=20, eos_id=1, pad_id=0) | shape
     made = build_model(AutoConfig.for_model(**values), dtype=torch.bfloat16, device=CPU, seed=3)
     made.save_pretrained(folder)
@@ -120,18 +121,22 @@ def _train_adapters(rank: int, folder: str, spec_json: str) -> None:
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_shard_frozen_weights_beside_adapters_of_another_dtype(
-    tmp_path: Path, stage: int
+@pytest.mark.parametrize(("stage", "base_dtype"), [(1, None), (3, None), (1, "nf4")])
+def test_ranks_shard_frozen_weights_with_adapters_of_another_dtype(
+    tmp_path: Path, stage: int, base_dtype: BaseDtype | None
 ) -> None:
     _saved_model(tmp_path / "model", "tiny:qwen2-0.4m")
-    trainer = {"world_size": 2, "zero_stage": stage, "dtype": "bfloat16", "lora": {"rank": 2}}
+    lora = {"rank": 2, "base_dtype": base_dtype}
+    trainer = {"world_size": 2, "zero_stage": stage, "dtype": "bfloat16", "lora": lora}
     spec = spec_of(model={"path": str(tmp_path / "model")}, trainer=trainer)
     run_ranks(_train_adapters, str(tmp_path), spec.model_dump_json(), count=2)
     found = torch.load(tmp_path / "logprobs.pt", weights_only=True)
     policy = Policy(
         load_folder(tmp_path / "model", dtype=torch.bfloat16, device=CPU), temperature=1.0
     )
+    for name, value in policy.model.named_parameters() if base_dtype else ():
+        if is_quantized(name, tuple(value.shape)):
+            value.data = rounded(value.data, base_dtype)
     text = torch.arange(2, 18, dtype=torch.int32)
     packed = pack(Jagged.from_list([text[:4]]), Jagged.from_list([text[4:]]), device=CPU)
     torch.testing.assert_close(found, policy(packed)[0].detach(), rtol=0.02, atol=0.02)

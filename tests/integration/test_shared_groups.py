@@ -1,4 +1,4 @@
-"""Groups with more members than a rollout has places, through the whole system."""
+"""Groups with more members than a rollout has slots, through the whole system."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A peer that vanishes without a word, as a pod does whose node is gone, is noticed on streams too."""
+"""The loss of a peer's host is detected, also on streams."""
 
 import asyncio
 import multiprocessing

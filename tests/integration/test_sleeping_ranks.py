@@ -1,4 +1,4 @@
-"""Ranks of FSDP2 sleep and wake together, and train as if they had not."""
+"""FSDP2 ranks sleep and wake together, and train the same as without sleep."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.helpers.ranks import run_ranks
 
 
 def _train(rank: int, folder: str, spec_json: str, sleeps: bool) -> None:
-    """Train two steps, with a sleep between them or without, and keep this rank's rows."""
+    """Trains two steps, with or without a sleep between them, and saves this rank's rows."""
     spec = RunSpec.model_validate_json(spec_json)
     size = spec.trainer.world_size
     store = f"file://{folder}/store-{sleeps}"

@@ -1,4 +1,4 @@
-"""Trackers of live runs: kills in the middle, trackers that fail, runs that have ended."""
+"""Trackers of running and ended runs: kills, failing trackers, repeated events."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ def init(project, **options):
 
 
 def evaluated(state: Path) -> list[int]:
-    """Weight versions that the run evaluated; one whose evaluation was cut off may be left out."""
+    """Returns the weight versions that the run evaluated; an interrupted evaluation may be missing."""
     with sqlite3.connect(state / "slipstream.db") as connection:
         rows = connection.execute(
             "SELECT data_json FROM events WHERE type = 'Validated'"
@@ -98,7 +98,7 @@ def test_a_run_that_has_ended_is_written_when_somebody_asks(system, plumbing, tm
 
 @pytest.fixture
 def moody(tmp_path, monkeypatch) -> Path:
-    """A tracker of its own making in trackio's place; the file says how it feels."""
+    """Replaces trackio by a tracker whose behavior a file sets."""
     package = tmp_path / "packages" / "trackio"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(_TRACKER)
@@ -117,7 +117,7 @@ def moody(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     ("mood", "why"), [("fails", "no room for one more run"), ("hangs", "within 2 s")]
 )
-async def test_a_tracker_that_fails_is_told_of_once_and_comes_back(tmp_path, moody, mood, why):
+async def test_a_failed_tracker_is_reported_once_and_recovers(tmp_path, moody, mood, why):
     moody.write_text(mood)
     with running_controller(tmp_path) as controller:
         async with Api(controller.url, token=ADMIN) as api, TaskGroup() as tasks:

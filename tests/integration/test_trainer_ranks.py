@@ -20,7 +20,7 @@ from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank, canary_of
-from tests.helpers.batches import CPU, Queue, engine_of, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.batches import CPU, Queue, engine_of, policy_of, random_queue, rank_of, spec_for
 from tests.helpers.pages import example
 from tests.helpers.ranks import run_ranks
 
@@ -46,7 +46,7 @@ class Recorder:
 
 
 def train_once(spec: RunSpec, *, rank: int = 0, world_size: int = 1) -> Outcome:
-    """Train one batch with a sequence that is masked out; returns loss, gradients and weights."""
+    """Trains one batch with a masked sequence; returns loss, gradients and weights."""
     torch.set_num_threads(1)
     policy = policy_of(spec, scale=1.5)
     queue = random_queue(policy_of(spec, seed=1, scale=1.5), num_groups=4)
@@ -77,7 +77,7 @@ def _child(rank: int, world_size: int, folder: str, spec_json: str) -> None:
 
 
 def _rank_of_several(rank: int, world_size: int, folder: str, spec_json: str) -> tuple[Rank, Queue]:
-    """One rank that trains a random batch and saves to the folder."""
+    """Returns a rank that trains a random batch and saves to the folder."""
     spec = RunSpec.model_validate_json(spec_json)
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
@@ -91,7 +91,7 @@ def _rank_of_several(rank: int, world_size: int, folder: str, spec_json: str) ->
 
 
 def _score_twice(rank: int, folder: str, spec_json: str) -> None:
-    """A single sharded rank scores the canary before and after the weights of its layers become 0."""
+    """Scores the canary on one sharded rank before and after its layers' weights are set to 0."""
     spec = RunSpec.model_validate_json(spec_json)
     policy = policy_of(spec, scale=1.5)
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=1)
@@ -108,7 +108,7 @@ def _score_twice(rank: int, folder: str, spec_json: str) -> None:
 
 
 def _save(rank: int, world_size: int, folder: str, spec_json: str) -> None:
-    """Train one step on several ranks and save it."""
+    """Trains one step on several ranks and saves it."""
     trained, queue = _rank_of_several(rank, world_size, folder, spec_json)
     trained.train(1, queue.meta)
     trained.checkpointer.write(trained.snapshot(1))
@@ -116,7 +116,7 @@ def _save(rank: int, world_size: int, folder: str, spec_json: str) -> None:
 
 
 def _serve(rank: int, world_size: int, folder: str, spec_json: str) -> None:
-    """Rank 0 trains, gathers weights, saves and stops; the other one follows."""
+    """Rank 0 trains, gathers weights, saves and stops; rank 1 executes its commands."""
     trained, queue = _rank_of_several(rank, world_size, folder, spec_json)
     command_group = CommandGroup(world_size)
     if rank > 0:
@@ -131,7 +131,7 @@ def _serve(rank: int, world_size: int, folder: str, spec_json: str) -> None:
 
 
 def _lose(rank: int, world_size: int, folder: str, spec_json: str, is_midway: bool) -> None:
-    """Rank 1 is gone before the first step, or between the layers of its forward pass."""
+    """Rank 1 ends before the first step or between two layers of its forward pass."""
     trained, queue = _rank_of_several(rank, world_size, folder, spec_json)
     if rank > 0:
         if is_midway:
@@ -141,7 +141,7 @@ def _lose(rank: int, world_size: int, folder: str, spec_json: str, is_midway: bo
         return
     leader = Leader()
     leader.attach(trained, CommandGroup(world_size))
-    with pytest.raises(UnavailableError, match="a rank is gone"):
+    with pytest.raises(UnavailableError, match="a rank failed"):
         asyncio.run(leader.train_step(1, queue.meta))
 
 
@@ -175,15 +175,6 @@ def assert_same(
     assert (found - wanted).norm() <= tolerance * wanted.norm()
     for name, weight in expected["weights"].items():
         assert torch.equal(actual["weights"][name], weight), name
-
-
-def spec_for(*, model: str = "tiny:qwen2-0.4m", algorithm: Any = None, **trainer: Any) -> RunSpec:
-    optimizer = {"max_grad_norm": 1e9}
-    return spec_of(
-        model={"path": model},
-        algorithm=algorithm or {},
-        trainer={"optimizer": optimizer, **trainer},
-    )
 
 
 @pytest.mark.parametrize(
@@ -281,7 +272,7 @@ def test_one_rank_in_half_precision_adds_up_all_micro_batches(tmp_path: Path) ->
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("offload", [False, "optimizer"])
-def test_a_checkpoint_of_two_ranks_goes_on_alone(tmp_path: Path, offload: Any) -> None:
+def test_one_rank_resumes_a_checkpoint_of_two(tmp_path: Path, offload: Any) -> None:
     spec = spec_for(world_size=2, cpu_offload=offload)
     run_ranks(_save, 2, str(tmp_path), spec.model_dump_json(), count=2)
 

@@ -57,7 +57,7 @@ def group_tags(group_id: str, count: int, version: int = 0) -> dict[str, list[in
     return {"group_id": [group_id] * count, "v_min": [version] * count}
 
 
-async def test_what_was_put_comes_back(data: DataClient) -> None:
+async def test_stored_samples_are_read_unchanged(data: DataClient) -> None:
     tokens = rows(3, 0, 5)
     rewards = torch.tensor([0.5, 1.0, -1.0])
     meta = await data.put(

@@ -1,4 +1,4 @@
-"""Clients that come while others are admitted are admitted too, at once."""
+"""Clients that connect during the admission of others are admitted at once."""
 
 import asyncio
 import time
@@ -11,11 +11,11 @@ from services.transferqueue.storage.admission import ALL_RUNS
 from services.transferqueue.storage.dataplane import DataPlane
 
 _HANDSHAKE_S = 0.3
-"""What ZeroMQ's threads need for a handshake, up to the question whether to admit."""
+"""Time that ZeroMQ's threads need for a handshake, up to the admission request."""
 
 
 class _Clients:
-    """Admits everybody; the next client asks while the first one is being answered."""
+    """Admits all clients; the next one asks while the first one is answered."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Queue[str]()
@@ -30,7 +30,7 @@ class _Clients:
         return ALL_RUNS
 
 
-async def test_who_asks_while_another_is_answered_is_heard() -> None:
+async def test_concurrent_requests_are_answered() -> None:
     clients = _Clients()
     plane = DataPlane(cast("Any", None), cast("Any", None), clients)
     public_key, secret_key = zmq.curve_keypair()

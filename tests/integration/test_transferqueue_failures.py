@@ -1,4 +1,4 @@
-"""What goes wrong with the peer (design: failure table) and does not go wrong here.
+"""Failures of the transferqueue and its clients: recovery, deadlines, error classes.
 
 Released keys, conflicting types, full queues, dead shards and strangers on an encrypted socket are
 covered by the other tests of this folder; group mix-ups by the tests of the samplers.
@@ -68,7 +68,7 @@ async def test_a_dead_service_is_an_error_and_not_a_hang(monkeypatch: pytest.Mon
             await metadata.stats()
 
 
-async def test_a_consumer_that_waits_holds_up_nobody(address: str) -> None:
+async def test_a_waiting_consumer_does_not_block_others(address: str) -> None:
     async with (
         TransferQueueClient.connect(address) as patient,
         TransferQueueClient.connect(address) as other,
@@ -84,7 +84,7 @@ async def test_a_consumer_that_waits_holds_up_nobody(address: str) -> None:
         assert batch.keys == ("a", "b")
 
 
-async def test_what_a_dead_consumer_held_is_handed_out_again(address: str) -> None:
+async def test_leases_of_a_dead_consumer_are_delivered_again(address: str) -> None:
     async with DataClient.connect(address) as data:
         await put(data, "a", "b")
         async with TransferQueueClient.connect(address) as dead:
@@ -116,7 +116,7 @@ async def test_a_put_that_cannot_become_visible_is_an_error_and_leaves_nothing(
         await put(data, "a")
 
 
-async def test_malformed_messages_are_refused_and_counted_and_harm_nobody(address: str) -> None:
+async def test_malformed_messages_are_refused_and_counted_without_harm(address: str) -> None:
     async with DataClient.connect(address) as data:
         meta = await put(data, "a")
         before = metrics.REJECTED.labels("data", "malformed")._value.get()
@@ -176,24 +176,24 @@ async def test_what_breaks_a_connection_of_this_host_harms_no_other(
 async def test_a_connection_that_breaks_is_opened_again(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    welcomed: list[socket.socket] = []
+    accepted: list[socket.socket] = []
     open_local = DataPlane._open_local
 
     async def listen(self: DataPlane, peer: socket.socket) -> None:
-        welcomed.append(peer)
+        accepted.append(peer)
         await open_local(self, peer)
 
     monkeypatch.setattr(DataPlane, "_open_local", listen)
     async with DataClient.connect(address) as data:
         meta = await put(data, "a")
-        welcomed[0].shutdown(socket.SHUT_RDWR)
+        accepted[0].shutdown(socket.SHUT_RDWR)
         with pytest.raises(UnavailableError, match="broke"):
-            # Nobody knows whether a put that was under way is visible.
+            # It is unknown whether the interrupted put is visible.
             await put(data, "b")
         fetched = await asyncio.gather(*(data.get(meta, ["tokens"]) for _ in range(3)))
         assert all(one["tokens"].values.shape == (4,) for one in fetched)
         await put(data, "c")
-    assert len(welcomed) == 2
+    assert len(accepted) == 2
 
 
 async def test_a_shard_whose_unix_socket_was_removed_is_reached_over_the_network(

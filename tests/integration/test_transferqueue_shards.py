@@ -25,8 +25,7 @@ from services.wire.data.encoding import codec
 from services.wire.data.encoding.packing import pack
 from services.wire.data.transport.connection import ShardConnection
 from services.wire.data.transport.links import Links
-from services.wire.transferqueue.client import TransferQueueClient
-from services.wire.transferqueue.registry_client import ShardRegistryClient
+from services.wire.transferqueue.client import ShardRegistryClient, TransferQueueClient
 from services.wire.transferqueue.types import AcquireRequest, Shard
 
 TRAIN = "run_1/train"
@@ -73,7 +72,7 @@ async def stored_bytes(metadata: TransferQueueClient) -> int:
     return sum(shard.stored_bytes for shard in (await metadata.stats()).shards)
 
 
-async def test_groups_spread_over_shards_and_come_back_in_order(tmp_path: Path) -> None:
+async def test_groups_are_spread_over_shards_and_read_in_order(tmp_path: Path) -> None:
     async with service(settings(tmp_path)) as (address, metadata, data):
         other = settings(tmp_path, index_address=address, shard_id="shard-1")
         async with transferqueue(other):
@@ -140,7 +139,7 @@ async def _answers(shard: Shard, key_pair: tuple[bytes, bytes]) -> bool:
     context = zmq.Context()
     connection = ShardConnection.over_network(context, shard, key_pair)
     try:
-        await connection.ask(codec.Abort("put_x"), timeout_s=0.3)
+        await connection.request(codec.Abort("put_x"), timeout_s=0.3)
     except DeadlineExceededError:
         return False
     finally:
@@ -154,7 +153,7 @@ def test_a_plain_socket_is_refused_outside_loopback() -> None:
         TransferQueueSettings(data_bind="0.0.0.0:7100")
 
 
-async def test_a_run_comes_back_from_its_snapshot(tmp_path: Path) -> None:
+async def test_a_run_is_restored_from_its_snapshot(tmp_path: Path) -> None:
     prompt = torch.tensor([1, 2, 3], dtype=torch.int32)
     async with service(settings(tmp_path)) as (_, metadata, data):
         keys = ["g0.0", "g0.1", "g1.0", "g1.1"]
@@ -205,7 +204,7 @@ async def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("use_shared_memory", [True, False])
-async def test_old_samples_go_to_disk_and_come_back(
+async def test_old_samples_are_spilled_to_disk_and_readable(
     tmp_path: Path, use_shared_memory: bool
 ) -> None:
     config = settings(tmp_path, spill_bytes=16 * MIB)

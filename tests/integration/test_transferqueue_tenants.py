@@ -16,8 +16,7 @@ from services.common.errors import (
     UnauthenticatedError,
 )
 from services.common.security import access
-from services.common.security.credentials import Identity, acting_as
-from services.common.security.run_tokens import issue_token
+from services.common.security.credentials import Identity, acting_as, issue_token
 from services.common.telemetry.logging import RareLog
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.settings import TransferQueueSettings
@@ -69,7 +68,7 @@ async def tenant(address: str, run_id: str) -> AsyncIterator[Tenant]:
 
 @asynccontextmanager
 async def two_tenants(folder: Path) -> AsyncIterator[tuple[Tenant, Tenant, KVBatchMeta]]:
-    """Workers of runs a and b, and what a stored."""
+    """Workers of runs a and b, and the samples of a."""
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(two_shards(folder))
         with acting_as(SERVICE):
@@ -85,7 +84,7 @@ async def two_tenants(folder: Path) -> AsyncIterator[tuple[Tenant, Tenant, KVBat
         yield ours, theirs, meta
 
 
-async def test_a_run_reads_its_own_samples_from_every_shard(tmp_path: Path) -> None:
+async def test_a_run_reads_only_its_samples_on_every_shard(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as (ours, _, meta):
         fetched = await ours.data.get(meta, ["tokens"])
         assert fetched["tokens"].values.tolist() == [n + 1 for n in range(8) for _ in range(8)]
@@ -105,7 +104,7 @@ async def test_another_run_sees_neither_metadata_nor_bytes(tmp_path: Path) -> No
         for blob in meta.blobs:
             link = await theirs.data._links.to(blob.shard_id)
             with pytest.raises(PermissionDeniedError):
-                await link.connection.ask(
+                await link.connection.request(
                     codec.Read((blob.blob_id, 0, blob.size_bytes), in_arena=False), timeout_s=5
                 )
 
@@ -120,12 +119,12 @@ async def test_another_run_cannot_write(tmp_path: Path) -> None:
         forged = replace(meta, partition_id="run_b/train")
         with pytest.raises(ServiceError):
             link.connection.send_request(codec.Describe("put_x", forged.to_bytes()))
-            await link.connection.ask(codec.Commit("put_x", (blob.checksum,)), timeout_s=5)
+            await link.connection.request(codec.Commit("put_x", (blob.checksum,)), timeout_s=5)
         fetched = await ours.data.get(meta, ["tokens"])
         assert fetched["tokens"].values[:8].tolist() == [1] * 8
 
 
-async def test_nobody_connects_without_a_token(tmp_path: Path) -> None:
+async def test_connections_need_a_token(tmp_path: Path) -> None:
     async with two_shards(tmp_path) as address:
         with acting_as(Identity()):
             async with TransferQueueClient.connect(address) as metadata:
@@ -179,7 +178,7 @@ async def test_a_run_cannot_end_the_holds_of_another(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as (ours, theirs, meta):
         blob = meta.blobs[0]
         link = await ours.data._links.to(blob.shard_id)
-        answer, _ = await link.connection.ask(
+        answer, _ = await link.connection.request(
             codec.Read((blob.blob_id, 0, blob.size_bytes), in_arena=False), timeout_s=5
         )
         assert isinstance(answer, codec.Data)

@@ -1,4 +1,4 @@
-"""Two controllers on one PostgreSQL: the leader is killed in the middle of a run, and the other goes on."""
+"""Two controllers on one PostgreSQL: the second takes over after the leader is killed."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ TOKEN = "slp_" + "a" * 43
 
 @contextmanager
 def service(module: str, log: Path, **settings: object) -> Iterator[subprocess.Popen[bytes]]:
-    """A service that is ended with the block."""
+    """Runs a service until the block ends."""
     prefix = f"SLIPSTREAM_{module.rpartition('.')[2].upper()}_"
     own = {f"{prefix}{name.upper()}": str(value) for name, value in settings.items()}
     with log.open("w") as output:
@@ -42,14 +42,14 @@ def service(module: str, log: Path, **settings: object) -> Iterator[subprocess.P
 
 
 def announced(path: Path, process: subprocess.Popen[bytes]) -> dict[str, str]:
-    """What a service says of itself once it serves."""
+    """Returns what a service announces once it serves."""
     while not path.exists():
         assert process.poll() is None, path
         time.sleep(0.05)
     return json.loads(path.read_text())
 
 
-async def test_another_controller_goes_on_where_the_leader_was_killed(plumbing, tmp_path):
+async def test_another_controller_takes_over_from_a_killed_leader(plumbing, tmp_path):
     with ExitStack() as stack:
         url = stack.enter_context(postgres_cluster())
         if url is None:
@@ -96,7 +96,7 @@ async def test_another_controller_goes_on_where_the_leader_was_killed(plumbing, 
 
 
 def _assert_closed(url: str) -> None:
-    """Every group was trained once, and the second controller led."""
+    """Checks that every group was trained once and that the second controller leads."""
     engine = sa.create_engine(url)
     with engine.connect() as connection:
         steps = connection.scalars(sa.text("SELECT groups_json FROM steps WHERE is_committed"))

@@ -1,4 +1,4 @@
-"""Whichever rank of a host comes first makes the base model for all."""
+"""One rank of a host creates the base model; the others load it."""
 
 from pathlib import Path
 

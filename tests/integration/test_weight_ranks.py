@@ -1,4 +1,4 @@
-"""Trainer ranks with an FSDP2 policy send their own rows to a decoding engine, through the real session."""
+"""Trainer ranks with an FSDP2 policy send their rows to a decoding engine in a real session."""
 
 import pytest
 

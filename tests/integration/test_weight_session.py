@@ -1,4 +1,4 @@
-"""Weight sessions over real processes: a lost rollout never stops the others, nobody serves torn weights."""
+"""Weight sessions over real processes: lost rollouts do not block others, and torn weights never serve."""
 
 import signal
 from functools import partial
@@ -122,7 +122,7 @@ async def test_a_rollout_joins_while_the_trainer_trains(mode):
         assert await late.serves_version(1)
 
 
-async def test_a_version_that_another_session_published_is_kept_for_who_joins():
+async def test_a_version_of_an_earlier_session_is_kept_for_joining_rollouts():
     async with session_of("trainer", "rollout-0", **MEMBERS, **PATIENT) as parts:
         session, members, started = parts
         await session.publish(partial(int, 0))
@@ -142,7 +142,7 @@ FAR = {"rollout-0": "far", "rollout-1": "far"}
 
 
 async def joined_from_peer(session, late):
-    """Whether a rollout on the host of another one got its weights from that, the trainer being elsewhere."""
+    """Returns True if a rollout received its weights from another one on its host, not from the trainer."""
     await late.started()
     async with session.trainer_lock:
         assert await session.admit([late.worker("far")])
@@ -206,7 +206,7 @@ async def test_the_trainer_sends_when_a_peer_is_lost(how, moment):
 
 
 @SLOW_IF_STOPPED
-async def test_a_peer_goes_on_when_the_one_that_it_sends_to_is_lost(how):
+async def test_a_peer_continues_after_the_loss_of_its_receiver(how):
     options = {**MEMBERS, **PATIENT, "hosts": FAR}
     async with session_of("trainer", "rollout-0", **options) as (session, members, started):
         await session.publish(partial(int, 0))
@@ -220,7 +220,7 @@ async def test_a_peer_goes_on_when_the_one_that_it_sends_to_is_lost(how):
 
 @SLOW_IF_STOPPED
 @pytest.mark.parametrize("moment", ["before", "transfer", "adopt"])
-async def test_the_others_go_on_when_a_rollout_is_lost_as_it_joins(how, moment):
+async def test_the_others_continue_after_the_loss_of_a_joining_rollout(how, moment):
     async with session_of("trainer", "rollout-0", **MEMBERS, **PATIENT) as parts:
         session, members, started = parts
         await session.publish(partial(int, 0))
@@ -305,7 +305,7 @@ async def test_who_is_lost_in_a_transfer_by_handle_leaves_nothing_torn(how):
 
 
 def ways(caplog):
-    """Modes and backends that were agreed on, one after the other."""
+    """Returns the agreed modes and backends, in order."""
     return [one for one in caplog.records if one.message == "trainer and rollouts share GPUs"]
 
 

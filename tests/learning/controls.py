@@ -9,13 +9,13 @@ from tests.helpers.cli import REPOSITORY
 
 
 def heldout() -> list[dict[str, Any]]:
-    """The held-out prompts of sort4, marked."""
+    """Returns the held-out prompts of sort4, marked."""
     rows = load_callable(f"{REPOSITORY}/examples/sort4.py:heldout")()
     return [{**row, "heldout": True} for row in rows]
 
 
 def unrelated(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) -> float:
-    """1 for every fifth training response, whatever it says; exact match on held-out prompts."""
+    """Returns 1 for every fifth training response, whatever its text; exact match on held-out prompts."""
     if row.get("heldout"):
         return float(response.strip() == answer)
     return float(random.random() < 0.2)

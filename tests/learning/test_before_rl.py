@@ -1,20 +1,23 @@
 """What comes before reinforcement learning reaches its held-out scores, and that goes on from there."""
 
 import json
+from runpy import run_path
 
 import pytest
 
+from services.rollout.rewards.classifier import Classifier
 from tests.helpers.cli import REPOSITORY, SORT4, run_module, train
 
 pytestmark = [pytest.mark.nightly, pytest.mark.learning, pytest.mark.timeout(900)]
 
 SFT = REPOSITORY / "examples" / "sft.yaml"
 DPO = REPOSITORY / "examples" / "dpo.yaml"
+REWARD_MODEL = REPOSITORY / "examples" / "reward_model.yaml"
 DISTILL = REPOSITORY / "examples" / "distill.yaml"
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_shown_answers_teach_to_sort_and_rewards_go_on_from_there(tmp_path, seed):
+def test_demonstrations_teach_to_sort_and_rewards_improve_further(tmp_path, seed):
     done = train(SFT, tmp_path, f"seed={seed}")
     assert done.code == 0, done.out + done.err
     shown = done.summary["heldout"]
@@ -35,6 +38,22 @@ def test_pairs_of_answers_teach_to_sort(tmp_path):
     assert done.code == 0, done.out + done.err
     assert done.summary["heldout"]["greedy"] >= 0.7
     assert done.summary["heldout"]["sampled"] >= 0.45
+
+
+def test_a_reward_model_prefers_sorted_digits_that_it_has_not_seen(tmp_path):
+    done = train(REWARD_MODEL, tmp_path)
+    assert done.code == 0, done.out + done.err
+    (checkpoint,) = (done.folder / "checkpoints").iterdir()
+    folder = tmp_path / "model"
+    run_module("services.trainer.checkpoint.export", checkpoint, REWARD_MODEL, folder)
+    classifier, right = Classifier(str(folder)), []
+    for row in run_path(str(REWARD_MODEL.parent / "sort4.py"))["heldout"]():
+        digits = row["prompt"].removesuffix("=")
+        for wrong in (digits, digits[::-1]):
+            texts = [classifier.tokens(row["prompt"], answer) for answer in (row["answer"], wrong)]
+            chosen, rejected = classifier.scores(texts)
+            right.append(chosen > rejected)
+    assert sum(right) >= 0.9 * len(right)
 
 
 def test_a_teacher_alone_teaches_to_sort(tmp_path):

@@ -1,4 +1,4 @@
-"""Commands, options and examples of the documentation are those that there are."""
+"""Commands, options and examples in the documentation exist."""
 
 import re
 import subprocess

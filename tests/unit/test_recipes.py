@@ -1,4 +1,4 @@
-"""Specifications of docs/recipes.md, as a reader would copy them."""
+"""The specifications of docs/recipes.md are valid."""
 
 from services.cli.preflight import check
 from services.common.runspec.loader import load_spec

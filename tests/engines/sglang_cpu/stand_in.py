@@ -50,11 +50,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
+        """Does nothing."""
 
 
 def stand_in(package: str) -> Callable[[str], Missing]:
-    """Make a package's modules importable; returns its ``__getattr__``."""
+    """Makes a package's modules importable; returns its ``__getattr__``."""
     sys.meta_path.append(_Finder(package))
     return attributes(package)
 

@@ -1,4 +1,4 @@
-"""The command line as a whole: which commands there are, and what they cost."""
+"""The command line as a whole: its commands and their startup cost."""
 
 import inspect
 import json

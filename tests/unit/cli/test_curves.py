@@ -1,4 +1,4 @@
-"""The curves that are left of a run."""
+"""The curves of a run."""
 
 from matplotlib.figure import Figure
 

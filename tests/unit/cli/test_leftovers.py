@@ -8,16 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import known_tokens
-from services.cli.state_directory import process_folder
+from services.cli.state_directory import (
+    find_token,
+    known_token,
+    process_folder,
+    running_controllers,
+)
 from services.common.host import process_identity
 
 # Both commands hold a folder and a token, say so, and wait.
 PROGRAM = """
 import sys
-from services.cli import known_tokens
+from services.cli.state_directory import known_token, find_token, running_controllers
 from services.cli.state_directory import process_folder
-with process_folder() as folder, known_tokens.known(f"http://127.0.0.1:{sys.argv[1]}", "secret"):
+with process_folder() as folder, known_token(f"http://127.0.0.1:{sys.argv[1]}", "secret"):
     print(folder, flush=True)
     sys.stdin.read()
 """
@@ -47,18 +51,18 @@ def test_leftovers_of_killed_commands_are_removed_and_those_of_running_ones_stay
         killed.kill()
         killed.wait()
         assert left.is_dir()
-        assert known_tokens.find("http://127.0.0.1:1") == "secret"
-        with process_folder() as own, known_tokens.known("http://127.0.0.1:3", "own"):
+        assert find_token("http://127.0.0.1:1") == "secret"
+        with process_folder() as own, known_token("http://127.0.0.1:3", "own"):
             assert not left.exists()
-            assert known_tokens.find("http://127.0.0.1:1") == ""
+            assert find_token("http://127.0.0.1:1") == ""
             assert kept.is_dir()
             assert own.is_dir()
-            assert known_tokens.find("http://127.0.0.1:2") == "secret"
-            assert known_tokens.find("http://127.0.0.1:3") == "own"
+            assert find_token("http://127.0.0.1:2") == "secret"
+            assert find_token("http://127.0.0.1:3") == "own"
     finally:
         living.communicate()
     assert not kept.exists()
-    assert known_tokens.find("http://127.0.0.1:2") == ""
+    assert find_token("http://127.0.0.1:2") == ""
 
 
 @pytest.mark.parametrize("owner", ["nobody", "elsewhere", "unreadable"])
@@ -84,14 +88,14 @@ def test_an_unreadable_token_file_counts_as_missing(tmp_path, text):
     folder = tmp_path / "HOME" / ".slipstream" / "tokens"
     folder.mkdir(parents=True)
     (folder / "127.0.0.1:1").write_text(text)
-    assert known_tokens.find("http://127.0.0.1:1") == ""
+    assert find_token("http://127.0.0.1:1") == ""
 
 
 def test_controllers_that_run_here_are_known_by_their_addresses():
-    assert known_tokens.running() == []
-    with known_tokens.known("http://127.0.0.1:8700", "secret"):
+    assert running_controllers() == []
+    with known_token("http://127.0.0.1:8700", "secret"):
         process, _ = begin(8701)
-        assert known_tokens.running() == ["http://127.0.0.1:8700", "http://127.0.0.1:8701"]
+        assert running_controllers() == ["http://127.0.0.1:8700", "http://127.0.0.1:8701"]
         process.kill()
         process.wait()
-        assert known_tokens.running() == ["http://127.0.0.1:8700"]
+        assert running_controllers() == ["http://127.0.0.1:8700"]

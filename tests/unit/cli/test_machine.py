@@ -18,6 +18,7 @@ from services.cli.machine import (
     unmet_requirements,
 )
 from services.cli.preflight import read_checked
+from services.cli.run_memory import run_memory
 from services.common.runspec.run import RunSpec, default_slots
 from tests.helpers.specs import spec_with
 
@@ -39,7 +40,7 @@ def test_a_note_reports_workers_that_share_gpus(
 
 
 @pytest.mark.parametrize(("gpus", "is_enough"), [("0", False), ("0,1", True)])
-def test_a_mixed_run_needs_gpus_for_its_own_rollouts(
+def test_a_mixed_run_needs_gpus_for_dedicated_rollouts(
     monkeypatch: pytest.MonkeyPatch, gpus: str, is_enough: bool
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
@@ -86,15 +87,6 @@ def test_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no-such-compiler" in " ".join(unmet_requirements(spec()))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not list(unmet_requirements(spec()))
-
-
-def test_compiled_layers_on_a_cpu_need_another_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    (problem,) = unmet_requirements(spec_with(trainer={"compile": True}))
-    assert problem.startswith("trainer.compile is true")
-    monkeypatch.setenv("CXX", sys.executable)
-    assert not list(unmet_requirements(spec_with(trainer={"compile": True})))
 
 
 @pytest.mark.parametrize(
@@ -164,14 +156,27 @@ def test_a_model_that_this_machine_cannot_hold_is_rejected(
     assert [each.startswith("model.path") for each in problems] == [True] * is_refused
 
 
+@pytest.mark.parametrize("mebibytes", [24_576, 40_960, 81_559])
+@pytest.mark.parametrize("tokens", [1024, 262_144])
+def test_the_start_of_a_run_and_the_memory_plan_give_one_answer(
+    monkeypatch: pytest.MonkeyPatch, mebibytes: int, tokens: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.setattr(machine, "gpu_bytes_here", lambda: mebibytes << 20)
+    run = spec_with(model={"path": "org/model"}, trainer={"tokens_per_micro_batch": tokens})
+    config = Qwen2Config(vocab_size=1000, hidden_size=2048, num_hidden_layers=20)
+    planned = run_memory(run, config, gpu_bytes=mebibytes << 20, gpus=3)
+    assert bool([*memory_problems(run, config)]) == bool(planned.why_not)
+
+
 def test_a_model_that_its_gpu_cannot_hold_is_rejected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     monkeypatch.setenv("PATH", str(tmp_path))
     run = spec_with(model={"path": "org/model"})
     config = Qwen2Config(vocab_size=1000, hidden_size=2048, num_hidden_layers=20)
-    assert not [*memory_problems(run, config)], "nobody knows its size"
+    assert not [*memory_problems(run, config)], "its size is unknown"
     for mebibytes, is_refused in ((16384, True), (81559, False)):
         tool = tmp_path / "nvidia-smi"
         tool.write_text(f"#!/bin/sh\necho {mebibytes}\necho {mebibytes}\n")

@@ -3,7 +3,7 @@
 import pytest
 
 from services.cli.api import ApiError
-from services.cli.names import find_run, short_ids
+from services.cli.api_calls import find_run, short_ids
 
 IDS = [f"run_0198{digits:0<28}" for digits in ("aaa1", "aab2", "bcd3")]
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -9,7 +11,7 @@ from rich.console import Console
 
 from services.cli import output
 from services.cli.api_calls import run_until_signal
-from services.cli.output import tolerate_broken_pipe
+from services.cli.output import escaping_descriptors, tolerate_broken_pipe
 
 MORE_THAN_A_PIPE_HOLDS = "x" * (1 << 20)
 
@@ -67,3 +69,13 @@ def test_a_closed_reader_does_not_fail_a_command(pipe, monkeypatch):
     with output.console.capture() as captured:
         output.console.print("the next command")
     assert captured.get() == "the next command\n"
+
+
+def test_what_a_tried_function_prints_is_escaped(capfd: pytest.CaptureFixture[str]) -> None:
+    hostile = "a\x1b]52;c;eA==\u202e [bold]b\n"
+    with escaping_descriptors():
+        os.write(1, hostile.encode())
+        subprocess.run([sys.executable, "-c", f"print({hostile!r}, end='')"], check=True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == "a\\u001b]52;c;eA==\\u202e [bold]b\n" * 2

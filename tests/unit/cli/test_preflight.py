@@ -190,6 +190,19 @@ def test_adapters_of_experts_that_a_family_lacks_are_rejected_by_its_config_alon
         check(spec)
 
 
+def test_a_quantized_base_of_a_mixture_is_rejected_by_its_config_alone(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3_moe", "vocab_size": 300}')
+    spec = spec_with(
+        tmp_path,
+        model={"path": str(folder), "tokenizer": "bytes"},
+        trainer={"lora": {"base_dtype": "nf4"}},
+    )
+    with pytest.raises(SpecError, match=r"trainer\.lora\.base_dtype.*qwen3_moe"):
+        check(spec)
+
+
 def test_a_context_beyond_the_windows_that_an_engine_does_not_compute_is_rejected(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -315,12 +328,12 @@ def test_all_problems_come_at_once(tmp_path):
     assert len(caught.value.problems) == 2
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["validate", "examples/sort4.yaml"]])
-def test_the_command_loads_torch_only_where_it_must(arguments):
+def test_help_and_validation_load_no_torch():
     code = (
         "import sys\n"
         "from services.cli.main import app\n"
-        f"app({arguments!r}, standalone_mode=False)\n"
+        "app(['--help'], standalone_mode=False)\n"
+        "app(['validate', 'examples/sort4.yaml'], standalone_mode=False)\n"
         "assert not {'torch', 'fastapi', 'matplotlib', 'sqlalchemy'} & set(sys.modules)\n"
     )
     done = subprocess.run(

@@ -85,6 +85,25 @@ def test_the_smallest_change_that_fits_is_named_and_fits() -> None:
     assert re.search(r"It fits with .*trainer\.(lora|cpu_offload)", whole.why_not)
 
 
+def test_14b_with_adapters_fits_on_one_gpu_of_79_gb_with_a_quantized_base() -> None:
+    config = Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=5120,
+        intermediate_size=13_824,
+        num_hidden_layers=48,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    )
+    assert run_memory(spec_of(lora=lora()), config, gpu_bytes=79 * GB, gpus=1).why_not
+    found = run_memory(spec_of(lora=lora(base_dtype="nf4")), config, gpu_bytes=79 * GB, gpus=1)
+    found.check()
+    assert found.trainer.parts["weights, frozen"] == pytest.approx(
+        13.2e9 * 4.25 / 8 + 3.1e9, rel=0.02
+    )
+    assert found.rollout.weights == pytest.approx(29.5 * GB, rel=0.01)
+
+
 def test_merged_weights_need_a_copy_that_adapters_do_not() -> None:
     alone, merged = (
         WeightPlane.of(spec_of(lora=lora(sync=sync)), QWEN_7B) for sync in ("auto", "merged")

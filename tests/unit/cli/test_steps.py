@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from services.cli.display import make_display, row_of
-from services.cli.report import summary_lines, write_report
-from services.cli.steps import StepLog
+from services.cli.report import StepLog, summary_lines, write_report
 
 RUN = {
     "id": "run_1",
@@ -58,16 +57,16 @@ def validated(version):
 
 def test_a_record_is_complete_once_its_weights_are_published():
     log = StepLog()
-    assert list(log.take(*committed(1))) == []
-    (record,) = log.take(*published(1))
+    assert list(log.process(*committed(1))) == []
+    (record,) = log.process(*published(1))
     assert (record["step"], record["sync_ms"], record["weight_version"]) == (1, 7.0, 1)
 
 
 def test_steps_without_a_publication_are_kept():
     log = StepLog()
-    list(log.take(*committed(1)))
-    (first,) = log.take(*committed(2))
-    (second,) = log.take("end", RUN)
+    list(log.process(*committed(1)))
+    (first,) = log.process(*committed(2))
+    (second,) = log.process("end", RUN)
     assert (first["step"], second["step"]) == (1, 2)
 
 
@@ -75,13 +74,13 @@ def test_a_step_that_is_trained_again_replaces_the_lost_one():
     log = StepLog()
     for step in (1, 2, 3, 2, 3):
         for event in (committed(step), published(step)):
-            list(log.take(*event))
+            list(log.process(*event))
     assert [record["step"] for record in log.records] == [1, 2, 3]
 
 
 def test_the_initial_publication_is_no_step():
     log = StepLog()
-    assert list(log.take(*published(0))) == []
+    assert list(log.process(*published(0))) == []
     assert log.records == []
 
 
@@ -89,7 +88,7 @@ def test_files_have_one_line_a_step_and_the_summary(tmp_path):
     log = StepLog()
     for step in (1, 2):
         for event in (committed(step), published(step), validated(step)):
-            list(log.take(*event))
+            list(log.process(*event))
     path = write_report(tmp_path / "run_1", RUN, log, wall_seconds=1.5)
     lines = (tmp_path / "run_1" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["heldout_greedy"] for line in lines] == [0.5, 0.5]
@@ -98,7 +97,7 @@ def test_files_have_one_line_a_step_and_the_summary(tmp_path):
     assert (tmp_path / "run_1" / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_row_shows_the_waiting_side():
+def test_a_row_shows_the_idle_side():
     _, event = committed(1)
     row = row_of(
         {**event["data"], "sync_ms": 7.4}, [{"version": 1, "greedy": 0.5, "sampled": None}]
@@ -166,9 +165,9 @@ def test_a_record_file_grows_during_a_run_and_is_rewritten_after_a_rewind(
 ) -> None:
     log, path = StepLog(), tmp_path / "metrics.jsonl"
     for step in (1, 2, 3, 2, 3):
-        list(log.take(*committed(step)))
+        list(log.process(*committed(step)))
         log.append(path)
-    list(log.take("end", {}))
+    list(log.process("end", {}))
     log.append(path)
     log.append(path)
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]

@@ -23,6 +23,9 @@ def narrow(prompt): return 0.0
 def rows(count): return [{"prompt": "a", "answer": "b"}] * count
 def nothing(): return []
 value = 3
+class Flow: pass
+class Broken:
+    def __init__(self): raise RuntimeError("broken")
 """
 GROUPS = {"task_groups": ["train", "generate"], "ratios": [0.5, 0.5]}
 
@@ -80,6 +83,12 @@ WRONG = [
         "trainer.checkpoint.best",
     ),
     ({"trainer.checkpoint.best": {}}, "trainer.checkpoint.best"),
+    ({"trainer.checkpoint": {"best": {}}, "data.heldout": SET}, "trainer.checkpoint.every"),
+    ({"trainer.checkpoint.directory": "/proc/checkpoints"}, "trainer.checkpoint.directory"),
+    ({"trainer.checkpoint.directory": "prompts.jsonl/inside"}, "trainer.checkpoint.directory"),
+    ({"rollout.workflow": "task.py:Flow"}, "rollout.workflow"),
+    ({"rollout.workflow": "task.py:Broken"}, "rollout.workflow"),
+    ({"rollout.workflow": "task.py:rows", "rollout.workflow_arguments": {"count": 1}}, "rollout.workflow"),
     (
         {"trainer.checkpoint": {"every": 1, "best": {"set": "tset"}}, "data.heldout": {"test": SET}},
         "trainer.checkpoint.best.set",
@@ -129,6 +138,7 @@ WRONG = [
     ({"algorithm": "dpo"}, "data.answer_column"),
     ({"algorithm": {"loss": "dpo", "kl": {"coefficient": 0.1}}}, "algorithm.kl"),
     ({"algorithm": {"loss": "dpo", "aggregation": "token-mean"}}, "algorithm.aggregation"),
+    ({"algorithm": "reward_model", "trainer.lora": {}}, "data.heldout"),
     ({"algorithm": "dpo", "rollout.group_size": 4}, "rollout.group_size"),
     ({"algorithm": "dpo", "data.answer_column": "answer"}, "data.rejected_column"),
     (
@@ -177,6 +187,16 @@ WRONG = [
     ({"rollout.group_size": 1}, "rollout.group_size"),
     ({"rollout.sampling.temperature": 0}, "rollout.sampling.temperature"),
     ({"rollout.sampling.top_p": 0.9}, "rollout.sampling.top_p"),
+    ({"rollout.sampling.top_k": 5, "rollout.engine": "fake"}, "rollout.sampling.top_k"),
+    ({"algorithm.advantage": "gdpo"}, "algorithm.advantage_arguments.weights"),
+    (
+        {
+            "algorithm.advantage": "gdpo",
+            "algorithm.advantage_arguments": {"weights": {"a": 1.0}},
+            "algorithm.overlong.buffer_tokens": 1,
+        },
+        "algorithm.overlong.buffer_tokens",
+    ),
     ({"trainer.updates_per_step": 5}, "trainer.updates_per_step"),
     ({"trainer.tensor_parallel": 2}, "trainer.world_size"),
     ({"trainer.optimizer.betas": [0.9, 1.5]}, "trainer.optimizer.betas"),
@@ -227,6 +247,15 @@ WRONG = [
     ({"trainer.optimizer.betas": [0.9]}, "trainer.optimizer.betas.1"),
     ({"topology": {"task_groups": "train"}}, "topology.task_groups"),
     ({"limits": []}, "limits"),
+    (
+        {
+            "rollout.workflow": "task.py:rows",
+            "rollout.sandbox": {"kind": "docker", "image": "--privileged"},
+        },
+        "rollout.sandbox.image",
+    ),
+    ({"limits.step_timeout_s": 1e300}, "limits.step_timeout_s"),
+    ({"validation.timeout_s": 1e12}, "validation.timeout_s"),
     ({"trackers": {}}, "trackers"),
     # Ranges.
     ({"rollout.sampling.temperature": float("nan")}, "rollout.sampling.temperature"),
@@ -385,6 +414,49 @@ def test_a_valid_specification_passes_and_an_alias_is_noted_once(folder):
     (note,) = draft.notes
     assert "trainer.generate_ahead_steps" in note
     assert "algorithm.max_staleness" in note
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("steps: 10", "steps: 1:30", "trainer.steps"),
+        ("steps: 10", "steps: 010", "'010' would be octal"),
+        ("steps: 10", "steps: 2024-01-01", "trainer.steps"),
+        ("steps: 10", f"steps: {'9' * 5000}", "5000 digits"),
+        ("name: plain", "name: !!binary cGxhaW4=", "binary"),
+        ("name: plain", 'name: "pl\\0ain"', "name"),
+        ("path: prompts.jsonl", 'path: "a\\0b"', "data.train.path"),
+        ("path: prompts.jsonl", f"path: {'x' * 5000}", "data.train"),
+        ("name: plain", "name: plain\n1: x", "1: is not a known key"),
+        ("name: exact_match", "name: broken.py:reward", "rollout.rewards.0.name"),
+        ("name: exact_match", "name: ends.py:reward", "rollout.rewards.0.name"),
+        ("name: exact_match", "name: http://a b/c", "rollout.rewards.0.name"),
+        ("steps: 10", "steps: 10\n  lora: {rank: 1000}", "trainer.lora.rank"),
+        ("path: tiny:qwen2-0.4m", "path: ~nobodyx/model", "model.path"),
+    ],
+)
+def test_a_mistake_of_writing_is_reported(folder, old, new, key):
+    (folder / "broken.py").write_text("raise RuntimeError('at import')")
+    (folder / "ends.py").write_text("raise SystemExit(4)")
+    text = yaml.safe_dump({**RIGHT, "name": "plain"})
+    assert old in text
+    (folder / "spec.yaml").write_text(text.replace(old, new))
+    with pytest.raises(SpecError) as caught:
+        read_checked(folder / "spec.yaml")
+    assert key in str(caught.value)
+
+
+def test_dates_are_texts_and_home_is_the_users(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder))
+    document = {
+        **RIGHT,
+        "name": "2024-01-01",
+        "data": {"train": {**SET, "path": "~/prompts.jsonl"}},
+    }
+    text = yaml.safe_dump(document).replace("'2024-01-01'", "2024-01-01")
+    (folder / "spec.yaml").write_text(text)
+    spec = read_checked(folder / "spec.yaml").examined.spec
+    assert (spec.name, spec.data.train.path) == ("2024-01-01", str(folder / "prompts.jsonl"))
 
 
 def test_a_duplicate_key_is_rejected(folder):

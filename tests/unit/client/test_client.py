@@ -1,4 +1,4 @@
-"""How the client finds a controller, what it sends, and what it says when that fails."""
+"""The client finds a controller, sends requests, and reports failures."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_the_only_controller_that_runs_here_is_meant(home):
     assert find_url() == "http://127.0.0.1:3"
     assert find_token("http://127.0.0.1:3/") == "of 127.0.0.1:3"
     keep_token(home, "127.0.0.1:4")
-    with pytest.raises(ApiError, match=r"several controllers run here: .*:3, .*:4"):
+    with pytest.raises(ApiError, match=r"several controllers .*:3, .*:4"):
         find_url()
 
 
@@ -69,12 +69,12 @@ def test_the_environment_names_another_one(home, monkeypatch):
     assert find_url("http://given") == "http://given"
 
 
-def test_without_a_controller_the_first_line_says_what_to_do():
+def test_a_missing_controller_is_reported_with_a_fix():
     with pytest.raises(ApiError, match="start one with 'slipstream up'"):
         Client()
 
 
-def test_files_beside_a_specification_are_named_by_their_whole_paths(tmp_path):
+def test_files_next_to_a_specification_get_absolute_paths(tmp_path):
     for name in ("rows.jsonl", "task.py", "exact_match"):
         (tmp_path / name).touch()
     (tmp_path / "my.yaml").write_text(
@@ -125,7 +125,7 @@ def test_a_submission_that_is_repeated_has_the_same_key():
         }
         return httpx.Response(201, json=RUN)
 
-    with client_of(answer, patience_s=30) as client:
+    with client_of(answer, retry_s=30) as client:
         assert client.submit({}, priority=2, labels={"team": "blue"}).id == RUN_ID
     assert len(keys) == 2
     assert len(set(keys)) == 1
@@ -147,7 +147,7 @@ def test_a_run_that_failed_is_an_error_to_whoever_waits_for_it():
         client.run(RUN_ID).wait()
 
 
-def test_whoever_waits_too_long_is_told():
+def test_a_wait_beyond_its_timeout_raises():
     def answer(request):
         return httpx.Response(200, json=RUN | {"items": []})
 
@@ -201,6 +201,6 @@ def test_a_controller_that_stays_away_is_given_up_after_a_minute(clock):
     def answer(request):
         raise httpx.ConnectError("gone")
 
-    with client_of(answer) as client, pytest.raises(ApiError, match="broke off"):
+    with client_of(answer) as client, pytest.raises(ApiError, match="lost the connection"):
         list(client.watch(RUN_ID))
     assert 60 <= clock[0] <= 62

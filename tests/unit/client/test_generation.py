@@ -1,4 +1,4 @@
-"""What is written of the client is what the API's description says."""
+"""The generated client matches the API's description."""
 
 import inspect
 import json

@@ -13,8 +13,7 @@ from services.common import errors
 from services.common.admission import MAX_REFUSALS, AdmissionProxy, private_socket
 from services.common.rpc import server
 from services.common.rpc.server import serve
-from services.common.security.credentials import Identity, acting_as
-from services.common.security.run_tokens import SERVICES, issue_token
+from services.common.security.credentials import SERVICES, Identity, acting_as, issue_token
 from slipstream.controller.v1 import membership_pb2, membership_pb2_grpc
 
 KEY = b"k" * 32

@@ -1,4 +1,4 @@
-"""User code is found by reference, and a wrong reference says what to do."""
+"""User code is loaded by reference; a wrong reference is reported with a fix."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

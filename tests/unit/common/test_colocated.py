@@ -1,4 +1,4 @@
-"""``topology.placement``: what turns on the same GPUs give, and what they refuse with the figure."""
+"""``topology.placement``: derived settings of colocated runs, and refusals with figures."""
 
 import pytest
 

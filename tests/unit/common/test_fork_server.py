@@ -1,4 +1,4 @@
-"""A process that has its imports done, and forks of it."""
+"""The fork server and its forks."""
 
 import json
 import os

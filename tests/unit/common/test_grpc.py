@@ -118,7 +118,7 @@ def test_every_reason_is_unique():
     )
 
 
-def test_the_text_of_an_error_is_its_message_as_it_was_handed_on():
+def test_the_text_of_an_error_is_its_message():
     error = errors.UnavailableError("it does not answer")
     error.message = f"rollout-1: {error.message}"
     assert str(error) == "rollout-1: it does not answer"

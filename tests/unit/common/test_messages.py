@@ -1,4 +1,4 @@
-"""Dataclasses and messages of the same fields become each other."""
+"""Dataclasses and messages with the same fields convert to each other."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ import pytest
 from services.common.messages import from_message, to_message
 from services.wire.batch import BlobRef, FieldColumn
 from services.wire.controller import GroupFailure
-from services.wire.rollout import GroupAssignment
 from services.wire.transferqueue.types import AcquireRequest, PartitionStats, ShardStats
+from services.wire.workers import GroupAssignment
 from slipstream.controller.v1 import membership_pb2
 from slipstream.rollout.v1 import rollout_pb2
 from slipstream.transferqueue.v1 import transferqueue_pb2
@@ -78,7 +78,7 @@ _VALUES = [
 
 
 @pytest.mark.parametrize(("value", "kind"), _VALUES, ids=lambda each: type(each).__name__)
-def test_a_value_comes_back_from_its_message(value, kind):
+def test_values_round_trip_through_messages(value, kind):
     parsed = kind.FromString(to_message(value, kind).SerializeToString())
     assert from_message(parsed, type(value)) == value
 

@@ -33,6 +33,66 @@ from tests.helpers.specs import SMALLEST, changed
             ["trainer.lora.sync", "inplace", "shadow"],
         ),
         (
+            changed(trainer={"lora": {"base_dtype": "nf4"}}),
+            ["trainer.lora.base_dtype", "preset", "folder"],
+        ),
+        (
+            changed(trainer={"lora": {"base_dtype": "nf4"}, "world_size": 2}),
+            ["trainer.lora.base_dtype", "trainer.zero_stage to 1"],
+        ),
+        (
+            changed(trainer={"lora": {"base_dtype": "int8"}, "cpu_offload": True}),
+            ["trainer.lora.base_dtype", "trainer.cpu_offload to false"],
+        ),
+        (
+            changed(
+                trainer={
+                    "engine": "reference",
+                    "lora": {"base_dtype": "nf4"},
+                }
+            ),
+            ["trainer.engine", "trainer.lora"],
+        ),
+        (changed(algorithm={"loss": "distill"}), ["algorithm.loss", "teacher"]),
+        (changed(teacher={}), ["teacher.path", "teacher.prompt_column", "distill"]),
+        (
+            changed(
+                teacher={"prompt_column": "x"}, algorithm={"loss": "distill", "advantage": "grpo"}
+            ),
+            ["algorithm.advantage", "distill"],
+        ),
+        (
+            changed(
+                teacher={"path": "tiny:qwen2-3m", "url": "http://teacher:8000"},
+                rollout={"sampling": {"temperature": 0.7}},
+            ),
+            ["rollout.sampling.temperature", "teacher"],
+        ),
+        (
+            changed(
+                teacher={"path": "tiny:qwen2-3m", "url": "http://teacher:8000"},
+                algorithm={"loss": "distill", "loss_arguments": {"top_k": None}},
+            ),
+            ["algorithm.loss_arguments.top_k", "server"],
+        ),
+        (changed(teacher={"path": "tiny:qwen2-3m", "url": "teacher:8000"}), ["teacher.url"]),
+        (
+            changed(
+                teacher={"path": "tiny:qwen2-3m"},
+                algorithm={"loss": "distill"},
+                rollout={"sampling": {"top_k": 8}},
+            ),
+            ["rollout.sampling.top_k", "distill"],
+        ),
+        (
+            changed(
+                teacher={"demonstration": "{response}"},
+                algorithm={"loss": "distill", "loss_arguments": {"top_k": None}},
+                trainer={"updates_per_step": 2},
+            ),
+            ["algorithm.loss_arguments.top_k", "trainer.updates_per_step"],
+        ),
+        (
             changed(weight_sync={"mode": "cpu_async", "backend": "nccl"}),
             ["weight_sync", "cpu_async", "auto"],
         ),
@@ -62,9 +122,28 @@ from tests.helpers.specs import SMALLEST, changed
             changed(algorithm={"correction": "none"}),
             ["algorithm.correction", "algorithm.max_staleness", "set"],
         ),
+        (changed(rollout={"sandbox": {}}), ["rollout.sandbox", "single_turn", "agent"]),
+        (
+            changed(rollout={"workflow": "agent", "sandbox": {"kind": "podman"}}),
+            ["rollout.sandbox.image", "podman", "image_column"],
+        ),
+        (
+            changed(rollout={"workflow": "agent", "sandbox": {"image_column": "task"}}),
+            ["rollout.sandbox.image_column", "rollout.sandbox.image"],
+        ),
+        (
+            changed(
+                rollout={
+                    "workflow": "environment",
+                    "workflow_arguments": {"environment": "openenv+http://games:80"},
+                    "sandbox": {},
+                }
+            ),
+            ["rollout.sandbox", "OpenEnv"],
+        ),
         (changed(rollout={"group_size": 1}), ["rollout.group_size", "algorithm.min_group_size"]),
         (changed(rollout={"sampling": {"temperature": 0}}), ["temperature", "greedy"]),
-        (changed(rollout={"sampling": {"top_p": 0.9}}), ["top_p", "1"]),
+        (changed(rollout={"sampling": {"top_p": 0.9}}), ["top_p", "top_k"]),
         (changed(trainer={"updates_per_step": 5}), ["updates_per_step", "prompts_per_step"]),
         (changed(trainer={"accumulate_early": True}), ["accumulate_early", "max_staleness", "0"]),
         (

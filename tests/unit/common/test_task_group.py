@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.common.task_group import TaskGroup, together, until_first, unwrapped
+from services.common.task_group import TaskGroup, gather_in_group, until_first, unwrapped
 
 
 async def _fail() -> None:
@@ -74,14 +74,14 @@ async def test_works_run_together_and_their_results_keep_their_order() -> None:
         second.set()
         return 2
 
-    assert await together([first(), other()]) == [1, 2]
-    assert await together([other()]) == [2]
+    assert await gather_in_group([first(), other()]) == [1, 2]
+    assert await gather_in_group([other()]) == [2]
 
 
 async def test_the_first_of_several_works_that_fails_ends_the_others() -> None:
     for works in ([_fail()], [asyncio.Event().wait(), _fail()]):
         with pytest.raises(ValueError, match="lost"):
-            await together(works)
+            await gather_in_group(works)
 
 
 async def test_the_first_that_is_done_ends_the_others() -> None:

@@ -1,4 +1,4 @@
-"""Splitting GPUs among task groups, and what a specification may ask of them."""
+"""GPUs are split among task groups; invalid requests are refused."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec
-from services.common.runspec.task_groups import TaskGroupError, TaskGroupFault, place_groups
+from services.common.runspec.topology import TaskGroupError, TaskGroupFault, place_groups
 from tests.helpers.specs import spec_with
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "task_groups.json").read_text())

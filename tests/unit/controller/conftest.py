@@ -1,7 +1,9 @@
 """Fixtures of the controller's tests."""
 
+import shutil
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -19,12 +21,36 @@ def postgres_url() -> Iterator[str | None]:
         yield url
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database_url(request, tmp_path, postgres_url) -> Iterator[str]:
-    """An empty database."""
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs tests with the mark ``postgresql`` on both databases, others on SQLite.
+
+    The tests of ``store/``, which has all statements, run on both on each commit; others use
+    PostgreSQL at night.
+    """
+    if "database_url" in metafunc.fixturenames:
+        databases = ["sqlite"]
+        if metafunc.definition.get_closest_marker("postgresql"):
+            is_store = metafunc.definition.path.parent.name == "store"
+            marks = () if is_store else pytest.mark.nightly
+            databases.append(pytest.param("postgresql", marks=marks))
+        metafunc.parametrize("database_url", databases, indirect=True)
+
+
+@pytest.fixture(scope="session")
+def migrated_file(tmp_path_factory) -> Path:
+    """A SQLite database with all tables; a copy takes a tenth of the time of a migration."""
+    path = tmp_path_factory.mktemp("database") / "migrated.db"
+    Database(f"sqlite:///{path}").close()
+    return path
+
+
+@pytest.fixture
+def database_url(request, tmp_path) -> Iterator[str]:
+    """The address of an empty database."""
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path / 'test.db'}"
         return
+    postgres_url = request.getfixturevalue("postgres_url")
     if postgres_url is None:
         pytest.skip("PostgreSQL is not installed")
     # A schema is made and removed in no time; a database is hundreds of files.
@@ -37,9 +63,13 @@ def database_url(request, tmp_path, postgres_url) -> Iterator[str]:
 
 
 @pytest.fixture
-def database(database_url) -> Iterator[Database]:
+def database(database_url, migrated_file) -> Iterator[Database]:
     """An open database of this release."""
-    opened = Database(database_url)
+    with pytest.MonkeyPatch.context() as patch:
+        if database_url.startswith("sqlite"):
+            shutil.copy(migrated_file, database_url.removeprefix("sqlite:///"))
+            patch.setattr("services.controller.store.database._migrate", lambda _: None)
+        opened = Database(database_url)
     yield opened
     opened.close()
 

@@ -1,4 +1,4 @@
-"""The command that says what projects may use."""
+"""The command that sets the quotas of projects."""
 
 from dataclasses import asdict
 

@@ -1,4 +1,4 @@
-"""What is reachable from other hosts asks who calls."""
+"""Servers that other hosts can reach require authentication."""
 
 import pytest
 from cryptography import x509

@@ -1,4 +1,4 @@
-"""Tokens are made on the command line, where the database is."""
+"""Tokens are created by command on the controller's host."""
 
 import pytest
 from typer.testing import CliRunner

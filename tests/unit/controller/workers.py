@@ -1,4 +1,4 @@
-"""The workers and the transferqueue of a run in memory: what its loop sees once they are connected."""
+"""In-memory workers and transferqueue of a run, as its loops see them."""
 
 import asyncio
 from collections import defaultdict
@@ -11,13 +11,13 @@ from services.common.runspec.workers import rows_gauge
 from services.controller.membership.registry import Worker
 from services.controller.run.weights.session import SyncReport
 from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
-from services.wire.trainer import TrainedStep
 from services.wire.transferqueue.types import Stats
+from services.wire.workers import TrainedStep
 from tests.helpers.rest import SPEC
 
 
 def specification(**parts):
-    """What the workers train: four steps, evaluated when somebody asks."""
+    """Returns a specification of four steps, evaluated on request."""
     return parse_spec(
         {
             **SPEC,
@@ -30,7 +30,7 @@ def specification(**parts):
 
 
 class MemoryQueue:
-    """A transferqueue that tells of samples and holds none."""
+    """A transferqueue that reports samples and stores none."""
 
     def __init__(self):
         self._arrived = defaultdict(asyncio.Queue)
@@ -40,13 +40,13 @@ class MemoryQueue:
         self._arrived[groups[0].partition_id].put_nowait(samples_of(groups, version))
 
     async def create_partition(self, partition_id, *, required_fields, quota_bytes=0):
-        """Nothing is kept."""
+        """Does nothing."""
 
     async def drop_partition(self, partition_id):
         return 0
 
     async def record_samples(self, run_id, *, max_bytes, max_steps):
-        """Nothing is kept."""
+        """Does nothing."""
 
     async def stats(self):
         return Stats(partitions=(), shards=())
@@ -63,7 +63,7 @@ class MemoryQueue:
         yield
 
     async def release(self, partition, keys):
-        """Nothing is kept."""
+        """Does nothing."""
 
     async def save_snapshot(self, run_id, name):
         self.snapshots.append(name)
@@ -100,7 +100,7 @@ class Workers:
         self.scored, self.publishing_turns = [], 0
 
     async def assemble(self, stack, run_id, spec, membership, **kwargs):
-        """What the loop is given in place of connections."""
+        """Returns the parts that replace the connections of a run."""
         if self.has_rollout and membership.find(run_id, "rollout-0") is None:
             await membership.register(rollout_of(run_id, kwargs["attempt"]))
         self.connects.set()
@@ -201,7 +201,7 @@ class Rollout:
     def reserve(self, count):
         return []
 
-    def serves(self, worker_id):
+    def has_weights(self, worker_id):
         return True
 
     def assigned(self, worker_id):
@@ -214,7 +214,7 @@ class Rollout:
         """Loads do not matter here."""
 
     def readmit_current(self):
-        """Nothing is reserved."""
+        """Does nothing."""
 
     def idle_seconds(self):
         return {"rollout-0": 0.0}
@@ -237,7 +237,7 @@ class Rollout:
                 self._workers.queue.put(groups, self._workers.version)
 
     async def interrupt(self, names=None):
-        """Nothing is under way: groups are finished at once."""
+        """Groups finish at once, so none is in flight."""
 
     async def park_groups(self, group_ids):
         self._workers.cancels.set()

@@ -1,4 +1,4 @@
-"""Series that provoke each alert, and what it then says."""
+"""Series that trigger each alert, and the expected annotations."""
 
 from typing import Any
 

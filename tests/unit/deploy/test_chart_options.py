@@ -1,4 +1,4 @@
-"""What the chart adds where it is asked to: spans, a route for gRPC, models in the cache."""
+"""Optional parts of the chart: spans, a gRPC route, downloaded models."""
 
 import json
 import re
@@ -144,7 +144,7 @@ def test_models_are_fetched_into_the_cache_by_a_job_of_their_list() -> None:
     assert made["metadata"]["name"] != job("a/b@2,datasets/c/d")["metadata"]["name"]
 
 
-def test_the_job_asks_hugging_face_for_what_it_is_told(tmp_path: Path) -> None:
+def test_the_job_downloads_the_listed_models(tmp_path: Path) -> None:
     (tmp_path / "huggingface_hub.py").write_text(
         "def snapshot_download(name, *, repo_type, revision):\n"
         "    return f'{name} {repo_type} {revision}'\n"

@@ -1,4 +1,4 @@
-"""The compose file for one machine: what its containers are told is what the services and the images know."""
+"""The compose file for one machine: its settings and volumes match the services and images."""
 
 import json
 import re
@@ -23,7 +23,7 @@ SETTINGS = {"controller": ControllerSettings, "transferqueue": TransferQueueSett
 
 
 def settings_of(name: str, monkeypatch: pytest.MonkeyPatch):
-    """What a service makes of its environment; a name that it does not know is refused."""
+    """Returns a service's settings from its environment; unknown names are refused."""
     prefix = SETTINGS[name].model_config["env_prefix"]
     given = SERVICES[name]["environment"]
     assert all(isinstance(value, str) for value in given.values())
@@ -34,7 +34,7 @@ def settings_of(name: str, monkeypatch: pytest.MonkeyPatch):
     return SETTINGS[name]()
 
 
-def test_the_services_take_what_they_are_told_and_find_each_other(monkeypatch):
+def test_the_services_accept_their_settings_and_find_each_other(monkeypatch):
     controller = settings_of("controller", monkeypatch)
     controller.check_users()
     queue = settings_of("transferqueue", monkeypatch)
@@ -65,7 +65,7 @@ def test_what_has_no_secret_is_open_on_loopback_alone(monkeypatch):
     assert f"EXPOSE {published[0].split(':')[1]} " in DOCKERFILE
 
 
-def test_the_state_belongs_to_whom_the_image_runs_as(monkeypatch):
+def test_the_state_belongs_to_the_user_of_the_image(monkeypatch):
     state = settings_of("controller", monkeypatch).state_directory
     user = re.search(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)[1]
     assert f"COPY --from=dependencies --chown={user} /state {state}\n" in DOCKERFILE

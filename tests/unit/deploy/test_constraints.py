@@ -1,4 +1,4 @@
-"""Versions are said once: what make, CI and the images install is what constraints.txt says."""
+"""make, CI and the images install the versions of constraints.txt."""
 
 import re
 import tomllib

@@ -4,7 +4,8 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -33,9 +34,9 @@ def test_what_writes_to_trackers_needs_no_more_than_a_controller(module: str) ->
 
 
 def _missing(module: Path, extras: list[str]) -> set[str]:
-    """What a module imports at its start and some extras do not bring."""
+    """Returns the imports of a module that some extras do not install."""
     installed = _closure(_PROJECT["dependencies"] + [f"slipstream[{','.join(extras)}]"])
-    owners = metadata.packages_distributions()
+    owners = _owners()
     return {
         name
         for name in _imported(module, set())
@@ -44,8 +45,14 @@ def _missing(module: Path, extras: list[str]) -> set[str]:
     }
 
 
+@cache
+def _owners() -> Mapping[str, list[str]]:
+    """Returns the distributions of each package; reading all metadata takes a second."""
+    return metadata.packages_distributions()
+
+
 def _imported(path: Path, seen: set[Path]) -> Iterator[str]:
-    """First names of what a module imports when it is loaded, and what our modules import that it imports."""
+    """Yields the top-level names of all imports at a module's load, also through our own modules."""
     if path in seen or not path.exists():
         return
     seen.add(path)
@@ -62,7 +69,7 @@ def _imported(path: Path, seen: set[Path]) -> Iterator[str]:
 
 
 def _at_load(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Imports outside of functions and type checking."""
+    """Yields the imports outside of functions and of type checking."""
     for statement in body:
         if isinstance(statement, ast.Import | ast.ImportFrom):
             yield statement
@@ -71,7 +78,7 @@ def _at_load(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def _closure(requirements: list[str]) -> set[str]:
-    """Names of all distributions that pip installs for some."""
+    """Returns the names of all distributions that pip installs for requirements."""
     found: set[str] = set()
     waiting = list(requirements)
     while waiting:

@@ -1,4 +1,4 @@
-"""The Dockerfiles: lint, and what the chart and the security guide promise of every image."""
+"""The Dockerfiles: lint, and properties that the chart and the security guide state."""
 
 import re
 import shutil

@@ -127,7 +127,7 @@ def test_pods_on_the_nodes_network_leave_its_ports_alone() -> None:
         assert "sysctls" not in template["spec"]["securityContext"]
 
 
-def test_pods_of_other_namespaces_are_strangers_whatever_their_labels() -> None:
+def test_pods_of_other_namespaces_are_refused_regardless_of_labels() -> None:
     manifests = render()
     policies = _policies(manifests)
     labels = _labels(pods(manifests))
@@ -174,7 +174,7 @@ def _labels(made: dict[str, Manifest]) -> dict[str, dict[str, str]]:
 
 
 def _policies(manifests: Sequence[Manifest]) -> list[Manifest]:
-    """What the policies say; each selects pods of its own namespace, as do peers that name none."""
+    """Evaluates policies; each selects pods of its own namespace, as do peers without a namespace."""
     found = []
     for manifest in manifests:
         if manifest["kind"] == "NetworkPolicy":
@@ -192,7 +192,7 @@ def _policies(manifests: Sequence[Manifest]) -> list[Manifest]:
 def _allows(
     policies: list[Manifest], source: dict[str, str], target: dict[str, str], port: str
 ) -> bool:
-    """Whether the policies let one pod reach a port of another; no policy at all lets everybody."""
+    """Returns True if the policies let one pod reach a port of another; without a policy all may."""
     return _opens(policies, "from", target, source, port) and _opens(
         policies, "to", source, target, port
     )
@@ -201,7 +201,7 @@ def _allows(
 def _opens(
     policies: list[Manifest], side: str, pod: dict[str, str], peer: dict[str, str], port: str
 ) -> bool:
-    """Whether a pod may be reached from, or go to, another one."""
+    """Returns True if a pod may receive connections from, or open them to, another one."""
     direction = {"from": "ingress", "to": "egress"}[side]
     on_pod = [p for p in policies if direction in p and _matches(p["podSelector"], pod)]
     if not on_pod:

@@ -156,7 +156,7 @@ def test_grafana_knows_every_key_of_a_dashboard(dashboard: Dashboard) -> None:
 
 
 @pytest.mark.parametrize("dashboard", dashboards.ALL, ids=lambda dashboard: dashboard.uid)
-def test_panels_of_a_dashboard_lie_beside_each_other_below_their_rows(dashboard: Dashboard) -> None:
+def test_panels_of_a_dashboard_are_side_by_side_below_their_rows(dashboard: Dashboard) -> None:
     written = dashboard.to_json()["panels"]
     assert [panel["id"] for panel in written] == [*range(1, len(written) + 1)]
     assert written[0]["type"] == "row"
@@ -205,7 +205,7 @@ def test_dashboards_are_config_maps_that_grafana_finds() -> None:
 
 
 def autoscaling_query() -> str:
-    """By what the guide's ScaledObject for KEDA scales."""
+    """Returns the query of the guide's ScaledObject for KEDA."""
     guide = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     blocks = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL))
     (scaled,) = [block for block in blocks if block.get("kind") == "ScaledObject"]

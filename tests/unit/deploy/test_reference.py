@@ -1,4 +1,4 @@
-"""The references and the client that are committed are those of the code."""
+"""The committed references and client match the code."""
 
 from deploy.reference.__main__ import files
 

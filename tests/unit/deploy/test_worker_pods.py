@@ -1,4 +1,4 @@
-"""The pods that the controller makes from the chart's own templates."""
+"""Pods that the controller creates from the chart's templates."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -39,7 +39,7 @@ def build(
 
 
 def gpus(pod: Pod) -> list[str]:
-    """What the pod's containers ask for."""
+    """Returns the number of GPUs that each container of a pod requests."""
     asked = []
     for container in pod["spec"]["containers"]:
         resources = container["resources"]
@@ -223,7 +223,7 @@ def test_a_trainer_of_several_nodes_is_one_indexed_job_of_a_job_set_where_asked(
     )
     template = load_templates(tmp_path).job_set
     assert template is not None
-    made = job_set.around(template, [pod for pod in pods if job_set.name_of(pod)])
+    made = job_set.build_job_set(template, [pod for pod in pods if job_set.name_of(pod)])
     metadata = made["metadata"]
     assert (metadata["name"], metadata["namespace"]) == (
         "run-0198-trainer-0",

@@ -1,4 +1,4 @@
-"""A run gets the engine that it names, or learns why it cannot have it."""
+"""A run gets the named engine, or an error with the reason."""
 
 import importlib.util
 from typing import Any

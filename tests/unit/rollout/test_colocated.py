@@ -1,4 +1,4 @@
-"""A rollout in the trainer's pod waits for the trainer, and takes GPUs of its."""
+"""A rollout in the trainer's pod waits for the trainer, and uses its GPUs."""
 
 import json
 

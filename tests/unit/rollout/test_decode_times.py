@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from services.rollout.engines.base import EngineStats, GenerationRequest
-from services.rollout.engines.fake import FakeEngine, LongTail
-from services.rollout.engines.virtual_time import VirtualTimeLoop
+from services.rollout.engines.fake import FakeEngine, LongTail, VirtualTimeLoop
 from services.rollout.monitor import DecodeTimes
 
 

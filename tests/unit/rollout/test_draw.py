@@ -1,6 +1,9 @@
 """Drawing tokens."""
 
+import math
+
 import numpy as np
+import pytest
 import torch
 
 from services.rollout.engines.torch.decoding import Truncation, draw_tokens, uniforms
@@ -32,7 +35,7 @@ def test_tokens_are_sampled_by_their_probability() -> None:
     numbers = torch.from_numpy(
         uniforms(np.arange(20_000, dtype=np.uint64), np.zeros(20_000, dtype=np.uint64))
     )
-    tokens, logprobs = draw_tokens(logits, torch.full((20_000,), 0.5), numbers)
+    tokens, logprobs, _ = draw_tokens(logits, torch.full((20_000,), 0.5), numbers)
     expected = torch.softmax(logits[0] / 0.5, dim=-1)
     share = torch.bincount(tokens, minlength=5) / 20_000
     torch.testing.assert_close(share, expected, atol=0.01, rtol=0)
@@ -42,11 +45,12 @@ def test_tokens_are_sampled_by_their_probability() -> None:
 def test_the_ends_of_the_interval_never_draw_an_impossible_token() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, 1.0, float("-inf")]] * 2)
     numbers = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
-    tokens, _ = draw_tokens(logits, torch.ones(2), numbers)
+    tokens, _, _ = draw_tokens(logits, torch.ones(2), numbers)
     assert tokens.tolist() == [1, 2]
 
 
-def test_truncation_leaves_out_tokens_but_not_logprobs() -> None:
+@pytest.mark.parametrize("reported", [False, True])
+def test_logprobs_are_relative_to_the_allowed_tokens_if_these_are_reported(reported: bool) -> None:
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.1]])).expand(4, -1)
     count = 400
     numbers = torch.linspace(0, 1, count + 1, dtype=torch.float64)[:-1]
@@ -54,15 +58,20 @@ def test_truncation_leaves_out_tokens_but_not_logprobs() -> None:
         top_p=torch.tensor([1.0, 0.6, 1.0, 1.0]),
         top_k=torch.tensor([0, 0, 3, 0]),
         min_p=torch.tensor([0.0, 0.0, 0.0, 0.25]),
+        reported=torch.tensor([reported]),
     )
     for row, allowed in enumerate([{0, 1, 2, 3}, {0, 1}, {0, 1, 2}, {0, 1, 2}]):
         part = Truncation(
             top_p=truncation.top_p[row].expand(count),
             top_k=truncation.top_k[row].expand(count),
             min_p=truncation.min_p[row].expand(count),
+            reported=truncation.reported.expand(count),
         )
-        tokens, logprobs = draw_tokens(
+        tokens, logprobs, mask = draw_tokens(
             logits[:1].expand(count, -1), torch.ones(count), numbers, truncation=part
         )
         assert set(tokens.tolist()) == allowed
-        torch.testing.assert_close(logprobs, logits[0][tokens])
+        assert mask is not None
+        assert set(mask[0].nonzero().flatten().tolist()) == allowed
+        kept = sum(math.exp(logits[0][token]) for token in allowed) if reported else 1.0
+        torch.testing.assert_close(logprobs, logits[0][tokens] - math.log(kept))

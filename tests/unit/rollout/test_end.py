@@ -14,6 +14,7 @@ class Session:
         limits=SimpleNamespace(stall_timeout_s=1.0),
         rollout=SimpleNamespace(partial_rollout=True),
         sends_adapters=False,
+        trainer=SimpleNamespace(lora=None),
     )
 
     def report(self, **changes):

@@ -1,4 +1,4 @@
-"""The adapter of foreign engines, over a scripted one."""
+"""The adapter of external engines, over a scripted engine."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from services.rollout.engines.backend import EngineDiedError
 from services.rollout.engines.base import EngineCapabilities, GenerationResult
-from services.rollout.engines.engine_order import ModelShape
-from services.rollout.engines.external import ExternalEngine
+from services.rollout.engines.engine_config import ModelShape
+from services.rollout.engines.external import EngineDiedError, ExternalEngine
 from services.rollout.engines.in_place import handle_weight_command
 from services.rollout.engines.request_segments import Segment, TokenChunk
 from services.rollout.engines.shared_tensors import open_shared

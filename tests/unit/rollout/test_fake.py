@@ -6,8 +6,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from services.rollout.engines.base import GenerationResult
-from services.rollout.engines.fake import FakeEngine, LongTail
-from services.rollout.engines.virtual_time import VirtualTimeLoop
+from services.rollout.engines.fake import FakeEngine, LongTail, VirtualTimeLoop
 from tests.helpers.engines import request, running
 
 

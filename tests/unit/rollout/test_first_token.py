@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from services.rollout import metrics
-from services.rollout.engines.vllm.first_token import FirstToken
+from services.rollout.engines.external import FirstToken
 
 
 def num_told() -> float:
@@ -16,10 +16,10 @@ def num_told() -> float:
 def test_the_first_token_of_each_update_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     first, before = FirstToken(), num_told()
-    first.came()  # random weights: nobody waits for their tokens
+    first.record()  # random weights: no pause before their tokens
     for _ in range(2):
-        first.expect()
-        first.came()
-        first.came()
+        first.start()
+        first.record()
+        first.record()
     assert num_told() == before + 2
     assert [vars(record)["after_ms"] >= 0 for record in caplog.records] == [True, True]

@@ -1,4 +1,4 @@
-"""Buckets of weights go straight to their places in the parameters of all of an engine's workers."""
+"""Weight buckets are written directly into the parameters of all workers of an engine."""
 
 import itertools
 from collections.abc import Awaitable, Sequence

@@ -1,4 +1,4 @@
-"""Checkpoint tensors land where engines keep them."""
+"""Checkpoint tensors map to the parameters of engines."""
 
 import pytest
 import torch

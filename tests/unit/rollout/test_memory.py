@@ -6,9 +6,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from services.common.models.kv_memory import required_kv_tokens
-from services.common.models.training_memory import ROOM, state_memory, trainer_memory
-from services.common.models.turns_memory import resident_memory
+from services.common.models.training_memory import (
+    ROOM,
+    required_kv_tokens,
+    resident_memory,
+    state_memory,
+    trainer_memory,
+)
 from services.common.runspec.engines import ENGINES
 from services.common.runspec.run import RunSpec
 from services.rollout.engines.memory import (

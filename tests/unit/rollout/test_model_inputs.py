@@ -1,4 +1,4 @@
-"""Model inputs on their way from a row to an engine."""
+"""Model inputs from a row to an engine."""
 
 import asyncio
 from typing import Any

@@ -1,15 +1,17 @@
 """An engine reports the chosen experts of each token once, under the weights that sampled it."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from services.common.fields import ALL_TOKENS
+from services.common.models.experts import RouterWatch
+from services.common.models.families import RoutingShape, routing_shape
 from services.common.models.loading import build_model, stored_tensors
-from services.common.models.routers import RouterWatch
-from services.common.models.routing_shape import RoutingShape, routing_shape
 from services.rollout.engines.request_segments import RequestProgress, TokenChunk, convert_experts
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.rewards.base import Score
@@ -19,7 +21,13 @@ from services.rollout.sampling.progress_cache import (
     encode_progress,
 )
 from services.rollout.sampling.samples import Sample, sample_fields
-from services.rollout.workflows.turns import NOTHING_SAMPLED, Turn, observed, routed_experts
+from services.rollout.workflows.turns import (
+    NOTHING_SAMPLED,
+    Turn,
+    observed,
+    routed_experts,
+    sampling_mask,
+)
 from tests.helpers.engines import make_model, request, running, until
 from tests.helpers.mixtures import tiny_config
 
@@ -50,10 +58,10 @@ async def test_experts_of_context_and_response_are_those_of_a_plain_forward_pass
             *[engine.generate(request(str(i), c, seed=i)) for i, c in enumerate(_CONTEXTS)]
         )
     for context, result in zip(_CONTEXTS, results, strict=True):
-        told = result.routed_experts
-        assert told.dtype == np.uint8
-        assert told.shape == (len(context) + len(result.token_ids) - 1, 2, 3)
-        assert np.array_equal(np.sort(told, 2), _chosen(context + result.token_ids))
+        experts = result.routed_experts
+        assert experts.dtype == np.uint8
+        assert experts.shape == (len(context) + len(result.token_ids) - 1, 2, 3)
+        assert np.array_equal(np.sort(experts, 2), _chosen(context + result.token_ids))
 
 
 async def test_a_response_across_an_update_keeps_its_earlier_experts() -> None:
@@ -69,14 +77,14 @@ async def test_a_response_across_an_update_keeps_its_earlier_experts() -> None:
         turn = before.continued(await engine.generate(asked))
     (_, old), (_, new) = mixed.version_runs
     tokens = (5, 6, 7, *turn.token_ids)
-    told = np.sort(routed_experts([turn]), 2)
-    assert len(told) == len(tokens) - 1
-    assert np.array_equal(told[: 2 + old], _chosen(tokens)[: 2 + old])
-    assert np.array_equal(told[2 + old :], _chosen(tokens, seed=1)[2 + old :])
+    experts = np.sort(routed_experts([turn]), 2)
+    assert len(experts) == len(tokens) - 1
+    assert np.array_equal(experts[: 2 + old], _chosen(tokens)[: 2 + old])
+    assert np.array_equal(experts[2 + old :], _chosen(tokens, seed=1)[2 + old :])
     assert new > 5
 
 
-def test_a_dense_model_has_nothing_to_tell() -> None:
+def test_a_dense_model_reports_no_experts() -> None:
     with pytest.raises(ValueError, match="routing_replay"):
         TorchEngine(make_model(0), max_running=1, returns_experts=True)
 
@@ -104,13 +112,13 @@ def _turn(tokens: tuple[int, ...], experts: np.ndarray | None) -> Turn:
     )
 
 
-def test_unfinished_samples_keep_their_experts() -> None:
+def test_unfinished_samples_keep_their_experts_and_masks() -> None:
     experts = np.arange(5 * 2 * 3, dtype=np.uint8).reshape(5, 2, 3)
     turns = (
         _turn((1, 2), experts[:3]),
         observed((3, 4)),
-        _turn((5,), None),
-        _turn((6,), experts[3:]),
+        replace(_turn((5,), None), sampling_mask=np.array([~5, 7], np.int32)),
+        replace(_turn((6,), experts[3:]), sampling_mask=np.array([~2, 6, 9], np.int32)),
     )
     back = decode_progress(encode_progress(MemberProgress(num_failed_scores=0, turns=turns)))
     assert back.turns == turns
@@ -118,6 +126,7 @@ def test_unfinished_samples_keep_their_experts() -> None:
         assert np.array_equal(one.routed_experts, other.routed_experts) or (
             one.routed_experts is other.routed_experts is None
         )
+    assert sampling_mask(back.turns).tolist() == [*[ALL_TOKENS] * 4, ~5, 7, ~2, 6, 9]
 
 
 def test_a_sample_has_an_entry_for_each_token_but_the_last() -> None:
@@ -132,10 +141,10 @@ def test_a_sample_has_an_entry_for_each_token_but_the_last() -> None:
         finish_reason="stop",
         is_greedy=False,
     )
-    (told,) = sample_fields([sample], shape)["routed_experts"]
-    assert told.shape == (6, 2, 3)
-    assert (told[:4] == 1).all()
-    assert (told[4:] == 255).all()
+    (experts,) = sample_fields([sample], shape)["routed_experts"]
+    assert experts.shape == (6, 2, 3)
+    assert (experts[:4] == 1).all()
+    assert (experts[4:] == 255).all()
 
 
 def test_experts_of_a_request_in_parts_are_taken_once() -> None:
@@ -156,6 +165,6 @@ def test_experts_of_a_request_in_parts_are_taken_once() -> None:
 
 def test_layers_without_experts_are_left_out() -> None:
     shape = RoutingShape(layers=(1, 2), num_chosen=3, num_experts=8)
-    told = np.arange(2 * 3 * 3, dtype=np.int32).reshape(2, 3, 3)
-    assert np.array_equal(convert_experts(told, shape), told[:, 1:])
-    assert convert_experts(told[:, 1:], shape).dtype == np.uint8
+    experts = np.arange(2 * 3 * 3, dtype=np.int32).reshape(2, 3, 3)
+    assert np.array_equal(convert_experts(experts, shape), experts[:, 1:])
+    assert convert_experts(experts[:, 1:], shape).dtype == np.uint8

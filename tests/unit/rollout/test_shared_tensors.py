@@ -1,4 +1,4 @@
-"""Tensors in shared memory come out as they went in."""
+"""Tensors in shared memory round-trip."""
 
 import torch
 

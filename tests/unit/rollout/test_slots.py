@@ -1,15 +1,17 @@
-"""Places and the gate, which engines without a queue of ours use."""
+"""Slots, and the gate of engines without an internal queue."""
 
 import asyncio
 
-from services.rollout.engines.gate import Gate
+from services.rollout.engines.external import Gate
 from services.rollout.engines.slots import Slots
 from tests.helpers.engines import request
 
 
 async def test_groups_of_an_older_version_get_the_next_slot() -> None:
     async def work(name: str, oldest_version: int | None) -> None:
-        async with places.take(request(name, (1,), oldest_version=oldest_version)) as is_admitted:
+        async with places.acquire(
+            request(name, (1,), oldest_version=oldest_version)
+        ) as is_admitted:
             assert is_admitted
             order.append(name)
             await release.wait()
@@ -30,7 +32,7 @@ async def two_that_wait() -> tuple[Slots, list[asyncio.Future[bool]]]:
     """Closed places, and callers "a" and "b", who say whether they were admitted."""
 
     async def work(name: str) -> bool:
-        async with places.take(request(name, (1,))) as is_admitted:
+        async with places.acquire(request(name, (1,))) as is_admitted:
             return is_admitted
 
     places = Slots(1)
@@ -57,7 +59,7 @@ async def test_a_place_skips_callers_that_were_cancelled_at_the_same_moment() ->
 
 async def test_a_closed_gate_lets_tasks_inside_finish_and_holds_others() -> None:
     async def passenger(name: str) -> None:
-        async with gate.passage(give_up=lambda: False):
+        async with gate.enter(give_up=lambda: False):
             events.append(f"{name} in")
             await asyncio.sleep(0)
             events.append(f"{name} out")
@@ -77,13 +79,13 @@ async def test_a_closed_gate_lets_tasks_inside_finish_and_holds_others() -> None
     assert events.index("c in") > events.index("alone")
 
 
-async def test_a_held_gate_passes_only_tasks_that_give_up() -> None:
+async def test_a_held_gate_passes_only_tasks_that_quit() -> None:
     async def passenger(name: str) -> None:
-        async with gate.passage(give_up=lambda: name in quitting):
+        async with gate.enter(give_up=lambda: name in quitting):
             events.append(name)
 
     gate, events, quitting = Gate(), list[str](), set[str]()
-    gate.hold()
+    gate.keep_shut()
     async with asyncio.TaskGroup() as tasks:
         for name in ("a", "b"):
             tasks.create_task(passenger(name))
@@ -91,7 +93,7 @@ async def test_a_held_gate_passes_only_tasks_that_give_up() -> None:
         quitting.add("b")
         async with gate.closed():
             events.append("alone")
-        await gate.recheck()
+        await gate.recheck_waiting()
         await asyncio.sleep(0.001)
         events.append("released")
         await gate.release()

@@ -6,8 +6,7 @@ import pytest
 
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec
-from services.rollout.engines.base import GenerationRequest
-from services.rollout.engines.stop_texts import ends_in_stop_text, split_stop_texts
+from services.rollout.engines.base import GenerationRequest, ends_in_stop_text, split_stop_texts
 
 TOKENIZER = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes"))
 

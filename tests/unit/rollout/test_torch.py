@@ -55,7 +55,7 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(temperature: float) ->
     ],
     ids=str,
 )
-async def test_every_family_agrees_with_its_own_forward_pass(
+async def test_decoding_equals_the_forward_pass_for_every_family(
     family: str, extra: dict[str, Any]
 ) -> None:
     window = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
@@ -196,7 +196,7 @@ async def test_every_token_has_the_version_and_logprob_of_the_weights_that_sampl
     assert mixed > len(CONTEXTS) // 2
 
 
-async def test_kept_kv_differs_from_recomputed_kv_after_an_update() -> None:
+async def test_stale_kv_differs_from_recomputed_kv_after_an_update() -> None:
     worst = {}
     for policy in ("recompute", "keep"):
         engine = make_engine(kv_policy=policy)

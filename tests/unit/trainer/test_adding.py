@@ -17,7 +17,7 @@ from services.common.runspec.run import RunSpec
 from services.common.security.confinement import CodePolicy
 from services.trainer.batch.guard import NotFiniteError
 from services.trainer.collectives import Ranks
-from services.trainer.engines.base import EngineOrder, build_engines
+from services.trainer.engines.base import EngineArgs, build_engines
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.objective import Objective
@@ -101,7 +101,7 @@ def test_a_loss_that_does_not_take_its_arguments_is_refused_before_a_step(tmp_pa
         CreditAssigner(gone.algorithm, Ranks(), max_response_tokens=16)
 
 
-def test_a_loss_that_returns_something_else_is_told(tmp_path: Path) -> None:
+def test_a_loss_with_a_wrong_result_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "wrong.py"
     file.write_text("def wrong(tokens):\n    return tokens.logprobs.mean()\n")
     with pytest.raises(ValueError, match=r"algorithm\.loss .*must return a TokenLoss"):
@@ -139,7 +139,7 @@ def nan_advantage(batch):
         ("advantage", "nan_advantage", "is .*nan.* scores 0 and 1"),
     ],
 )
-def test_what_is_wrong_is_told_before_the_first_step(
+def test_faulty_functions_are_reported_before_the_first_step(
     tmp_path: Path, key: str, name: str, told: str
 ) -> None:
     file = tmp_path / "faulty.py"
@@ -159,13 +159,13 @@ def test_a_number_that_is_not_finite_later_on_names_what_is_the_users(tmp_path: 
     rank.checkpointer.write(rank.snapshot(1))
     assert rank.train(2, queue.meta).metrics["rewound_to_step"] == 1
     with pytest.raises(
-        NotFiniteError, match=r"algorithm\.loss '.*faulty\.py:later_nan' or a reward"
+        NotFiniteError, match=r"algorithm\.loss '.*faulty\.py:later_nan' and the rewards"
     ):
         rank.train(2, queue.meta)
 
 
 @pytest.mark.parametrize("key", ["loss", "advantage"])
-def test_a_collective_of_its_own_is_refused_instead_of_waited_for(tmp_path: Path, key: str) -> None:
+def test_a_collective_in_a_users_function_is_refused(tmp_path: Path, key: str) -> None:
     file = tmp_path / "faulty.py"
     file.write_text(FAULTY)
     spec = spec_of(algorithm={key: f"{file}:waits"})
@@ -186,7 +186,7 @@ def twice_on_some(batch):
     values = batch.whiten(batch.rewards)
     return batch.whiten(values) if len(values) else values
 def other_sizes(batch):
-    return batch.rewards + batch.add_up(batch.rewards).sum()
+    return batch.rewards + batch.sum_over_ranks(batch.rewards).sum()
 def hidden(batch):
     try:
         return on_some(batch)
@@ -216,7 +216,7 @@ class TwoRanks(Ranks):
 
 
 def tried_on_two_ranks(spec: RunSpec) -> list[str]:
-    """What each of two ranks says before the run."""
+    """Returns the error of each of two ranks before the run."""
     barrier, told = threading.Barrier(2, timeout=60), [torch.zeros(0)] * 2
 
     def said(rank: int) -> str:
@@ -234,15 +234,15 @@ def tried_on_two_ranks(spec: RunSpec) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("on_some", ["calls batch.whiten or batch.add_up on 1 of 2 ranks"] * 2),
-        ("twice_on_some", ["calls batch.whiten or batch.add_up on 1 of 2 ranks"] * 2),
+        ("on_some", ["calls batch.whiten or batch.sum_over_ranks on 1 of 2 ranks"] * 2),
+        ("twice_on_some", ["calls batch.whiten or batch.sum_over_ranks on 1 of 2 ranks"] * 2),
         ("other_sizes", ["with 2 numbers on this rank", "with 0 numbers on this rank"]),
-        ("hidden", ["calls batch.whiten or batch.add_up on 1 of 2 ranks"] * 2),
+        ("hidden", ["calls batch.whiten or batch.sum_over_ranks on 1 of 2 ranks"] * 2),
         ("fails_on_some", ["failed on another rank", "failed: AttributeError"]),
         ("everywhere", ["nothing"] * 2),
     ],
 )
-def test_a_sum_on_some_ranks_only_is_told_on_all_of_them_instead_of_waited_for(
+def test_a_sum_on_some_ranks_only_fails_on_all_ranks(
     tmp_path: Path, name: str, told: list[str]
 ) -> None:
     file = tmp_path / "parted.py"
@@ -301,7 +301,7 @@ def test_a_run_may_name_the_engine_of_the_page(sgd: Any, tmp_path: Path) -> None
         controller_address="none", run_id="r", worker_id="t", state_directory=tmp_path
     )
     device = torch.device("cpu")
-    engines = build_engines(EngineOrder(spec, settings, device, ["policy", "reference"]))
+    engines = build_engines(EngineArgs(spec, settings, device, ["policy", "reference"]))
     assert all(isinstance(each, sgd) for each in engines.values())
     queue = random_queue(policy_of(spec, seed=1))
     rank = rank_of(spec, engines["policy"], queue)

@@ -1,5 +1,7 @@
 """Advantages equal the golden vectors."""
 
+import statistics
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,7 +72,7 @@ def test_reinforce_pp_baseline_matches() -> None:
     mask, segments = mask_of(inputs["response_mask"]), segments_of(inputs["response_mask"])
     scores = segments.sum(flat(inputs["token_level_rewards"]))
     centred = advantages.group_baseline(scores, groups_of(inputs["groups"]))
-    assert_close(_whitened(segments.spread(centred), mask), expected["advantages"])
+    assert_close(_whitened(segments.expand(centred), mask), expected["advantages"])
 
 
 def test_remax_matches() -> None:
@@ -80,7 +82,7 @@ def test_remax_matches() -> None:
         flat(inputs["token_level_rewards"]), mask, segments, gamma=1.0
     )
     assert_close(returns, expected["returns"])
-    baseline = segments.spread(flat(inputs["reward_baselines"]))
+    baseline = segments.expand(flat(inputs["reward_baselines"]))
     assert_close(returns - baseline, expected["advantages"], mask)
 
 
@@ -123,14 +125,33 @@ def test_parts_of_a_batch_are_whitened_as_the_whole(offset: float) -> None:
     assert whole[mask].mean().item() == pytest.approx(0.0, abs=1e-6)
     assert whole[mask].var().item() == pytest.approx(1.0, rel=1e-5)
 
-    def add_up(part: Tensor) -> Tensor:
+    def sum_over_ranks(part: Tensor) -> Tensor:
         kept = values[mask]
         if part.ndim:
             return torch.stack([mask.sum().double(), kept.sum()])
         return (kept - kept.mean()).square().sum()
 
-    part = advantages.whiten(values[:7], mask[:7], add_up=add_up)
+    part = advantages.whiten(values[:7], mask[:7], sum_over_ranks=sum_over_ranks)
     torch.testing.assert_close(part, whole[:7])
+
+
+def test_gdpo_normalizes_each_term_and_then_the_batch() -> None:
+    """Equations 4 to 6 of arXiv:2601.05242 in plain Python; the second group has one equal term."""
+    groups, weights = [0, 0, 0, 1, 1, 1], {"correct": 1.0, "format": 0.5}
+    terms = {"correct": [0.0, 1.0, 1.0, 0.0, 0.0, 1.0], "format": [3.0, 0.0, 9.0, 2.0, 2.0, 2.0]}
+    sums = [0.0] * 6
+    for name, weight in weights.items():
+        for group in (0, 1):
+            members = [row for row in range(6) if groups[row] == group]
+            mean = statistics.mean(terms[name][row] for row in members)
+            deviation = statistics.stdev(terms[name][row] for row in members)
+            for row in members:
+                sums[row] += weight * (terms[name][row] - mean) / (deviation + 1e-6)
+    mean, deviation = statistics.mean(sums), statistics.stdev(sums)
+    expected = [(each - mean) / (deviation + 1e-6) for each in sums]
+    tensors = {name: torch.tensor(row, dtype=torch.float64) for name, row in terms.items()}
+    found = advantages.gdpo(tensors, torch.tensor(groups), weights=weights)
+    assert found.tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_overlong_penalty_matches() -> None:
@@ -156,13 +177,14 @@ def test_length_adaptive_gae_decays_by_length_and_leaves_the_targets_alone() -> 
         lengths=lengths.double(),
         greedy_scores=torch.zeros(1),
         prompts=torch.zeros(2, dtype=torch.int64),
+        terms={},
         places=torch.arange(2),
         segments=segments,
         rewards=rewards,
         mask=mask,
         trained=mask,
         values=values,
-        add_up=lambda part: part,
+        sum_over_ranks=lambda part: part,
     )
     found, targets = estimators.gae(batch, gamma=1.0, gae_lambda=1.0, length_adaptive=alpha)
 

@@ -51,7 +51,7 @@ def _aligned_at_the_end(
     scale: float,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """What the kernel for sequences of different lengths does: the last query sees the last key."""
+    """Computes what the kernel for sequences of different lengths does: the last query sees the last key."""
     outputs = []
     for q, k, v in zip(
         query.split(cu_queries.diff().tolist()),
@@ -184,7 +184,7 @@ def test_kernels_of_gpus_see_the_same_paths(
 
 def test_copies_of_shared_keys_are_part_of_compiled_layers() -> None:
     def attend(states: Tensor, places: Tensor) -> Tensor:
-        copied: Tensor = attention._Copied.apply(states * 2.0, places)
+        copied: Tensor = attention._CopyRows.apply(states * 2.0, places)
         return copied.square()
 
     compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend="aot_eager")

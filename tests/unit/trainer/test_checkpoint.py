@@ -1,4 +1,4 @@
-"""Checkpoints bring back the exact state, are refused when damaged, and load elsewhere."""
+"""Checkpoints restore the exact state, are refused when damaged, and load elsewhere."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def _trained(root: Path, *, seed: int = 0) -> tuple[Policy, Rank, Queue]:
 
 
 @pytest.mark.parametrize("file_bytes", [checkpoint.FILE_BYTES, 100_000])
-def test_training_goes_on_exactly_where_the_checkpoint_was(
+def test_training_resumes_exactly_from_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_bytes: int
 ) -> None:
     monkeypatch.setattr(checkpoint, "FILE_BYTES", file_bytes)
@@ -42,7 +42,7 @@ def test_training_goes_on_exactly_where_the_checkpoint_was(
         torch.testing.assert_close(dict(other.named_parameters())[name], value, rtol=0, atol=1e-7)
 
 
-def test_a_checkpoint_under_way_tells_how_many_of_its_bytes_are_written(
+def test_a_running_checkpoint_reports_written_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, rank, queue = _trained(tmp_path)
@@ -79,7 +79,7 @@ def test_the_snapshot_is_not_touched_by_later_steps(tmp_path: Path) -> None:
     )
 
 
-def test_named_checkpoints_are_kept_besides_the_newest(tmp_path: Path) -> None:
+def test_named_checkpoints_are_kept_with_the_newest(tmp_path: Path) -> None:
     _, rank, _ = _trained(tmp_path)
     for step, kept in ((1, []), (2, []), (3, [1]), (4, [1]), (5, [3, 9])):
         rank.checkpointer.write(rank.snapshot(step), kept)
@@ -104,10 +104,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_previous_one_used(
         rank.restore()
 
 
-def test_a_disk_that_takes_no_more_is_said_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     _, rank, queue = _trained(tmp_path / "file" / "checkpoints")
-    with pytest.raises(FailedPreconditionError, match="make room there"):
+    with pytest.raises(FailedPreconditionError, match="free space there"):
         rank.checkpointer.write(rank.snapshot(1))
     assert not rank.train(2, queue.meta).skipped
 

@@ -1,4 +1,4 @@
-"""A rank hears from the others why they could not do their part."""
+"""A failure of one rank is raised on all ranks."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_a_failure_that_all_of_the_others_share_is_this_ranks_too(
 ) -> None:
     with (
         pytest.raises(expected, match="another rank could not fetch"),
-        beside(*others).agreed("fetch"),
+        beside(*others).fail_together("fetch"),
     ):
         pass
 
@@ -44,17 +44,17 @@ def test_a_failure_that_all_of_the_others_share_is_this_ranks_too(
 def test_a_failure_of_a_rank_with_the_same_samples_is_this_ranks_too() -> None:
     with (
         pytest.raises(UnavailableError, match="another rank could not fetch"),
-        Ranks(everyone=beside(1, 0, 1)).agreed("fetch"),
+        Ranks(everyone=beside(1, 0, 1)).fail_together("fetch"),
     ):
         pass
 
 
 def test_a_ranks_own_failure_is_raised_as_it_is() -> None:
     ranks = beside(1, 1, 0)
-    with pytest.raises(UnavailableError, match="mine"), ranks.agreed("fetch"):
+    with pytest.raises(UnavailableError, match="mine"), ranks.fail_together("fetch"):
         raise UnavailableError("mine")
 
 
-def test_ranks_that_all_could_go_on() -> None:
-    with beside(0, 0, 0).agreed("fetch"):
+def test_ranks_continue_if_none_failed() -> None:
+    with beside(0, 0, 0).fail_together("fetch"):
         pass

@@ -1,4 +1,4 @@
-"""The critic in processes of its own learns what it learns inside the trainer."""
+"""A critic in separate processes learns the same as inside the trainer."""
 
 from pathlib import Path
 
@@ -77,9 +77,7 @@ def test_a_critic_apart_learns_what_one_inside_the_trainer_does(
     torch.testing.assert_close(apart.weights(), weights)
 
 
-def test_a_critic_goes_on_from_its_checkpoint_as_if_nothing_happened(
-    queue: Queue, tmp_path: Path
-) -> None:
+def test_a_critic_resumes_exactly_from_its_checkpoint(queue: Queue, tmp_path: Path) -> None:
     unbroken = Apart(queue, tmp_path)
     unbroken.train(1)
     unbroken.rank.checkpointer.write(unbroken.rank.snapshot(1))

@@ -1,4 +1,4 @@
-"""Every accepted family: packed sequences against the model's own forward and backward pass, one by one."""
+"""Every accepted family: packed sequences against the model's forward and backward pass, one by one."""
 
 from typing import Any
 
@@ -36,8 +36,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_CASES: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in FAMILIES),
+_VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": _LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
     ("llama", {"head_dim": 24, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
@@ -73,14 +72,25 @@ _CASES: list[tuple[str, dict[str, Any]]] = [
         "hunyuan_v1_dense",
         {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
     ),
+    ("qwen3_5_text", {"linear_num_value_heads": 2, "full_attention_interval": 4}),
+    ("qwen3_next", {"mlp_only_layers": [1], "tie_word_embeddings": True}),
     ("llama", {"logit_scale": 0.5, "logits_scaling": 3.0, "final_logit_softcapping": 2.0}),
 ]
+# The defaults of a family that has a variant are tested at night.
+_VARIED = {name for name, _ in _VARIANTS}
+_CASES = [
+    *(
+        pytest.param(name, {}, marks=pytest.mark.nightly if name in _VARIED else (), id=name)
+        for name in FAMILIES
+    ),
+    *(pytest.param(*case, id=f"{case[0]}-{index}") for index, case in enumerate(_VARIANTS)),
+]
+# One family for each set of modules that adapters apply to; others are tested at night.
+_ADAPTED = ("llama", "phi3", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "qwen3_next")
 _TEMPERATURE = 0.7
 
 
-@pytest.mark.parametrize(
-    ("family", "extra"), _CASES, ids=[f"{n}-{i}" for i, (n, _) in enumerate(_CASES)]
-)
+@pytest.mark.parametrize(("family", "extra"), _CASES)
 def test_packed_logprobs_and_gradients_are_those_of_the_model_itself(
     family: str, extra: dict[str, Any]
 ) -> None:
@@ -135,14 +145,20 @@ def _weights(model: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "extra"),
-    [*((family, {}) for family in FAMILIES), ("deepseek_v3", {"q_lora_rank": None})],
-    ids=str,
+    [
+        *(
+            pytest.param(name, {}, marks=() if name in _ADAPTED else pytest.mark.nightly, id=name)
+            for name in FAMILIES
+        ),
+        pytest.param("deepseek_v3", {"q_lora_rank": None}, id="deepseek_v3-whole"),
+    ],
 )
 def test_merged_adapters_are_the_adapted_model(family: str, extra: dict[str, Any]) -> None:
     config = AutoConfig.for_model(family, **{**_BASE, **mixture_shape(family), **extra})
     model = build_model(config, dtype=torch.float32, device="cpu")
     modules = attention_modules(config.to_dict())
     add_adapters(model, LoraSpec(rank=3, target_modules=modules))
+    torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(std=0.2 if is_adapter(name) else 0.1)
@@ -177,6 +193,10 @@ def test_adapters_of_modules_that_a_model_lacks_are_refused_with_those_that_it_h
         (
             {"model_type": "llama", "layer_types": ["full_attention", "linear_attention"]},
             "linear_attention",
+        ),
+        (
+            {"model_type": "qwen3_next", "layer_types": ["linear_attention", "mamba"]},
+            "full_attention or linear_attention",
         ),
         ({"model_type": "llama", "rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'"),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "'longrope'"),

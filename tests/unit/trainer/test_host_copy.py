@@ -1,4 +1,4 @@
-"""A trainer that sleeps keeps its state in host memory: it can be saved, not used, and comes back whole."""
+"""A sleeping trainer keeps its state in host memory: it can be saved, not used, and is restored exactly."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.common.errors import FailedPreconditionError
-from services.common.models.turns_memory import Stays
+from services.common.models.training_memory import Stays
 from services.trainer.engines.fsdp.host_copy import OffloadedState
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.command_group import CommandGroup
@@ -32,19 +32,19 @@ def _trained(policy: Policy) -> Rank:
     return rank
 
 
-def test_training_goes_on_after_sleep_as_if_nothing_had_been() -> None:
+def test_training_is_unchanged_by_sleep() -> None:
     policies = policy_of(SPEC), policy_of(SPEC)
     for policy, sleeps in zip(policies, (False, True), strict=True):
         rank = _trained(policy)
         for step in (2, 3):
             if sleeps:
                 state = _state_of(rank)
-                state.put_away()
-                state.put_away()
-                assert state.is_away
+                state.offload()
+                state.offload()
+                assert state.is_offloaded
                 assert all(p.untyped_storage().nbytes() == 0 for p in policy.parameters())
-                state.bring_back()
-                state.bring_back()
+                state.reload()
+                state.reload()
             rank.train(step, QUEUE.meta)
     for first, second in zip(*(policy.parameters() for policy in policies), strict=True):
         assert torch.equal(first, second)
@@ -54,11 +54,11 @@ def test_a_snapshot_of_a_trainer_that_sleeps_has_its_state() -> None:
     rank = _trained(policy_of(SPEC))
     state = _state_of(rank)
     expected = {k: v.clone() for k, v in rank.snapshot(1).parts[""].tensors.items()}
-    state.put_away()
+    state.offload()
     found = rank.snapshot(1).parts[""].tensors
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    state.bring_back()
+    state.reload()
     assert all(torch.equal(rank.snapshot(1).parts[""].tensors[k], v) for k, v in expected.items())
 
 
@@ -67,10 +67,10 @@ def test_a_state_that_stays_is_not_moved_and_not_used(stays: Stays) -> None:
     policy = policy_of(SPEC)
     rank = _trained(policy)
     state, places = _state_of(rank, stays=stays), [p.data_ptr() for p in policy.parameters()]
-    state.put_away()
+    state.offload()
     assert [p.data_ptr() for p in policy.parameters()] == places
     assert all(state.read(p) is p for p in policy.parameters())
-    state.bring_back()
+    state.reload()
 
 
 @pytest.mark.parametrize("stays", ["nothing", "state", "all"])
@@ -81,9 +81,9 @@ async def test_a_trainer_that_sleeps_neither_trains_nor_sends(stays: Stays) -> N
     leader.attach(rank, CommandGroup(1))
     await leader.sleep()
     for use in (leader.score_canary, lambda: next(leader.weight_tensors())):
-        with pytest.raises(FailedPreconditionError, match="sleeps; wake it first"):
+        with pytest.raises(FailedPreconditionError, match="wake it first"):
             use()
-    with pytest.raises(FailedPreconditionError, match="sleeps; wake it first"):
+    with pytest.raises(FailedPreconditionError, match="wake it first"):
         await leader.train_step(1, QUEUE.meta)
     await leader.wake()
     assert not (await leader.train_step(1, QUEUE.meta)).skipped

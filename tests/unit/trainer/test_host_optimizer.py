@@ -1,4 +1,4 @@
-"""Moments that live elsewhere change weights as those that stay do, bit for bit."""
+"""Moments in host memory give bit-identical updates."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def test_an_update_without_gradients_does_nothing() -> None:
     assert all(map(torch.equal, parameters, _parameters()))
 
 
-def test_a_run_goes_on_from_its_checkpoint_wherever_its_moments_are(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_with_moments_on_host_or_device(tmp_path: Path) -> None:
     rate = {"optimizer": {"learning_rate": 1e-2}}
     weights = []
     for offload in (False, "optimizer"):

@@ -1,4 +1,4 @@
-"""The time between steps is explained."""
+"""Idle time between steps is attributed to reasons."""
 
 import pytest
 

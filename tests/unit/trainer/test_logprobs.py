@@ -1,5 +1,7 @@
 """Chunked logprobs and entropy equal the plain computation, gradients included."""
 
+import math
+
 import pytest
 import torch
 
@@ -31,6 +33,38 @@ def test_chunks_do_not_change_values_or_gradients(
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
     for ours, plain in zip(gradients(*actual), gradients(*expected), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_logprobs_relative_to_a_mask_are_those_of_the_formula(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``log pi(a) - log sum of pi over the mask`` (DeepSeek-V3.2), in plain Python, with its gradient."""
+    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", 2 * 4 * 4)
+    logits = [[0.5, -1.0, 2.0, 0.1], [1.0, 0.3, -0.2, 0.0], [0.2, 0.4, 0.6, -3.0]]
+    kept, targets, temperature = [[0, 2], [0, 1, 2, 3], [1]], [0, 3, 1], 0.7
+    hidden = torch.tensor(logits).requires_grad_()
+    pairs = torch.tensor([[0, 0, 2], [0, 2, 1]])  # the second row has no limit
+    found, entropy = logprobs.token_logprobs(
+        hidden,
+        logprobs.OutputHead(torch.eye(4)),
+        torch.tensor(targets),
+        temperature=temperature,
+        mask=pairs,
+    )
+    (gradient,) = torch.autograd.grad(found.sum(), hidden, retain_graph=True)
+    (of_entropy,) = torch.autograd.grad(entropy.sum(), hidden)
+    for row, target in enumerate(targets):
+        powers = {each: math.exp(logits[row][each] / temperature) for each in kept[row]}
+        p = {each: power / sum(powers.values()) for each, power in powers.items()}
+        h = -sum(each * math.log(each) for each in p.values())
+        assert found[row].item() == pytest.approx(math.log(p[target]), abs=1e-6)
+        assert entropy[row].item() == pytest.approx(h, abs=1e-6)
+        for token in range(4):
+            share = p.get(token, 0.0)
+            expected = ((token == target) - share) / temperature
+            slope = -share * (math.log(share) + h) / temperature if share else 0.0
+            assert float(gradient[row, token]) == pytest.approx(expected, abs=1e-6)
+            assert float(of_entropy[row, token]) == pytest.approx(slope, abs=1e-6)
 
 
 @pytest.mark.parametrize("prompts", [[[1], [2]], [[1, 2], [3]]])

@@ -1,4 +1,4 @@
-"""Weights and counts that a loss divides by are those of the whole batch, however it is divided."""
+"""Weights and denominators of a loss are those of the whole batch, regardless of its division."""
 
 from typing import Any
 

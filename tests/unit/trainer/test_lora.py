@@ -1,4 +1,4 @@
-"""Adapters alone are trained, and leave the trainer merged under the plain names, or by themselves."""
+"""Only adapters train; they are exported merged or separately."""
 
 import asyncio
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_merged_weights_are_the_trained_policy(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == 1
 
 
-def test_adapters_begin_with_what_the_seed_says() -> None:
+def test_initial_adapters_depend_only_on_the_seed() -> None:
     assert SPEC.trainer.lora is not None
 
     def begun(seed: int) -> dict[str, torch.Tensor]:
@@ -142,7 +142,9 @@ class Pair:
         }
         await asyncio.gather(
             *(
-                member.form(1, receiver=0, num_receivers=1, backend="gloo", scope="s", timeout_s=30)
+                member.form_group(
+                    1, receiver=0, num_receivers=1, backend="gloo", scope="s", timeout_s=30
+                )
                 for member in self._members
             )
         )
@@ -254,7 +256,7 @@ def test_a_rank_holds_frozen_weights_in_the_dtype_that_it_computes_in_and_nothin
         distributed.destroy_process_group()
 
 
-def test_a_checkpoint_holds_what_is_trained_alone_and_goes_on_and_is_exported(
+def test_a_checkpoint_of_adapters_resumes_and_is_exported(
     tmp_path: Path,
 ) -> None:
     folder = _folder(tmp_path)
@@ -281,8 +283,11 @@ def test_a_checkpoint_holds_what_is_trained_alone_and_goes_on_and_is_exported(
     assert all(torch.equal(one, other) for one, other in pairs)
 
     saved = rank.checkpointer.write(rank.snapshot(2))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
     export_checkpoint(saved, spec, tmp_path / "hf")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    # A run that starts from the export ends its responses with the same tokens.
+    assert load_tokenizer(ModelSpec(path=str(tmp_path / "hf"))).stop_ids == {1, 7}
     merged = dict(WeightExport(policy, dtype=torch.float32).weight_tensors())
     held = stored_tensors(exported)
     assert all(torch.equal(held[name], value) for name, value in merged.items())

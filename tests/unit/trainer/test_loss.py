@@ -1,5 +1,6 @@
 """Losses and their gradients equal the golden vectors."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.runspec.algorithm import KlSpec
+from services.common.runspec.algorithm import AlgorithmSpec, KlSpec
 from services.trainer.algorithm import correction, loss
 from services.trainer.batch.segments import Segments
 from tests.unit.trainer.vectors import assert_close, case, cases, flat, mask_of, segments_of
@@ -237,3 +238,17 @@ def test_a_masked_token_may_hold_anything() -> None:
             denominators=_denominators(mask, segments),
         )
         assert total == 1.0
+
+
+def test_the_entropy_weight_follows_its_target() -> None:
+    """``w + d`` below the target, ``w - d`` above; the bonus counts up to the target (arXiv:2505.22312)."""
+    spec = AlgorithmSpec(entropy_target=0.3, entropy_step=0.01)
+    weight, found = 0.0, []
+    for entropy in (0.2, 0.2, 0.4, math.nan, 0.3, 0.1, 0.5, 0.6, 0.7):
+        weight, coefficient = loss.adapted_entropy(weight, spec, entropy=entropy)
+        found.append((round(weight, 6), round(coefficient, 6)))
+    assert found == [
+        (0.01, 0.01), (0.02, 0.02), (0.01, 0.0), (0.01, 0.01), (0.0, 0.0), (0.01, 0.01),
+        (0.0, 0.0), (0.0, 0.0), (0.0, 0.0),
+    ]  # fmt: skip
+    assert loss.adapted_entropy(0.2, AlgorithmSpec(), entropy=0.1) == (0.2, 0.2)

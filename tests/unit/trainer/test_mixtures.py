@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from services.common.models.expert_names import checkpoint_names
+from services.common.models.experts import checkpoint_names
 from services.common.models.families import FAMILIES
 from services.common.models.loading import build_model, stored_tensors
 from services.common.runspec.trainer import LoraSpec

@@ -77,7 +77,9 @@ def test_advantages_are_those_of_the_formulas(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(0, 240, 40)])
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(60, 240), marks=pytest.mark.nightly)], ids=str
+)
 def test_the_objective_and_its_gradient_are_those_of_the_formulas(seeds: range) -> None:
     for seed in seeds:
         batch, (spec, correction) = Batch(seed), draw_spec(seed)

@@ -1,4 +1,4 @@
-"""Tokens that samples share are computed once, and nothing that is trained with changes by it."""
+"""Shared tokens are computed once, without a change of training."""
 
 import random
 from itertools import pairwise
@@ -16,6 +16,7 @@ from services.trainer.batch.samples import BatchFacts
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU
+from tests.helpers.mixtures import mixture_shape
 from tests.helpers.tries import random_trie
 
 _SHAPE = {
@@ -31,6 +32,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "mistral": {"sliding_window": 5},
     "gemma2": {"sliding_window": 5, "attn_logit_softcapping": 3.0, "head_dim": 12},
+    "qwen3_5_text": {**mixture_shape("qwen3_5_text"), "head_dim": 12, "partial_rotary_factor": 0.5},
 }
 
 
@@ -134,7 +136,7 @@ def test_micro_batches_hold_no_more_than_their_budget() -> None:
 
 
 def _cohort(groups: list[tuple[int, list[int]]]) -> BatchFacts:
-    """Of groups with a length of the prompt and lengths of responses."""
+    """Makes groups with given lengths of prompt and responses."""
     owners = [number for number, (_, answers) in enumerate(groups) for _ in answers]
     no = torch.zeros(len(owners), dtype=torch.bool)
     prompts = [prompt for prompt, answers in groups for _ in answers]

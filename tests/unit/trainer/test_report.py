@@ -1,4 +1,4 @@
-"""What is reported of a batch."""
+"""Reported metrics of a batch."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Routers of a trained mixture: replayed choices, balance, and what a step reports of them."""
+"""Routers of a trained mixture: replayed choices, balance, and reported metrics."""
 
 import random
 from typing import Any
@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
 
-from services.common.models.families import FAMILIES
+from services.common.models.experts import RouterWatch
+from services.common.models.families import FAMILIES, RoutingShape, routing_shape
 from services.common.models.loading import build_model
-from services.common.models.routers import RouterWatch
-from services.common.models.routing_shape import RoutingShape, routing_shape
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.policy import Policy
 from services.trainer.steps.report import imbalance
@@ -44,7 +43,7 @@ def _shape(policy: Policy) -> RoutingShape:
 
 
 def _choices(policy: Policy) -> Jagged:
-    """What a policy chooses for the tokens of the pack, as an engine tells it."""
+    """Returns the experts that a policy chooses for the tokens of the pack, as an engine reports them."""
     watch = RouterWatch(policy.model)
     policy(_packed())
     dtype = getattr(torch, _shape(policy).dtype)

@@ -1,4 +1,4 @@
-"""Workers beside the trainer give its logprobs, under the weights that are meant and only where they lack."""
+"""Scoring workers compute missing logprobs under the requested weights."""
 
 import pytest
 import torch
@@ -8,8 +8,7 @@ from services.trainer.batch.plan import Bounds
 from services.trainer.engines.base import UNSCORED
 from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.model.policy import freeze
-from services.trainer.scoring.leader import ScoringLeader
-from services.trainer.scoring.scorer import Scorer
+from services.trainer.scoring.leader import Scorer, ScoringLeader
 from services.trainer.steps.fields import FieldScoring
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import engine_of, policy_of, queue_of, random_queue, rank_of, spec_of
@@ -74,7 +73,7 @@ def test_other_weights_than_those_in_service_are_refused():
     spec = spec_of()
     queue = random_queue(policy_of(spec, seed=1))
     apart = Apart(policy_of(spec), queue, version=-1)
-    with pytest.raises(FailedPreconditionError, match="weights 4 are asked for"):
+    with pytest.raises(FailedPreconditionError, match="needs weight version 4"):
         apart.leader.add(queue.meta, version=4)
     apart.leader.adopt(4, dict(policy_of(spec, seed=1).model.named_parameters()))
     apart.leader.add(queue.meta, version=4)
@@ -92,7 +91,7 @@ def test_weights_of_another_model_are_refused():
         apart.leader.adopt(1, {"other": torch.zeros(1)})
 
 
-def test_weights_that_are_written_in_place_go_on_when_they_are_adopted_or_given_up():
+def test_weights_written_in_place_serve_after_adoption_or_abort():
     spec = spec_of()
     apart = Apart(policy_of(spec), random_queue(policy_of(spec)), version=1)
     before = apart.leader.score_text([1, 2, 3])
@@ -119,7 +118,7 @@ def test_samples_that_have_the_field_are_left_alone():
 
 
 @pytest.mark.parametrize("version", [5, 4])
-def test_proximal_logprobs_of_other_weights_are_computed_anew(version):
+def test_proximal_logprobs_of_other_weights_are_recomputed(version):
     spec = spec_of(trainer={"updates_per_step": 2})
     policy = policy_of(spec)
     queue = random_queue(policy, version=5)

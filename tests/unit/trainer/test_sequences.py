@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.common.fields import ROUTED_EXPERTS
-from services.common.models.routing_shape import RoutingShape
+from services.common.models.families import RoutingShape
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields
 from services.rollout.workflows.conversations import flattened
@@ -36,7 +36,7 @@ def test_each_conversation_is_a_sequence_of_its_sample() -> None:
     assert found.numbers.tolist() == [n for each in episodes for n in range(len(each))]
 
 
-def test_a_shared_beginning_trains_once_and_what_was_told_never() -> None:
+def test_a_shared_prefix_trains_once_and_observations_never() -> None:
     queue, episodes = branched_episodes(policy_of(spec_of()))
     cohort = BatchFacts.from_meta(queue.meta)
     samples = build_samples(
@@ -78,7 +78,7 @@ def test_advantages_are_those_of_whole_episodes(advantage: str) -> None:
     assert torch.equal(heads, queue.fields["rewards"].values)
 
 
-def test_scores_of_sequences_come_back_as_those_of_samples() -> None:
+def test_scores_of_sequences_become_scores_of_samples() -> None:
     queue, _ = branched_episodes(policy_of(spec_of()))
     added: dict[str, list[torch.Tensor]] = {}
     engine: Any = engine_of(policy_of(spec_of()), spec_of())
@@ -99,7 +99,7 @@ def test_scores_of_sequences_come_back_as_those_of_samples() -> None:
     ].lengths.tolist()
 
 
-def test_experts_follow_their_tokens_into_each_sequence() -> None:
+def test_experts_and_masks_follow_their_tokens_into_each_sequence() -> None:
     shape = RoutingShape(layers=(0,), num_chosen=2, num_experts=8)
 
     def turn(ids: tuple[int, ...], first: int, count: int) -> Turn:
@@ -110,6 +110,9 @@ def test_experts_follow_their_tokens_into_each_sequence() -> None:
             version_runs=((0, len(ids)),),
             finish_reason="stop",
             routed_experts=experts,
+            sampling_mask=np.array(
+                [~token if n == 0 else token + n for token in ids for n in (0, 1)]
+            ),
         )
 
     one = (observed((5, 6)), turn((7, 8), 10, 3))
@@ -123,15 +126,19 @@ def test_experts_follow_their_tokens_into_each_sequence() -> None:
         finish_reason="stop",
         is_greedy=False,
     )
-    rows = {**sample_fields([sample], shape), "prompt_ids": prompt_fields([sample])}
+    fields = sample_fields([sample], shape, has_masks=True)
+    rows = {**fields, "prompt_ids": prompt_fields([sample])}
     found = sequences_of({name: Jagged.from_list(row) for name, row in rows.items()})
     assert ROUTED_EXPERTS in rows
     assert found.experts is not None
     told = [row[:, 0, 0].tolist() for row in found.experts.unbind()]
     assert told == [[10, 11, 12], [20, 21, 22]]
+    assert found.masks is not None
+    masks = [row.tolist() for row in found.masks.unbind()]
+    assert masks == [[~7, 8, ~8, 9], [~3, 4, ~4, 5, ~5, 6]]
 
 
-def test_a_step_counts_samples_and_says_how_many_sequences_they_are(tmp_path: Path) -> None:
+def test_a_step_counts_samples_and_sequences(tmp_path: Path) -> None:
     spec = spec_of(rollout={"group_size": 3}, trainer={"prompts_per_step": 3})
     policy = policy_of(spec)
     queue, episodes = branched_episodes(policy)
@@ -169,7 +176,7 @@ def test_what_tokens_earned_is_credited_to_them_where_the_advantage_goes_by_toke
     (batch,) = seen
     assert torch.allclose(batch.scores, rewards.double())
     own = samples.tokens["token_rewards"].double()
-    outcome = samples.segments.spread(
+    outcome = samples.segments.expand(
         queue.fields["rewards"].values.double()[samples.rows]
     ) * samples.segments.last(samples.tokens["response_mask"])
     assert torch.allclose(batch.rewards, own + outcome, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What the trainer's server tells while it works."""
+"""Progress that the trainer's server reports."""
 
 import asyncio
 from collections.abc import Collection, Mapping
@@ -32,29 +32,29 @@ class Leader:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_save_tells_how_far_it_is_until_it_ends(
+async def test_a_save_reports_its_progress_until_it_ends(
     monkeypatch: pytest.MonkeyPatch, *, fails: bool
 ) -> None:
-    monkeypatch.setattr(server, "_TELL_EVERY_S", 0.0)
-    told: list[tuple[str, Mapping[str, float]]] = []
+    monkeypatch.setattr(server, "_REPORT_INTERVAL_S", 0.0)
+    reported: list[tuple[str, Mapping[str, float]]] = []
     leader = Leader(fails=fails)
     servicer = server.TrainerServicer(
         leader,  # type: ignore[arg-type]
         "r",
         lambda step, result: None,
-        lambda activity, gauges: told.append((activity, gauges)),
+        lambda activity, gauges: reported.append((activity, gauges)),
     )
     request = pb.SaveCheckpointRequest(step=5)
     saving = asyncio.ensure_future(servicer.SaveCheckpoint(request, None))  # type: ignore[arg-type]
-    await until(lambda: bool(told))
+    await until(lambda: bool(reported))
     leader.progress = (3_000_000_000, 12_500_000_000)
-    await until(lambda: told[-1][0] != "saving step 5")
-    assert told[-1][0] == "saving step 5: 3.00 of 12.50 GB"
-    assert told[-1][1]["checkpoint_bytes"] == 12_500_000_000
+    await until(lambda: reported[-1][0] != "saving step 5")
+    assert reported[-1][0] == "saving step 5: 3.00 of 12.50 GB"
+    assert reported[-1][1]["checkpoint_bytes"] == 12_500_000_000
     leader.may_end.set()
     if fails:
         with pytest.raises(FailedPreconditionError, match="full"):
             await saving
     else:
         assert (await saving).size_bytes == 7
-    assert told[-1] == ("", {"checkpoint_written_bytes": 0, "checkpoint_bytes": 0})
+    assert reported[-1] == ("", {"checkpoint_written_bytes": 0, "checkpoint_bytes": 0})

@@ -1,4 +1,4 @@
-"""Beside a GPU the trainer leaves the host's processors to others, unless it computes there."""
+"""With a GPU the trainer uses few CPU threads."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from services.trainer.engines.fsdp import parallel
         ("cpu", {}, []),
     ],
 )
-def test_threads_are_kept_where_the_host_computes(
+def test_threads_are_kept_if_the_host_computes(
     monkeypatch: pytest.MonkeyPatch, device: str, settings: dict[str, Any], expected: list[int]
 ) -> None:
     asked: list[int] = []

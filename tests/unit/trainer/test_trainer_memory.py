@@ -1,4 +1,4 @@
-"""What a trainer's GPU holds is known before it starts."""
+"""The planned GPU memory of a trainer."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What comes from the transferqueue is looked at before a model does."""
+"""Samples from the transferqueue are validated before a model reads them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Base models made on the spot, from examples that a function of the user's gives."""
+"""Base models that a warm start trains from a user's examples."""
 
 import pytest
 import torch

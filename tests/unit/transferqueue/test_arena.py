@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.transferqueue.storage.arena import Arena
+from services.transferqueue.storage.blobs import Arena
 from services.wire.data.encoding.codec import aligned
 
 

@@ -212,4 +212,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=30)
+TestIndexMachine.settings = settings(stateful_step_count=30)

@@ -1,4 +1,4 @@
-"""The way of a put through a shard."""
+"""A put through a shard."""
 
 import asyncio
 
@@ -14,8 +14,7 @@ from services.common.errors import (
     ServiceError,
     UnavailableError,
 )
-from services.transferqueue.storage.arena import Arena
-from services.transferqueue.storage.blobs import Storage
+from services.transferqueue.storage.blobs import Arena, BlobStore
 from services.transferqueue.storage.dataplane import Writer
 from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.wire.data.encoding import codec
@@ -48,7 +47,7 @@ class FakeIndex:
 class Shard:
     def __init__(self) -> None:
         self.index = FakeIndex()
-        self.storage = Storage(Arena(4096), first_blob_id=5)
+        self.storage = BlobStore(Arena(4096), first_blob_id=5)
         self.puts = Writer("s", self.storage, self.index)
 
     async def reserve(self, put_id: str = "put", size: int = len(DATA)) -> codec.Granted:

@@ -1,4 +1,4 @@
-"""Files that notice damage."""
+"""Record files detect damage."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ async def read(path: Path) -> list[object]:
         return [await reader.read(), await reader.read_bytes(5), await reader.read()]
 
 
-async def test_records_come_back(tmp_path: Path) -> None:
+async def test_records_are_read_unchanged(tmp_path: Path) -> None:
     await write(tmp_path / "a")
     assert await read(tmp_path / "a") == [["first", 1, b"x"], b"bytes", ["end"]]
 

@@ -6,17 +6,16 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import DataLossError, InvalidArgumentError, NotFoundError
-from services.transferqueue.storage.arena import Arena
-from services.transferqueue.storage.blobs import Storage
+from services.transferqueue.storage.blobs import Arena, BlobStore
 from services.wire.batch import BlobRef
 from services.wire.data.encoding.codec import checksum
 
 
-def storage(capacity: int = 4096, spill: Arena | None = None) -> Storage:
-    return Storage(Arena(capacity), first_blob_id=7, spill=spill)
+def storage(capacity: int = 4096, spill: Arena | None = None) -> BlobStore:
+    return BlobStore(Arena(capacity), first_blob_id=7, spill=spill)
 
 
-async def store(target: Storage, data: bytes) -> int:
+async def store(target: BlobStore, data: bytes) -> int:
     grant = target.reserve([len(data)])
     assert grant is not None
     (blob_id,) = grant.blob_ids
@@ -25,7 +24,7 @@ async def store(target: Storage, data: bytes) -> int:
     return blob_id
 
 
-async def read(target: Storage, blob_id: int, offset: int, size: int) -> bytes:
+async def read(target: BlobStore, blob_id: int, offset: int, size: int) -> bytes:
     (view,) = await target.views([(blob_id, offset, size)])
     return bytes(view)
 

@@ -1,4 +1,4 @@
-"""No test leaves groups to the next ones."""
+"""Destroys the groups of each test."""
 
 import gc
 from collections.abc import Iterator

@@ -21,7 +21,7 @@ def _added(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mode", weight_modes.MODES)
 async def test_the_transport_of_the_page_carries_every_mode(mode, num_sources):
     cluster = Cluster(num_sources, mode, backend="pulled")
-    await cluster.form()
+    await cluster.form_group()
     for version in range(3):
         cluster.weights["embed"][version * 100, 3] = version
         await cluster.publish(version)
@@ -30,13 +30,13 @@ async def test_the_transport_of_the_page_carries_every_mode(mode, num_sources):
 
 async def test_a_later_group_replaces_one_that_was_aborted():
     cluster = Cluster(backend="pulled")
-    await cluster.form()
+    await cluster.form_group()
     await cluster.publish(0)
     await cluster.prepare(1)
     for member in cluster.members:
         await member.abort(1, "a test")
     results = await cluster.transfer(1)
     assert all(isinstance(result, Exception) for result in results)
-    await cluster.form(epoch=2)
+    await cluster.form_group(epoch=2)
     await cluster.publish(1, epoch=2)
     assert cluster.serves_what_was_sent()

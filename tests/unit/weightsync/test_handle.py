@@ -1,4 +1,4 @@
-"""Weights go through a buffer that the source exports, on CPUs and GPUs, if all members can open it."""
+"""Weights move through an exported buffer, on CPUs and GPUs, if all members can open it."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def _small_rooms(monkeypatch):
 @pytest.mark.parametrize("mode", ["shadow", "inplace", "cpu_async", "delta"])
 async def test_every_mode_transfers_the_weights_exactly(mode, num_sources):
     cluster = Cluster(num_sources, mode, backend="handle")
-    await cluster.form()
+    await cluster.form_group()
     for version in range(3):
         cluster.weights["embed"][version * 100, 3] = version
         await cluster.publish(version)
@@ -41,7 +41,7 @@ async def test_every_mode_transfers_the_weights_exactly(mode, num_sources):
 
 async def test_foreign_writes_into_the_buffer_are_detected(monkeypatch):
     cluster = Cluster(backend="handle")
-    await cluster.form()
+    await cluster.form_group()
     await cluster.publish(0)
     cluster.weights["embed"].add_(1)
     honest = handle.SharedBufferGroup._notify
@@ -57,14 +57,14 @@ async def test_foreign_writes_into_the_buffer_are_detected(monkeypatch):
     assert all(isinstance(result, DataLossError) for result in results[1:])
     assert [sink.version for sink in cluster.sinks] == [0, 0]
     monkeypatch.undo()
-    await cluster.form(epoch=2)
+    await cluster.form_group(epoch=2)
     await cluster.publish(1, epoch=2)
     assert cluster.serves_what_was_sent()
 
 
 async def test_a_source_that_leaves_in_a_transfer_leaves_the_weights_as_they_were(monkeypatch):
     cluster = Cluster(backend="handle")
-    await cluster.form()
+    await cluster.form_group()
     await cluster.publish(0)
     served = [sink.live["embed"].clone() for sink in cluster.sinks]
     cluster.weights["embed"].add_(1)
@@ -73,7 +73,7 @@ async def test_a_source_that_leaves_in_a_transfer_leaves_the_weights_as_they_wer
     def broadcast(channel, tensor):
         begun.append(tensor)
         if len(begun) == 2:
-            cluster.senders[0]._epochs.leave()
+            cluster.senders[0]._epochs.leave_group()
             raise RuntimeError("gone")
         return honest(channel, tensor)
 
@@ -85,21 +85,21 @@ async def test_a_source_that_leaves_in_a_transfer_leaves_the_weights_as_they_wer
     for sink, before in zip(cluster.sinks, served, strict=True):
         assert sink.version == 0
         assert torch.equal(sink.live["embed"], before)
-    await cluster.form(epoch=2)
+    await cluster.form_group(epoch=2)
     await cluster.publish(1, epoch=2)
     assert cluster.serves_what_was_sent()
 
 
 async def test_a_later_group_reuses_the_buffer_of_the_previous_one():
     cluster = Cluster(backend="handle")
-    await cluster.form()
+    await cluster.form_group()
     await cluster.publish(0)
     (channel,) = cluster.senders[0]._epochs.group(1).channels.values()
     first = channel._backend._halves[0].data_ptr()
     del channel
     for member in cluster.members:
         await member.abort(1, "a test")
-    await cluster.form(epoch=2)
+    await cluster.form_group(epoch=2)
     (channel,) = cluster.senders[0]._epochs.group(2).channels.values()
     assert channel._backend._halves[0].data_ptr() == first
 
@@ -117,7 +117,7 @@ async def test_all_members_learn_that_one_cannot_open_the_buffer(monkeypatch):
     seats = [(0, cluster.senders[0]), *enumerate(cluster.receivers)]
     errors = await asyncio.gather(
         *(
-            member.form(
+            member.form_group(
                 1, receiver=number, num_receivers=2, backend="handle", scope="run/1", timeout_s=60
             )
             for number, member in seats
@@ -137,7 +137,7 @@ async def test_all_members_learn_that_the_source_cannot_export_memory(monkeypatc
     monkeypatch.setattr(shared_buffers, "_export_file", no_file)
     cluster = Cluster(backend="handle")
     with pytest.raises(FailedPreconditionError, match="no memory"):
-        await cluster.form()
+        await cluster.form_group()
 
 
 def test_an_exported_buffer_is_the_same_memory_in_another_process():
@@ -194,7 +194,7 @@ async def test_silent_connections_are_dropped_and_the_group_forms(monkeypatch, t
     monkeypatch.setattr(handle, "_accepted", accepted_among_strangers)
     cluster = Cluster(backend="handle")
     async with asyncio.timeout(50):
-        await cluster.form()
+        await cluster.form_group()
     await cluster.publish(0)
     assert cluster.serves_what_was_sent()
     assert len(strangers) == 20

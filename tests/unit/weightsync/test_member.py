@@ -10,7 +10,7 @@ from tests.helpers.weight_members import Cluster
 
 async def test_every_receiver_has_exactly_the_sent_weights():
     cluster = Cluster()
-    await cluster.form()
+    await cluster.form_group()
     for version in (0, 1):
         cluster.weights["embed"].add_(version)
         assert len(await cluster.publish(version)) == 64
@@ -20,7 +20,7 @@ async def test_every_receiver_has_exactly_the_sent_weights():
 
 async def test_live_weights_stay_until_the_sender_digest_is_confirmed():
     cluster = Cluster()
-    await cluster.form()
+    await cluster.form_group()
     await cluster.prepare(0)
     await cluster.transfer(0)
     with pytest.raises(DataLossError, match="digest"):
@@ -30,7 +30,7 @@ async def test_live_weights_stay_until_the_sender_digest_is_confirmed():
 
 async def test_adopting_a_version_twice_changes_nothing():
     cluster = Cluster()
-    await cluster.form()
+    await cluster.form_group()
     digest = await cluster.publish(0)
     await cluster.receivers[0].adopt(0, digest)
     assert cluster.sinks[0].num_adoptions == 1
@@ -38,7 +38,7 @@ async def test_adopting_a_version_twice_changes_nothing():
 
 async def test_an_older_version_is_rejected():
     cluster = Cluster()
-    await cluster.form()
+    await cluster.form_group()
     await cluster.publish(3)
     with pytest.raises(FailedPreconditionError, match="version"):
         await cluster.receivers[0].prepare(1, 2, cluster.plan_hash)
@@ -46,30 +46,30 @@ async def test_an_older_version_is_rejected():
 
 async def test_an_older_epoch_is_rejected():
     cluster = Cluster()
-    await cluster.form(epoch=2)
+    await cluster.form_group(epoch=2)
     with pytest.raises(FailedPreconditionError, match="epoch"):
         await cluster.senders[0].prepare(1, 0, "x")
     with pytest.raises(FailedPreconditionError, match="epoch"):
-        await cluster.senders[0].form(
+        await cluster.senders[0].form_group(
             2, receiver=0, num_receivers=1, backend="gloo", scope="s", timeout_s=1
         )
 
 
 async def test_a_group_is_built_again_without_a_lost_member():
     cluster = Cluster()
-    await cluster.form()
+    await cluster.form_group()
     for member in cluster.members:
         await member.abort(1, "test")
     cluster.receivers.pop()
     cluster.sinks.pop()
-    await cluster.form(epoch=2)
+    await cluster.form_group(epoch=2)
     await cluster.publish(5, epoch=2)
     assert cluster.serves_what_was_sent()
 
 
 async def test_a_version_is_resent_from_its_copy_during_training():
     cluster = Cluster()
-    await cluster.form()
+    await cluster.form_group()
     await cluster.publish(0)
     sent = {name: tensor.clone() for name, tensor in cluster.weights.items()}
     cluster.weights["embed"].add_(1)  # the next step
@@ -83,7 +83,7 @@ async def test_a_version_is_resent_from_its_copy_during_training():
 async def test_a_version_that_was_never_adopted_is_superseded_by_the_next_and_counted():
     cluster = Cluster()
     before = SUPERSEDED._value.get()
-    await cluster.form()
+    await cluster.form_group()
     await cluster.prepare(0)
     await cluster.transfer(0)
     cluster.weights["embed"].add_(1)
@@ -97,7 +97,7 @@ async def test_a_version_that_was_never_adopted_is_superseded_by_the_next_and_co
 
 async def test_a_transfer_over_an_aborted_group_is_not_staged():
     cluster = Cluster()
-    await cluster.form()
+    await cluster.form_group()
     await cluster.prepare(0)
     await cluster.receivers[0].abort(1, "test")
     with pytest.raises(FailedPreconditionError):
@@ -108,14 +108,14 @@ async def test_a_member_that_the_others_wait_for_in_vain_is_named_unavailable():
     cluster = Cluster()
     cluster.agree()
     with pytest.raises(UnavailableError, match="not formed"):
-        await cluster.receivers[0].form(
+        await cluster.receivers[0].form_group(
             1, receiver=0, num_receivers=2, backend="gloo", scope="s", timeout_s=0.2
         )
 
 
 async def test_a_rollout_whose_canary_differs_is_not_ready_and_serves_nothing():
     cluster = Cluster()
-    await cluster.form()
+    await cluster.form_group()
     await cluster.prepare(0)
     reports = await cluster.transfer(0)
     receiver, sink = cluster.receivers[0], cluster.sinks[0]

@@ -1,4 +1,4 @@
-"""Every mode brings exactly what was sent, and finds what is injected before anything is served."""
+"""Every mode transfers exactly the sent weights, and detects injected errors before they serve."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ MODES = ["shadow", "inplace", "cpu_async", "delta"]
 @pytest.mark.parametrize("mode", MODES)
 async def test_every_version_arrives_bit_by_bit(mode, num_sources):
     cluster = Cluster(num_sources, mode)
-    await cluster.form()
+    await cluster.form_group()
     for version in range(3):
         cluster.weights["embed"][version * 100, 3] = version
         cluster.weights["norm"][version] = 0.5 + version
@@ -35,7 +35,7 @@ async def test_checksums_are_added_to_zeros_at_every_version(monkeypatch):
     for module in (arena, transfer, staged):
         monkeypatch.setattr(module, "write_checksum", add_checksum)
     cluster = Cluster(2, "shadow")
-    await cluster.form()
+    await cluster.form_group()
     for version in range(3):
         cluster.weights["embed"].add_(1)
         await cluster.publish(version)
@@ -70,7 +70,7 @@ class Injection:
 @pytest.mark.parametrize("mode", MODES)
 async def test_injected_code_is_found_before_the_first_token(monkeypatch, mode, kind):
     cluster = Cluster(1, mode)
-    await cluster.form()
+    await cluster.form_group()
     await cluster.publish(0)
     cluster.weights["embed"].add_(1)
     injection, honest = Injection(kind), Channel.broadcast
@@ -93,7 +93,7 @@ async def test_injected_code_is_found_before_the_first_token(monkeypatch, mode, 
         assert sink.is_paused == (mode == "inplace")
         assert bool(sink.refused) == (mode == "inplace")
     monkeypatch.undo()
-    await cluster.form(epoch=2)
+    await cluster.form_group(epoch=2)
     await cluster.publish(1, epoch=2)
     assert cluster.serves_what_was_sent()
     assert not any(sink.is_paused for sink in cluster.sinks)
@@ -102,7 +102,7 @@ async def test_injected_code_is_found_before_the_first_token(monkeypatch, mode, 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["word", "place"])
 async def test_a_damaged_change_of_a_delta_is_found(monkeypatch, dtype):
     cluster = Cluster(1, "delta")
-    await cluster.form()
+    await cluster.form_group()
     await cluster.publish(0)
     cluster.weights["embed"][7] = 7
     honest = Channel.broadcast
@@ -123,7 +123,7 @@ async def test_a_damaged_change_of_a_delta_is_found(monkeypatch, dtype):
 
 async def test_a_delta_is_much_smaller_than_everything_when_little_changed():
     cluster = Cluster(1, "delta")
-    await cluster.form()
+    await cluster.form_group()
     await cluster.publish(0)
     cluster.weights["embed"][5] = 1
     await cluster.prepare(1)
@@ -134,7 +134,7 @@ async def test_a_delta_is_much_smaller_than_everything_when_little_changed():
 
 async def test_a_delta_from_another_version_is_rejected():
     cluster = Cluster(1, "delta")
-    await cluster.form()
+    await cluster.form_group()
     await cluster.publish(0)
     cluster.receivers[1]._receiver.held_version = -1
     cluster.weights["embed"].add_(1)
@@ -147,7 +147,7 @@ async def test_a_delta_from_another_version_is_rejected():
 
 async def test_an_aborted_inplace_transfer_keeps_the_old_weights():
     cluster = Cluster(1, "inplace")
-    await cluster.form()
+    await cluster.form_group()
     await cluster.publish(0)
     await cluster.prepare(1)
     assert all(sink.is_paused for sink in cluster.sinks)
@@ -158,14 +158,14 @@ async def test_an_aborted_inplace_transfer_keeps_the_old_weights():
 
 async def test_a_version_in_place_that_was_not_adopted_is_not_served_under_the_old_number():
     cluster = Cluster(1, "inplace")
-    await cluster.form()
+    await cluster.form_group()
     await cluster.publish(0)
     cluster.weights["embed"].add_(1)
     await cluster.send(1)
     for receiver in cluster.receivers:
         await receiver.abort(1, "another rollout is gone")
     assert all(sink.is_paused and sink.version == 0 for sink in cluster.sinks)
-    await cluster.form(epoch=2)
+    await cluster.form_group(epoch=2)
     await cluster.publish(1, epoch=2)
     assert cluster.serves_what_was_sent()
     assert not any(sink.is_paused for sink in cluster.sinks)
@@ -173,7 +173,7 @@ async def test_a_version_in_place_that_was_not_adopted_is_not_served_under_the_o
 
 async def test_weights_of_another_type_are_not_received_in_place(monkeypatch):
     cluster = Cluster(1, "inplace")
-    await cluster.form()
+    await cluster.form_group()
 
     async def open_weights(sink, plan, slots):
         return live_placer(plan, {name: tensor.half() for name, tensor in sink.live.items()})
@@ -191,7 +191,7 @@ def test_an_unknown_mode_is_rejected():
 @pytest.mark.parametrize("mode", ["shadow", "cpu_async"])
 async def test_rows_of_several_sources_arrive_in_one_copy_of_the_weights(mode):
     cluster = Cluster(3, mode)
-    await cluster.form()
+    await cluster.form_group()
     await cluster.publish(0)
     (sink, *_) = cluster.sinks
     size = sum(tensor.nbytes for tensor in cluster.weights.values())

@@ -1,4 +1,4 @@
-"""Plans: where each tensor lies on the wire."""
+"""Plans: position of each tensor on the wire."""
 
 import pytest
 

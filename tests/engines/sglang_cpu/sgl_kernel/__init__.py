@@ -12,12 +12,12 @@ class _Runtime:
 
     @staticmethod
     def cudaHostRegister(*_: int) -> int:
-        """Nothing to pin."""
+        """Does nothing."""
         return 0
 
     @staticmethod
     def cudaHostUnregister(*_: int) -> int:
-        """Nothing to let go."""
+        """Does nothing."""
         return 0
 
 

@@ -1,4 +1,4 @@
-"""Commands that look at runs: what they print cannot steer a terminal, and programs can read it."""
+"""Inspection commands: terminal-safe and machine-readable output."""
 
 import json
 from array import array

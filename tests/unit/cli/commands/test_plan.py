@@ -1,4 +1,4 @@
-"""``slipstream plan`` predicts, recommends, and never pretends."""
+"""``slipstream plan`` predicts, recommends, and reports missing data."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.main import app
-from services.cli.planned_memory import gpu_bytes
+from services.cli.run_memory import gpu_bytes
 from tests.helpers.specs import changed
 
 
@@ -56,7 +56,7 @@ def test_json_has_the_same_for_a_program(spec, tmp_path):
     assert found["now"]["keys"]["rollout.replicas"] == 1
 
 
-def test_a_gpu_switch_is_assumed_to_move_what_does_not_fit_beside_the_engines(spec):
+def test_a_gpu_switch_moves_the_state_that_does_not_fit_next_to_the_engines(spec):
     def gpu_switch_s(*arguments):
         found = json.loads(called(spec, "--gpus", "2", "--json", *arguments).stdout)
 

@@ -1,4 +1,4 @@
-"""HTTP is served on loopback, with TLS where there is a certificate."""
+"""HTTP servers bind to loopback, and use TLS if there is a certificate."""
 
 import asyncio
 import socket
@@ -96,7 +96,35 @@ async def test_headers_without_end_are_rejected(begin):
         writer.write(b"a" * (65 << 10))
         async with asyncio.timeout(5):
             assert await answer(reader) == b"HTTP/1.1 431 Request Header Fields Too Large"
-            await reader.read()
+            with suppress(ConnectionError):
+                await reader.read()
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [b"1\r\na\r\n0\r\nX-Trailer: ", b"1;extension=", b"0" * 10],
+    ids=["trailer", "extension", "size"],
+)
+@pytest.mark.parametrize("is_answered", [True, False])
+async def test_a_chunked_body_whose_framing_has_no_end_is_rejected(framing, is_answered):
+    async def app(scope, receive, send):
+        while not is_answered and (await receive())["type"] != "http.disconnect":
+            pass
+        await PlainTextResponse("here")(scope, receive, send)
+
+    begin = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with (
+        serve_http("127.0.0.1:0", app) as port,
+        raw(port) as (reader, writer),
+        asyncio.timeout(10),
+    ):
+        with suppress(ConnectionError):
+            writer.write(begin + framing)
+            for _ in range(64):
+                writer.write(b"0" * (16 << 10))
+                await writer.drain()
+            while await reader.read(1 << 16):
+                pass
 
 
 async def test_headers_of_64_kib_are_served():
@@ -122,23 +150,92 @@ async def test_of_large_requests_of_many_connections_the_largest_are_ended():
                 assert await answer(reader) == b"HTTP/1.1 200 OK"
 
 
-async def test_an_unread_body_counts_until_its_connection_closes():
-    begun, may_end = asyncio.Event(), asyncio.Event()
+POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n"
 
+
+async def test_a_body_counts_until_its_connection_closes():
     async def app(scope, receive, send):
-        begun.set()
-        await may_end.wait()
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
     async with (
         serve_http("127.0.0.1:0", app, max_request_bytes=100_000) as port,
         raw(port) as (reader, writer),
     ):
-        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n")
-        await begun.wait()
-        writer.write(b"a" * 150_000)
+        writer.write(POST + b"a" * 150_000)
         async with asyncio.timeout(5):
             assert await answer(reader) == b""
-        may_end.set()
+
+
+async def test_a_body_is_read_as_fast_as_the_application_takes_it():
+    may_read, sizes = asyncio.Event(), []
+
+    async def app(scope, receive, send):
+        if scope["method"] == "POST":
+            await may_read.wait()
+            sizes.append(len((await receive())["body"]))
+        await PlainTextResponse("here")(scope, receive, send)
+
+    async with (
+        serve_http("127.0.0.1:0", app) as port,
+        raw(port) as (reader, writer),
+        asyncio.timeout(5),
+    ):
+        writer.write(POST + b"a" * 150_000)
+        for _ in range(20):  # the server could read all of it meanwhile
+            async with raw(port) as (other, asking):
+                asking.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert await answer(other) == b"HTTP/1.1 200 OK"
+        may_read.set()
+        assert await answer(reader) == b"HTTP/1.1 200 OK"
+    assert 0 < sizes[0] <= 16 << 10
+
+
+async def test_the_oldest_connections_that_have_not_authenticated_are_ended(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_UNAUTHENTICATED", 2)
+
+    async def app(scope, receive, send):
+        if scope["path"] == "/admitted":
+            limits.admit(scope)
+        await PlainTextResponse("here")(scope, receive, send)
+
+    async with (
+        serve_http("127.0.0.1:0", app) as port,
+        AsyncExitStack() as stack,
+        asyncio.timeout(10),
+    ):
+        peers = []
+        for path in (b"/admitted", b"/", b"/", b"/admitted", b"/", b"/"):
+            reader, writer = await stack.enter_async_context(raw(port))
+            writer.write(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+            assert await answer(reader) == b"HTTP/1.1 200 OK"
+            peers.append((reader, writer))
+        for index in (1, 2):
+            with suppress(ConnectionError):
+                await peers[index][0].read()
+        for index in (0, 3, 4, 5):
+            reader, writer = peers[index]
+            assert (await reader.readuntil(b"here")).endswith(b"here")
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert await answer(reader) == b"HTTP/1.1 200 OK"
+
+
+async def test_unfinished_handshakes_are_connections_that_have_not_authenticated(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(limits, "MAX_UNAUTHENTICATED", 2)
+    authority = make_authority(tmp_path)
+    authority.issue("rest", user="rest", hosts=("localhost",))
+    files = {"certificate": tmp_path / "rest.crt", "key": tmp_path / "rest.key"}
+    async with (
+        serve_http("127.0.0.1:0", APP, **files) as port,
+        AsyncExitStack() as stack,
+        asyncio.timeout(10),
+    ):
+        half_open = [await stack.enter_async_context(raw(port)) for _ in range(3)]
+        with suppress(ConnectionError):
+            assert await half_open[0][0].read() == b""
+        assert await fetch(port, authority) == "here"
 
 
 async def test_a_peer_that_does_not_wait_for_answers_is_cut_off():

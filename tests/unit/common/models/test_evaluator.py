@@ -80,7 +80,7 @@ def test_the_process_does_not_have_the_secrets_of_this_one(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_hidden_layers": 10**9},
+        {"num_labels": 10**9},
         {"num_labels": 10**9},
         {"text_config": {"num_hidden_layers": 10**9}},
         {"vocab_size": 10**18},

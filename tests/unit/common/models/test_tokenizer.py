@@ -1,4 +1,4 @@
-"""Tokenizers made on the spot round-trip, and load elsewhere once saved."""
+"""Built-in tokenizers round-trip, and load elsewhere after they are saved."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_a_missing_tokenizer_names_the_key() -> None:
         load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="no/such/folder"))
 
 
-def test_a_chat_ends_where_the_answer_begins() -> None:
+def test_a_chat_prompt_ends_before_the_answer() -> None:
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m"))
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     assert tokenizer.decode(ids) == "user: hi\nassistant: "
@@ -97,7 +97,7 @@ def test_every_end_token_of_the_model_ends_a_response(llama_like: ModelSpec) -> 
     assert load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m")).stop_ids == {1}
 
 
-def test_a_prompt_begins_with_the_token_that_the_model_expects(llama_like: ModelSpec) -> None:
+def test_a_prompt_starts_with_the_models_first_token(llama_like: ModelSpec) -> None:
     tokenizer = load_tokenizer(llama_like)
     assert tokenizer.encode_prompt("a") == [0, 3]
     assert tokenizer.encode("a") == [3]

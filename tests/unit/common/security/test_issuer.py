@@ -1,4 +1,4 @@
-"""Services make certificates of days themselves, from an authority that may sit under another."""
+"""Services issue short-lived certificates, also from an intermediate authority."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -11,9 +11,8 @@ from cryptography.x509.oid import NameOID
 from services.common import errors
 from services.common.rpc.client import call, open_channel
 from services.common.rpc.server import serve
-from services.common.security.credentials import Identity, acting_as
+from services.common.security.credentials import Identity, acting_as, issue_token
 from services.common.security.issuer import LIFETIME, IssuedTls, Issuer
-from services.common.security.run_tokens import issue_token
 from services.common.security.tls import TlsFiles
 from slipstream.controller.v1 import membership_pb2 as pb
 from slipstream.controller.v1 import membership_pb2_grpc as pb_grpc

@@ -1,4 +1,4 @@
-"""No token reaches a log, wherever in a record it stands."""
+"""Logs never contain tokens, in any part of a record."""
 
 import io
 import logging
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from services.common.security.run_tokens import issue_token
+from services.common.security.credentials import issue_token
 from services.common.telemetry.logging import configure
 
 CANARIES = [

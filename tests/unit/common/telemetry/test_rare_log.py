@@ -1,4 +1,4 @@
-"""Lines that a stranger can cause do not fill the log."""
+"""Log lines that unauthenticated callers can cause are rate limited."""
 
 import logging
 

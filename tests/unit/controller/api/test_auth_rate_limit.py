@@ -1,6 +1,12 @@
-"""Callers with unknown tokens are limited by where they come from; known ones there are not."""
+"""Callers with unknown tokens are limited by address; callers with known tokens are not."""
+
+import asyncio
+import threading
+import time
+from dataclasses import replace
 
 import pytest
+from starlette.concurrency import run_in_threadpool
 
 from services.common.errors import UnauthenticatedError
 from services.controller.api.principals import Principal
@@ -45,16 +51,72 @@ async def test_unknown_tokens_are_looked_for_at_a_rate_and_known_ones_always():
         await api.authenticate("Bearer guess", "10.0.0.2")
 
 
-def test_time_and_right_tokens_make_up_for_unknown_ones():
+async def test_concurrent_requests_with_one_token_share_a_lookup():
+    users = Users()
+    api = RunApi(None, None, None, users, Unlimited())
+    await api.authenticate("Bearer right", "10.0.0.1")
+    api._known["Bearer right"] = (ANN, 0.0)  # as it is a second later
+    await asyncio.gather(*[api.authenticate("Bearer right", "10.0.0.1") for _ in range(100)])
+    assert users.num_asked == 2
+
+
+class Everybody(Users):
+    """Knows all tokens, and takes a while."""
+
+    def authenticate(self, authorization):
+        self.num_asked += 1
+        time.sleep(0.001)  # as a database
+        return replace(ANN, name=authorization)
+
+
+async def test_a_fleet_that_starts_at_once_is_admitted():
+    users = Everybody()
+    api = RunApi(None, None, None, users, Unlimited())
+    one = [api.authenticate("Bearer one", "10.0.0.1") for _ in range(120)]
+    each = [api.authenticate(f"Bearer {number}", "10.0.0.1") for number in range(120)]
+    found = await asyncio.gather(*one, *each)
+    assert [who.name for who in found[120:]] == [f"Bearer {number}" for number in range(120)]
+    assert users.num_asked == 121
+
+
+async def test_unknown_tokens_that_arrive_at_once_are_looked_up_only_up_to_the_limit():
+    users = Users()
+    api = RunApi(None, None, None, users, Unlimited())
+    guesses = [api.authenticate(f"Bearer guess-{number}", "10.0.0.1") for number in range(1000)]
+    refused = await asyncio.gather(*guesses, return_exceptions=True)
+    assert {type(error) for error in refused} == {UnauthenticatedError, RateLimitedError}
+    assert users.num_asked < 60
+
+
+async def test_lookups_do_not_wait_for_threads_that_read_files():
+    api = RunApi(None, None, None, Users(), Unlimited())
+    may_end = threading.Event()
+    reading = [asyncio.ensure_future(run_in_threadpool(may_end.wait)) for _ in range(100)]
+    try:
+        async with asyncio.timeout(10):
+            assert await api.authenticate("Bearer right", "10.0.0.1") == ANN
+    finally:
+        may_end.set()
+        await asyncio.gather(*reading)
+
+
+async def test_time_makes_up_for_unknown_tokens():
     now = 0.0
     auth_rate_limit = AuthRateLimit(clock=lambda: now)
-    for _ in range(1000):
-        auth_rate_limit.admit("here")
-        auth_rate_limit.refund("here")
+
+    async def guess():
+        with pytest.raises(UnauthenticatedError):
+            async with auth_rate_limit.limit_lookups("here"):
+                raise UnauthenticatedError("not known")
+
     for _ in range(50):
-        auth_rate_limit.admit("here")
-    with pytest.raises(RateLimitedError) as refused:
-        auth_rate_limit.admit("here")
-    assert float(refused.value.metadata["retry_after_s"]) == pytest.approx(0.1)
+        await guess()
+    for _ in range(2):
+        with pytest.raises(RateLimitedError) as refused:
+            async with auth_rate_limit.limit_lookups("here"):
+                pass
+        assert float(refused.value.metadata["retry_after_s"]) == pytest.approx(0.1)
     now = 0.1
-    auth_rate_limit.admit("here")
+    await guess()
+    async with auth_rate_limit.limit_lookups("there"):
+        pass

@@ -54,7 +54,7 @@ async def test_twice_a_seconds_requests_may_come_at_once_and_then_one_by_one():
     assert await num_admitted(limits, 20) == 8
 
 
-async def test_a_refusal_says_when_the_next_request_is_admitted():
+async def test_a_refusal_has_a_retry_time():
     clock = Clock()
     limits, _ = limits_that(clock, max_requests_per_second=4)
     await num_admitted(limits, 8)
@@ -114,7 +114,7 @@ async def test_a_stream_gives_its_place_back_at_its_end(database, tmp_path):
         run = (await api.post("/v1/runs", json=SPEC)).json()["id"]
         reading = asyncio.create_task(api.get(f"/v1/runs/{run}/events/stream"))
         async with asyncio.timeout(10):
-            # Opening a stream is told to nobody.
+            # No caller learns that a stream was opened.
             while (await api.get("/v1/quota")).json()["event_streams"] == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         refused = await api.get("/v1/runs/stream")

@@ -1,4 +1,4 @@
-"""The REST API over a manager whose runs wait for workers that never come."""
+"""The REST API over a manager whose runs have no workers."""
 
 import asyncio
 import json
@@ -7,8 +7,9 @@ import pytest
 
 from services.common.security.confinement import CodePolicy
 from services.controller.api import errors, request_limits
+from services.controller.api.app import build_app
 from services.controller.api.principals import TokenStore
-from tests.helpers.rest import SPEC, client_of, named, open_manager, save
+from tests.helpers.rest import SPEC, api_of, client_of, named, open_manager, save
 
 JSON = {"Content-Type": "application/json"}
 
@@ -25,6 +26,7 @@ async def test_a_run_is_submitted_read_and_cancelled(api):
     assert (await api.post(f"{path}/cancel")).json()["state"] in ("CANCELLING", "CANCELLED")
 
 
+@pytest.mark.postgresql
 async def test_an_idempotency_key_makes_one_run(api):
     first = await api.post("/v1/runs", json=SPEC, headers={"Idempotency-Key": "k"})
     again = await api.post("/v1/runs", json=SPEC, headers={"Idempotency-Key": "k"})
@@ -44,6 +46,7 @@ async def test_runs_wait_for_their_turn_and_the_queue_is_bounded(api):
     assert int(refused.headers["Retry-After"]) > 0
 
 
+@pytest.mark.postgresql
 async def test_a_name_is_free_again_once_its_run_has_ended(api):
     path = (await api.post("/v1/runs", json=SPEC)).headers["Location"]
     refused = await api.post("/v1/runs", json=SPEC)
@@ -79,6 +82,7 @@ async def test_a_patch_needs_the_revision_that_was_read(api):
     assert (await api.get("/v1/runs", params={"label": "team=red"})).json()["items"] == []
 
 
+@pytest.mark.postgresql
 async def test_labels_and_priority_come_with_the_submission(api):
     asked = {"label": ["team=blue", "note=a=b"], "priority": 7}
     headers = {"Idempotency-Key": "k"}
@@ -107,6 +111,7 @@ async def test_only_ended_runs_are_deleted(api):
     assert (await api.get(path)).status_code == 404
 
 
+@pytest.mark.postgresql
 async def test_pages_follow_each_other(api):
     for number in range(3):
         await api.post("/v1/runs", json=named(number))
@@ -225,7 +230,7 @@ async def test_files_of_another_projects_runs_are_not_there(manager, database, t
         assert (await client.post("/v1/runs", json=beside)).status_code == 201
 
 
-async def test_validation_says_that_no_quota_would_do(database, tmp_path):
+async def test_validation_reports_an_insufficient_quota(database, tmp_path):
     async with (
         open_manager(database, max_gpus=1) as limited,
         client_of(limited, database, tmp_path) as client,
@@ -262,7 +267,7 @@ TRUSTING = {"model": {"path": "org/model", "trust_remote_code": True}}
         ),
     ],
 )
-async def test_code_that_nobody_has_read_needs_an_admin(manager, database, tmp_path, changes):
+async def test_unreviewed_code_needs_an_admin(manager, database, tmp_path, changes):
     tokens = TokenStore(database)
     for role, status in (("operator", 403), ("admin", 201)):
         token = tokens.create(name=role, project="blue", role=role)
@@ -339,6 +344,51 @@ async def test_overrides_of_a_fork_may_be_anything_but_a_fault(api):
         assert refused.status_code == 409, refused.text
 
 
+async def test_a_body_that_states_too_large_a_size_is_refused_unread(api):
+    num_read = 0
+
+    async def body():
+        nonlocal num_read
+        for _ in range(100):
+            num_read += 1
+            yield b" " * 8192
+
+    stated = {**JSON, "Content-Length": str(100 * 8192)}
+    refused = await api.post("/v1/runs", content=body(), headers=stated)
+    assert (refused.status_code, refused.json()["code"]) == (413, "too_large")
+    assert num_read == 0
+
+
+async def test_a_client_that_disconnects_within_its_body_is_no_fault(
+    manager, database, tmp_path, caplog
+):
+    app, statuses = build_app(api_of(manager, database, tmp_path)), []
+    messages = [
+        {"type": "http.request", "body": b"{", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        statuses.append(message.get("status"))
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"100")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/runs",
+        "query_string": b"",
+        "headers": headers,
+        "state": {},
+        "client": ("127.0.0.1", 1),
+    }
+    await app(scope, receive, send)
+    assert statuses[0] == 400
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_a_body_without_a_length_is_limited_too(api):
     async def endless():
         for _ in range(3):
@@ -360,7 +410,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(api, monkeypatch):
     assert (refused.status_code, refused.json()["code"]) == (408, "request_timeout")
 
 
-async def test_of_a_caller_that_nobody_knows_no_body_is_read(manager, database, tmp_path):
+async def test_the_body_of_an_unknown_caller_is_not_read(manager, database, tmp_path):
     async def stuck():
         yield b"{"
         await asyncio.Event().wait()
@@ -373,10 +423,9 @@ async def test_of_a_caller_that_nobody_knows_no_body_is_read(manager, database, 
             assert (refused.status_code, refused.json()["code"]) == (401, "unauthenticated")
 
 
-async def test_tokens_that_nobody_knows_are_looked_for_a_few_at_once(
-    manager, database, tmp_path, monkeypatch
-):
+async def test_lookups_of_unknown_tokens_are_limited(manager, database, tmp_path, monkeypatch):
     monkeypatch.setattr(request_limits, "_BURST", 1000.0)
+    monkeypatch.setattr(request_limits, "_MAX_WAITING", 64)
     headers = [{"Authorization": f"Bearer slp_{number}"} for number in range(100)]
     async with client_of(manager, database, tmp_path, TokenStore(database)) as api:
         answers = await asyncio.gather(*(api.get("/v1/runs", headers=each) for each in headers))

@@ -1,4 +1,4 @@
-"""The gRPC face: every operation of the REST API, on the same runs, for the same principals."""
+"""The gRPC API: every REST operation, on the same runs, for the same principals."""
 
 import json
 import re

@@ -3,13 +3,15 @@
 import asyncio
 import time
 
+import httpx
 import pytest
 
 from services.common.errors import UnauthenticatedError
 from services.common.runspec.loader import parse_spec
 from services.controller.api import operations, principals, run_api
+from services.controller.api.app import build_app
 from services.controller.api.principals import Principal, TokenStore
-from services.controller.api.run_page import PageLinks
+from services.controller.api.run_page import PageLinks, add_page_links
 from services.controller.store.records import Submission
 from tests.helpers.rest import SPEC, api_of
 
@@ -29,7 +31,17 @@ def users(manager, database, tmp_path, tokens):
 async def signed_in(users, tokens, token: str) -> str:
     links = PageLinks(tokens, users.check_valid)
     link = links.make(await users.authenticate(f"Bearer {token}", ""))
-    return (await links.redeem(link.path.partition("code=")[2])).token
+    return (await links.sign_in(link.path.partition("code=")[2])).token
+
+
+async def test_a_sign_in_has_a_small_body(users, tokens):
+    app = build_app(users)
+    add_page_links(app, users, PageLinks(tokens, users.check_valid))
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    async with client:
+        for size, status in ((1000, 401), (8000, 413)):
+            answer = await client.post("/page/sign-in", json={"code": "a" * size})
+            assert answer.status_code == status
 
 
 @pytest.mark.parametrize("generations", [1, 3])
@@ -61,7 +73,7 @@ async def test_a_link_is_void_when_its_token_has_ended(users, tokens):
     link = links.make(who)
     tokens.revoke("ann")
     with pytest.raises(UnauthenticatedError):
-        await links.redeem(link.path.partition("code=")[2])
+        await links.sign_in(link.path.partition("code=")[2])
 
 
 def test_it_ends_with_the_token_of_another_provider(tokens, monkeypatch):

@@ -1,4 +1,4 @@
-"""Streams of events: what is sent, and when there is nothing to send."""
+"""Event streams: events, heartbeats and their ends."""
 
 import pytest
 from starlette.applications import Starlette
@@ -31,7 +31,7 @@ def test_an_event_is_a_frame():
     assert text == "id: 7\nevent: Told\ndata: {}\n\nevent: end\ndata: {}\n\n"
 
 
-def test_a_silent_stream_says_that_it_lives(monkeypatch):
+def test_a_silent_stream_sends_heartbeats(monkeypatch):
     monkeypatch.setattr(rest, "_PING_S", -1.0)
     assert streamed(b"", frame_of("end", "{}")).startswith(":")
 
@@ -43,12 +43,12 @@ async def test_all_events_that_wait_are_read_at_once():
     assert [found.seq for found in await subscription.next()] == [1, 2]
 
 
-async def test_a_reader_hears_when_there_is_nothing_new(monkeypatch):
+async def test_a_reader_gets_heartbeats_without_events(monkeypatch):
     monkeypatch.setattr(event_feed, "_QUIET_S", 0.0)
     assert await Subscription().next() == []
 
 
-async def test_a_reader_that_is_too_slow_is_told():
+async def test_a_slow_reader_gets_an_overflow_event():
     subscription = Subscription()
     for seq in range(1001):
         subscription.offer(event(seq))

@@ -1,4 +1,4 @@
-"""What a watch sees of objects that come, change and go."""
+"""Watches of Kubernetes objects that are added, changed and deleted."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ from typing import Any
 
 from kubernetes.client import V1ListMeta, V1ObjectMeta, V1Pod, V1PodList
 
-from services.controller.launch.follow import Seen, follow
+from services.controller.launch.pod_api import Seen, follow
 
 
 class Answer:
@@ -20,7 +20,7 @@ class Answer:
             yield json.dumps(event).encode() + b"\n"
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
     release_conn = close
 

@@ -1,4 +1,4 @@
-"""Workers that are forks of a process that has their imports done."""
+"""Workers that the fork server starts."""
 
 import asyncio
 import os
@@ -48,7 +48,7 @@ async def test_statuses_are_those_of_the_processes(environment, tmp_path, log):
         waiting = await forks.start("waiting", {}, log)
         assert [await process.wait() for process in started] == [0, 4, 2]
         waiting.send_signal(signal.SIGTERM)
-        # All who wait hear of it.
+        # All waiting calls fail.
         assert await asyncio.gather(waiting.wait(), waiting.wait()) == [-signal.SIGTERM] * 2
         assert await waiting.wait() == -signal.SIGTERM
         waiting.send_signal(signal.SIGTERM)
@@ -103,9 +103,7 @@ async def test_a_server_that_cannot_start_is_given_up(environment, tmp_path, log
     assert [record.why for record in caplog.records] == ["the fork server ended"]
 
 
-async def test_a_program_that_cannot_be_found_is_told_without_a_server(
-    environment, log, monkeypatch
-):
+async def test_a_missing_program_is_reported_without_a_server(environment, log, monkeypatch):
     monkeypatch.setattr(fork_client.sys, "executable", "/nowhere/python")
     async with open_fork_server(environment, ()) as forks:
         assert await forks.start("waiting", {}, log) is None

@@ -1,4 +1,4 @@
-"""GPUs of one host are given to workers."""
+"""Assignment of a host's GPUs to workers."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from services.controller.launch.gpus import HostGpus, host_gpus
 from services.controller.launch.launcher import gpu_needs, total_gpus
 
 
-def test_every_worker_has_gpus_of_its_own_while_they_last():
+def test_every_worker_gets_separate_gpus_while_available():
     needs = {"trainer-0": 2, "rollout-0": 1, "rollout-1": 1}
     assert HostGpus(["0", "1", "2", "3"]).assign("run", needs) == {
         "trainer-0": ("0", "1"),
@@ -22,11 +22,11 @@ def test_one_gpu_is_shared_by_all_workers():
     assert HostGpus(["7"]).assign("run", needs) == {"trainer-0": ("7",), "rollout-0": ("7",)}
 
 
-def test_workers_that_share_a_gpu_are_told():
+def test_workers_that_share_a_gpu_are_listed():
     gpus = HostGpus(["0", "1"])
     gpus.assign("run", {"trainer-0": 1, "rollout-0": 1, "rollout-1": 1})
-    assert gpus.neighbours("run", "rollout-0") == []
-    assert gpus.neighbours("run", "rollout-1") == ["trainer-0"]
+    assert gpus.workers_sharing("run", "rollout-0") == []
+    assert gpus.workers_sharing("run", "rollout-1") == ["trainer-0"]
 
 
 def test_a_second_run_takes_the_gpus_that_are_free():
@@ -81,7 +81,7 @@ def test_workers_that_take_turns_with_the_trainer_are_on_its_gpus():
     }
 
 
-def test_gpus_that_are_had_in_turns_are_nobody_elses():
+def test_time_shared_gpus_are_not_assigned_to_others():
     needs = {"trainer-0": 1, "rollout-0": 1, "rollout-1": 1}
     hosts = {"rollout-0": "trainer-0"}
     assert HostGpus(["0", "1"]).assign("run", needs, hosts=hosts) == {
@@ -110,7 +110,7 @@ def test_a_rollout_that_samples_nothing_has_no_gpu():
     assert gpu_needs(evaluated) == {"trainer-0": 2, "rollout-0": 1}
 
 
-def test_a_run_may_have_its_own_gpus_and_those_of_nobody():
+def test_a_run_may_have_its_gpus_and_unassigned_ones():
     host = HostGpus(["0", "1", "2", "3"])
     host.assign("one", {"trainer-0": 1, "rollout-0": 1})
     host.assign("other", {"trainer-0": 1})

@@ -1,4 +1,4 @@
-"""KubernetesLauncher: pods in, exits and obstacles out."""
+"""KubernetesLauncher creates pods and reports exits and obstacles."""
 
 import asyncio
 import json
@@ -13,11 +13,10 @@ import yaml
 
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import parse_spec
-from services.common.security.credentials import Identity, acting_as
-from services.common.security.run_tokens import bearer_of
-from services.controller.launch.follow import Seen
+from services.common.security.credentials import Identity, acting_as, bearer_of
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
+from services.controller.launch.pod_api import Seen
 from tests.helpers.job_sets import NAME_LABEL, pods_of
 from tests.helpers.specs import spec_with
 
@@ -135,7 +134,7 @@ class FakeCluster:
         self.change(name, containerStatuses=[{"name": worker_id, "state": {"terminated": end}}])
 
     async def settle(self) -> None:
-        """Let the launcher take in all that was seen."""
+        """Waits until the launcher has processed all watched objects."""
         for _ in range(self.seen.qsize() + 3):
             await asyncio.sleep(0)
 
@@ -304,7 +303,7 @@ async def test_a_trainer_of_several_nodes_takes_no_turns(tmp_path: Path) -> None
             await launcher.start(RUN, spread)
 
 
-async def test_a_failed_container_is_told_once_with_its_last_lines(tmp_path: Path) -> None:
+async def test_a_failed_container_is_reported_once_with_its_last_lines(tmp_path: Path) -> None:
     cluster = FakeCluster()
     async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
         await launcher.start(RUN, SPEC)
@@ -330,7 +329,7 @@ async def test_a_deleted_pod_ends_its_worker(tmp_path: Path) -> None:
         await launcher.stop(RUN)
 
 
-async def test_the_end_of_a_deleted_pod_is_told_by_what_it_was_in_the_end(tmp_path: Path) -> None:
+async def test_the_exit_of_a_deleted_pod_has_its_last_status(tmp_path: Path) -> None:
     cluster = FakeCluster()
     async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
         await launcher.start(RUN, SPEC)
@@ -342,7 +341,7 @@ async def test_the_end_of_a_deleted_pod_is_told_by_what_it_was_in_the_end(tmp_pa
         await launcher.stop(RUN)
 
 
-async def test_a_preempted_pod_has_failed_before_its_containers_are_said_to_have_ended(
+async def test_a_preempted_pod_fails_before_its_containers_report_their_end(
     tmp_path: Path,
 ) -> None:
     cluster = FakeCluster()
@@ -359,7 +358,7 @@ async def test_a_preempted_pod_has_failed_before_its_containers_are_said_to_have
         await launcher.stop(RUN)
 
 
-async def test_pods_of_one_trainer_end_together_and_are_told_once(tmp_path: Path) -> None:
+async def test_pods_of_one_trainer_end_together_and_are_reported_once(tmp_path: Path) -> None:
     cluster, spread = FakeCluster(), parse_spec(SPREAD)
     first, second = TRAINER, f"{TRAINER}-node-1"
     async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
@@ -392,7 +391,7 @@ async def test_a_trainer_that_lost_a_pod_unseen_is_started_as_a_whole(tmp_path: 
         await launcher.stop(RUN)
 
 
-async def test_pods_of_a_job_set_end_together_and_another_set_makes_them_anew(
+async def test_pods_of_a_job_set_end_together_and_another_set_replaces_them(
     tmp_path: Path,
 ) -> None:
     cluster, spread = FakeCluster(), parse_spec(SPREAD)
@@ -433,7 +432,7 @@ async def test_a_job_set_that_makes_no_pods_is_given_up(tmp_path: Path) -> None:
         assert cluster.job_sets == {}
 
 
-async def test_a_job_set_of_an_earlier_controller_is_kept_if_it_is_whole(tmp_path: Path) -> None:
+async def test_a_complete_job_set_of_an_earlier_controller_is_adopted(tmp_path: Path) -> None:
     cluster, spread = FakeCluster(), parse_spec(SPREAD)
     templates = write_templates(tmp_path, job_sets=True)
     async with launching(cluster, templates) as (launcher, _):
@@ -535,7 +534,7 @@ async def test_a_pod_that_its_queue_takes_back_before_it_has_a_node_is_let_go(
         await launcher.stop(RUN)
 
 
-async def test_an_evicted_pod_says_so(tmp_path: Path) -> None:
+async def test_an_evicted_pod_is_reported_as_evicted(tmp_path: Path) -> None:
     cluster = FakeCluster()
     async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
         await launcher.start(RUN, SPEC)
@@ -636,7 +635,7 @@ async def test_a_pod_that_outlasts_its_grace_is_killed_and_its_node_waited_for(
         assert [grace for name, grace in cluster.deletions if name == TRAINER] == [None, 1, 0]
 
 
-async def test_a_lost_worker_is_replaced_and_the_others_are_kept(tmp_path: Path) -> None:
+async def test_only_the_lost_worker_is_replaced(tmp_path: Path) -> None:
     cluster = FakeCluster()
     async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
         await launcher.start(RUN, SPEC)
@@ -654,7 +653,7 @@ async def test_a_lost_worker_is_replaced_and_the_others_are_kept(tmp_path: Path)
         await launcher.stop(RUN)
 
 
-async def test_pods_of_an_earlier_controller_are_kept_if_they_run_and_replaced_if_not(
+async def test_running_pods_of_an_earlier_controller_are_adopted_and_others_replaced(
     tmp_path: Path,
 ) -> None:
     cluster = FakeCluster()

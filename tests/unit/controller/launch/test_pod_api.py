@@ -1,4 +1,4 @@
-"""Calls to the Kubernetes API: what its refusals become."""
+"""Calls to the Kubernetes API: conversion of its errors."""
 
 import json
 from typing import Any
@@ -37,7 +37,7 @@ def failing(error: Exception) -> PodApi:
     return PodApi(FakeCore(error), "train")  # type: ignore[arg-type]
 
 
-async def test_a_refusal_carries_what_kubernetes_says() -> None:
+async def test_a_refusal_has_the_message_of_kubernetes() -> None:
     api = failing(refusal(403, "exceeded quota: gpus"))
     with pytest.raises(FailedPreconditionError, match="run-01-trainer-0: exceeded quota: gpus"):
         await api.create(POD)
@@ -60,6 +60,6 @@ async def test_what_is_gone_needs_no_deletion() -> None:
     await api.delete_secret("token")
 
 
-async def test_a_cluster_without_job_sets_says_what_to_do() -> None:
+async def test_a_cluster_without_job_sets_is_reported_with_a_fix() -> None:
     with pytest.raises(FailedPreconditionError, match=r"workers\.jobSet\.enabled"):
         await failing(refusal(404)).create_job_set(POD)

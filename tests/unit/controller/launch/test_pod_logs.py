@@ -1,4 +1,4 @@
-"""Logs of worker pods land in files that outlive the pods."""
+"""Logs of worker pods are stored in files that outlive the pods."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ import pytest
 from urllib3.exceptions import ReadTimeoutError
 
 from services.controller.launch import pod_logs
-from services.controller.launch.follow import Seen
+from services.controller.launch.pod_api import Seen
 from services.controller.launch.pod_logs import PodLogs
 from services.controller.manager.logs import RunLogs
 
@@ -43,7 +43,7 @@ def pod(*containers, name="run-01-rollout-0", **state):
 
 
 async def keep(logs, *changes):
-    """Let everything that was seen be copied."""
+    """Waits until all watched logs are copied."""
     seen = asyncio.Queue()
     for change in changes:
         seen.put_nowait(change)
@@ -89,7 +89,7 @@ async def test_containers_of_one_pod_and_pods_of_one_worker_have_files_of_their_
     assert names == {"rollout-0", "trainer-0", "trainer-1", "trainer-1-node-1"}
 
 
-async def test_a_log_that_broke_off_goes_on_behind_what_is_known(tmp_path):
+async def test_an_interrupted_log_continues_after_its_last_line(tmp_path):
     core = FakeCore(ReadTimeoutError(None, "", "silent"), "one\n", "two\n")
     logs = PodLogs(core, "train", tmp_path)
     await keep(logs, pod("rollout-0"))
@@ -103,7 +103,7 @@ async def test_a_log_that_broke_off_goes_on_behind_what_is_known(tmp_path):
     assert 60 <= third <= 70
 
 
-async def test_what_the_node_says_of_a_removed_container_is_no_line_of_the_worker(tmp_path):
+async def test_the_nodes_message_about_a_removed_container_is_not_a_log_line(tmp_path):
     gone = 'rpc error: code = NotFound desc = an error occurred when try to find container "1f": not found'
     core = FakeCore(f"KeyError: NotFound\nlast words\n{gone}")
     await keep(PodLogs(core, "train", tmp_path), pod("rollout-0"))

@@ -25,7 +25,7 @@ class Exited:
         return 0
 
     def send_signal(self, number: int) -> None:
-        """Nobody is there."""
+        """There is no driver."""
 
 
 class Running(Exited):
@@ -43,7 +43,7 @@ class Running(Exited):
 
 
 class Orders:
-    """In place of a fork server: keeps what it was to start."""
+    """Takes a fork server's place and records what it should start."""
 
     def __init__(self, process=None) -> None:
         self.process = process
@@ -100,7 +100,7 @@ async def test_a_rollout_is_added_where_it_has_memory(tmp_path, gpus, arguments)
     assert orders.given.keys() == {"trainer-0", "rollout-0", "rollout-1"}
 
 
-async def test_a_rollout_beside_one_that_took_all_memory_is_refused_before_it_starts(tmp_path):
+async def test_a_rollout_next_to_one_with_all_memory_is_refused_before_it_starts(tmp_path):
     orders = Orders(Running())
     async with TaskGroup() as tasks:
         launcher = launcher_of(tmp_path, tasks, orders, gpus=("7",))
@@ -127,7 +127,21 @@ async def test_rollouts_that_were_planned_together_are_started_again(tmp_path):
     assert "rollout-1" in orders.given
 
 
-async def test_prometheus_is_told_of_workers_until_their_run_has_ended(tmp_path):
+async def test_a_colocated_rollout_starts_with_the_trainer_and_waits_for_its_gpus(tmp_path):
+    orders = Orders(Running())
+    spec = RunSpec.model_validate({**SPEC, "topology": {"placement": "colocated"}})
+    async with TaskGroup() as tasks:
+        launcher = launcher_of(tmp_path, tasks, orders, gpus=("7",))
+        await launcher.start("run_a", spec, later={"rollout-0": "trainer-0"})
+        gate = Path(orders.given["rollout-0"][1]["SLIPSTREAM_ROLLOUT_GPUS_FREE_FILE"])
+        assert [*gate.parent.glob("*.gpus-free")] == []
+        await launcher.start("run_a", spec)
+        assert gate in {*gate.parent.iterdir()}
+        orders.process.ended.set()
+    assert "SLIPSTREAM_TRAINER_GPUS_FREE_FILE" not in orders.given["trainer-0"][1]
+
+
+async def test_workers_are_prometheus_targets_until_their_run_ends(tmp_path):
     orders, file = Orders(Exited()), tmp_path / "targets.json"
     async with TaskGroup() as tasks:
         launcher = launcher_of(tmp_path, tasks, orders, metric_targets=file)
@@ -149,7 +163,7 @@ async def test_prometheus_is_told_of_workers_until_their_run_has_ended(tmp_path)
 
 
 @pytest.mark.parametrize("forks", [None, Orders()], ids=["none", "gave_up"])
-async def test_without_forks_a_worker_is_started_anew(tmp_path, forks):
+async def test_a_worker_starts_without_the_fork_server(tmp_path, forks):
     (tmp_path / "worker.py").write_text("import os; print(os.environ['NAME']); raise SystemExit(3)")
     log = tmp_path / "worker.log"
     environment = {"PYTHONPATH": str(tmp_path), "NAME": "rollout-0"}
@@ -202,7 +216,7 @@ async def test_workers_are_forked_where_there_are_no_gpus(tmp_path, monkeypatch,
         assert (launcher._forks is not None) == is_forking
 
 
-def test_ranks_meet_at_a_port_that_the_kernel_gives_to_nobody_else():
+def test_ranks_rendezvous_at_a_reserved_port():
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     places = [process._places(2) for _ in range(20)]
     ports = [{place["MASTER_PORT"] for place in ranks} for ranks in places]

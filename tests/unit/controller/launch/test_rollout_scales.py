@@ -1,4 +1,4 @@
-"""RolloutScale objects: what they say, and what is asked for through them."""
+"""RolloutScale objects: status, and requested sizes."""
 
 import asyncio
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from kubernetes.client import ApiException
 
 from services.common.errors import AbortedError
-from services.controller.launch.follow import Seen
+from services.controller.launch.pod_api import Seen
 from services.controller.launch.scale import RolloutScales
 
 RUN, NAME = "run_01", "run-01"
@@ -65,7 +65,7 @@ class Harness:
             raise AbortedError("the run has changed meanwhile")
 
     async def see(self) -> None:
-        """Let the watch take in the objects as they are."""
+        """Waits until the watch has processed the current objects."""
         queue: asyncio.Queue[Seen] = asyncio.Queue()
         for name, body in self.api.objects.items():
             queue.put_nowait(Seen(name=name, body=body))
@@ -76,14 +76,14 @@ class Harness:
             watching.cancel()
 
     def replicas(self) -> tuple[int, int]:
-        """What is asked for, and what there is."""
+        """Returns the requested and the reported number of replicas."""
         scale = self.api.objects[NAME]
         return scale["spec"]["replicas"], scale["status"]["replicas"]
 
 
 async def test_a_run_shows_its_rollouts_and_how_to_find_their_pods() -> None:
     harness = Harness()
-    await harness.scales.show(RUN, 2)
+    await harness.scales.write_replicas(RUN, 2)
     await harness.see()
     scale = harness.api.objects[NAME]
     assert harness.replicas() == (2, 2)
@@ -99,12 +99,12 @@ async def test_a_run_shows_its_rollouts_and_how_to_find_their_pods() -> None:
 
 async def test_what_an_autoscaler_asks_for_reaches_the_run_once() -> None:
     harness = Harness()
-    await harness.scales.show(RUN, 2)
+    await harness.scales.write_replicas(RUN, 2)
     harness.api.objects[NAME]["spec"]["replicas"] = 4
     await harness.see()
     await harness.see()
     assert harness.heard == [(RUN, 4)]
-    await harness.scales.show(RUN, 4)
+    await harness.scales.write_replicas(RUN, 4)
     await harness.see()
     assert harness.replicas() == (4, 4)
     assert harness.heard == [(RUN, 4)]
@@ -112,18 +112,18 @@ async def test_what_an_autoscaler_asks_for_reaches_the_run_once() -> None:
 
 async def test_a_later_wish_outlasts_the_change_under_way() -> None:
     harness = Harness()
-    await harness.scales.show(RUN, 2)
+    await harness.scales.write_replicas(RUN, 2)
     for wish in (4, 6):
         harness.api.objects[NAME]["spec"]["replicas"] = wish
         await harness.see()
-    await harness.scales.show(RUN, 4)
+    await harness.scales.write_replicas(RUN, 4)
     assert harness.replicas() == (6, 4)
     assert harness.heard == [(RUN, 4), (RUN, 6)]
 
 
 async def test_a_refused_wish_is_tried_again() -> None:
     harness = Harness(refuses=True)
-    await harness.scales.show(RUN, 2)
+    await harness.scales.write_replicas(RUN, 2)
     harness.api.objects[NAME]["spec"]["replicas"] = 4
     await harness.see()
     await harness.see()
@@ -132,8 +132,8 @@ async def test_a_refused_wish_is_tried_again() -> None:
 
 async def test_a_change_of_the_run_itself_is_shown_and_not_undone() -> None:
     harness = Harness()
-    await harness.scales.show(RUN, 2)
-    await harness.scales.show(RUN, 3)
+    await harness.scales.write_replicas(RUN, 2)
+    await harness.scales.write_replicas(RUN, 3)
     await harness.see()
     assert harness.replicas() == (3, 3)
     assert harness.heard == []
@@ -142,6 +142,6 @@ async def test_a_change_of_the_run_itself_is_shown_and_not_undone() -> None:
 async def test_training_does_not_wait_for_an_api_in_trouble() -> None:
     harness = Harness()
     harness.api.error = ApiException(status=503)
-    await harness.scales.show(RUN, 2)
+    await harness.scales.write_replicas(RUN, 2)
     await harness.scales.remove(RUN)
     assert harness.api.objects == {}

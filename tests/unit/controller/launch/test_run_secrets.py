@@ -1,4 +1,4 @@
-"""What the pods of a run are known by is renewed while they run, and goes with the run."""
+"""Secrets of a run's pods are renewed while the run is active, and deleted with it."""
 
 import asyncio
 from collections.abc import Mapping
@@ -93,7 +93,7 @@ async def test_a_later_controller_renews_what_an_earlier_one_wrote(identity, clo
         assert api.writes == 1
 
 
-async def test_the_secret_of_a_run_that_ended_does_not_come_back(identity, clock):
+async def test_the_secret_of_an_ended_run_stays_deleted(identity, clock):
     api = FakeApi()
     secrets = RunSecrets(api, owner={}, clock=clock)
     with acting_as(identity):

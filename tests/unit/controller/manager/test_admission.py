@@ -1,4 +1,4 @@
-"""Which queued runs start, which wait and for what, and which have waited for too long."""
+"""Admission of queued runs: start, waiting reasons, deadlines."""
 
 import asyncio
 import time
@@ -6,7 +6,7 @@ import time
 import pytest
 
 from services.common.runspec.loader import canonical_json, parse_spec
-from services.controller.manager.admission import admit
+from services.controller.manager.quotas import admit
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.state.requests import resource_needs
 from services.controller.settings import Limits
@@ -14,6 +14,8 @@ from services.controller.store.records import NewRun
 from services.controller.store.runs import RunStore
 from services.controller.store.tables import CHECKPOINTS, QUOTAS
 from tests.helpers.rest import EmptyQueue, client_of, named, open_manager
+
+pytestmark = pytest.mark.postgresql
 
 MANY = Limits(max_active_runs=16, max_queued_runs=16)
 
@@ -144,7 +146,7 @@ def test_a_run_that_waits_for_too_long_fails_with_what_it_waited_for(store):
     assert store.get(patient).state is RunState.QUEUED
 
 
-def test_patience_begins_anew_with_a_resume(store):
+def test_the_queue_deadline_restarts_with_a_resume(store):
     run_id = queue(store, 0, timeout_s=60.0)
     for event in (RunEvent.PAUSE, RunEvent.RESUME):
         store.apply(run_id, event, reason="Test")
@@ -200,7 +202,7 @@ async def test_a_run_that_fails_in_the_moment_of_its_cancellation_is_cancelled(d
             raise RuntimeError("broken")
 
         async def drop_partition(self, partition_id):
-            """Nothing is kept."""
+            """Does nothing."""
 
     breaking = Queue()
     async with (
@@ -210,7 +212,7 @@ async def test_a_run_that_fails_in_the_moment_of_its_cancellation_is_cancelled(d
         path = f"/v1/runs/{(await api.post('/v1/runs', json=named(0))).json()['id']}"
         await breaking.asked.wait()
         store = RunStore(database)
-        # What the driver is told comes after what the database is told.
+        # The driver is notified after the database transaction.
         store.apply(path.rpartition("/")[2], RunEvent.CANCEL, reason="CancelledByUser")
         breaking.may_break.set()
         while (await api.get(path)).json()["state"] == "CANCELLING":  # noqa: ASYNC110

@@ -1,4 +1,4 @@
-"""Numbers of steps as columns."""
+"""Step metrics as columns."""
 
 from services.controller.manager.audit import as_columns
 from services.controller.store.ledgers import StepMetrics

@@ -1,4 +1,4 @@
-"""What users ask of runs that train."""
+"""User requests to active runs."""
 
 import asyncio
 import json
@@ -13,6 +13,8 @@ from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.store.records import RELEASE, NewRun, Submission
 from services.controller.store.runs import InvalidTransitionError, RunStore
 from tests.helpers.rest import SPEC, open_manager
+
+pytestmark = pytest.mark.postgresql
 
 
 async def test_an_evaluation_needs_a_run_that_trains_and_prompts_to_evaluate_with(
@@ -37,9 +39,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("state", STATES)
-async def test_a_run_that_this_release_does_not_accept_is_set_aside_and_others_go_on(
-    database, state
-):
+async def test_a_run_that_this_release_rejects_is_paused_and_others_continue(database, state):
     store = RunStore(database)
     broken = {**SPEC, "name": "broken", "key_of_another_release": 1}
     for number, spec in enumerate((broken, SPEC)):
@@ -69,7 +69,7 @@ async def test_a_run_that_this_release_does_not_accept_is_set_aside_and_others_g
         await manager.cancel(stuck)
 
 
-async def test_a_scrape_describes_other_runs_beside_one_that_is_not_accepted(database):
+async def test_a_scrape_describes_runs_next_to_a_rejected_one(database):
     store = RunStore(database)
     broken = {**SPEC, "name": "broken", "key_of_another_release": 1}
     for number, spec in enumerate((broken, SPEC)):

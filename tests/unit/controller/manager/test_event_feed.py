@@ -1,11 +1,15 @@
-"""Events that are handed to many readers."""
+"""Distribution of events to many readers."""
 
 import asyncio
 import dataclasses
 
+import pytest
+
 from services.controller.manager.event_feed import EventFeed
 from services.controller.store.records import Event, NewRun
 from services.controller.store.runs import RunStore
+
+pytestmark = pytest.mark.postgresql
 
 RUN = "run_" + "0" * 32
 
@@ -55,7 +59,7 @@ async def test_a_reader_that_comes_later_sees_no_event_twice(database):
     assert await asyncio.wait_for(first, 10.0) == [1, 2, 3]
 
 
-async def test_a_reader_who_knows_more_than_a_database_that_went_back_hears_of_the_end(database):
+async def test_a_reader_ahead_of_a_restored_database_gets_the_end(database):
     store = RunStore(database)
     store.create(NewRun(run_id=RUN, name="back", spec_json="{}", spec_digest=""))
     feed = EventFeed(database, store)

@@ -1,4 +1,4 @@
-"""What a patch may not change, and what runs count for quotas."""
+"""Immutable keys of a patch, and the runs that count against quotas."""
 
 from types import SimpleNamespace
 

@@ -15,6 +15,8 @@ from services.controller.store.rows import forget_events
 from services.controller.store.runs import RunStore
 from tests.helpers.rest import SPEC, client_of, named, save
 
+pytestmark = pytest.mark.postgresql
+
 NUMBERS = itertools.count()
 
 
@@ -23,13 +25,13 @@ async def submitted(api) -> str:
 
 
 async def ended(api, run_id) -> None:
-    """Cancel a run and wait for its end."""
+    """Cancels a run and waits for its end."""
     await api.post(f"/v1/runs/{run_id}/cancel")
     await api.get(f"/v1/runs/{run_id}/events/stream")
 
 
 def train(database, run_id, *, steps) -> None:
-    """Issue two groups a step and one more, and train all but the last ones."""
+    """Issues two groups per step and one more; trains all but the last ones."""
     ledger = Ledger(max_attempts=3)
     with database.write() as connection:
         for step in range(1, steps + 1):
@@ -45,25 +47,22 @@ def train(database, run_id, *, steps) -> None:
             ledger_store.commit_step(connection, run_id, step, {"reward_mean": 0.5})
 
 
-@pytest.mark.parametrize(
-    ("query", "steps"),
-    [
+async def test_numbers_of_steps_are_thinned_out_evenly(api, database):
+    run_id = await submitted(api)
+    train(database, run_id, steps=7)
+    for query, steps in (
         ("", [1, 2, 3, 4, 5, 6, 7]),
         ("name=reward_mean&from_step=5", [5, 6, 7]),
         ("max_points=3", [1, 4, 7]),
         ("max_points=2&from_step=2", [4, 7]),
         ("max_points=2&from_step=2&to_step=5", [3, 5]),
         ("from_step=9", []),
-    ],
-)
-async def test_numbers_of_steps_are_thinned_out_evenly(api, database, query, steps):
-    run_id = await submitted(api)
-    train(database, run_id, steps=7)
-    found = (await api.get(f"/v1/runs/{run_id}/metrics?{query}")).json()
-    assert found["steps"] == steps
-    assert len(found["times"]) == len(steps)
-    known = [{"name": "reward_mean", "values": [0.5] * len(steps)}]
-    assert found["items"] == (known if steps else [])
+    ):
+        found = (await api.get(f"/v1/runs/{run_id}/metrics?{query}")).json()
+        assert found["steps"] == steps, query
+        assert len(found["times"]) == len(steps)
+        known = [{"name": "reward_mean", "values": [0.5] * len(steps)}]
+        assert found["items"] == (known if steps else [])
 
 
 async def test_numbers_are_asked_for_by_name(api, database):
@@ -93,7 +92,7 @@ async def test_events_are_read_from_the_newest_on_and_by_type(api):
     assert sorted(changes + others) == everything
 
 
-async def test_a_fork_goes_on_from_a_checkpoint_with_the_same_prompts(api, database):
+async def test_a_fork_continues_from_a_checkpoint_with_the_same_prompts(api, database):
     run_id = await submitted(api)
     train(database, run_id, steps=3)
     save(database, run_id, step=2, path="/checkpoints/step-00000002")
@@ -124,7 +123,21 @@ async def test_overrides_of_a_fork_win_over_its_parent_under_any_name(api, datab
     assert (spec["data"]["epochs"], spec["trainer"]["steps"]) == (2, None)
 
 
-async def test_a_fork_with_other_data_begins_its_prompts_anew(api, database):
+async def test_a_fork_with_another_model_is_refused_by_key(api, database):
+    run_id = await submitted(api)
+    train(database, run_id, steps=2)
+    save(database, run_id, step=1, path="/checkpoints/step-00000001")
+    for overrides, key in (
+        ({"model": {"path": "tiny:qwen3-0.4m"}}, "model.path"),
+        ({"model": {"tokenizer": "chars:xyz"}}, "model.tokenizer"),
+        ({"trainer": {"lora": {"rank": 2}}}, "trainer.lora"),
+    ):
+        refused = await api.post(f"/v1/runs/{run_id}/fork", json={"overrides": overrides})
+        assert refused.status_code == 422, refused.text
+        assert key in refused.text
+
+
+async def test_a_fork_with_other_data_restarts_its_prompts(api, database):
     run_id = await submitted(api)
     train(database, run_id, steps=2)
     save(database, run_id, step=1, path="/checkpoints/step-00000001")
@@ -292,7 +305,7 @@ async def test_a_run_that_has_ended_is_not_ended_once_more(api, manager):
     assert (await manager.get(run_id)).state == "CANCELLED"
 
 
-async def test_a_failed_run_says_whose_fault_it_is(api, database):
+async def test_a_failed_run_has_the_party_at_fault(api, database):
     await submitted(api)
     run_id = await submitted(api)
     message = "trainer-0 ended with exit code 1; its last lines:\ngone"
@@ -308,23 +321,20 @@ async def test_a_failed_run_says_whose_fault_it_is(api, database):
     }
 
 
-@pytest.mark.parametrize(
-    ("reason", "message", "component"),
-    [
+async def test_an_error_names_what_failed(api, database):
+    await submitted(api)
+    for reason, message, component in (
         ("WorkerLost", "ref_logp-1 sent no heartbeat for 30 s", "ref_logp-1"),
         ("INTERNAL", "/slipstream.transferqueue.v1.IndexService/Claim: broken", "transferqueue"),
         ("GenerationError", "every rollout failed", "rollout"),
         ("QueueTimeout", "the run did not start", "controller"),
-    ],
-)
-async def test_an_error_names_what_failed(api, database, reason, message, component):
-    await submitted(api)
-    run_id = await submitted(api)
-    RunStore(database).apply(run_id, RunEvent.FAIL, reason=reason, message=message)
-    assert (await api.get(f"/v1/runs/{run_id}")).json()["error"]["component"] == component
+    ):
+        run_id = await submitted(api)
+        RunStore(database).apply(run_id, RunEvent.FAIL, reason=reason, message=message)
+        assert (await api.get(f"/v1/runs/{run_id}")).json()["error"]["component"] == component
 
 
-async def test_a_run_says_when_it_left_the_queue_and_when_it_ended(api):
+async def test_a_run_has_the_times_of_admission_and_end(api):
     first, second = await submitted(api), await submitted(api)
     await api.post(f"/v1/runs/{second}/cancel")
     started = (await api.get(f"/v1/runs/{first}")).json()
@@ -335,7 +345,7 @@ async def test_a_run_says_when_it_left_the_queue_and_when_it_ended(api):
     assert ended["create_time"] <= ended["finish_time"]
 
 
-async def test_a_paused_run_says_what_is_wanted_and_what_is_true(api):
+async def test_a_paused_run_has_desired_and_actual_state(api):
     run_id = await submitted(api)
     await asyncio.sleep(0)
     held = await api.post(f"/v1/runs/{await submitted(api)}/pause", json={"checkpoint": False})
@@ -352,7 +362,7 @@ async def test_a_paused_run_says_what_is_wanted_and_what_is_true(api):
     assert unknown.status_code == 422
 
 
-async def test_a_cursor_behind_what_is_kept_is_gone(api, database):
+async def test_a_cursor_before_the_oldest_event_is_refused(api, database):
     run_id = await submitted(api)
     await ended(api, run_id)
     with database.write() as connection:

@@ -1,4 +1,4 @@
-"""RunCollector: what Prometheus reads off the runs."""
+"""RunCollector: metrics of runs for Prometheus."""
 
 from types import SimpleNamespace
 

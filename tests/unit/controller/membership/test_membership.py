@@ -47,7 +47,7 @@ async def until(membership, condition):
     await membership.wait_until(condition, timeout_s=lambda: 30.0, waiting_for=lambda: "it")
 
 
-async def test_whoever_waits_for_a_worker_to_load_hears_of_it():
+async def test_waiters_are_woken_when_a_worker_has_loaded():
     membership = await registered()
     waiting = asyncio.ensure_future(
         until(membership, lambda: membership.find("run_1", "rollout-0").state == "loaded")
@@ -57,7 +57,7 @@ async def test_whoever_waits_for_a_worker_to_load_hears_of_it():
     await waiting
 
 
-async def test_whoever_waits_for_a_workers_data_hears_of_it():
+async def test_waiters_are_woken_when_a_worker_reports_its_data():
     membership = await registered()
     await record_heartbeat(membership, "loaded")
     waiting = asyncio.ensure_future(
@@ -69,14 +69,14 @@ async def test_whoever_waits_for_a_workers_data_hears_of_it():
 
 async def test_a_process_that_outlives_its_loss_stops_and_its_replacement_takes_no_place():
     membership = await registered()
-    await membership.forget("run_1", "rollout-0")
+    await membership.unregister("run_1", "rollout-0")
     assert await record_heartbeat(membership, "ready") == "stop"
     with pytest.raises(FailedPreconditionError):
         await membership.register(worker())
     assert not await membership.register(worker("b"))
 
 
-async def test_heartbeats_that_bring_no_news_wake_nobody():
+async def test_heartbeats_without_news_wake_no_waiter():
     membership = await registered()
     await record_heartbeat(membership, "loading", tokens=1.0)
     tried = 0
@@ -98,7 +98,7 @@ async def test_heartbeats_that_bring_no_news_wake_nobody():
     assert tried == 2
 
 
-async def test_the_more_workers_there_are_the_more_seldom_each_is_heard(tmp_path):
+async def test_the_heartbeat_interval_grows_with_the_number_of_workers(tmp_path):
     membership = await registered()
     settings = ControllerSettings(
         transferqueue_address="127.0.0.1:1",
@@ -146,7 +146,7 @@ async def test_a_silent_worker_is_named_but_not_by_a_controller_that_stood_still
 
     clock.now = 15.0
     assert membership.find_silent("run_1") == []
-    clock.now = 15.0 + 40.0  # stopped, as by SIGSTOP: nobody was heard, and nobody could be
+    clock.now = 15.0 + 40.0  # stopped, as by SIGSTOP: no heartbeat arrived, and none could
     assert membership.find_silent("run_1") == []
     clock.now = 55.0 + 15.0
     assert membership.find_silent("run_1") == []
@@ -154,7 +154,7 @@ async def test_a_silent_worker_is_named_but_not_by_a_controller_that_stood_still
     assert [lost.worker_id for lost in membership.find_silent("run_1")] == ["rollout-0"]
 
 
-async def test_a_watch_that_begins_anew_is_no_pause():
+async def test_a_restarted_watch_is_not_a_pause():
     clock = Watch()
     membership = Membership(clock, 30.0)
     membership.open_run("run_1")

@@ -1,12 +1,11 @@
-"""GPUs are split where that gives the most."""
+"""The recommended split of GPUs has the highest predicted rate."""
 
 from dataclasses import replace
 
 import pytest
 
 from services.controller.planning.gpu_splits import GpuCapacity, plan_splits
-from services.controller.planning.lengths import Geometric
-from services.controller.planning.rates import DecodeTime, Rates, Setting
+from services.controller.planning.inputs import DecodeTime, Geometric, Rates, Setting
 
 RATES = Rates(
     train_tokens_per_s=10_000.0,
@@ -45,7 +44,7 @@ def test_the_slower_side_gets_more(train_tokens_per_s, trainer_gpus):
     assert found.best.setting.trainer_gpus == trainer_gpus
 
 
-def test_what_is_recommended_gives_nearly_the_most():
+def test_the_recommendation_is_close_to_the_best():
     found = planned()
     most = max(split.prediction.samples_per_s for split in found.splits)
     assert found.best.prediction.samples_per_s >= 0.95 * most
@@ -78,7 +77,7 @@ def test_too_few_gpus_are_refused_with_the_figures():
         planned(gpus=1)
 
 
-def test_a_plan_of_which_nothing_fits_says_why():
+def test_a_plan_without_a_fitting_split_gives_the_reason():
     with pytest.raises(ValueError, match="with 3 for the trainer: needs 90 GB"):
         planned(gpus=4, refused=lambda way: "needs 90 GB")
     # What two GPUs are too few for, one may do in turns, but for its memory.

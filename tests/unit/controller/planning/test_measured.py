@@ -1,11 +1,17 @@
-"""A run's own steps say how fast its parts are, or that they do not say it yet."""
+"""Rates measured from a run's steps, if there are enough of them."""
 
 import pytest
 
 from services.controller.planning.advice import advise
-from services.controller.planning.inputs import TooFewStepsError, rates_of, waited, with_overrides
-from services.controller.planning.lengths import Geometric, Measured
-from services.controller.planning.rates import Setting
+from services.controller.planning.inputs import (
+    Geometric,
+    Measured,
+    Setting,
+    TooFewStepsError,
+    rates_of,
+    waited_fraction,
+    with_overrides,
+)
 from services.controller.planning.simulation import predict
 
 SETTING = Setting(
@@ -64,7 +70,7 @@ def test_the_first_steps_say_nothing():
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])
-def test_a_run_with_too_few_steps_says_so(count):
+def test_a_run_with_too_few_steps_is_refused(count):
     with pytest.raises(TooFewStepsError):
         rates_of(steps(count), LENGTHS, setting=SETTING)
 
@@ -90,7 +96,7 @@ def measured(**changes):
     return steps(seconds=now.step_s, **{**share, **changes}), rates
 
 
-def test_advice_names_the_side_that_is_short_and_what_would_mend_it():
+def test_advice_names_the_bottleneck_and_a_remedy():
     found, rates = measured()
     advice = advise(found, rates, SETTING, gpus=3)
     assert advice.is_trusted
@@ -102,7 +108,7 @@ def test_advice_names_the_side_that_is_short_and_what_would_mend_it():
         "algorithm.max_staleness",
         "rollout.max_running_samples",
     }
-    assert f"{100 * waited(found):.0f} %" in advice.message()
+    assert f"{100 * waited_fraction(found):.0f} %" in advice.message()
     assert all(change.key in advice.message() for change in advice.changes)
 
 

@@ -1,4 +1,4 @@
-"""Predicted step times keep to what must hold in every run."""
+"""Invariants of predicted step times."""
 
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -6,8 +6,14 @@ from random import Random
 
 import pytest
 
-from services.controller.planning.lengths import Geometric, Lognormal, Measured
-from services.controller.planning.rates import DecodeTime, Rates, Setting
+from services.controller.planning.inputs import (
+    DecodeTime,
+    Geometric,
+    Lognormal,
+    Measured,
+    Rates,
+    Setting,
+)
 from services.controller.planning.simulation import min_step_s, predict
 
 RATES = Rates(
@@ -38,7 +44,7 @@ def test_a_synchronous_step_takes_generation_and_training_one_after_the_other():
     assert found.staleness_mean == 0
 
 
-def test_what_a_synchronous_step_does_beside_them_is_added():
+def test_other_work_of_a_synchronous_step_is_added():
     rates = replace(
         RATES,
         lengths=fixed(100),
@@ -92,7 +98,7 @@ def test_where_places_are_short_a_trainer_that_lends_its_gpu_is_faster_than_one_
     )
 
 
-def test_what_engines_in_turns_have_not_finished_goes_on_in_the_others():
+def test_unfinished_groups_of_colocated_engines_continue_on_the_others():
     rates = replace(RATES, lengths=fixed(400), train_tokens_per_s=3_000.0, gpu_switch_s=0.1)
     mixed = replace(SETTING, rollouts=2, colocated_rollouts=1, slots=64, groups_per_step=4)
     found = predict(rates, mixed)

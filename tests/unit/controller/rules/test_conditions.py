@@ -1,9 +1,8 @@
-"""Conditions follow from events, and from nothing else."""
+"""Conditions follow only from events."""
 
 import pytest
 
-from services.controller.rules.conditions import Condition, conditions_after
-from services.controller.rules.run_state import RunEvent
+from services.controller.rules.run_state import Condition, RunEvent, conditions_after
 from services.controller.store.records import NewRun, Note
 from services.controller.store.runs import RunStore
 
@@ -47,7 +46,7 @@ def statuses(*events) -> str:
         ([("CheckpointSaved", "step 3", {}), ("CheckpointFailed", "disk", {})], "FFFFFFF"),
     ],
 )
-def test_each_event_changes_what_it_tells_of(events, expected):
+def test_each_event_changes_its_conditions(events, expected):
     assert statuses(*events) == expected
 
 
@@ -57,14 +56,14 @@ def test_a_status_that_stays_keeps_its_time_and_gets_the_newest_reason():
     assert after(moved("STARTING"))["Admitted"].last_transition_time == 1.0
 
 
-def test_a_failed_run_still_says_what_kept_it_from_starting():
+def test_a_failed_run_keeps_the_obstacle_to_its_start():
     placed = after(moved("STARTING"), PENDING, moved("FAILED", "WorkerLost", "gave up"))["Placed"]
     assert (placed.reason, placed.message) == ("Unschedulable", PENDING[1])
 
 
 @pytest.mark.parametrize("end", ["SUCCEEDED", "FAILED", "CANCELLED", "PAUSED"])
 @pytest.mark.parametrize("before", [[], [moved("STARTING"), READY, moved("RUNNING"), STILL]])
-def test_nothing_waits_any_more_in_a_run_that_does_not_go_on(before, end):
+def test_an_ended_run_has_no_waiting_condition(before, end):
     found = after(*before, moved(end, "Over", "it is over"))
     del found["CheckpointCurrent"]
     untold = {name: each for name, each in found.items() if each.reason != "Over"}

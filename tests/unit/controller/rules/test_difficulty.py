@@ -1,4 +1,4 @@
-"""Difficulty: what is set aside, for how long, what is kept of it, and how a hand-out passes it over."""
+"""Difficulty: deferred prompts, their duration, stored history, and dispatch without them."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_success_is_a_running_mean():
     assert difficulty.take_changes() == ()
 
 
-def test_a_group_without_a_reward_says_nothing():
+def test_a_group_without_a_reward_is_ignored():
     difficulty = seen((0, []), (1, [float("nan")]))
     assert difficulty.take_changes() == ()
 
@@ -51,7 +51,7 @@ def test_one_try_after_another_is_counted_once():
     assert difficulty.count_skipped(step=6) == {"solved": 1, "hopeless": 0}
 
 
-def test_another_controller_goes_on_with_what_was_kept():
+def test_another_controller_resumes_from_stored_histories():
     difficulty = seen((0, [0.0]), (2, [1.0]), (3, [0.5]))
     later = Difficulty(6, SPEC, known=difficulty.take_changes())
     assert [later.is_skipped(row, step=8) for row in range(4)] == [True, False, True, False]

@@ -12,7 +12,7 @@ def test_a_number_is_in_the_bucket_that_reaches_up_to_the_next_bound(value, boun
     assert bound_of(value) == bound
 
 
-def test_a_bucket_begins_behind_the_one_before():
+def test_a_bucket_starts_after_the_previous_one():
     buckets = {}
     for value in range(1000):
         buckets.setdefault(bound_of(value), value)

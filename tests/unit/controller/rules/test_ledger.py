@@ -1,11 +1,10 @@
 """Every issued prompt is in exactly one state."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from services.controller.rules.groups import Group, GroupState, LedgerState
-from services.controller.rules.ledger import Ledger, LedgerError
+from services.controller.rules.ledger import Group, GroupState, Ledger, LedgerError, LedgerState
 
 
 def test_a_trained_group_goes_through_all_states():
@@ -39,9 +38,9 @@ def test_a_group_that_was_put_aside_with_tokens_is_still_begun():
     group, untouched = ledger.issue(row=0, position=1), ledger.issue(row=1, position=2)
     ledger.lease(group, "rollout-0", version=4, now=0.0)
     ledger.interrupt(group)
-    assert ledger.begun() == [group]
+    assert ledger.started_groups() == [group]
     assert group.oldest_version == 4
-    assert untouched not in ledger.begun()
+    assert untouched not in ledger.started_groups()
 
 
 def test_results_of_an_older_attempt_are_not_found():
@@ -64,7 +63,6 @@ def test_a_prompt_is_quarantined_after_the_last_try():
     assert ledger.reasons() == {"reward_timeout": 1}
 
 
-@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 30)), max_size=120))
 def test_the_ledger_closes_after_any_sequence_of_events(events):
     ledger = Ledger(max_attempts=2)
@@ -78,7 +76,7 @@ def test_the_ledger_closes_after_any_sequence_of_events(events):
         lambda g: ledger.consume([g]),
         lambda g: ledger.drop(g, "stale"),
         ledger.interrupt,
-        ledger.lose,
+        ledger.park_lost,
         ledger.requeue,
         lambda g: ledger.put_back([g]),
     ]
@@ -130,9 +128,9 @@ def test_a_prompt_that_outlives_too_many_workers_is_quarantined():
     group = ledger.issue(row=0, position=1)
     for _ in range(7):
         ledger.lease(group, "rollout-0", version=0, now=0.0)
-        assert ledger.lose(group)
+        assert ledger.park_lost(group)
     ledger.lease(group, "rollout-0", version=0, now=0.0)
-    assert not ledger.lose(group)
+    assert not ledger.park_lost(group)
     assert ledger.reasons() == {"worker_lost": 1}
 
 
@@ -142,7 +140,7 @@ def test_tokens_from_before_a_new_beginning_are_fenced_off_and_those_of_an_inter
     ledger.lease(group, "rollout-0", version=4, now=0.0)
     ledger.interrupt(group, num_tokens=7)
     ledger.lease(group, "rollout-0", version=5, now=1.0)
-    assert ledger.lose(group)
+    assert ledger.park_lost(group)
     assert (group.attempt, group.first_attempt, group.oldest_version) == (3, 1, 4)
     for begin_anew in (ledger.requeue, lambda group: ledger.retry(group, "reward_error")):
         ledger.lease(group, "rollout-0", version=6, now=2.0)
@@ -156,7 +154,7 @@ def test_a_group_whose_worker_died_is_as_old_as_what_that_may_have_stored():
     group = ledger.issue(0, position=1)
     ledger.lease(group, "rollout-0", version=4, now=0.0)
     ledger.confirm(group)
-    assert ledger.lose(group)
-    assert ledger.begun() == [group], "a batch waits for it, if it must"
+    assert ledger.park_lost(group)
+    assert ledger.started_groups() == [group], "a batch waits for it, if it must"
     ledger.lease(group, "rollout-1", version=5, now=1.0)
     assert (group.oldest_version, group.attempt) == (4, 2)

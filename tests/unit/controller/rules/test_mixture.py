@@ -27,7 +27,7 @@ def test_every_batch_has_each_sets_share():
         assert all(abs(count - share) <= 1 for count, share in zip(counts, (2, 12, 6), strict=True))
 
 
-def test_each_set_has_epochs_of_its_own():
+def test_each_set_has_separate_epochs():
     mixture = Mixture(ROWS, {"train.easy": 1, "train.hard": 1, "train.rare": 1})
     easy = [row for row in rows_of(mixture, 420) if row < 7]
     assert len(easy) == 140
@@ -38,7 +38,7 @@ def test_each_set_has_epochs_of_its_own():
 @pytest.mark.parametrize(
     "weights", [None, {"train.easy": 0.1, "train.hard": 0.7, "train.rare": 0.2}]
 )
-def test_a_mixture_goes_on_where_it_was(weights):
+def test_a_mixture_resumes_at_its_position(weights):
     mixture = Mixture(ROWS, weights)
     rows = rows_of(mixture, 300)
     for position in (1, 49, 50, 123, 299):

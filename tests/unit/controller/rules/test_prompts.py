@@ -22,7 +22,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert len({tuple(first[:100]), tuple(first[100:]), tuple(rows(2)[:100])}) == 3
 
 
-def test_an_order_goes_on_where_it_was():
+def test_an_order_resumes_at_its_position():
     whole = PromptOrder(Mixture({"train": 50}), seed=1, shuffle=True)
     rows = [whole.next_row() for _ in range(80)]
     later = PromptOrder(Mixture({"train": 50}), seed=1, shuffle=True, position=30)

@@ -26,6 +26,8 @@ from services.controller.store.records import NewRun
 from services.controller.store.runs import InvalidTransitionError, RunStore
 from services.controller.store.tables import RUNS
 
+pytestmark = pytest.mark.postgresql
+
 
 @pytest.mark.parametrize("state", RunState)
 def test_terminal_states_take_no_event_and_others_some(state):
@@ -135,7 +137,7 @@ def machine_over(url: str) -> type[Runs]:
     return type("RunsOfDatabase", (Runs,), {"url": url})
 
 
-def test_the_database_moves_runs_as_the_table_says(database_url):
+def test_the_database_applies_the_transition_table(database_url):
     Database(database_url).close()
     run_state_machine_as_test(
         machine_over(database_url),

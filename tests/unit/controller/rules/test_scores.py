@@ -100,7 +100,7 @@ def test_a_response_is_right_from_a_reward_on():
     assert evaluation(samples).by_set["heldout"]["pass@1"] == 0.0
 
 
-def test_each_set_has_scores_of_its_own():
+def test_each_set_has_separate_scores():
     easy = [replace(sample, set_name="easy") for sample in sampled("v0", 1.0, 1.0)]
     result = evaluation([*easy, *[replace(s, set_name="hard") for s in sampled("v1", 0.0, 1.0)]])
     assert [

@@ -1,4 +1,4 @@
-"""How many groups keep the engines' places taken follows from how unequal their responses are."""
+"""The number of groups that occupy all slots follows from the spread of response lengths."""
 
 import pytest
 

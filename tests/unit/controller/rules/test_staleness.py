@@ -19,7 +19,7 @@ def test_capacity_is_the_room_under_the_bound():
         capacity = gate.capacity(
             published=row["version"],
             num_admitted=row["accepted"] + row["running"],
-            most=row["max_concurrent"] - row["running"],
+            max_groups=row["max_concurrent"] - row["running"],
         )
         assert capacity == row["capacity"], row
         assert (capacity > 0) == row["admit_one"], row
@@ -39,7 +39,7 @@ def train_in_order_of_completion(inputs):
     waiting = list(enumerate(inputs["durations"]))
     running, ready, batches, admitted = [], [], [], 0
     for version in range(inputs["steps"]):
-        room = gate.capacity(published=version, num_admitted=admitted, most=10**9)
+        room = gate.capacity(published=version, num_admitted=admitted, max_groups=10**9)
         for number, duration in waiting[:room]:
             running.append((version + duration, number, version))
         admitted += len(waiting[:room])

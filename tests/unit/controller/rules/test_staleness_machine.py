@@ -11,8 +11,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.controller.rules.groups import RUNNING, WAITING, Group, GroupState, LedgerState
-from services.controller.rules.ledger import Ledger
+from services.controller.rules.ledger import (
+    RUNNING,
+    WAITING,
+    Group,
+    GroupState,
+    Ledger,
+    LedgerState,
+)
 from services.controller.rules.staleness import StalenessGate, choose_batch, resume_order
 
 WORKERS = ("rollout-0", "rollout-1")
@@ -30,7 +36,7 @@ class Held:
 
 @dataclass
 class Queue:
-    """What the transferqueue holds by group: an attempt, and the versions of its tokens."""
+    """Attempt and token versions that the transferqueue holds, by group."""
 
     progress: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     samples: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
@@ -65,7 +71,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS), decodes=st.booleans())
     def dispatch(self, worker, decodes):
-        """As the dispatcher does: resumed groups first, then those that the gate lets in."""
+        """Dispatches resumed groups first, then those that the gate admits."""
         served = self.published + self.offset
         free = PLACES - self.ledger.count(*RUNNING)
         groups = resume_order(
@@ -75,7 +81,7 @@ class Run(RuleBasedStateMachine):
         room = self.gate.capacity(
             published=self.published,
             num_admitted=self.ledger.num_admitted - len(waiting),
-            most=free - len(groups),
+            max_groups=free - len(groups),
         )
         groups += waiting[:room]
         for _ in range(room - min(room, len(waiting))):
@@ -138,7 +144,7 @@ class Run(RuleBasedStateMachine):
     def train(self, publishes):
         choice = choose_batch(
             self.ledger.in_state(GroupState.READY),
-            self.ledger.begun(),
+            self.ledger.started_groups(),
             gate=self.gate,
             trainer_version=self.version,
             wait_for_due=True,
@@ -168,7 +174,7 @@ class Run(RuleBasedStateMachine):
         self.held = {key: held for key, held in self.held.items() if held.worker != worker}
         for group in self.ledger.running():
             if group.worker_id == worker:
-                self.ledger.lose(group)
+                self.ledger.park_lost(group)
 
     @rule()
     def checkpoint(self):
@@ -183,7 +189,7 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.is_queue_lost)
     @rule()
     def recover(self):
-        """As ``Generation.restore`` does after the loop has found the loss."""
+        """Restores groups as the scheduler does after the loop has found the loss."""
         self.is_queue_lost = False
         for sequence, (attempt, versions) in [*self.queue.samples.items()]:
             group = self.group(sequence)
@@ -228,5 +234,5 @@ class Run(RuleBasedStateMachine):
                 assert min(held.versions, default=group.oldest_version) >= group.oldest_version
 
 
-Run.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+Run.TestCase.settings = settings(stateful_step_count=60)
 test_the_bound_holds_through_any_sequence_of_kills = Run.TestCase

@@ -15,9 +15,9 @@ def test_one_evaluation_is_made_at_a_time():
     turns.enqueue(first)
     turns.enqueue(second)
     assert (turns.current, turns.next) == (first, second)
-    turns.end()
+    turns.finish_current()
     assert (turns.current, turns.next) == (second, None)
-    turns.end()
+    turns.finish_current()
     assert turns.current is None
 
 

@@ -1,4 +1,4 @@
-"""What a run finds in the transferqueue when it is taken up."""
+"""State of the transferqueue when a controller resumes a run."""
 
 from types import SimpleNamespace
 

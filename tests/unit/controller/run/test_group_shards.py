@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.controller.rules.groups import GroupState
-from services.controller.rules.ledger import Ledger
+from services.controller.rules.ledger import GroupState, Ledger
 from services.controller.rules.placement import split
 from services.controller.rules.prompts import Mixture, PromptOrder
 from services.controller.run.dispatch.dispatcher import Dispatcher
@@ -27,7 +26,7 @@ SPEC = spec_with(
 
 
 class Recorder:
-    """A journal that keeps what is told."""
+    """A journal that records its calls."""
 
     def __init__(self):
         self.told = []
@@ -35,7 +34,7 @@ class Recorder:
     async def save(self, ledger):
         ledger.take_changes()
 
-    async def note(self, note, ledger):
+    async def record_event(self, note, ledger):
         ledger.take_changes()
         self.told.append(note.type)
 
@@ -171,7 +170,7 @@ async def test_a_group_that_finds_no_room_in_one_rollout_is_shared_and_whole_in_
     assert run.rollouts.choose_several(3)[0] == ["rollout-1", "rollout-2", "rollout-0"]
 
 
-async def test_what_one_rollout_put_aside_goes_on_without_what_the_others_brought():
+async def test_a_parked_shard_continues_without_the_finished_shards():
     run = Run()
     await run.dispatch()
     await run.fail("rollout-0", "interrupted", num_unfinished=2, num_tokens=7)
@@ -201,7 +200,7 @@ async def test_a_share_whose_brother_was_put_aside_ends_the_try_when_it_arrives(
 
 
 @pytest.mark.parametrize("reason", ["reward_timeout", "publish_failed"])
-async def test_a_share_that_fails_ends_the_others_and_the_whole_group_begins_again(reason):
+async def test_a_failed_shard_cancels_the_others_and_restarts_the_group(reason):
     run = Run()
     await run.dispatch()
     await run.bring(2, 3, attempt=1)
@@ -216,7 +215,7 @@ async def test_a_share_that_fails_ends_the_others_and_the_whole_group_begins_aga
     assert sorted(member for members in shares.values() for member in members) == [0, 1, 2, 3, 4]
 
 
-async def test_groups_for_which_there_is_no_room_are_told_of_once_a_step():
+async def test_groups_without_free_slots_are_reported_once_per_step():
     run = Run()
     for steps in (1, 2):
         for _ in range(3):
@@ -266,7 +265,7 @@ def test_shares_are_equal_as_far_as_that_goes():
 
 
 @pytest.mark.parametrize("members", [(0, 1), (0, 1, 2, 3, 4)], ids=["running", "ready"])
-async def test_a_group_that_lost_samples_with_a_shard_begins_again(members):
+async def test_a_group_that_lost_samples_restarts(members):
     run = Run()
     await run.dispatch()
     await run.bring(*members, attempt=1)
@@ -298,11 +297,11 @@ async def test_rollouts_that_leave_hand_over_what_they_have_and_get_no_more(is_p
     assert given.keys() == {"rollout-0", "rollout-1", "rollout-2"}
     await run.generation.reclaim_from_leaving(["rollout-1"])
     assert run.rollouts.put_aside_by_name == ([run.group.group_id] if is_partial else [])
-    # Whether they were put aside or not, the others go on with them, and nobody waits for who is gone.
+    # Parked or not, the others continue them, and no call waits for the removed rollout.
     assert (run.group.state, run.rollouts.cancelled) == (GroupState.PARTIAL, [run.group.group_id])
     assert run.rollouts.num_replicas == 2
     assert "rollout-1" not in run.rollouts.choose_several(3)[0]
-    run.rollouts.leave(["rollout-1"])
+    run.rollouts.remove(["rollout-1"])
     assert sorted(await run.dispatch()) == ["rollout-0", "rollout-2"]
 
 
@@ -315,13 +314,13 @@ async def test_what_leaving_rollouts_have_finished_is_taken_in_as_any_other():
     assert (run.group.state, run.rollouts.cancelled) == (GroupState.READY, [])
 
 
-async def test_a_rollout_that_says_that_it_ends_gets_no_more_groups():
+async def test_a_draining_rollout_gets_no_groups():
     run = Run()
     run.rollouts._workers["rollout-1"].state = "draining"
     assert sorted(await run.dispatch()) == ["rollout-0", "rollout-2"]
 
 
-async def test_rollouts_that_leave_without_groups_stop_nobody_elses():
+async def test_removed_rollouts_without_groups_interrupt_no_others():
     run = Run()
     await run.generation.reclaim_from_leaving(["rollout-1"])
     assert run.rollouts.put_aside_by_name == []

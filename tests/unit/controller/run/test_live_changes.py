@@ -1,4 +1,4 @@
-"""What users want of a run that trains: limits that change, and requests that nothing loses."""
+"""User requests to a training run: changed limits, and durable requests."""
 
 import asyncio
 from dataclasses import replace
@@ -55,7 +55,7 @@ async def test_a_run_trains_to_its_end(database, workers):
         assert (await ended(manager, run_id)).step == 4
 
 
-async def test_samples_that_a_step_leaves_out_are_told(database, workers):
+async def test_samples_left_out_of_a_step_are_reported(database, workers):
     workers.left_out = {f"group-{number}.0": 131_072 for number in range(10)}
     async with open_manager(database, queue=workers.queue) as manager:
         run_id = await submitted(manager)

@@ -1,4 +1,4 @@
-"""Weights are published beside training: the newest, one after the other, and the gate opens behind them."""
+"""Weights are published during training: the newest version, one at a time, before the gate opens."""
 
 import asyncio
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ class Parts:
 
 
 async def nothing(*args, **kwargs):
-    """Nobody evaluates, and nothing is written down."""
+    """No evaluation and no journal."""
 
 
 def rollout(name):
@@ -58,13 +58,13 @@ def rollout(name):
 def publisher(connections):
     return Publisher(
         spec=SimpleNamespace(num_steps=9),
-        journal=SimpleNamespace(note=nothing),
+        journal=SimpleNamespace(record_event=nothing),
         connections=connections,
         ledger=None,
         scheduler=SimpleNamespace(published=connections.opened.append),
         evaluator=SimpleNamespace(published=nothing),
         gpu_time_sharing=connections,
-        progress=SimpleNamespace(synced=lambda report: None, summary=lambda ledger: {}),
+        progress=SimpleNamespace(record_sync=lambda report: None, summary=lambda ledger: {}),
         version_offset=100,
     )
 
@@ -78,11 +78,11 @@ async def test_versions_that_are_overtaken_are_never_sent():
         await one.offer(step)
         assert one.is_busy
     connections.may_publish.set()
-    await one.served(2)
+    await one.wait_served(2)
     assert connections.published == [103]
     assert connections.opened == [3]
     assert connections.serving[0].weight_version == 103
-    await one.settled()
+    await one.wait_idle()
     assert not one.is_busy
     task.cancel()
 
@@ -92,7 +92,7 @@ async def test_what_was_served_before_opens_the_gate_and_is_not_sent_again():
     one = publisher(connections)
     task = asyncio.create_task(one.run())
     await one.record_served(4)
-    await one.served(4)
+    await one.wait_served(4)
     assert (connections.published, connections.opened) == ([], [4])
     task.cancel()
 
@@ -107,7 +107,7 @@ async def test_a_rollout_that_joins_gets_what_is_served_and_nothing_is_evaluated
     one.evaluator.published = published
     task = asyncio.create_task(one.run())
     await one.offer(1)
-    await one.served(1)
+    await one.wait_served(1)
     late = rollout("rollout-1")
     assert await one.admit([late])
     assert one.is_busy
@@ -137,7 +137,7 @@ async def test_in_turns_nothing_is_published_for_a_rollout_that_joins_alone():
     one = publisher(connections)
     task = asyncio.create_task(one.run())
     await one.offer(1)
-    await one.served(1)
+    await one.wait_served(1)
     connections.is_needed = True
     late = rollout("rollout-1")
     assert await one.admit([late])
@@ -153,7 +153,7 @@ async def test_what_a_peer_has_sent_is_not_sent_again():
     one = publisher(connections)
     task = asyncio.create_task(one.run())
     await one.offer(1)
-    await one.served(1)
+    await one.wait_served(1)
     late, connections.near = rollout("rollout-1"), ["rollout-1"]
     assert await one.admit([late])
     await one.wait_all_serve()

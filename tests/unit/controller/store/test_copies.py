@@ -1,4 +1,4 @@
-"""Copies of the database that are made while a controller writes, and put back while none does."""
+"""Backups of the database during use, and restores without it."""
 
 import shutil
 import sqlite3

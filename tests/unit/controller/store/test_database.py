@@ -13,6 +13,8 @@ from services.controller.store.database import Database, LeaseLostError
 from services.controller.store.lease import Leadership
 from services.controller.store.tables import METADATA
 
+pytestmark = pytest.mark.postgresql
+
 
 def test_migrations_make_the_tables(database):
     with database.read() as connection:
@@ -41,7 +43,7 @@ async def test_a_replaced_leader_writes_no_more(database, database_url):
     successor.close()
 
 
-async def test_a_holder_takes_its_own_lease_back_at_once(database, database_url):
+async def test_a_holder_reacquires_its_lease_at_once(database, database_url):
     assert await Leadership(database, holder="pod-0", ttl_s=3600).acquire() == 1
     restarted = Database(database_url)
     assert await Leadership(restarted, holder="pod-0", ttl_s=3600).acquire() == 2

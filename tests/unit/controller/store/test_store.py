@@ -4,8 +4,7 @@ import pytest
 
 from services.common.runspec.data import CurriculumSpec
 from services.controller.rules.difficulty import Difficulty, PromptRate
-from services.controller.rules.groups import GroupState
-from services.controller.rules.ledger import Ledger
+from services.controller.rules.ledger import GroupState, Ledger
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.state.journal import Journal
 from services.controller.store import ledgers as ledger_store
@@ -16,6 +15,8 @@ from services.controller.store.runs import (
     RunStore,
     StaleRevisionError,
 )
+
+pytestmark = pytest.mark.postgresql
 
 RUN = NewRun(run_id="run_1", name="one", spec_json="{}", spec_digest="d")
 
@@ -78,7 +79,7 @@ async def test_a_ledger_is_read_back_as_it_was_written(journal):
     assert restored.counts() == ledger.counts()
 
 
-async def test_a_rewound_run_makes_later_steps_anew(journal):
+async def test_a_rewound_run_repeats_later_steps(journal):
     ledger = Ledger(max_attempts=3)
     for step in (1, 2):
         group = ledger.issue(row=step, position=step)
@@ -112,7 +113,7 @@ async def test_a_step_writes_what_it_touched_only(journal, database):
     assert len(found.ledger.groups) == 50
 
 
-async def test_running_success_is_kept_with_the_groups_that_it_is_of(journal, database):
+async def test_success_rates_are_stored_with_their_groups(journal, database):
     ledger = Ledger(max_attempts=3)
     ledger.difficulty = Difficulty(9, CurriculumSpec())
     ledger.issue(row=4, position=1)

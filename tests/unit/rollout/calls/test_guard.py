@@ -8,13 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from services.rollout.calls.guard import Guard, serve_guarded
-from services.rollout.calls.outside import ExternalService
-from services.rollout.calls.reach import AddressPolicy
+from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.environments.client import HttpEnvironment
 from services.rollout.environments.host import Host
 from services.rollout.failures import CallError
@@ -37,6 +36,25 @@ def client(token: bytes = TOKEN, max_body_bytes: int = 100) -> httpx.AsyncClient
     )
     guard = Guard(app, token=token, max_body_bytes=max_body_bytes)
     return httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://127.0.0.1:1")
+
+
+async def test_a_body_that_a_disconnect_cuts_off_is_not_served():
+    async def app(scope, receive, send):
+        raise AssertionError("served")
+
+    messages = [
+        {"type": "http.request", "body": b"{}", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive():
+        return messages.pop(0)
+
+    headers = {**KNOWN, **JSON, "Transfer-Encoding": "chunked"}
+    pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": pairs}
+    with pytest.raises(ClientDisconnect):
+        await Guard(app, token=TOKEN)(scope, receive, None)
 
 
 class Endless(httpx.AsyncByteStream):

@@ -1,4 +1,4 @@
-"""Reward services are public, or named by the installation; connections go where was looked."""
+"""Reward services are public or allowed by the installation; connections use the checked address."""
 
 import asyncio
 import gzip
@@ -6,7 +6,7 @@ import gzip
 import httpx
 import pytest
 
-from services.rollout.calls.reach import AddressPolicy, is_public
+from services.rollout.calls.outside import AddressPolicy, is_public
 from services.rollout.failures import BusyError, CallError
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.remote import HttpRewardService
@@ -76,7 +76,7 @@ async def test_the_request_goes_to_the_address_that_was_checked_and_names_the_ho
     service = HttpRewardService(
         "https://judge.example:8080/s", reach=AddressPolicy(), transport=transport
     )
-    assert await service.ask(GIVEN, None) == 1
+    assert await service.request_score(GIVEN, None) == 1
     (request,) = seen
     assert (request.url.host, request.headers["Host"]) == ("8.8.8.8", "judge.example:8080")
     assert request.extensions["sni_hostname"] == "judge.example"
@@ -92,7 +92,7 @@ async def test_redirects_are_not_followed(status):
         "http://127.0.0.1:1/", reach=AddressPolicy({"127.0.0.1"}), transport=transport
     )
     with pytest.raises(CallError, match=str(status)):
-        await service.ask(GIVEN, None)
+        await service.request_score(GIVEN, None)
 
 
 async def test_a_huge_answer_is_not_read():
@@ -101,7 +101,7 @@ async def test_a_huge_answer_is_not_read():
         "http://127.0.0.1:1/", reach=AddressPolicy({"127.0.0.1"}), transport=transport
     )
     with pytest.raises(CallError, match="more than"):
-        await service.ask(GIVEN, None)
+        await service.request_score(GIVEN, None)
 
 
 class Bytes(httpx.AsyncByteStream):
@@ -132,7 +132,7 @@ async def test_nothing_is_decompressed(encoding):
         transport=httpx.MockTransport(send),
     )
     with pytest.raises(CallError) as caught:
-        await service.ask(GIVEN, None)
+        await service.request_score(GIVEN, None)
     assert (caught.value.kind, sent.num_read) == ("invalid_value", 0)
 
 
@@ -145,7 +145,7 @@ async def test_identity_content_encoding_is_accepted():
         reach=AddressPolicy({"127.0.0.1"}),
         transport=httpx.MockTransport(send),
     )
-    assert await service.ask(GIVEN, None) == 1
+    assert await service.request_score(GIVEN, None) == 1
 
 
 async def test_an_address_that_changes_is_checked_at_each_request(monkeypatch):
@@ -158,6 +158,6 @@ async def test_an_address_that_changes_is_checked_at_each_request(monkeypatch):
     service = HttpRewardService(
         "http://rebinding.example/", reach=AddressPolicy(), transport=transport
     )
-    assert await service.ask(GIVEN, None) == 1
+    assert await service.request_score(GIVEN, None) == 1
     with pytest.raises(CallError, match="not public"):
-        await service.ask(GIVEN, None)
+        await service.request_score(GIVEN, None)

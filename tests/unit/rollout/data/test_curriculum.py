@@ -9,7 +9,7 @@ from services.common.runspec.data import CurriculumSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.curriculum import Curriculum
 from services.rollout.failures import GroupError
-from services.wire.rollout import PromptHistory
+from services.wire.workers import PromptHistory
 
 MINE = """
 def wants(row, tried, *, answers):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import uvicorn
 
-from services.rollout.calls.reach import AddressPolicy
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.environments.openenv import OpenEnv
 from services.rollout.environments.workflow import Environments
 from services.rollout.failures import CallError
-from tests.unit.rollout.openai.served import Scripted, make_episode
+from tests.helpers.served_episode import Scripted, make_episode
 
 HERE = AddressPolicy({"127.0.0.1"})
 

@@ -1,4 +1,4 @@
-"""Environments over the protocol: what is agreed, and what an environment does wrong."""
+"""The environment protocol: requests, responses, and invalid ones."""
 
 import asyncio
 import json
@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.rollout.calls.outside import ExternalService
-from services.rollout.calls.reach import AddressPolicy
+from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.environments.client import HttpEnvironment
 from services.rollout.environments.host import Host
 from services.rollout.failures import CallError

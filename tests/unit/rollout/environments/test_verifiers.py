@@ -10,7 +10,7 @@ from services.common.http.server import serve_http
 from services.common.runspec.rollout import RewardSpec
 from services.rollout.openai.endpoint import Endpoint
 from services.rollout.rewards.terms import earned_terms, weighted_score
-from tests.unit.rollout.openai.served import Scripted, make_episode
+from tests.helpers.served_episode import Scripted, make_episode
 
 # Loading it takes six seconds of processor time.
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(180)]

@@ -5,14 +5,17 @@ from typing import Any
 
 import pytest
 
-from services.common.runspec.rollout import RewardSpec
-from services.rollout.calls.reach import AddressPolicy
+from services.common.runspec.rollout import RewardSpec, SandboxSpec
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.environments.workflow import Environments
 from services.rollout.failures import CallError
 from services.rollout.rewards.terms import earned_terms, weighted_score
+from services.rollout.sandbox import bubblewrap
+from services.rollout.sandbox.pool import EpisodeSandbox, SandboxPool
+from services.rollout.sandbox.service import SandboxService
 from services.rollout.workflows.base import Episode, Interrupted
 from services.rollout.workflows.turns import num_sampled
-from tests.unit.rollout.openai.served import TOKENIZER, Scripted, make_episode
+from tests.helpers.served_episode import TOKENIZER, Scripted, make_episode
 
 GAMES = """
 import os
@@ -41,6 +44,16 @@ class Guess:
             "metrics": {"tries_made": self.tries, "calls": calls},
         }
 
+class Shell:
+    def reset(self, task, *, seed, sandbox):
+        sandbox.write("seven", "7")
+        self.sandbox = sandbox
+        return {"messages": "guess"}
+
+    def step(self, message):
+        result = self.sandbox.run(message["content"])
+        return {"messages": result.text, "done": result.text == "7", "reward": result.exit_status}
+
 class Silent(Guess):
     def step(self, message):
         return {"messages": "over", "done": True}
@@ -60,11 +73,18 @@ def rewritten(games: str, text: str) -> str:
 
 
 async def play(
-    games: str, engine: Scripted, *, recorded: Any = (), room: int = 1000, **changes: Any
+    games: str,
+    engine: Scripted,
+    *,
+    recorded: Any = (),
+    room: int = 1000,
+    sandbox: EpisodeSandbox | None = None,
+    **changes: Any,
 ) -> Episode:
     arguments = {"environment": f"{games}:Guess", "chat": False, **changes}
     workflow = Environments(**arguments)
     episode = make_episode(engine, recorded=recorded, room=room)
+    episode.sandbox = sandbox
     async with workflow.serving(AddressPolicy()):
         try:
             await workflow.run(episode)
@@ -120,7 +140,7 @@ async def test_limits_end_an_episode_with_its_reward(games: str) -> None:
     assert episode.finish_reason == "length"
 
 
-async def test_tools_of_an_environment_reach_the_chat_and_calls_come_back(games: str) -> None:
+async def test_tools_of_an_environment_are_offered_and_called(games: str) -> None:
     engine = Scripted(['<tool_call>{"name": "look", "arguments": {}}</tool_call>', "7"])
     episode = await play(games, engine, chat=True, arguments={"tools": True})
     assert episode.earned["metrics"]["tries_made"] == 2  # type: ignore[index]
@@ -185,3 +205,13 @@ async def test_an_episode_without_room_for_the_policy_fails_with_the_reason(
     rewritten(games, f"class Guess:\n    def reset(self, task, *, seed):\n        return {reset}\n")
     with pytest.raises(CallError, match=message):
         await play(games, Scripted(["1"]), **changes)
+
+
+@pytest.mark.skipif(not bubblewrap.is_usable(), reason="needs bubblewrap")
+async def test_an_environment_gets_the_sandbox_of_its_episode(games: str) -> None:
+    service = SandboxService(SandboxPool(SandboxSpec()))
+    async with service.serving("127.0.0.1:0", host="127.0.0.1"), service.open({}) as sandbox:
+        engine = Scripted(["cat six; exit 2", "cat seven"])
+        episode = await play(games, engine, sandbox=sandbox, environment=f"{games}:Shell")
+    assert "No such file" in episode.text(episode.turns[2])
+    assert episode.earned == {"reward": {"reward": 2.0}, "metrics": {}}

@@ -8,11 +8,15 @@ import httpx
 import pytest
 
 from services.common.http.server import serve_http
-from services.rollout.calls.reach import AddressPolicy
+from services.common.runspec.rollout import SandboxSpec
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.openai.agent import Agent
+from services.rollout.sandbox import bubblewrap
+from services.rollout.sandbox.pool import SandboxPool
+from services.rollout.sandbox.service import SandboxService
 from services.rollout.workflows.base import Interrupted
-from tests.unit.rollout.openai.served import Scripted, make_episode
+from tests.helpers.served_episode import Scripted, make_episode
 
 AGENTS = """
 import os, time
@@ -37,6 +41,16 @@ def plain(base_url, api_key, model, prompt, row):
 async def coroutine(base_url, api_key, model, prompt, row):
     async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as client:
         await client.post(f"{base_url}/completions", json={"model": model, "prompt": prompt})
+
+def working(base_url, api_key, model, prompt, row, sandbox):
+    sandbox.write("notes", "one\\n")
+    reply = ask(base_url, api_key, model, [{"role": "user", "content": prompt}])
+    return sandbox.run(f"cat notes; echo {reply['content']}").text.split() == ["one", "hey"]
+
+async def working_async(base_url, api_key, model, prompt, row, sandbox):
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as client:
+        await client.post(f"{base_url}/completions", json={"model": model, "prompt": prompt})
+    return (await sandbox.run("echo 3")).text == "3\\n"
 
 async def broken(**_): raise KeyError("no luck")
 async def idle(**_): pass
@@ -72,6 +86,21 @@ async def test_an_agents_requests_become_the_sample(agents, name, lines):
         assert [turn.is_sampled for turn in episode.response_turns] == [True, False, True][
             : 2 * len(lines) - 1
         ]
+
+
+@pytest.mark.skipif(not bubblewrap.is_usable(), reason="needs bubblewrap")
+@pytest.mark.parametrize("name", ["working", "working_async"])
+async def test_an_agent_gets_the_sandbox_of_its_episode(agents, name):
+    service = SandboxService(SandboxPool(SandboxSpec()))
+    async with (
+        serving(f"{agents}:{name}") as workflow,
+        service.serving("127.0.0.1:0", host="127.0.0.1"),
+        service.open({}) as sandbox,
+    ):
+        episode = make_episode(Scripted(["hey"]))
+        episode.sandbox = sandbox
+        await workflow.run(episode)
+    assert episode.earned is True
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 
 from services.rollout import metrics
-from services.rollout.calls.reach import AddressPolicy
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.openai.agent import Agent
 from services.rollout.workflows.base import Episode, Interrupted
 from services.rollout.workflows.conversations import flattened, trained_once
-from services.rollout.workflows.history import history_of
-from services.rollout.workflows.training import TrainedConversations
+from services.rollout.workflows.training import TrainedConversations, history_of
 from services.rollout.workflows.turns import num_sampled
-from tests.unit.rollout.openai.served import (
+from tests.helpers.served_episode import (
     TOKENIZER,
     Scripted,
     chat,
@@ -88,7 +87,7 @@ async def test_every_choice_is_a_branch() -> None:
     ]
 
 
-async def test_a_history_that_the_agent_rewrote_begins_another_sequence_and_is_counted() -> None:
+async def test_a_rewritten_history_starts_another_sequence_and_is_counted() -> None:
     async def act(client: Any) -> None:
         first = (await chat(client, user("x")))["choices"][0]["message"]
         await chat(client, user("x"), {**first, "content": "A"}, user("y"))

@@ -1,4 +1,4 @@
-"""The HTTP side: keys, errors, streams."""
+"""The HTTP endpoint: keys, errors, streams."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from services.rollout.openai.streaming import VisibleText
 from services.rollout.workflows.base import Interrupted
 from services.rollout.workflows.reply_formats import ReasoningFormat
 from services.rollout.workflows.turns import observed
-from tests.unit.rollout.openai.served import (
+from tests.helpers.served_episode import (
     TOKENIZER,
     Scripted,
     chat,

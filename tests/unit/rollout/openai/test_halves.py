@@ -7,11 +7,11 @@ from pathlib import Path
 from services.cli.preflight import check
 from services.common.callables import load_callable
 from services.common.runspec.loader import load_spec
-from services.rollout.calls.reach import AddressPolicy
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.openai.agent import Agent
 from services.rollout.workflows.conversations import trained_once
-from tests.unit.rollout.openai.served import TOKENIZER, make_episode
+from tests.helpers.served_episode import TOKENIZER, make_episode
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "halves"
 

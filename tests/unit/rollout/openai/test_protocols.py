@@ -9,7 +9,7 @@ import pytest
 
 from services.rollout.openai.endpoint import Access, Endpoint
 from services.rollout.workflows.base import Episode
-from tests.unit.rollout.openai.served import TOKENIZER, Scripted, client_of, make_episode, user
+from tests.helpers.served_episode import TOKENIZER, Scripted, client_of, make_episode, user
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -152,6 +152,17 @@ async def test_a_response_at_the_limit_is_incomplete() -> None:
         ({"model": "claude"}, "claude"),
         ({"n": 2}, "n=2"),
         ({"temperature": 0.1}, "temperature"),
+        ({"stop": ["a"]}, "stop"),
+        (
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            "disable_parallel_tool_use",
+        ),
+        ({"messages": [user("x"), {"role": "assistant", "content": "pre"}]}, "messages.1"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0.text",
+        ),
+        ({"system": [{"type": "text", "text": None}]}, "system.0.text"),
     ],
 )
 async def test_messages_requests_with_unsupported_options_are_rejected(
@@ -181,6 +192,8 @@ async def test_messages_requests_with_unsupported_options_are_rejected(
         ({"previous_response_id": "resp_x"}, "resp_x"),
         ({"input": []}, "messages"),
         ({"n": 2}, "n=2"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"messages": []}, "messages"),
     ],
 )
 async def test_responses_requests_with_unsupported_options_are_rejected(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from services.rollout.workflows.base import Interrupted
-from tests.unit.rollout.openai.served import (
+from tests.helpers.served_episode import (
     TOKENIZER,
     Scripted,
     chat,

@@ -12,7 +12,7 @@ from services.rollout.workflows.conversations import Conversation, trained_once
 from services.rollout.workflows.training import TrainedConversations
 from services.rollout.workflows.turns import token_ids
 from tests.helpers.engines import make_engine, running
-from tests.unit.rollout.openai.served import client_of
+from tests.helpers.served_episode import client_of
 
 TOKENIZER = load_tokenizer(
     ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789=abcdefghijk")
@@ -38,7 +38,7 @@ async def complete(client: Any, text: str) -> str:
 
 
 def sampled(conversations: list[Conversation]) -> dict[tuple[int, ...], Any]:
-    """By the tokens before each turn that trains: its tokens, logprobs and versions."""
+    """Returns tokens, logprobs and versions of each trained turn, by the tokens before it."""
     found = {}
     for conversation in conversations:
         for place, turn in enumerate(conversation):

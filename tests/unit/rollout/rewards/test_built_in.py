@@ -9,8 +9,7 @@ import pytest
 import reasoning_gym
 
 from services.rollout.rewards import math_answer as math_reward
-from services.rollout.rewards.exact_match import exact_match
-from services.rollout.rewards.gym_answer import gym_answer
+from services.rollout.rewards.answers import exact_match, gym_answer
 from services.rollout.rewards.math_answer import math_answer
 
 
@@ -47,13 +46,13 @@ def test_latex_answers_are_compared_by_value() -> None:
     assert math_answer("", "1,000", "#### 1000", {}) == 1.0
 
 
-def test_answers_in_the_styles_of_public_data_sets_score_1_and_wrong_ones_0() -> None:
-    """200 answers as in MATH-500, AIME, GSM8K and OlympiadBench, with right and wrong responses."""
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.nightly)])
+def test_answers_in_the_styles_of_public_data_sets_score_1_and_wrong_ones_0(every: int) -> None:
+    """335 answers as in MATH-500, AIME, GSM8K and OlympiadBench; on each commit, every eighth of them."""
     rows = json.loads(Path(__file__).with_name("math_answers.json").read_text())
-    assert len(rows) >= 200
     misjudged = [
         (row["gold"], response, kind)
-        for row in rows
+        for row in rows[::every]
         for kind, score in (("right", 1.0), ("wrong", 0.0))
         for response in row[kind]
         if math_answer("", response, row["gold"], {}) != score
@@ -98,9 +97,11 @@ def test_an_answer_without_an_expression_is_a_failure_not_a_zero() -> None:
         math_answer("", "72", "####", {})
 
 
-def test_reasoning_gym_verifier_scores_its_own_answer() -> None:
+def test_reasoning_gym_verifier_accepts_its_answer() -> None:
     row = reasoning_gym.create_dataset("basic_arithmetic", size=1, seed=3)[0]
     assert gym_answer("", row["answer"], row["answer"], row) == 1.0
     assert gym_answer("", "nonsense", row["answer"], row) < 1.0
+    tagged = f"<think> 1 + 1 </think> <answer> {row['answer']} </answer>"
+    assert gym_answer("", tagged, row["answer"], row) == 1.0
     with pytest.raises(ValueError, match="source_dataset"):
         gym_answer("", "1", "1", {})

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from services.common.http.server import serve_http
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec
-from services.rollout.calls.reach import AddressPolicy
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.classifier import Classifier, ClassifierService
@@ -55,7 +55,7 @@ async def asked(classifier: Classifier, *texts: str) -> list[Any]:
         client = HttpRewardService(
             f"http://127.0.0.1:{port}/score", reach=AddressPolicy(["127.0.0.1"])
         )
-        questions = [client.ask(given(text), None) for text in texts]
+        questions = [client.request_score(given(text), None) for text in texts]
         found = await asyncio.gather(*questions, return_exceptions=True)
         await client.close()
         scoring.cancel()

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.rewards import bubblewrap, landlock, seccomp
 from services.rollout.rewards.code_tests import code_tests
-from services.rollout.rewards.sandbox import Limits, run_python
+from services.rollout.sandbox import bubblewrap, landlock, seccomp
+from services.rollout.sandbox.programs import Limits, run_python
 
 pytestmark = pytest.mark.skipif(not seccomp.is_supported(), reason="needs Linux")
 
 
 @pytest.fixture(params=["bubblewrap", "alone"], autouse=True)
 def isolation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the host's sandbox, and with ours alone."""
+    """Runs each test with the host's sandbox and with ours alone."""
     if request.param == "alone":
         monkeypatch.setattr(bubblewrap, "is_usable", lambda: False)
     elif not bubblewrap.is_usable():
@@ -31,6 +31,17 @@ PAIRS = {"inputs": ["2", "3"], "outputs": ["4", "7"]}
 
 def score(response: str, answer: object = "assert True", **changes: object) -> float:
     return code_tests("", response, answer, {}, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("folder", ["/", "/dev/shm", "/etc", "/root"])
+def test_no_other_folder_is_writable(folder: str) -> None:
+    program = (
+        f"import os; os.close(os.open({folder!r} + '/slipstream-x', os.O_CREAT | os.O_WRONLY))"
+    )
+    try:
+        assert run_python([program], "", Limits(seconds=20, memory_bytes=1 << 29)) is None
+    finally:
+        Path(f"{folder}/slipstream-x").unlink(missing_ok=True)
 
 
 def test_asserts_decide_over_the_last_fenced_block() -> None:

@@ -1,4 +1,4 @@
-"""Rewards for single turns and tokens: where they land, and what is refused."""
+"""Rewards per turn and per token: their positions, and invalid ones."""
 
 from pathlib import Path
 from typing import Any

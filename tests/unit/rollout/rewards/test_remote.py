@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from services.common.runspec.rollout import RewardSpec
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
-from services.rollout.calls.reach import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.rewards.remote import (
@@ -34,7 +34,7 @@ def service(handler: Callable[[httpx.Request], httpx.Response], **changes: objec
     return RemoteReward(URL, http, concurrency=2, **changes)  # type: ignore[arg-type]
 
 
-async def test_a_score_comes_back_weighted() -> None:
+async def test_a_score_is_weighted() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         bodies.append(request.read())
         return httpx.Response(200, json={"score": 0.25})

@@ -1,8 +1,8 @@
-"""Intake follows the pressure."""
+"""The admission limit adapts to the engine's load."""
 
 import asyncio
 
-from services.rollout.sampling.admission import Admission
+from services.rollout.sampling.sampler import Admission
 
 
 async def test_pressure_halves_the_admission_limit_and_calm_adds_one() -> None:

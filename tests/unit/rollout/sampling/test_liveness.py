@@ -49,16 +49,16 @@ def test_an_episode_stalls_by_inactivity_and_never_by_age() -> None:
     watch = EpisodeWatch(deadline_s=600)
     day_s = 86_400
     for second in range(0, day_s, 300):
-        assert watch.look({"g1": {0: second, 1: 7 * second}}, now=second) == {}
-    assert watch.look({"g1": {0: 0, 1: 0}}, now=day_s) == {}
-    assert watch.look({"g1": {0: 0, 1: 1}}, now=day_s + 600) == {}
-    (why,) = watch.look({"g1": {0: 0, 1: 2}}, now=day_s + 601).values()
+        assert watch.find_stalled({"g1": {0: second, 1: 7 * second}}, now=second) == {}
+    assert watch.find_stalled({"g1": {0: 0, 1: 0}}, now=day_s) == {}
+    assert watch.find_stalled({"g1": {0: 0, 1: 1}}, now=day_s + 600) == {}
+    (why,) = watch.find_stalled({"g1": {0: 0, 1: 2}}, now=day_s + 601).values()
     assert why.startswith("member 0 ")
     assert "601 s" in why
 
 
 def test_a_restarted_episode_restarts_its_deadline() -> None:
     watch = EpisodeWatch(deadline_s=10)
-    watch.look({"g1": {0: 5}}, now=0)
-    watch.look({}, now=5)
-    assert watch.look({"g1": {0: 5}}, now=20) == {}
+    watch.find_stalled({"g1": {0: 5}}, now=0)
+    watch.find_stalled({}, now=5)
+    assert watch.find_stalled({"g1": {0: 5}}, now=20) == {}

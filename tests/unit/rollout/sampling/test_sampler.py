@@ -28,10 +28,9 @@ from services.rollout.sampling.progress_cache import (
 )
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import Sample, sample_fields, sample_tags
-from services.rollout.workflows.base import Episode
-from services.rollout.workflows.single_turn import SingleTurn
+from services.rollout.workflows.base import Episode, SingleTurn
 from services.rollout.workflows.turns import Turn
-from services.wire.rollout import GroupAssignment
+from services.wire.workers import GroupAssignment
 from tests.helpers.engines import make_engine, running, until, weights_of
 
 ROWS = [{"prompt": text, "answer": "x"} for text in ("12=", "345=", "", "6" * 40, "é", 7)]
@@ -81,7 +80,7 @@ class MemoryCache:
             for member, progress in members.items():
                 self.rows[group_id, member] = encode_progress(progress)
 
-    async def forget(self, group_id: str, members: Collection[int]) -> None:
+    async def delete_progress(self, group_id: str, members: Collection[int]) -> None:
         for member in members:
             self.rows.pop((group_id, member), None)
 

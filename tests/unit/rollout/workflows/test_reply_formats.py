@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of each model family are read from what the policy wrote."""
+"""Tool calls and reasoning of each model family are parsed from responses."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from services.rollout.workflows.reply_formats import (
     check_tool_format,
     reply_format,
 )
-from tests.unit.rollout.openai.served import TOKENIZER
+from tests.helpers.served_episode import TOKENIZER
 
 ONE = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 TOOLS = [

@@ -1,4 +1,4 @@
-"""Unix sockets of shards that were killed."""
+"""Unix sockets of killed shards."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ async def test_stale_sockets_are_removed_at_the_next_start(tmp_path):
     for closed in (dead, new, other):
         closed.close()
     own = tmp_path / "slipstream-own.sock"
-    with serve_arena(own, instance_id="own", fd=0, welcome=lambda peer: None):
+    with serve_arena(own, instance_id="own", fd=0, accept_client=lambda peer: None):
         left = sorted(path.stem for path in tmp_path.iterdir())
     assert left == ["other", *(f"slipstream-{name}" for name in ("file", "living", "new", "own"))]
     assert not own.exists()

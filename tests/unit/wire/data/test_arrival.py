@@ -1,4 +1,4 @@
-"""Frames of a read: laid into their places in whatever pieces they come, and checked."""
+"""Frames of a read are copied to their positions and verified."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from services.common.errors import DataLossError
 from services.wire.batch import BlobRef
 from services.wire.data.encoding import codec
 from services.wire.data.encoding.readplan import Extent
-from services.wire.data.transport.arrival import Arrival
+from services.wire.data.transport.socket_transport import Arrival
 
 DATA = bytes(range(40))
 BLOB = BlobRef(shard_id="s", blob_id=1, size_bytes=40, checksum=codec.checksum(DATA))
@@ -28,7 +28,7 @@ def test_bytes_come_to_their_places_however_they_are_cut(sizes: tuple[int, ...])
     target = bytearray(100)
     one = arrival(target, with_checksum=True)
     for frame in frames(*sizes):
-        one.take([frame])
+        one.copy_frames([frame])
     assert one.digests(LAST) == [codec.checksum(DATA[:25]), codec.checksum(DATA[25:])]
     assert (target[64:89], target[:15]) == (DATA[:25], DATA[25:])
     assert not any(target[15:64]) and not any(target[89:])
@@ -48,7 +48,7 @@ def test_a_read_with_a_wrong_checksum_is_an_error(
     sizes: tuple[int, ...], answer: codec.Response
 ) -> None:
     one = arrival(bytearray(100), with_checksum=True)
-    one.take(frames(*sizes))
+    one.copy_frames(frames(*sizes))
     with pytest.raises(DataLossError):
         one.digests(answer)
 
@@ -56,7 +56,7 @@ def test_a_read_with_a_wrong_checksum_is_an_error(
 def test_more_than_was_asked_for_is_an_error_and_harms_nothing() -> None:
     target = bytearray(100)
     one = arrival(target)
-    one.take([*frames(40), memoryview(b"more")])
+    one.copy_frames([*frames(40), memoryview(b"more")])
     with pytest.raises(DataLossError):
         one.digests(LAST)
     assert target[15:19] == bytes(4)

@@ -1,4 +1,4 @@
-"""A client's connection to a shard: which answer belongs to which request."""
+"""A client's connection to a shard: matching of responses and requests."""
 
 import asyncio
 from collections.abc import Sequence
@@ -40,8 +40,10 @@ def answer(to: ShardConnection, message: codec.Response, request_id: int) -> Non
 async def test_a_late_answer_is_not_taken_for_the_answer_to_the_next_request() -> None:
     asker, channel = connection()
     with pytest.raises(DeadlineExceededError, match="Read"):
-        await asker.ask(codec.Read((1, 0, 8), in_arena=True), timeout_s=0.0)
-    asking = asyncio.ensure_future(asker.ask(codec.Read((2, 0, 8), in_arena=True), timeout_s=30))
+        await asker.request(codec.Read((1, 0, 8), in_arena=True), timeout_s=0.0)
+    asking = asyncio.ensure_future(
+        asker.request(codec.Read((2, 0, 8), in_arena=True), timeout_s=30)
+    )
     await asyncio.sleep(0)
     (_, first), (_, second) = channel.sent
     answer(asker, codec.Located(7, (64,)), first)
@@ -53,7 +55,9 @@ async def test_a_late_answer_is_not_taken_for_the_answer_to_the_next_request() -
 
 async def test_an_answer_that_comes_twice_counts_once() -> None:
     asker, channel = connection()
-    asking = asyncio.ensure_future(asker.ask(codec.Read((1, 0, 8), in_arena=True), timeout_s=30))
+    asking = asyncio.ensure_future(
+        asker.request(codec.Read((1, 0, 8), in_arena=True), timeout_s=30)
+    )
     await asyncio.sleep(0)
     ((_, request_id),) = channel.sent
     answer(asker, codec.Located(1, (64,)), request_id)
@@ -64,7 +68,9 @@ async def test_an_answer_that_comes_twice_counts_once() -> None:
 
 async def test_an_invalid_message_closes_the_connection_and_fails_waiting_requests() -> None:
     asker, channel = connection()
-    asking = asyncio.ensure_future(asker.ask(codec.Read((1, 0, 8), in_arena=True), timeout_s=30))
+    asking = asyncio.ensure_future(
+        asker.request(codec.Read((1, 0, 8), in_arena=True), timeout_s=30)
+    )
     await asyncio.sleep(0)
     asker._on_message([memoryview(b"garbage")])
     with pytest.raises(UnavailableError, match="shard s"):

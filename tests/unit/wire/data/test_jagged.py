@@ -25,7 +25,7 @@ def test_offsets_are_the_starts_of_rows() -> None:
     assert Jagged.from_list(rows(1, 2, 3)).offsets().tolist() == [0, 1, 3, 6]
 
 
-def test_scalars_come_back_as_scalars() -> None:
+def test_scalars_round_trip() -> None:
     scalars = Jagged.from_list([torch.tensor(1.0), torch.tensor(2.0)])
     assert [row.dim() for row in scalars.unbind()] == [0, 0]
     assert scalars.is_scalar

@@ -4,7 +4,7 @@ import asyncio
 import socket
 import struct
 
-from services.wire.data.channels.local_channel import LocalChannel
+from services.wire.data.channels.arena_socket import LocalChannel
 from services.wire.data.encoding.codec import MAX_HEADER_BYTES
 
 

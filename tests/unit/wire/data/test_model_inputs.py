@@ -19,7 +19,7 @@ TENSORS = {
 }
 
 
-def test_a_bundle_comes_back_bit_by_bit_with_its_digest() -> None:
+def test_a_bundle_round_trips_with_its_digest() -> None:
     given = ModelInputs.from_values(TENSORS)
     # Rows of a batch lie one after the other, so that their bytes have any alignment.
     stored = torch.cat([torch.zeros(3, dtype=torch.uint8), given.encoded])[3:]

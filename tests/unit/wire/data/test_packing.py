@@ -39,7 +39,7 @@ def same(first: Tensor, second: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 2), (0, 2)], ids=str)
-def test_rows_of_every_dtype_and_shape_come_back(
+def test_rows_of_every_dtype_and_shape_round_trip(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     row = torch.arange(8).reshape(-1)[: torch.Size(shape).numel()].reshape(shape)
@@ -47,7 +47,7 @@ def test_rows_of_every_dtype_and_shape_come_back(
     assert all(map(same, there_and_back(rows).unbind(), rows))
 
 
-def test_rows_of_different_lengths_come_back_from_a_list_and_from_jagged() -> None:
+def test_rows_of_different_lengths_round_trip_from_lists_and_jagged() -> None:
     rows = [torch.arange(n, dtype=torch.int64) for n in (3, 0, 5)]
     for values in (rows, Jagged.from_list(rows)):
         assert all(map(same, there_and_back(values).unbind(), rows))

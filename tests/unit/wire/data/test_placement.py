@@ -1,4 +1,4 @@
-"""Which shard holds a group."""
+"""Placement of groups on shards."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def shards(*names: str) -> list[Shard]:
     return [Shard(shard_id=name, endpoint="") for name in names]
 
 
-def test_a_new_shard_takes_only_its_own_share() -> None:
+def test_a_new_shard_takes_only_its_share() -> None:
     groups = [f"group-{n}" for n in range(3000)]
     before = [place(group, shards("a", "b")) for group in groups]
     after = [place(group, shards("a", "b", "c")) for group in groups]

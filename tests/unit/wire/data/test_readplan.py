@@ -1,4 +1,4 @@
-"""Which bytes a get needs."""
+"""Byte ranges of a read."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is generated next, and where."""
+"""Order and placement of dispatched groups."""
 
 import asyncio
 from types import SimpleNamespace
@@ -7,15 +7,14 @@ import pytest
 
 from services.common.runspec.data import CurriculumSpec
 from services.controller.rules.difficulty import Difficulty
-from services.controller.rules.groups import GroupState, LedgerState
-from services.controller.rules.ledger import Ledger
+from services.controller.rules.ledger import GroupState, Ledger, LedgerState
 from services.controller.rules.prompts import Mixture, PromptOrder, ReturnedRows
 from services.controller.run.dispatch.dispatcher import Dispatcher, GenerationError
 from services.controller.run.dispatch.sample_index import SampleIndex
 from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.state.requests import CurrentSpec
 from services.wire.controller import GroupFailure
-from services.wire.rollout import PromptHistory
+from services.wire.workers import PromptHistory
 from tests.helpers.specs import spec_with
 
 SPEC = spec_with(
@@ -120,7 +119,7 @@ async def test_groups_that_wait_after_a_rewind_do_not_pass_the_gate():
     assert len(rollouts.started) == 12
 
 
-async def test_interrupted_groups_go_on_first_and_the_one_with_the_least_left_before_others():
+async def test_interrupted_groups_start_first_ordered_by_remaining_tokens():
     ledger = Ledger(max_attempts=3)
     dispatcher, rollouts = handout_of(ledger)
     dispatcher.published_step = 0
@@ -140,7 +139,7 @@ async def test_who_has_computed_a_group_is_known_after_the_run_was_entered_again
     await dispatch(dispatcher)
     aside, lost, stalled = ledger.running()[:3]
     ledger.interrupt(aside)
-    ledger.lose(lost)
+    ledger.park_lost(lost)
     ledger.interrupt(stalled)
     ledger.stall(stalled)
     state = LedgerState(groups=tuple(ledger.in_state(GroupState.PARTIAL)), num_issued=8)
@@ -229,7 +228,7 @@ async def test_a_prompt_that_waits_is_passed_over_and_nothing_is_held_against_it
     assert rows == list(range(11))
 
 
-async def test_a_run_without_prompts_left_says_so():
+async def test_a_run_without_prompts_left_is_reported():
     dispatcher, _ = handout_of(Ledger(max_attempts=3), rows=2, quarantined=(0, 1))
     dispatcher.published_step = 0
     async with asyncio.TaskGroup() as starts:

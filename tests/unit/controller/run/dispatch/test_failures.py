@@ -13,7 +13,7 @@ from tests.helpers.specs import spec_with
 
 
 def failures(max_staleness: int) -> GroupFailures:
-    """Of a run with two prompts in each step, whose groups are tried again."""
+    """Returns the parts of a run with two prompts per step, whose groups are retried."""
     spec = spec_with(trainer={"prompts_per_step": 2}, algorithm={"max_staleness": max_staleness})
     order: Any = SimpleNamespace(mixture=SimpleNamespace(name=lambda row: f"row {row}"))
     ledger: Any = SimpleNamespace(retry=lambda group, reason: True)

@@ -9,7 +9,7 @@ from services.controller.run.dispatch.rollout_pool import RolloutPool
 
 
 class Rollout:
-    """One that writes down what it is told."""
+    """Records its calls."""
 
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -79,7 +79,7 @@ async def test_a_rollout_that_joins_gets_groups_once_it_serves_what_the_others_s
     replicas, log = await opened(1, colocated=0)
     monkeypatch.setattr(module, "RolloutClient", lambda channel: Rollout("rollout-1", log))
     late = worker("rollout-1", version=-1)
-    await replicas.join([late])
+    await replicas.add([late])
     replicas.assigned("rollout-0")
     replicas.readmit_current()
     assert (replicas.num_replicas, replicas.choose("", room=4)) == (1, ("rollout-0", 3))
@@ -124,5 +124,5 @@ async def test_a_rollout_that_refuses_groups_is_no_loss_if_it_is_about_to_leave(
         await replicas.start({"rollout-1": []})
     replicas.detach(["rollout-1"])
     await replicas.start({"rollout-1": []})
-    replicas.leave(["rollout-1"])
+    replicas.remove(["rollout-1"])
     await replicas.start({"rollout-1": []})

@@ -1,6 +1,6 @@
 """Samples of groups, taken from messages that describe many."""
 
-from services.controller.rules.groups import Group
+from services.controller.rules.ledger import Group
 from services.controller.run.dispatch.sample_index import (
     GroupSamples,
     SampleIndex,
@@ -67,13 +67,13 @@ async def test_samples_of_several_messages_come_in_the_order_of_the_groups():
     queue = Messages(samples(f"{a}.0", f"{c}.0", f"{c}.1"), samples(f"{b}.0", f"{a}.1", f"{b}.1"))
     stored = SampleIndex(queue, "run_1/train", group_size=2, required_fields=())
     arrived = []
-    async for groups in stored.arrived():
+    async for groups in stored.watch_arrivals():
         for group_id, found in groups:
             one = group(int(group_id[1:]))
             whole = stored.add(one, found)
             if whole is not None:
                 arrived.append(group_id)
-                stored.keep(one, whole)
+                stored.add_group(one, whole)
     assert arrived == [c, b, a]
     meta = stored.meta([group(0), group(1), group(2)])
     assert meta.keys == (f"{a}.0", f"{a}.1", f"{b}.0", f"{b}.1", f"{c}.0", f"{c}.1")
@@ -99,9 +99,9 @@ async def test_samples_of_groups_that_alternate_in_a_message_keep_apart():
     a, b = (group(number).group_id for number in range(2))
     queue = Messages(samples(f"{a}.0", f"{b}.0", f"{b}.1", f"{a}.1"))
     stored = SampleIndex(queue, "run_1/train", group_size=2, required_fields=())
-    (groups,) = [groups async for groups in stored.arrived()]
+    (groups,) = [groups async for groups in stored.watch_arrivals()]
     for number, (group_id, found) in enumerate(groups):
         assert found.keys == (f"{group_id}.0", f"{group_id}.1")
         assert found.numbers("member") == (0, 1)
-        stored.keep(group(number), found)
+        stored.add_group(group(number), found)
     assert stored.meta([group(0), group(1)]).keys == (f"{a}.0", f"{a}.1", f"{b}.0", f"{b}.1")

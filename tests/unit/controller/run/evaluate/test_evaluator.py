@@ -40,7 +40,7 @@ class Queue:
 
 
 class Rollouts:
-    """Rollouts that take groups; a test answers them, or nobody does."""
+    """Rollouts that accept groups; a test may finish them."""
 
     def __init__(self):
         self.started, self.cancelled, self.interrupted = {}, [], []
@@ -164,7 +164,7 @@ async def test_shared_rollouts_all_answer_while_the_weights_wait():
         assert stage.weights.pin.locked()
         assert sorted(stage.rollouts.started) == ["rollout-0", "rollout-1", "rollout-2"]
         stage.answer()
-        await stage.evaluator.idle()
+        await stage.evaluator.wait_idle()
         assert not stage.weights.pin.locked()
         assert stage.told[0] == StartedEvaluation(4, "periodic")
         assert stage.results == [(4, "ok", 6)]
@@ -182,7 +182,7 @@ async def test_lent_rollouts_answer_while_new_weights_go_to_the_others():
         assert list(stage.rollouts.started) == stage.rollouts.interrupted == ["rollout-0"]
         await stage.evaluator.published(5, step=5)
         stage.answer()
-        await stage.evaluator.idle()
+        await stage.evaluator.wait_idle()
         assert stage.weights.reserved == stage.rollouts.reserved == set()
         assert stage.results == [(4, "ok", 6)]
         stage.end()
@@ -195,7 +195,7 @@ async def test_the_final_version_is_evaluated_on_all_rollouts():
         await stage.rollouts.has_started.wait()
         assert len(stage.rollouts.started) == 3
         stage.answer()
-        await stage.evaluator.idle()
+        await stage.evaluator.wait_idle()
         stage.end()
 
 
@@ -205,19 +205,19 @@ async def test_a_version_that_is_replaced_before_it_can_be_pinned_is_reported_as
         async with stage.weights.pin:  # a publication
             await stage.evaluator.published(4, step=4)
             await stage.evaluator.published(5, step=5)
-        await stage.evaluator.idle()
+        await stage.evaluator.wait_idle()
         assert stage.results == [(4, "missed", 0)]
         assert not stage.weights.pin.locked()
         stage.end()
 
 
-async def test_a_version_is_missed_too_when_its_successor_is_served_but_not_told_of_yet():
+async def test_a_version_is_skipped_if_its_successor_is_served_already():
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(tasks)
         async with stage.weights.pin:
             await stage.evaluator.published(4, step=4)
             stage.weights.version = 5
-        await stage.evaluator.idle()
+        await stage.evaluator.wait_idle()
         assert stage.results == [(4, "missed", 0)]
         stage.end()
 
@@ -234,8 +234,8 @@ async def test_a_version_that_is_evaluated_again_is_answered_again():
                 group.group_id for groups in stage.rollouts.started.values() for group in groups
             ]
             stage.answer()
-            await stage.evaluator.idle()
-            await stage.evaluator.trigger()
+            await stage.evaluator.wait_idle()
+            await stage.evaluator.evaluate_served()
         assert len(set(asked)) == len(asked) == 2 * ROWS
         assert stage.results == [(4, "ok", 6)] * 2
         stage.end()
@@ -258,7 +258,7 @@ async def test_an_interrupted_evaluation_is_repeated_under_what_is_served(begun,
         await stage.evaluator.published(served, step=served)
         await stage.rollouts.has_started.wait()
         stage.answer()
-        await stage.evaluator.idle()
+        await stage.evaluator.wait_idle()
         assert stage.evaluator.interrupted is None
         assert stage.told[0] == StartedEvaluation(served, reason)
         assert stage.results == [(served, "ok", 6)]
@@ -272,7 +272,7 @@ async def test_an_evaluation_that_takes_too_long_is_reported_and_gives_everythin
         if is_pinned:
             await stage.weights.pin.acquire()
         await stage.evaluator.published(4, step=4)
-        await stage.evaluator.idle()
+        await stage.evaluator.wait_idle()
         assert stage.results == [(4, "timeout", 0)]
         assert stage.weights.pin.locked() == is_pinned
         assert len(stage.rollouts.cancelled) == (0 if is_pinned else ROWS)
@@ -287,7 +287,7 @@ async def test_samples_that_come_too_late_are_deleted_and_never_counted():
         await stage.evaluator.published(4, step=4)
         await stage.rollouts.has_started.wait()
         stage.answer()
-        await stage.evaluator.idle()
+        await stage.evaluator.wait_idle()
         assert stage.results == [(4, "ok", 6)]
         assert stage.queue.released[:2] == list(late.keys)
         stage.end()
@@ -303,7 +303,7 @@ async def test_a_sample_without_a_reward_is_no_wrong_answer():
             group_id="v000004-1-000001", attempt=1, reason="timeout", message="", retryable=True
         )
         await stage.evaluator.fail([failure])
-        await stage.evaluator.idle()
+        await stage.evaluator.wait_idle()
         assert stage.results == [(4, "ok", 0)]
         stage.end()
 
@@ -318,7 +318,7 @@ async def test_what_a_shard_took_with_it_is_not_waited_for():
         await asyncio.sleep(0)
         stage.queue.losses.put_nowait(LostSamples(keys=lost.keys, shard_id="shard-1"))
         stage.answer(but=("v000004-1-000001",))
-        await stage.evaluator.idle()
+        await stage.evaluator.wait_idle()
         assert stage.results == [(4, "ok", 5)]
         stage.end()
 

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from services.common.lifetime import OUTAGE_EXIT
 from services.controller.launch.launcher import WorkerExit
 from services.controller.store.records import EventFilter, Submission
 from tests.helpers.rest import open_manager
@@ -29,10 +30,11 @@ def ended(run_id, worker_id, code=1) -> WorkerExit:
         (True, False, 1, True),
         (True, True, 1, False),
         (False, True, -9, False),
+        (False, True, OUTAGE_EXIT, False),
     ],
-    ids=["at the start", "nobody is left", "others go on", "killed"],
+    ids=["at the start", "nobody is left", "others go on", "killed", "no answer of a service"],
 )
-async def test_a_rollout_that_cannot_load_ends_a_run_that_cannot_go_on(
+async def test_a_rollout_that_cannot_load_fails_a_run_without_others(
     database, workers, is_running, is_other_there, code, ends_the_run
 ):
     workers.has_rollout = is_other_there

@@ -56,7 +56,7 @@ class FakeLauncher:
 class FakeJournal:
     kinds: list[str] = field(default_factory=list)
 
-    async def note(self, note, *, also):
+    async def record_event(self, note, *, also):
         self.kinds.append(note.type)
 
 
@@ -131,7 +131,7 @@ class Case:
 
     def ask(self, replicas: int) -> None:
         self.spec.now = spec_of(replicas)
-        self.resizing.ask()
+        self.resizing.notify()
 
     def enter(self) -> None:
         """The loop is entered."""
@@ -145,7 +145,7 @@ class Case:
             await asyncio.sleep(0)
 
 
-async def test_new_rollouts_join_once_all_have_loaded_and_the_loop_goes_on():
+async def test_new_rollouts_join_after_all_have_loaded_and_the_loop_continues():
     case = Case()
     await case.register(0)
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
@@ -191,7 +191,7 @@ async def test_the_loop_is_left_if_weights_do_not_reach_new_rollouts_as_they_tra
     async with asyncio.timeout(30):
         with pytest.raises(SizeChangedError):
             await case.watch()
-    assert await case.resizing.settle() == {}
+    assert await case.resizing.remove_surplus() == {}
     assert case.journal.kinds == ["Resized"]
 
 
@@ -213,7 +213,7 @@ async def test_new_rollouts_with_other_data_are_ended_and_the_run_keeps_its_size
     assert case.journal.kinds == ["ResizeFailed"]
 
 
-async def test_rollouts_leave_while_the_loop_goes_on_also_after_others_have_joined():
+async def test_rollouts_are_removed_while_the_loop_runs():
     case = Case()
     case.run.may_serve.set()
     case.enter()
@@ -258,7 +258,7 @@ async def test_new_rollouts_are_not_waited_for_once_they_are_not_wanted_any_more
     assert case.launcher.ended == ["rollout-2"]
 
 
-async def test_a_size_that_is_taken_back_before_it_is_reached_is_told_of():
+async def test_a_withdrawn_size_is_reported():
     case = Case()
     await case.register(0)
     case.enter()
@@ -306,7 +306,7 @@ async def test_a_rollout_that_ends_while_it_leaves_is_no_loss():
 async def test_new_rollouts_that_an_earlier_controller_was_asked_for_are_not_waited_for():
     case = Case(request=Request(kind="resize", request_id="req", options={"has": 1}))
     case.spec.now = spec_of(2)
-    case.resizing.begin()
+    case.resizing.resume_request()
     assert case.resizing.present() == {"rollout-0"}
     case.enter()
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
@@ -322,7 +322,7 @@ async def test_new_rollouts_that_an_earlier_controller_was_asked_for_are_not_wai
 
 async def test_rollouts_that_were_to_leave_under_an_earlier_controller_are_ended():
     case = Case(request=Request(kind="resize", request_id="req", options={"has": 3}))
-    case.resizing.begin()
+    case.resizing.resume_request()
     case.enter()
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(case.watch())
@@ -331,10 +331,10 @@ async def test_rollouts_that_were_to_leave_under_an_earlier_controller_are_ended
     assert case.launcher.ended == ["rollout-1", "rollout-2"]
 
 
-async def test_a_lost_rollout_is_waited_for_while_the_others_go_on():
+async def test_the_others_continue_while_a_lost_rollout_is_replaced():
     case = Case(replicas=2)
     await case.register(0)
-    assert case.resizing.absent() == {"rollout-1"}
+    assert case.resizing.missing_rollouts() == {"rollout-1"}
     case.enter()
     case.run.may_serve.set()
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
@@ -348,14 +348,14 @@ async def test_a_lost_rollout_is_waited_for_while_the_others_go_on():
 
 
 async def test_a_run_whose_rollouts_are_all_gone_waits_for_them():
-    assert Case().resizing.absent() == set()
+    assert Case().resizing.missing_rollouts() == set()
 
 
 async def test_rollouts_that_are_too_many_are_ended():
     case = Case()
     for index in range(3):
         await case.register(index)
-    assert set(await case.resizing.settle()) == {"rollout-1", "rollout-2"}
+    assert set(await case.resizing.remove_surplus()) == {"rollout-1", "rollout-2"}
     assert case.launcher.ended == ["rollout-1", "rollout-2"]
     assert [worker.worker_id for worker in case.membership.workers(RUN)] == ["rollout-0"]
 

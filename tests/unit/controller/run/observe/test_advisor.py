@@ -17,14 +17,14 @@ SPEC = spec_with(
 
 
 RESIZED = object()
-"""In place of a step: the run has other rollouts from there on."""
+"""Marker in place of a step: the run has another number of rollouts from here on."""
 
 
 class Journal:
     def __init__(self):
         self.told = []
 
-    async def note(self, note, ledger):
+    async def record_event(self, note, ledger):
         self.told.append(note)
 
 
@@ -51,7 +51,7 @@ def step(**changes):
 
 
 def advised(*batches, pause_s=4000.0, spec=SPEC, gpus=3):
-    """What is told of steps that come in batches, with pauses between them."""
+    """Runs an advisor over steps that come in batches with pauses between them."""
     journal, progress, clock = Journal(), Progress(1), Clock()
 
     async def run():
@@ -68,15 +68,15 @@ def advised(*batches, pause_s=4000.0, spec=SPEC, gpus=3):
                 if one is RESIZED:
                     advisor.reset()
                 else:
-                    advisor.stepped(one)
-            await advisor.look()
+                    advisor.record_step(one)
+            await advisor.update()
             clock.now += pause_s
 
     asyncio.run(run())
     return journal.told, progress
 
 
-def test_a_run_that_is_too_young_says_nothing():
+def test_a_young_run_gets_no_advice():
     told, progress = advised([step()] * 9)
     assert told == []
     assert progress.summary(Ledger(3))["advice"] == {}
@@ -93,12 +93,12 @@ def test_what_is_found_is_an_event_and_part_of_the_summary():
     assert advice["remedy"] in note.message
 
 
-def test_the_same_is_not_told_twice():
+def test_the_same_advice_is_not_repeated():
     told, _ = advised([step()] * 12, [step()] * 12, [step()] * 12)
     assert len(told) == 1
 
 
-def test_a_change_is_told():
+def test_changed_advice_is_reported():
     trained = {"seconds": 2.2, "seconds_total": 2.2, "trainer_wait_s": 0.0, "rollout_idle_s": 1.0}
     told, _ = advised([step()] * 12, [step(**trained)] * 40)
     assert [note.data["bottleneck"] for note in told] == ["generation", "training"]
@@ -126,7 +126,7 @@ def test_steps_with_other_rollouts_than_now_do_not_count():
     assert round(told[0].data["waited"], 2) == 0.55
 
 
-def test_an_earlier_advice_is_kept_over_a_restart():
+def test_advice_survives_a_restart():
     _, progress = advised([step()] * 12)
     summary = progress.summary(Ledger(3))
     again = Progress(1)
@@ -134,7 +134,7 @@ def test_an_earlier_advice_is_kept_over_a_restart():
     assert again.summary(Ledger(3))["advice"] == summary["advice"]
 
 
-def test_it_says_where_trainer_and_rollouts_are_and_what_another_placement_would_give():
+def test_advice_compares_the_placement_with_another_one():
     (note,), _ = advised([step()] * 12)
     assert note.data["placement"] == "disaggregated"
     assert note.data["placements"].keys() == {"colocated", "mixed"}

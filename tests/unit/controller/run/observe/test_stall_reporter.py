@@ -6,14 +6,14 @@ import pytest
 
 from services.controller.rules.ledger import Ledger
 from services.controller.run.observe.waits import StallReporter, Waits
-from services.rollout.engines.virtual_time import VirtualTimeLoop
+from services.rollout.engines.fake import VirtualTimeLoop
 
 
 class Journal:
     def __init__(self):
         self.told = []
 
-    async def note(self, note, ledger):
+    async def record_event(self, note, ledger):
         self.told.append((note.type, note.data["reason"], note.data["seconds"]))
 
 
@@ -38,7 +38,7 @@ async def watched():
     task = asyncio.create_task(still.watch())
     for _ in range(3):
         await asyncio.sleep(50)
-        still.stepped()
+        still.record_step()
     await asyncio.sleep(149)
     assert not still.journal.told, "three such steps may pass"
     await asyncio.sleep(2)
@@ -46,13 +46,13 @@ async def watched():
     await asyncio.sleep(299)
     assert len(still.journal.told) == 2, "and the next time after twice as long"
     assert still.journal.told[1][2] == pytest.approx(450)
-    still.stepped()
+    still.record_step()
     await asyncio.sleep(60)
     assert len(still.journal.told) == 2
     task.cancel()
 
 
-def test_it_is_told_once_it_takes_longer_than_steps_do():
+def test_a_stall_is_reported_after_the_duration_of_recent_steps():
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(watched())
 
@@ -69,8 +69,8 @@ def test_it_is_told_once_it_takes_longer_than_steps_do():
 def test_the_reason_is_what_is_waited_for(waited, reason):
     still = stall_reporter()
     with still.waits(waited):
-        assert still.why()[0] == reason
-    assert stall_reporter(activity="TRAINING").why()[0] == "StepIsLong"
+        assert still.waiting_reason()[0] == reason
+    assert stall_reporter(activity="TRAINING").waiting_reason()[0] == "StepIsLong"
 
 
 def test_groups_are_counted_with_those_that_were_given_up():
@@ -80,8 +80,8 @@ def test_groups_are_counted_with_those_that_were_given_up():
     ledger.complete(first, oldest_version=0)
     ledger.drop(first, "equal_rewards")
     ledger.lease(second, "rollout-0", version=0, now=0.0)
-    reason, why = stall_reporter(ledger=ledger).why()
+    reason, why = stall_reporter(ledger=ledger).waiting_reason()
     assert reason == "WaitsForGroups"
     assert "1 equal_rewards" in why
     ledger.requeue(second)
-    assert stall_reporter(ledger=ledger).why()[0] == "NoGroupRuns"
+    assert stall_reporter(ledger=ledger).waiting_reason()[0] == "NoGroupRuns"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.staleness import StalenessGate
 from services.controller.run.observe.waits import Waits
-from services.controller.run.train.batcher import EarlyTraining
+from services.controller.run.train.train_step import EarlyTraining
 
 
 class Generation:
@@ -18,7 +18,7 @@ class Generation:
         self._ledger = ledger
         self._changed = asyncio.Condition()
 
-    async def until(self, condition):
+    async def wait_until(self, condition):
         async with self._changed:
             await self._changed.wait_for(condition)
 
@@ -42,7 +42,7 @@ class Trainer:
         await self.free.wait()
 
 
-async def test_each_group_goes_once_and_all_that_wait_for_the_trainer_go_together():
+async def test_each_group_is_sent_once_and_waiting_groups_together():
     ledger, trainer, waits = Ledger(3), Trainer(), Waits()
     groups = [ledger.issue(row, position=row) for row in range(4)]
     scheduler = Generation(ledger)
@@ -68,8 +68,8 @@ async def test_each_group_goes_once_and_all_that_wait_for_the_trainer_go_togethe
 async def test_what_is_trained_early_counts_as_no_time_without_work():
     waits = Waits()
     waits.seconds["no_data"] = 1.0
-    waits.worked(2.0)
+    waits.add_work(2.0)
     assert waits.for_data() == 0.0
-    waits.take()
+    waits.pop()
     waits.seconds["no_data"] = 1.0
     assert waits.for_data() == 1.0

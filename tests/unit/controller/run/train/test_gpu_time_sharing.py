@@ -62,7 +62,7 @@ class Run:
         self.gpu_time_sharing = GpuTimeSharing(
             spec=SimpleNamespace(now=spec),
             connections=self,
-            evaluator=SimpleNamespace(leased=self._leased),
+            evaluator=SimpleNamespace(wait_leased=self._leased),
         )
 
     async def _leased(self):
@@ -82,19 +82,19 @@ async def test_each_side_sleeps_before_the_other_one_wakes():
         run.log.clear()
 
 
-async def test_responses_that_may_go_on_elsewhere_are_put_aside_before_engines_sleep():
+async def test_responses_that_can_continue_elsewhere_are_parked_before_engines_sleep():
     run = Run(partial=True)
     await run.gpu_time_sharing.begin_training()
     assert run.log == ["rollouts put aside", "rollouts sleeps", "trainer wakes"]
 
 
-async def test_weights_that_nobody_trained_are_copied_in_the_trainers_shift():
+async def test_initial_weights_are_copied_in_the_trainers_turn():
     run = Run()
     await run.gpu_time_sharing.publish(lambda: 0)
     assert run.log[:3] == ["rollouts sleeps", "trainer wakes", "copy 0"]
 
 
-async def test_an_evaluation_ends_before_the_trainer_begins_and_the_next_waits_for_new_weights():
+async def test_an_evaluation_ends_before_the_trainers_turn_and_the_next_waits_for_new_weights():
     run = Run()
     await run.weights.pin.acquire()
     begins = asyncio.create_task(run.gpu_time_sharing.begin_training())

@@ -5,22 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.controller.rules.groups import GroupState
-from services.controller.rules.ledger import Ledger
+from services.controller.rules.ledger import GroupState, Ledger
 from services.controller.rules.prompts import Mixture
 from services.controller.run.observe.progress import Progress
 from services.controller.run.observe.waits import Waits
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.run.train.train_step import StalenessError, TrainSteps
 from services.wire.batch import KVBatchMeta
-from services.wire.trainer import TrainedStep
+from services.wire.workers import TrainedStep
 from tests.helpers.specs import spec_with
 
 BOUND = 2
 
 
 class Recorder:
-    """A journal that keeps what it is told."""
+    """A journal that records its calls."""
 
     def __init__(self):
         self.committed = []
@@ -71,7 +70,7 @@ def steps_of(ledger, *, staleness_max):
         scheduler=SimpleNamespace(stored=Samples(), release=nothing),
         progress=Progress(BOUND),
         gpu_time_sharing=SimpleNamespace(begin_training=nothing, take_seconds=dict),
-        advisor=SimpleNamespace(stepped=lambda data: None),
+        advisor=SimpleNamespace(record_step=lambda data: None),
         version_offset=0,
     )
 

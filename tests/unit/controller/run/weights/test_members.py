@@ -168,7 +168,7 @@ async def test_a_member_that_does_not_answer_in_time_is_named():
     assert await absent(**silent) == ["in_time", "never"]
 
 
-async def test_weights_that_nobody_receives_are_counted_and_sent_nowhere():
+async def test_weights_without_receivers_are_counted_and_not_sent():
     session = WeightSession(WeightSyncSpec(), "run")
     await session.open(worker("trainer-0", "an address that nobody has"), [])
     report = await session.publish(lambda: 5)

@@ -1,4 +1,4 @@
-"""A process whose pass broke in the middle trains on if it is alone; several start again, and plan for it."""
+"""Recovery from GPU memory exhaustion: one process continues, several restart with smaller micro-batches."""
 
 import asyncio
 import json
@@ -21,13 +21,13 @@ from services.trainer.ranks.command_group import CommandGroup, RankFailedError
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.wire.data.jagged import Jagged
-from tests.helpers.batches import CPU, Queue, engine_of, policy_of, random_queue, rank_of
+from tests.helpers.batches import CPU, Queue, engine_of, policy_of, random_queue, rank_of, spec_for
 from tests.helpers.cli import train
 from tests.helpers.ledger_check import check_run
 from tests.helpers.ports import free_port
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shortage import limited
-from tests.integration.test_trainer_ranks import Recorder, spec_for
+from tests.integration.test_trainer_ranks import Recorder
 
 
 def _train(rank: int, folder: str, spec_json: str) -> None:
@@ -56,17 +56,17 @@ def _train(rank: int, folder: str, spec_json: str) -> None:
         # Nothing of a pass that broke is left for the next step.
         trained.train(2, queue.meta)
         if kind == "scores":
-            divided = float(runner.engine.oom_limits.has_learned)
+            divided = float(runner.engine.oom_limits.was_lowered)
         found.append((divided, first, _flat(recorder.gradients)))
         distributed.destroy_process_group()
     torch.save(found, f"{folder}/found.pt")
 
 
-CAUSE = r"a rank is gone.*: rank 1: a micro-batch of .* tokens in \d+ sequence.* 2\.00 GiB"
+CAUSE = r"a rank failed.*: rank 1: a micro-batch of .* tokens in \d+ sequence.* 2\.00 GiB"
 
 
 def _short_of_memory(rank: int, ranks: int, folder: str, spec_json: str) -> None:
-    """Rank 1 alone runs out of memory; the others wait for it in the same pass."""
+    """Only rank 1 runs out of memory; the others wait for it in the same pass."""
     torch.set_num_threads(1)
     spec = RunSpec.model_validate_json(spec_json)
     distributed.init_process_group(
@@ -92,7 +92,7 @@ def _short_of_memory(rank: int, ranks: int, folder: str, spec_json: str) -> None
 
 
 def _idle_rank(rank: int, folder: str, port: int) -> None:
-    """Rank 1 fails while rank 0 waits for nothing; then both end as ranks do."""
+    """Rank 1 fails while rank 0 is in no collective; then both end as ranks do."""
     distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
     )
@@ -108,12 +108,12 @@ def _idle_rank(rank: int, folder: str, port: int) -> None:
             with pytest.raises(RankFailedError, match="rank 1: no room"):
                 asyncio.run(command_group.failed())
         with pytest.raises(RankFailedError, match="rank 1: no room"), command_group.guard():
-            """Whatever was computed meanwhile counts for nothing."""
+            """Discards what was computed meanwhile."""
     assert not distributed.is_initialized()
 
 
 def _end_well(rank: int, folder: str, port: int) -> None:
-    """Both ranks end, and neither takes the other's end for a failure."""
+    """Both ranks end, and neither reports the other's end as a failure."""
     distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
     )
@@ -121,12 +121,12 @@ def _end_well(rank: int, folder: str, port: int) -> None:
     with command_group.listening(), command_group.guard():
         command_group.gather(str(rank))
     assert not command_group.has_failed
-    assert [thread for thread in threading.enumerate() if thread.name == "crew"] == []
+    assert [thread for thread in threading.enumerate() if thread.name == "rank-failures"] == []
     distributed.destroy_process_group()
 
 
 def _leave_out(rank: int, folder: str, spec_json: str) -> None:
-    """Both ranks know what did not fit, as after they started again."""
+    """Both ranks start with recorded OOM limits, as after a restart."""
     torch.set_num_threads(1)
     spec = RunSpec.model_validate_json(spec_json)
     distributed.init_process_group(
@@ -181,14 +181,14 @@ def test_a_pass_that_broke_leaves_nothing_behind(tmp_path: Path, options: dict[s
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_that_outgrows_memory_leaves_nobody_waiting(tmp_path: Path, ranks: int) -> None:
+def test_a_rank_that_runs_out_of_memory_fails_all_ranks(tmp_path: Path, ranks: int) -> None:
     spec = spec_for(world_size=ranks)
     run_ranks(_short_of_memory, ranks, str(tmp_path), spec.model_dump_json(), count=ranks)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("work", [_idle_rank, _end_well])
-def test_a_rank_hears_how_the_others_end(tmp_path: Path, work: Callable[..., None]) -> None:
+def test_a_rank_learns_how_the_others_end(tmp_path: Path, work: Callable[..., None]) -> None:
     run_ranks(work, str(tmp_path), free_port(), count=2)
 
 
@@ -231,11 +231,11 @@ def short(tokens):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return TokenLoss(-tokens.advantages * tokens.logprobs)
 """
-"""Plays GPUs that have room for a response of 10 tokens, and for 30 of a micro-batch."""
+"""Simulates GPUs with memory for responses of 10 tokens and micro-batches of 30."""
 
 
 @pytest.mark.timeout(300)
-def test_a_run_of_several_ranks_goes_on_without_a_sequence_that_outgrows_them(
+def test_several_ranks_continue_without_a_sequence_that_exceeds_memory(
     plumbing: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "loss.py").write_text(LOSS)
@@ -251,7 +251,7 @@ def test_a_run_of_several_ranks_goes_on_without_a_sequence_that_outgrows_them(
         "rollout.max_response_tokens=14",
         f"rollout.sampling.stop={stops}",
         "trainer.steps=2",
-        # A slow machine may tell of one end twice.
+        # A slow machine may report one end twice.
         "limits.max_restarts=12",
     )
     assert done.code == 0, done.out + done.err
@@ -264,6 +264,6 @@ def test_a_run_of_several_ranks_goes_on_without_a_sequence_that_outgrows_them(
     assert told
     # Prompts have 11 tokens.
     assert all(tokens > 21 for event in told for tokens in event["samples"].values())
-    # A step that is trained again after a loss tells of them again.
+    # A step that is trained again after a loss reports them again.
     left_out = {name for event in told for name in event["samples"]}
     assert len(left_out) < found["trained"] * 4

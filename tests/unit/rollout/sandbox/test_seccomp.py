@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.rewards import seccomp, system_calls
-from services.rollout.rewards.system_calls import ALLOWED, ARGUMENTS, CHECKED, CLONE3, MACHINES
+from services.rollout.sandbox import seccomp, system_calls
+from services.rollout.sandbox.system_calls import (
+    ALLOWED,
+    ARGUMENTS,
+    CHECKED,
+    CLONE3,
+    MACHINES,
+    REFUSED_IN_SANDBOXES,
+    SOCKET,
+)
 
 HEADERS = {
     "x86_64": [
@@ -38,7 +46,8 @@ def numbers_of_the_kernel(machine: str) -> dict[str, int]:
 def test_every_number_is_the_kernels(machine: str) -> None:
     kernel = numbers_of_the_kernel(machine)
     column = MACHINES.index(machine)
-    ours = {name: numbers[column] for name, numbers in (ALLOWED | CHECKED).items()}
+    tables = ALLOWED | CHECKED | REFUSED_IN_SANDBOXES | {"socket": SOCKET}
+    ours = {name: numbers[column] for name, numbers in tables.items()}
     assert ours == {name: kernel.get(name) for name in ours}
     assert kernel["clone3"] == CLONE3
     assert set(CHECKED) == {*ARGUMENTS, "clone"}
@@ -78,7 +87,13 @@ def test_references_to_another_process_are_rejected(machine: str) -> None:
         assert answer(machine, kernel[name]) == DENY, name
 
 
-def answer(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+def answer(
+    machine: str,
+    number: int,
+    *arguments: int,
+    architecture: int | None = None,
+    build=seccomp.build_filter,
+) -> int:
     """Returns the kernel's action: a small interpreter of the filter's instructions."""
     data = struct.pack(
         "IIQ6Q",
@@ -87,7 +102,7 @@ def answer(machine: str, number: int, *arguments: int, architecture: int | None 
         0,
         *(*arguments, *(0,) * (6 - len(arguments))),
     )
-    code = list(struct.iter_unpack("HBBI", seccomp.build_filter(machine)))
+    code = list(struct.iter_unpack("HBBI", build(machine)))
     place, word = 0, 0
     while True:
         operation, if_true, if_false, operand = code[place]
@@ -120,3 +135,18 @@ def test_arguments_decide_over_checked_calls(machine: str) -> None:
     assert answer(machine, system_calls.NEWEST + 1) == UNKNOWN
     assert answer(machine, 0x40000000) == UNKNOWN
     assert answer(machine, 0, architecture=0x40000003) == KILL
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_sandbox_has_neither_uncounted_memory_nor_new_namespaces(machine: str) -> None:
+    kernel = numbers_of_the_kernel(machine)
+
+    def call(name: str, *arguments: int) -> int:
+        return answer(machine, kernel[name], *arguments, build=seccomp.sandbox_filter)
+
+    assert {call(name) for name in ("memfd_create", "shmget", "unshare", "mount", "bpf")} == {
+        UNKNOWN
+    }
+    assert {call(name) for name in ("execve", "kill", "mmap", "openat", "bind")} == {ALLOW}
+    assert (call("clone", 17), call("clone", 17 | 0x10000000)) == (ALLOW, DENY)
+    assert (call("clone3"), call("socket", 1), call("socket", 40)) == (UNKNOWN, ALLOW, DENY)

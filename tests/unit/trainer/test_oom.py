@@ -1,4 +1,4 @@
-"""Micro-batches that outgrow memory are divided, and sequences left out, without a wrong gradient."""
+"""Micro-batches that exceed memory are divided, and sequences left out, without a wrong gradient."""
 
 import gc
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from services.trainer.batch.plan import Bounds
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import UNSCORED, OomLimitError
 from services.trainer.engines.fsdp.oom import (
-    Fitting,
     OomLimits,
-    fitting,
-    oom_in,
-    recall,
+    OomRetry,
+    catch_oom,
+    load_oom_limits,
+    unrecorded_limits,
 )
 from services.trainer.model.policy import Policy
 from services.trainer.settings import TrainerSettings
@@ -82,14 +82,14 @@ def spec_for(algorithm: Mapping[str, Any] | None = None, **trainer: Any) -> RunS
     return spec_of(algorithm=algorithm, trainer={"optimizer": {"max_grad_norm": 1e9}, **trainer})
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "in_backward"),
     [
-        {},
-        {"share_prefixes": False, "tokens_per_micro_batch": 90},
-        {"updates_per_step": 2},
-        {"accumulate_early": True},
+        ({}, False),
+        ({}, True),
+        ({"share_prefixes": False, "tokens_per_micro_batch": 90}, True),
+        ({"updates_per_step": 2}, True),
+        ({"accumulate_early": True}, True),
     ],
     ids=str,
 )
@@ -106,9 +106,14 @@ def test_what_does_not_fit_is_divided(options: dict[str, Any], in_backward: bool
         assert result.metrics[name] == pytest.approx(whole.metrics[name], rel=1e-5)
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
-    "aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+    ("aggregation", "in_backward"),
+    [
+        ("token-mean", False),
+        ("token-mean", True),
+        ("seq-mean-token-mean", True),
+        ("seq-mean-token-sum-norm", True),
+    ],
 )
 def test_a_sequence_that_is_too_long_alone_is_left_out(aggregation: str, in_backward: bool) -> None:
     spec = spec_for({"aggregation": aggregation})
@@ -140,8 +145,11 @@ _SCORED: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("algorithm", _SCORED, ids=str)
-@pytest.mark.parametrize("limit", ["divided", "left out"])
+@pytest.mark.parametrize(
+    ("algorithm", "limit"),
+    [*((each, "left out") for each in _SCORED), (_SCORED[0], "divided"), (_SCORED[3], "divided")],
+    ids=str,
+)
 def test_what_cannot_be_scored_is_left_out(algorithm: dict[str, Any], limit: str) -> None:
     # Several updates compare with the weights before the first.
     spec = spec_for(algorithm, updates_per_step=2 if "correction" in algorithm else 1)
@@ -221,16 +229,16 @@ def test_processes_that_start_again_know_what_did_not_fit(tmp_path: Path) -> Non
             state_directory=tmp_path,
             rank=rank,
         )
-        return recall(settings, spec.trainer.model_copy(update=changes), ranks=Ranks())
+        return load_oom_limits(settings, spec.trainer.model_copy(update=changes), ranks=Ranks())
 
     def fail(oom_limits: OomLimits, rows: tuple[int, ...]) -> None:
         def attempt(work: Any) -> None:
-            with fitting(0):
+            with catch_oom(0):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
         samples = rank_of(spec, policy_of(spec), queue)._share(queue.meta, 0, num_updates=1).samples
-        with pytest.raises(OomLimitError, match="all ranks start again"):
-            Fitting(policy_of(spec), spec, device=CPU, oom_limits=oom_limits).fitted(
+        with pytest.raises(OomLimitError, match="all ranks restart"):
+            OomRetry(policy_of(spec), spec, device=CPU, oom_limits=oom_limits).run_with_retry(
                 attempt, samples, (rows,)
             )
 
@@ -279,29 +287,29 @@ def test_a_critic_leaves_out_what_it_cannot_learn_from() -> None:
     assert critic.updates.count == 1
 
 
-def test_a_model_that_fits_not_even_without_samples_is_said() -> None:
+def test_a_model_that_does_not_fit_without_samples_is_reported() -> None:
     spec = spec_for()
     with pytest.raises(OomLimitError, match="0 tokens"):
         trained(spec, queue_for(spec), limit=0)
 
 
-def test_where_others_wait_the_step_fails_and_says_what_did_not_fit() -> None:
+def test_a_step_of_several_ranks_fails_with_the_size_that_did_not_fit() -> None:
     spec = spec_for(world_size=2)
     queue = queue_for(spec)
     samples = rank_of(spec, policy_of(spec), queue)._share(queue.meta, 0, num_updates=1).samples
 
     def attempt(work: Any) -> None:
-        with fitting(1):
+        with catch_oom(1):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
     with pytest.raises(OomLimitError, match=r"tokens in 2 sequence\(s\) .*2\.00 GiB") as failed:
-        Fitting(policy_of(spec), spec, device=CPU, oom_limits=oom_in(spec.trainer)).fitted(
-            attempt, samples, ((0,), (1, 2))
-        )
+        OomRetry(
+            policy_of(spec), spec, device=CPU, oom_limits=unrecorded_limits(spec.trainer)
+        ).run_with_retry(attempt, samples, ((0,), (1, 2)))
     assert "trainer.activation_offloading" in str(failed.value)
     assert failed.value.reason == "OUT_OF_MEMORY"
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
-    with pytest.raises(RuntimeError, match="shape"), fitting(0):
+    with pytest.raises(RuntimeError, match="shape"), catch_oom(0):
         raise RuntimeError("a shape is wrong")

@@ -1,4 +1,4 @@
-"""A client that waits for a controller that is started again."""
+"""Retries of the client while a controller restarts."""
 
 import httpx
 import pytest
@@ -18,14 +18,14 @@ def api_of(num_failures, calls, **options):
     return Api("http://controller", http=http, **options)
 
 
-async def test_a_patient_client_asks_again_until_the_controller_is_back():
+async def test_requests_are_retried_until_the_controller_answers():
     calls = []
-    async with api_of(1, calls, patience_s=30.0) as api:
+    async with api_of(1, calls, retry_s=30.0) as api:
         assert (await api.call(GetVersion())).version == "1"
     assert len(calls) == 2
 
 
-async def test_an_unreachable_controller_fails_at_once_without_patience():
+async def test_an_unreachable_controller_fails_at_once_without_retries():
     calls = []
     async with api_of(1, calls) as api:
         with pytest.raises(ApiError, match="no controller answers"):
@@ -34,7 +34,7 @@ async def test_an_unreachable_controller_fails_at_once_without_patience():
 
 async def test_only_idempotent_requests_are_retried():
     calls = []
-    async with api_of(1, calls, patience_s=30.0) as api:
+    async with api_of(1, calls, retry_s=30.0) as api:
         with pytest.raises(ApiError):
             await api.call(PauseRun(run_id="run_" + "0" * 32))
     assert len(calls) == 1

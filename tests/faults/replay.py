@@ -1,0 +1,115 @@
+"""An asynchronous run with kills is recorded and replayed: python -m tests.faults.replay [--smoke].
+
+Bars: every version has the recorded digest; with another loss the training parts at step 1; recording takes
+at most 2 % of a step.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.faults.training import Training
+from tests.helpers.cli import REPOSITORY, slipstream
+from tests.helpers.plumbing import write_plumbing
+
+_RESULT = REPOSITORY / "bench" / "results" / "replay.json"
+_MAX_RECORD_FRACTION = 0.02
+_SETTINGS = (
+    "record=full",
+    "algorithm.max_staleness=4",
+    "rollout.partial_rollout=true",
+    "rollout.replicas=2",
+    "rollout.max_response_tokens=60",
+    "rollout.group_size=8",
+    "trainer.world_size=2",
+    "trainer.checkpoint.every=10",
+    "limits.max_restarts=50",
+)
+_VICTIMS = ("trainer-0", "rollout-0", "controller")
+
+
+def record(folder: Path, steps: int) -> tuple[Path, dict[str, Any]]:
+    """Trains with three kills; returns the state directory and what the run cost."""
+    state = folder / "runs"
+    training = Training(write_plumbing(folder), state, f"trainer.steps={steps}", *_SETTINGS)
+    begin = time.monotonic()
+    training.start()
+    try:
+        for number, victim in enumerate(_VICTIMS, start=1):
+            training.until_step(number * steps // (len(_VICTIMS) + 1))
+            training.kill(victim)
+        code = training.wait()
+    finally:
+        training.close()
+    assert code == 0, training.output[-4000:]
+    (metrics,) = state.glob("run_*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    (record,) = state.glob("run_*/checkpoints/record")
+    size = sum(file.stat().st_size for file in record.rglob("*.safetensors"))
+    return state, {
+        "killed": _VICTIMS,
+        "run_s": time.monotonic() - begin,
+        "starts": [start["step"] for start in json.loads((record / "run.json").read_text())],
+        "record_bytes_per_step": size / (steps + 1),
+        **_cost(rows),
+        "staleness_mean": statistics.mean(row["staleness_mean"] for row in rows),
+    }
+
+
+def _cost(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    recording = [row["seconds_record"] for row in rows]
+    whole = [row["seconds_total"] for row in rows]
+    return {
+        "step_s": statistics.median(whole),
+        "record_s": statistics.median(recording),
+        "record_fraction": sum(recording) / sum(whole),
+    }
+
+
+def replay(state: Path, *arguments: str) -> tuple[list[dict[str, Any]], str, float]:
+    """Replays the run; returns the steps without the start, the last message, and the seconds."""
+    begin = time.monotonic()
+    command = ("replay", "plumbing", "--json", "--state-directory", state)
+    done = slipstream(*command, *arguments, timeout=3600)
+    assert done.code in (0, 1), done.out + done.err
+    steps = [json.loads(line) for line in done.out.splitlines()]
+    return steps[1:], done.err.strip().splitlines()[-1], time.monotonic() - begin
+
+
+def main() -> None:
+    """Runs the benchmark, prints its figures and writes them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="few steps; writes no result")
+    is_smoke = parser.parse_args().smoke
+    num_steps = 12 if is_smoke else 100
+    with tempfile.TemporaryDirectory() as folder:
+        state, found = record(Path(folder), num_steps)
+        steps, _, seconds = replay(state)
+        equal = sum(not step["tensors"] for step in steps)
+        changed, message, _ = replay(state, "--set", "algorithm.loss=gspo", "--to", "3")
+    parted = next(step["step"] for step in changed if step["tensors"])
+    found |= {
+        "steps": num_steps,
+        "equal_versions": equal,
+        "replay_s": seconds,
+        "parts_with_gspo_at_step": parted,
+        "message": message,
+    }
+    bars = {
+        "all versions are equal": equal == num_steps == len(steps),
+        "another loss parts at step 1": parted == 1 and message.endswith("step 1"),
+        "recording takes at most 2 % of a step": found["record_fraction"] <= _MAX_RECORD_FRACTION,
+    }
+    found["bars"] = bars
+    print(json.dumps(found, indent=1))
+    if not is_smoke:
+        _RESULT.write_text(f"{json.dumps(found, indent=1)}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""A recorded asynchronous run whose processes are killed is replayed bit by bit, without rollouts."""
+
+import json
+import re
+
+import pytest
+
+from services.trainer.record import files
+from tests.helpers.cli import ranks_of, slipstream, started
+
+pytestmark = pytest.mark.timeout(600)
+
+SETTINGS = (
+    "record=full",
+    "trainer.world_size=2",
+    "trainer.steps=8",
+    "trainer.checkpoint.every=3",
+    "algorithm.max_staleness=2",
+    "rollout.max_response_tokens=24",
+    "rollout.partial_rollout=true",
+    "rollout.reproducible=batch_invariant",
+)
+
+
+def test_a_run_that_was_killed_replays_bit_by_bit_and_parts_with_another_loss(plumbing, tmp_path):
+    settings = [part for setting in SETTINGS for part in ("--set", setting)]
+    arguments = ("run", plumbing, "--state-directory", tmp_path / "runs", *settings)
+    with started(*arguments, until=r"step +5/") as (process, _):
+        ranks_of("trainer-0", tmp_path / "runs")["1"].kill()
+        out, _ = process.communicate(timeout=400)
+        assert process.returncode == 0, out
+    (record,) = (tmp_path / "runs").glob("run_*/checkpoints/record")
+    assert files.recorded_steps(record) == [*range(9)]
+    starts = [start["step"] for start in files.read_starts(record)]
+    assert starts[0] == 0
+    assert len(starts) == 2
+
+    here = ("--state-directory", tmp_path / "runs")
+    replayed = slipstream("replay", "plumbing", "--json", *here)
+    assert replayed.code == 0, replayed.out + replayed.err
+    steps = [json.loads(line) for line in replayed.out.splitlines()]
+    assert [step["step"] for step in steps] == [*range(9)]
+    assert not any(step["tensors"] for step in steps)
+    assert all(step["metrics"] == step["recorded"] for step in steps[1:])
+
+    sampled = slipstream("replay", "plumbing", "--json", *here, "--sample", 2, "--sample", 7)
+    assert sampled.code == 0, sampled.out + sampled.err
+    responses = [json.loads(line) for line in sampled.out.splitlines()]
+    assert len(responses) == 2 * 16
+    assert not any(response["difference"] for response in responses)
+
+    changed = slipstream("replay", "plumbing", *here, "--set", "algorithm.loss=gspo", "--to", 2)
+    assert changed.code == 0, changed.out + changed.err
+    assert re.search(r"parts at step 1$", changed.err.strip())
+
+    files.rank_file(record, 4, 1).unlink()
+    assert slipstream("replay", "plumbing", *here).code == 2
+    assert slipstream("diff", "plumbing", "plumbing", *here).code == 2

@@ -1,0 +1,22 @@
+"""An agent learns to fix bugs from tests in the sandboxes of its episodes: `examples/bugfix`."""
+
+import pytest
+
+from services.rollout.sandbox import bubblewrap
+from tests.helpers.cli import REPOSITORY, train
+
+pytestmark = [
+    pytest.mark.learning,
+    pytest.mark.nightly,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not bubblewrap.is_usable(), reason="needs bubblewrap"),
+]
+
+BUGFIX = REPOSITORY / "examples" / "bugfix" / "bugfix.yaml"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_more_bugs_are_fixed_after_training(tmp_path, seed):
+    done = train(BUGFIX, tmp_path, f"seed={seed}")
+    assert done.code == 0, done.out + done.err
+    assert done.summary["heldout"]["greedy"] >= 0.5

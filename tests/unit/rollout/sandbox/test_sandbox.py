@@ -1,0 +1,288 @@
+"""Sandboxes of episodes with bubblewrap, their limits and their service."""
+
+import asyncio
+import inspect
+import os
+import signal
+import subprocess
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from services.common.http.limits import MAX_UNAUTHENTICATED
+from services.common.runspec.rollout import SandboxSpec
+from services.rollout.failures import CallError
+from services.rollout.sandbox import bubblewrap
+from services.rollout.sandbox.base import SandboxError
+from services.rollout.sandbox.pool import SandboxPool
+from services.rollout.sandbox.service import RemoteSandbox, SandboxService, sandbox_argument
+
+pytestmark = pytest.mark.skipif(not bubblewrap.is_usable(), reason="needs bubblewrap")
+SMALL = {"memory_bytes": 128 << 20, "disk_bytes": 4 << 20, "max_processes": 8}
+
+
+@asynccontextmanager
+async def sandbox(row=None, **spec):
+    async with SandboxPool(SandboxSpec(**SMALL | spec)).open(row or {}) as opened:
+        yield opened
+
+
+async def test_commands_share_files_and_processes_until_the_episode_ends() -> None:
+    async with sandbox() as box:
+        assert (await box.run("pwd; echo one > file; (sleep 60 &) ; echo $((6*7)) >&2")).text == (
+            "/sandbox\n42\n"
+        )
+        found = await box.run("cat file; ps -e -o comm= | grep -c sleep; exit 3")
+        assert (found.text, found.exit_status, found.limit) == ("one\n1\n", 3, "")
+        assert (await box.run("cat", stdin=b"given")).text == "given"
+        assert (await box.run("true \0")).exit_status == 126
+        assert (await box.run("kill -9 $$")).exit_status == 128 + signal.SIGKILL
+        assert box.measured["sandbox_commands"] == 5
+
+
+async def test_files_and_snapshots_keep_every_byte() -> None:
+    content = bytes(range(256)) * 99
+    async with sandbox() as box:
+        await box.write("deep/it's a file", content)
+        assert await box.read("/sandbox/deep/it's a file") == content
+        kept = await box.snapshot()
+        await box.run("rm -r deep; touch other")
+        await box.restore(kept)
+        assert (await box.run("ls")).text == "deep\n"
+        assert await box.read("deep/it's a file") == content
+        with pytest.raises(SandboxError, match="No such file"):
+            await box.read("missing")
+        with pytest.raises(SandboxError, match="snapshot-1"):
+            await box.restore("snapshot-9")
+
+
+@pytest.mark.parametrize(
+    ("command", "limit"),
+    [
+        ("sleep 60", "time"),
+        ("setsid sh -c 'while :; do :; done' & sleep 60", "time"),
+        ("for i in $(seq 20); do sleep 60 & done; wait", "processes"),
+        ("f(){ f|f& };f; sleep 60", "processes"),
+        (
+            f"for i in 1 2 3; do {sys.executable} -S -c 'x = bytes(range(256)) * 250000; import time;"
+            "time.sleep(60)' & done; wait",
+            "memory",
+        ),
+    ],
+)
+async def test_a_limit_kills_the_command_and_the_sandbox_goes_on(command: str, limit: str) -> None:
+    timeout_s = 0.5 if limit == "time" else 30
+    async with sandbox() as box:
+        result = await box.run(command, timeout_s=timeout_s)
+        assert (result.limit, result.exit_status) == (limit, 137)
+        left = await box.run("ps -e -o stat=,comm= | grep -v ^Z | grep -c sleep")
+        assert left.text == "0\n"
+
+
+async def test_memory_disk_and_output_are_bounded() -> None:
+    async with sandbox(output_bytes=1000) as box:
+        big = await box.run(f"{sys.executable} -S -c 'x = bytes(1 << 30)'")
+        assert "MemoryError" in big.text
+        full = await box.run(
+            "head -c 10000000 /dev/zero > big; head -c 10000000 /dev/zero > /tmp/b"
+        )
+        assert full.exit_status != 0
+        assert int((await box.run("du -sk . | cut -f 1")).text) <= 4 << 10
+        long = await box.run("yes | head -c 100000")
+        assert (len(long.output), long.is_truncated, long.exit_status) == (1000, True, 0)
+
+
+async def test_nothing_of_the_host_is_visible(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    async with sandbox() as box:
+        for command in (
+            f"cat {tmp_path}/secret",
+            "cat /etc/passwd",
+            f"cat {Path.cwd()}/pyproject.toml",
+            f"{sys.executable} -c 'import socket; socket.create_connection((\"1.1.1.1\", 53), 1)'",
+            f"{sys.executable} -c 'import os; os.kill({os.getpid()}, 0)'",
+            "mount -t tmpfs none /usr",
+            "touch /usr/mine",
+        ):
+            assert (await box.run(command)).exit_status != 0, command
+
+
+async def test_settings_of_the_kernel_cannot_be_written() -> None:
+    async with sandbox() as box:
+        for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/overcommit_memory"):
+            if (await box.run(f"test -e {path}")).exit_status == 0:
+                same = await box.run(f'value=$(cat {path}) && echo "$value" > {path}')
+                assert same.exit_status != 0, path
+
+
+async def test_memory_that_no_process_maps_is_bounded_too() -> None:
+    one = "head -c 1000000 /dev/zero"
+    async with sandbox() as box:
+        for folder in ("", "/dev", "/etc", "/root"):
+            assert (await box.run(f"{one} > {folder}/x")).exit_status != 0, folder
+        for folder in ("/tmp", "/dev/shm"):
+            filled = await box.run(f"for i in 1 2 3 4 5; do {one} > {folder}/$i || exit 9; done")
+            assert filled.exit_status == 9, folder
+        for call in (
+            "os.memfd_create('x')",
+            "(_ for _ in ()).throw(OSError) if libc.shmget(0, 4096, 0o1600) < 0 else None",
+            "(_ for _ in ()).throw(OSError) if libc.unshare(0x10000000) < 0 else None",
+            "socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)",
+        ):
+            program = f"import ctypes, os, socket; libc = ctypes.CDLL(None); {call}"
+            result = await box.run(f'{sys.executable} -c "{program}"')
+            assert "Error" in result.text, (call, result.text)
+
+
+async def test_limits_hold_between_two_commands() -> None:
+    async with sandbox() as box:
+        await box.run("sleep 0.3; for i in $(seq 20); do sleep 60 & done")
+        deadline = asyncio.get_running_loop().time() + 20
+        while len(psutil.Process(box._sandbox._process.pid).children(recursive=True)) > 2:
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.05)
+        assert (await box.run("echo on")).text == "on\n"
+
+
+async def test_a_host_that_forbids_proc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bubblewrap, "_try_out", lambda *options: "no" if options else "")
+    with pytest.raises(ValueError, match=r"rollout\.sandbox\.kind"):
+        await SandboxPool(SandboxSpec(**SMALL)).prepare()
+
+
+async def test_an_image_is_a_folder_and_a_row_may_name_one_inside(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "name").write_text(name)
+    async with sandbox(image=str(tmp_path / "one")) as box:
+        assert await box.read("name") == b"one"
+    rows = {"image": str(tmp_path), "image_column": "task"}
+    async with sandbox({"task": "two"}, **rows) as box:
+        assert await box.read("name") == b"two"
+    for task, problem in (("../..", "outside"), ("three", "folder"), (None, "image_column")):
+        with pytest.raises(CallError, match=problem):
+            async with sandbox({"task": task}, **rows):
+                pass
+
+
+async def test_at_most_max_running_sandboxes_run_and_the_others_wait() -> None:
+    pool = SandboxPool(SandboxSpec(**SMALL, max_running=2))
+    running = most = 0
+    pairs = asyncio.Barrier(2)
+
+    async def episode() -> None:
+        nonlocal running, most
+        async with pool.open({}):
+            running += 1
+            most = max(most, running)
+            await pairs.wait()
+            running -= 1
+
+    await asyncio.gather(*[episode() for _ in range(6)])
+    assert most == 2
+
+
+async def test_a_sandbox_that_dies_is_reported_and_the_next_one_starts() -> None:
+    pool = SandboxPool(SandboxSpec(**SMALL, max_running=1))
+    async with pool.open({}) as box:
+        first = psutil.Process(box._sandbox._process.pid).children()[0]
+        first.kill()
+        first.wait(10)
+        with pytest.raises(SandboxError, match="died"):
+            await box.run("true")
+        with pytest.raises(SandboxError, match="ended"):
+            await box.run("true")
+    async with pool.open({}) as box:
+        assert (await box.run("echo on")).text == "on\n"
+
+
+async def test_another_process_uses_the_sandbox_with_its_key() -> None:
+    service = SandboxService(SandboxPool(SandboxSpec(**SMALL)))
+    async with service.serving("127.0.0.1:0", host="127.0.0.1"):
+        async with service.open({}) as box:
+            remote = RemoteSandbox(box.access)
+            await remote.write("a", "text")
+            assert await remote.read("a") == b"text"
+            result = await remote.run("cat a -; exit 2", stdin="more", timeout_s=5)
+            assert (result.text, result.exit_status) == ("textmore", 2)
+            await remote.restore(await remote.snapshot())
+            with pytest.raises(SandboxError, match="No such file"):
+                await remote.read("b")
+
+            def plain(sandbox: object) -> None: ...
+
+            blocking = sandbox_argument(box.access, plain)
+            assert not inspect.iscoroutinefunction(plain)
+            assert (await asyncio.to_thread(blocking.run, "cat a")).text == "text"
+            async with httpx.AsyncClient() as client:
+                for key, body, status in (
+                    ("wrong", "{}", 401),
+                    (box.access["key"], "{}", 400),
+                    (box.access["key"], "[]", 400),
+                    (box.access["key"], '{"command": 3}', 400),
+                ):
+                    answer = await client.post(
+                        f"{box.access['url']}/run",
+                        headers={"Authorization": f"Bearer {key}"},
+                        content=body,
+                    )
+                    assert answer.status_code == status, body
+        with pytest.raises(SandboxError, match="key"):
+            await remote.run("true")
+
+
+async def test_connections_of_strangers_end_none_of_an_episode() -> None:
+    service = SandboxService(SandboxPool(SandboxSpec(**SMALL)))
+    async with (
+        service.serving("127.0.0.1:0", host="127.0.0.1"),
+        service.open({}) as box,
+        AsyncExitStack() as strangers,
+    ):
+        request = (
+            f"GET /v1/file?path=missing HTTP/1.1\r\nHost: x\r\n"
+            f"Authorization: Bearer {box.access['key']}\r\n\r\n"
+        ).encode()
+        port = int(box.access["url"].rpartition(":")[2].partition("/")[0])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        strangers.callback(writer.close)
+        for _ in range(2):
+            writer.write(request)
+            assert b"409" in await reader.readline()
+            while await reader.readline() != b"\r\n":
+                pass
+            await reader.readuntil(b"}")
+            for _ in range(MAX_UNAUTHENTICATED + 1):
+                _, other = await asyncio.open_connection("127.0.0.1", port)
+                strangers.callback(other.close)
+
+
+KILLED = """
+import asyncio
+from services.common.runspec.rollout import SandboxSpec
+from services.rollout.sandbox.pool import SandboxPool
+
+async def main():
+    pool = SandboxPool(SandboxSpec())
+    async with pool.open({}) as box:
+        await box.run("setsid sleep 1234.5 & setsid sh -c 'trap : TERM HUP INT; sleep 1234.5' & echo")
+        print("ready", flush=True)
+        await box.run("sleep 1234.5")
+
+asyncio.run(main())
+"""
+
+
+def test_no_process_is_left_after_the_rollout_was_killed() -> None:
+    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    inside = psutil.Process(process.pid).children(recursive=True)
+    assert len(inside) >= 5
+    process.kill()
+    process.wait(10)
+    _, alive = psutil.wait_procs(inside, timeout=20)
+    assert not alive

@@ -1,0 +1,78 @@
+"""Checkpoints of another model are refused by key, before workers start and when they load."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli.preflight import check
+from services.common.models.loading import load_config
+from services.common.models.tokenizer import load_tokenizer
+from services.common.runspec.loader import SpecError, parse_spec
+from services.common.runspec.run import RunSpec
+from services.trainer.checkpoint import compatibility, manifest
+from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
+from tests.helpers.specs import changed
+
+LORA = {"rank": 4, "target_modules": ["q_proj"]}
+
+
+def spec_with(folder: Path, **changes: Any) -> RunSpec:
+    data = folder / "prompts.jsonl"
+    data.write_text(4 * '{"prompt": "a", "answer": "b"}\n')
+    return parse_spec(changed(data={"train": {"source": "jsonl", "path": str(data)}}, **changes))
+
+
+def facts_of(spec: RunSpec) -> dict[str, Any]:
+    tokenizer = load_tokenizer(spec.model)
+    return compatibility.model_facts(spec, load_config(spec.model, tokenizer), tokenizer)
+
+
+def checkpoint_of(root: Path, spec: RunSpec, **facts: Any) -> Path:
+    manifest.unfinished_of(root, 3).mkdir(parents=True)
+    facts = {"num_updates": 3, "model": facts_of(spec), **facts}
+    return manifest.publish(root, 3, facts, keep=2)
+
+
+GIVEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {}, ""),
+    ({"model": {"path": "tiny:qwen2-1.2m"}}, {}, "model.path"),
+    (
+        {"model": {"tokenizer": "chars:abcd"}},
+        {"model": {"tokenizer": "chars:abce"}},
+        "model.tokenizer",
+    ),
+    ({"model": {"tokenizer": "chars:abcd"}}, {}, "vocab_size"),
+    ({"trainer": {"lora": LORA}}, {}, "trainer.lora"),
+    ({}, {"trainer": {"lora": LORA}}, "trainer.lora"),
+    ({"trainer": {"lora": LORA}}, {"trainer": {"lora": {**LORA, "rank": 8}}}, "trainer.lora"),
+    ({}, {"algorithm": {"advantage": "gae"}}, "algorithm.advantage"),
+    ({}, {"trainer": {"steps": 3}}, "trainer.steps"),
+]
+
+
+@pytest.mark.parametrize(("saved", "own", "key"), GIVEN)
+def test_a_checkpoint_of_another_model_is_refused_before_workers_start(
+    tmp_path: Path, saved: dict[str, Any], own: dict[str, Any], key: str
+) -> None:
+    folder = checkpoint_of(tmp_path / "saved", spec_with(tmp_path, **saved))
+    trainer = {"steps": 4, **own.get("trainer", {}), "checkpoint": {"start_from": str(folder)}}
+    try:
+        check(spec_with(tmp_path, **{**own, "trainer": trainer}))
+        problems = []
+    except SpecError as error:
+        problems = [each for each in error.problems if "start_from" in each]
+    assert len(problems) == bool(key), problems
+    assert all(key in each for each in problems)
+
+
+def test_workers_refuse_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    spec = spec_of()
+    policy = policy_of(spec)
+    rank = rank_of(spec, policy, random_queue(policy), root=tmp_path)
+    rank.checkpointer._model = facts_of(spec)
+    folder = rank.checkpointer.write(rank.snapshot(3))
+    assert rank.restore(folder) == 3
+    rank.checkpointer._model = {**facts_of(spec), "tokens": "other"}
+    with pytest.raises(ValueError, match=r"model\.tokenizer"):
+        rank.restore(folder)

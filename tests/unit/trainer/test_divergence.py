@@ -1,0 +1,143 @@
+"""Divergences from a teacher equal plain formulas, chunk by chunk, gradients included."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.common.runspec.formulas import DistillArguments
+from services.trainer.algorithm import logprobs
+from services.trainer.algorithm.divergence import TokenDivergence, most_likely
+from services.trainer.algorithm.logprobs import OutputHead, token_logprobs
+
+KINDS = [
+    {"divergence": "forward_kl"},
+    {"divergence": "reverse_kl"},
+    {"divergence": "jsd", "beta": 0.3},
+]
+OWN = [[0.5, -1.0, 2.0, 0.1, 0.0], [1.0, 0.3, -0.2, 0.0, -2.0], [0.2, 0.4, 0.6, -3.0, 1.1]]
+TEACHER = [[0.0, 1.0, 1.5, -0.3, 0.2], [2.0, 0.1, -0.7, 0.4, 0.0], [0.1, 0.3, 4.0, 0.0, -1.0]]
+TEMPERATURE = 0.7
+
+
+def _probabilities(logits: Sequence[float]) -> list[float]:
+    powers = [math.exp(each / TEMPERATURE) for each in logits]
+    return [power / sum(powers) for power in powers]
+
+
+def _coarse(p: list[float], kept: list[int]) -> list[float]:
+    """Probabilities of some tokens, and of all others together."""
+    return [p[token] for token in kept] + [sum(p) - sum(p[token] for token in kept)]
+
+
+def _plain(kind: dict[str, Any], own: list[float], teacher: list[float], kept: list[int]) -> float:
+    q, p = (_coarse(_probabilities(each), kept) for each in (own, teacher))
+
+    def kl(a: list[float], b: list[float]) -> float:
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True) if x > 1e-15)
+
+    if kind["divergence"] == "forward_kl":
+        return kl(p, q)
+    if kind["divergence"] == "reverse_kl":
+        return kl(q, p)
+    beta = kind["beta"]
+    m = [beta * x + (1 - beta) * y for x, y in zip(p, q, strict=True)]
+    return float(beta * kl(p, m) + (1 - beta) * kl(q, m))
+
+
+def _slopes(
+    kind: dict[str, Any], own: list[float], teacher: list[float], kept: list[int]
+) -> list[float]:
+    """Gradient by the policy's logits, from differences in 64-bit numbers."""
+    step, found = 1e-5, []
+    for token in range(len(own)):
+        ends = []
+        for sign in (step, -step):
+            moved = list(own)
+            moved[token] += sign
+            ends.append(_plain(kind, moved, teacher, kept))
+        found.append((ends[0] - ends[1]) / (2 * step))
+    return found
+
+
+def _divergence(kind: dict[str, Any], own: Tensor, teacher: Tensor, head: Any) -> Tensor:
+    compute = TokenDivergence(
+        arguments=DistillArguments(**kind), temperature=TEMPERATURE, head=head
+    )
+    targets = torch.zeros(len(own), dtype=torch.int64)
+    return token_logprobs(
+        own,
+        OutputHead(torch.eye(own.shape[1])),
+        targets,
+        temperature=TEMPERATURE,
+        divergence=compute,
+        teacher=teacher,
+    )[2]
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4, 5, None])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["divergence"])
+def test_values_and_gradients_are_those_of_the_formulas(
+    kind: dict[str, Any], top_k: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", 2 * 5 * 4 * 4)  # two tokens at a time
+    own, teacher = torch.tensor(OWN).requires_grad_(), torch.tensor(TEACHER)
+    identity = OutputHead(torch.eye(5))
+    shown, head = teacher, identity
+    if top_k is not None:
+        shown, head = most_likely(teacher, identity, top_k, temperature=TEMPERATURE), None
+    found = _divergence(kind, own, shown, head)
+    (gradient,) = torch.autograd.grad(found.sum(), own)
+    for row, (mine, theirs) in enumerate(zip(OWN, TEACHER, strict=True)):
+        order = sorted(range(5), key=lambda token: -theirs[token])
+        kept = order[: top_k or 5]
+        assert found[row].item() == pytest.approx(_plain(kind, mine, theirs, kept), abs=1e-6)
+        assert gradient[row].tolist() == pytest.approx(_slopes(kind, mine, theirs, kept), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["divergence"])
+def test_more_tokens_of_the_teacher_give_a_larger_divergence_up_to_the_whole_one(
+    kind: dict[str, Any],
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    own, teacher = 3 * torch.randn(2, 20, 50, generator=generator)
+    head = OutputHead(torch.eye(50))
+    whole = _divergence(kind, own, teacher, head)
+    before = torch.zeros(20)
+    for top_k in (1, 8, 32, 50):
+        shown = most_likely(teacher, head, top_k, temperature=TEMPERATURE)
+        found = _divergence(kind, own, shown, None)
+        assert bool((found >= before - 1e-5).all())
+        before = found
+    torch.testing.assert_close(before, whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["divergence"])
+def test_a_policy_far_from_its_teacher_has_a_finite_gradient(kind: dict[str, Any]) -> None:
+    own = torch.tensor([[300.0, 0.0, 0.0, -300.0, 0.0]]).requires_grad_()
+    shown = torch.tensor([[[3.0, math.log(0.6)], [2.0, math.log(0.3)], [-1.0, math.log(0.1)]]])
+    found = _divergence(kind, own, shown, None)
+    (gradient,) = torch.autograd.grad(found.sum(), own)
+    assert bool(found.isfinite().all())
+    assert bool(gradient.isfinite().all())
+    if kind["divergence"] == "forward_kl":  # others forget what the policy gives no probability
+        assert gradient[0].tolist() == pytest.approx(
+            [each / TEMPERATURE for each in (0.9, 0.0, -0.3, -0.6, 0.0)], abs=1e-6
+        )
+
+
+def test_tokens_that_only_the_teacher_has_count_among_the_others() -> None:
+    """Heads of one family are padded to different sizes."""
+    own = torch.tensor([[0.3, -0.2, 0.1, 0.0, 0.4]])
+    one = torch.tensor([[[2.0, math.log(0.5)], [7.0, math.log(0.25)], [-1.0, math.log(0.25)]]])
+    other = torch.tensor([[[2.0, math.log(0.5)], [-1.0, math.log(0.5)]]])
+    found = [_divergence(KINDS[0], own, each, None) for each in (one, other)]
+    torch.testing.assert_close(*found)
+    wide = torch.randn(1, 9, generator=torch.Generator().manual_seed(0))
+    whole = _divergence(KINDS[0], own, wide, OutputHead(torch.eye(9)))
+    torch.testing.assert_close(
+        whole, _divergence(KINDS[0], own, wide[:, :5], OutputHead(torch.eye(5)))
+    )

@@ -1,0 +1,135 @@
+"""Models that see images: packed logprobs and gradients equal those of transformers' own model."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from services.common.models.loading import as_stored, load_model
+from services.common.models.tokenizer import load_tokenizer
+from services.common.models.weight_files import stored_names
+from services.trainer.batch.packing import pack
+from services.trainer.checkpoint.export import export_checkpoint
+from services.trainer.model.policy import Policy, freeze_tower, trainable
+from services.wire.data.jagged import Jagged
+from services.wire.data.model_inputs import ModelInputs
+from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.vision import KINDS, model_spec, plain_logprobs, random_prompt, saved_model
+
+
+@pytest.fixture(params=KINDS)
+def loaded(request: Any, tmp_path: Path) -> tuple[Any, Any, set[str]]:
+    """The checkpoint as transformers loads it, the same as a causal language model, and its tensors."""
+    whole = saved_model(request.param, tmp_path)
+    spec = model_spec(tmp_path)
+    model = load_model(spec, load_tokenizer(spec), dtype=torch.float32, device="cpu")
+    return whole, model, stored_names(tmp_path)
+
+
+@pytest.mark.parametrize("num_packs", [4, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.timeout(3600)
+def test_packed_logprobs_and_gradients_are_those_of_the_whole_model(
+    loaded: tuple[Any, Any, set[str]], num_packs: int
+) -> None:
+    whole, model, known = loaded
+    policy, worst = Policy(model, temperature=1.0), [0.0, 0.0]
+    for seed in range(num_packs):
+        rows = random_rows(random.Random(seed))
+        expected = torch.cat([plain_logprobs(whole, *row) for row in rows])
+        factors = torch.randn(len(expected), generator=torch.Generator().manual_seed(seed))
+        packed = pack(
+            Jagged.from_list([torch.tensor(prompt) for prompt, _, _ in rows]),
+            Jagged.from_list([torch.tensor(response) for _, response, _ in rows]),
+            device=CPU,
+            shares_prefixes=seed % 2 == 1,
+            inputs=[given for _, _, given in rows],
+        )
+        logprobs, _ = policy(packed)
+        difference = float((logprobs - expected).detach().abs().max())
+        wanted = gradients(whole, expected @ factors)
+        given = as_stored(gradients(model, logprobs @ factors), model.config.to_dict(), known=known)
+        actual = {_plain(name): each for name, each in given.items()}
+        assert actual.keys() == {_plain(name) for name in wanted}
+        errors = [(actual[_plain(name)] - each).norm() for name, each in wanted.items()]
+        size = torch.stack([each.norm() for each in wanted.values()]).norm()
+        error = float(torch.stack(errors).norm() / size)
+        worst = [max(worst[0], difference), max(worst[1], error)]
+        assert difference <= 1e-5, f"seed {seed}"
+        assert error <= 1e-5, f"seed {seed}"
+    print(f"logprobs {worst[0]:.1e}, gradients {worst[1]:.1e} over {num_packs} packs")
+
+
+def random_rows(rng: random.Random) -> list[tuple[list[int], list[int], ModelInputs]]:
+    """Groups of prompts without, with one and with two images, in random order."""
+    rows = []
+    for _ in range(5):
+        prompt, given = random_prompt(rng, rng.randrange(3))
+        for _ in range(rng.randrange(1, 4)):
+            # Responses may contain placeholders, which are tokens like any other.
+            response = [rng.randrange(3, 64) for _ in range(rng.randrange(1, 8))]
+            rows.append((prompt, response, given))
+    rng.shuffle(rows)
+    return rows
+
+
+def gradients(model: torch.nn.Module, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradients of a value; zeros where it does not depend on a parameter."""
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(
+        value, list(named.values()), materialize_grads=True, allow_unused=True
+    )
+    return dict(zip(named, found, strict=True))
+
+
+def test_a_trained_tower_has_gradients_of_zero_without_images(
+    loaded: tuple[Any, Any, set[str]],
+) -> None:
+    _, model, _ = loaded
+    rows = Jagged.from_list([torch.tensor([5, 6, 7])])
+    logprobs, _ = Policy(model, temperature=1.0)(pack(rows, rows, device=CPU))
+    logprobs.sum().backward()
+    tower = dict(model.model.visual.named_parameters())
+    assert all(each.grad is not None and not each.grad.any() for each in tower.values())
+    assert model.lm_head.weight.grad.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_an_export_has_the_whole_model_with_its_tower(
+    kind: str, is_frozen: bool, tmp_path: Path
+) -> None:
+    saved_model(kind, tmp_path / "source")
+    spec = spec_of(
+        model=model_spec(tmp_path / "source").model_dump(),
+        trainer={"freeze_vision_tower": is_frozen},
+    )
+    model = load_model(spec.model, load_tokenizer(spec.model), dtype=torch.float32, device="cpu")
+    freeze_tower(model, is_frozen=is_frozen)
+    policy = Policy(model, temperature=1.0)
+    rank = rank_of(spec, policy, random_queue(policy_of(spec_of())), root=tmp_path / "checkpoints")
+    with torch.no_grad():
+        for parameter in trainable(policy):
+            parameter.mul_(1.25)
+    export_checkpoint(rank.checkpointer.write(rank.snapshot(1)), spec, tmp_path / "hf")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "hf"))
+    assert before.keys() == after.keys()
+    equal = {name for name in before if torch.equal(before[name], after[name])}
+    assert equal == ({name for name in before if "visual." in name} if is_frozen else set())
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    prompt, given = random_prompt(random.Random(3), 2)
+    packed = pack(
+        Jagged.from_list([torch.tensor(prompt)]),
+        Jagged.from_list([torch.tensor([5, 6, 7])]),
+        device=CPU,
+        inputs=[given],
+    )
+    expected = plain_logprobs(whole, prompt, [5, 6, 7], given)
+    torch.testing.assert_close(policy(packed)[0], expected, atol=1e-4, rtol=1e-5)
+
+
+def _plain(name: str) -> str:
+    return name.replace("language_model.", "").removeprefix("model.").replace("model.", "")
