@@ -11,9 +11,17 @@ blocks that were recomputed for a running one.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack, asynccontextmanager
-from typing import Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -232,8 +240,13 @@ class Gate:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _ABORT_TIMEOUT_S = 60.0
 """Time-out of a cut: a cut segment ends at the next step, so an engine that takes longer has stopped."""
+
+_REPLY_TIMEOUT_S = 300.0
+"""Time-out of any other operation; the longest one copies all weights of a large model."""
 
 
 class ExternalEngine:
@@ -270,6 +283,7 @@ class ExternalEngine:
         self._model = model
         self._decode = decode
         self._started = asyncio.Event()
+        self._ended = asyncio.Event()
         self._places = Slots(max_running)
         self._gate = Gate()
         self._arrivals = asyncio.Lock()
@@ -318,7 +332,10 @@ class ExternalEngine:
         Raises:
             EngineDiedError: If the engine died.
         """
-        await self.backend.serve(self._started.set)
+        try:
+            await self.backend.serve(self._started.set)
+        finally:
+            self._ended.set()
 
     async def wait_ready(self) -> None:
         await self._started.wait()
@@ -362,7 +379,9 @@ class ExternalEngine:
         self._num_scored += 1
         # A pause does not delay scoring, and an adoption waits for it.
         async with self._gate.closed():
-            return await self.backend.score(f"score {self._num_scored}", token_ids)
+            return await self._reply(
+                "score a prompt", self.backend.score(f"score {self._num_scored}", token_ids)
+            )
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """Ends requests; their results keep the tokens so far."""
@@ -407,13 +426,13 @@ class ExternalEngine:
             if not self._is_asleep:
                 self._busy.end()
                 self._is_asleep = self._is_blank = True
-                await self.backend.sleep()
+                await self._reply("release its memory", self.backend.sleep())
 
     async def wake(self) -> None:
         """Makes the engine take its memory back."""
         async with self._gate.closed():
             if self._is_asleep:
-                await self.backend.wake()
+                await self._reply("take its memory back", self.backend.wake())
                 self._is_asleep = False
 
     def weight_specs(self) -> list[TensorSpec]:
@@ -433,7 +452,7 @@ class ExternalEngine:
                 started_at = time.monotonic()
                 await self._pause_segments()
                 phases.end_phase("freeze")
-                await self.backend.load(description)
+                await self._load(description)
                 phases.end_phase("copy")
                 await self._resume_segments(version)
                 phases.end_phase("thaw")
@@ -447,7 +466,7 @@ class ExternalEngine:
         self._gate.keep_shut()
         async with self._gate.closed():
             await self._pause_segments()
-            return await place_in_workers(plan, slots, self.backend.load)
+            return await place_in_workers(plan, slots, self._load)
 
     async def adopt_placed(self, version: int) -> None:
         """Continues under the placed weights."""
@@ -459,13 +478,35 @@ class ExternalEngine:
         await self.adopt_placed(self._weight_version)
         await self.resume()
 
+    async def _load(self, description: str) -> None:
+        await self._reply("load weights", self.backend.load(description))
+
+    async def _reply(self, operation: str, call: Coroutine[Any, Any, T]) -> T:
+        """Waits for the engine's reply to an operation.
+
+        Raises:
+            EngineDiedError: If the engine ends first, or does not reply in time.
+        """
+        task, ended = asyncio.ensure_future(call), asyncio.ensure_future(self._ended.wait())
+        try:
+            await asyncio.wait(
+                {task, ended}, timeout=_REPLY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if task.done():
+                return task.result()
+            reason = "died" if ended.done() else f"did not reply within {_REPLY_TIMEOUT_S:.0f} s"
+            raise EngineDiedError(f"the engine {reason} when asked to {operation}")
+        finally:
+            task.cancel()
+            ended.cancel()
+
     async def _pause_segments(self) -> None:
         """Freezes running requests, or cuts them if the backend cannot freeze."""
         assert not self._is_asleep, "a sleeping engine has no memory for weights; wake it first"
         if self._freezer is None:
             await self._cut(self._running.values())
         else:
-            await self._freezer.freeze()
+            await self._reply("pause", self._freezer.freeze())
 
     async def _resume_segments(self, version: int) -> None:
         """Lets running requests continue under weights of the given version."""
@@ -474,7 +515,9 @@ class ExternalEngine:
         if self._running:
             self._busy.begin()
         if self._freezer is not None:
-            is_emptied = await self._freezer.thaw(version, recompute=self._recompute)
+            is_emptied = await self._reply(
+                "resume", self._freezer.thaw(version, recompute=self._recompute)
+            )
             if self._recompute:
                 running = [each for each in self._running.values() if each.segment_id is not None]
                 self._recomputed_tokens_total += sum(each.num_sampled for each in running)

@@ -260,6 +260,44 @@ async def test_an_engine_that_does_not_end_a_request_is_dead(
         task.cancel()
 
 
+class SilentBackend(ScriptedBackend):
+    """Never loads weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.death = asyncio.Event()
+
+    async def serve(self, started: Callable[[], None]) -> None:
+        started()
+        await self.death.wait()
+        raise EngineDiedError("it died")
+
+    async def load(self, description: str) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_an_adoption_ends_with_the_engine() -> None:
+    backend = SilentBackend()
+    engine = make_engine(backend)
+    serving = asyncio.ensure_future(engine.run())
+    adoption = asyncio.ensure_future(engine.adopt_weights(0, WEIGHTS))
+    await asyncio.sleep(0.05)
+    assert not adoption.done()
+    backend.death.set()
+    with pytest.raises(EngineDiedError, match="load weights"):
+        await asyncio.wait_for(adoption, 10)
+    with pytest.raises(EngineDiedError):
+        await serving
+
+
+async def test_an_engine_that_does_not_reply_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.rollout.engines.external._REPLY_TIMEOUT_S", 0.05)
+    engine = make_engine(SilentBackend())
+    async with running(engine):
+        with pytest.raises(EngineDiedError, match="did not reply"):
+            await asyncio.wait_for(engine.adopt_weights(0, WEIGHTS), 10)
+
+
 async def test_unsupported_features_of_an_engine_are_rejected() -> None:
     engine = make_engine(ScriptedBackend())
     async with running(engine):
