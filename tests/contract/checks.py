@@ -13,8 +13,10 @@ PROMPT = tuple(3 + (7 * i) % (VOCAB_SIZE - 3) for i in range(100))
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 -- engines announce no tokens
-        await asyncio.sleep(0.001)
+    """Waits for a condition. Raises TimeoutError after a minute."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 -- engines announce no tokens
+            await asyncio.sleep(0.001)
 
 
 def made(engine: Engine, num_tokens: int) -> Callable[[], bool]:

@@ -120,13 +120,13 @@ async def _shared(name: str, build: Callable[[], Engine]) -> AsyncIterator[Engin
     if name not in _open:
         engine = build()
         _open[name] = engine, asyncio.ensure_future(engine.run())
-        async with asyncio.timeout(600):
-            await asyncio.wait(
-                [asyncio.ensure_future(engine.wait_ready()), _open[name][1]],
-                return_when=asyncio.FIRST_COMPLETED,
-            )
     engine, serving = _open[name]
     try:
+        async with asyncio.timeout(300):
+            await asyncio.wait(
+                [asyncio.ensure_future(engine.wait_ready()), serving],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
         if serving.done():
             serving.result()
         yield engine

@@ -21,7 +21,7 @@ from tests.helpers.engines import running
 from tests.helpers.pages import example
 from tests.helpers.specs import changed
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 _NEEDS_A_PREFIX_CACHE = {
     "test_prefixes_that_were_computed_before_are_counted",

@@ -19,7 +19,7 @@ from tests.contract.engines import (
     request,
 )
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 real_engines = pytest.mark.parametrize("open_engine", REAL_ENGINES)
 all_engines = pytest.mark.parametrize("open_engine", ALL_ENGINES)

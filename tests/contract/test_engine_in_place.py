@@ -13,7 +13,7 @@ from tests.contract.checks import PROMPT, assert_agrees, begun, made, until
 from tests.contract.engines import REAL_ENGINES, OpenEngine, expected_logprobs, request, weights
 from tests.helpers.weight_members import Cluster
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 real_engines = pytest.mark.parametrize("open_engine", REAL_ENGINES)
 

@@ -7,7 +7,7 @@ import pytest
 from tests.contract.checks import PROMPT, adopt, assert_agrees, begun, made, until
 from tests.contract.engines import ALL_SLEEPERS, SLEEPERS, OpenEngine, request
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 sleepers = pytest.mark.parametrize("open_engine", SLEEPERS)
 all_sleepers = pytest.mark.parametrize("open_engine", ALL_SLEEPERS)

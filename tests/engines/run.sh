@@ -43,8 +43,13 @@ fi
 "$venv/bin/pip" install -q --no-deps -e .
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD:$PWD/proto/gen
 [ "$engine" = sglang ] && PYTHONPATH=$PWD/tests/engines/sglang_cpu:$PYTHONPATH
+# A suite ends at its first failure: tests share engines, and each test of an engine that hangs takes its full time-out.
+run() { # suite, pytest options...
+  "$venv/bin/python" -m pytest -k "$engine" -m "not nightly" --durations=10 --exitfirst \
+    -o addopts='--import-mode=importlib --strict-markers -ra' "$@"
+}
 # One after the other: the engines of the contract suite stay up, and busy, until its process ends.
 for suite in ${SUITES:-tests/contract tests/engines}; do
-  "$venv/bin/python" -m pytest -k "$engine" -m "not nightly" --durations=10 \
-    -o addopts='--import-mode=importlib --strict-markers -ra' $suite "$@"
+  # One repetition, with new engines: the CPU build of SGLang hung once for a reason that is not known.
+  run $suite "$@" || { echo "repeating $suite with new engines" >&2; run $suite "$@"; }
 done
