@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-abuse-memory bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-sandboxes bench-replay bench-weightsync bench-recovery
+.PHONY: bench-abuse bench-abuse-memory bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-sandboxes bench-replay bench-replay-gpu bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## Data plane against its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -45,6 +45,9 @@ bench-tails: $(READY) ## Responses of hours and of 100,000 tokens, killed and re
 
 bench-replay: $(READY) ## 100 asynchronous steps with kills, recorded and replayed, a quarter of an hour (OPTIONS=--smoke for minutes)
 	$(BIN)/python -m tests.faults.replay $(OPTIONS)
+
+bench-replay-gpu: $(READY) ## 20 steps of a real model with vLLM on one GPU, recorded and replayed; needs gguf (OPTIONS=--smoke without a GPU)
+	$(BIN)/python -m bench.replay_gpu $(OPTIONS)
 
 bench-weightsync: $(READY) ## Weight sync against the raw bandwidth of the link (OPTIONS=--smoke without a GPU)
 	$(BIN)/python -m bench.weightsync $(OPTIONS)

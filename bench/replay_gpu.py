@@ -1,0 +1,152 @@
+"""A recorded run of a real model with vLLM on one GPU, replayed: ``python -m bench.replay_gpu [--smoke]``.
+
+SmolLM2-135M-Instruct trains 20 asynchronous steps (lag 4, partial rollouts) of three-digit addition, twice:
+with vLLM as it is, and with ``rollout.reproducible: batch_invariant``. Each run is recorded, then replayed
+without rollouts, and replayed with another loss. Rates and logprob differences of both go to
+``bench/results/replay-gpu.json``. Bars: every version has the recorded digest; another loss parts at step 1;
+recording takes at most 2 % of the trainer's time.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from bench.real_model.setting import Setting, smoke
+from bench.real_model.smollm2 import make_folder
+from bench.whole_run import REPOSITORY, output_of, running, steps_in
+
+RESULTS = REPOSITORY / "bench" / "results" / "replay-gpu.json"
+VARIANTS = {"plain": (), "batch_invariant": ("rollout.reproducible=batch_invariant",)}
+_ASYNCHRONOUS = (
+    "record=full",
+    "algorithm.max_staleness=4",
+    "rollout.partial_rollout=true",
+    "trainer.checkpoint.every=10",
+    "validation.every=0",
+)
+_MAX_RECORD_FRACTION = 0.02
+_FIRST = 3
+"""First step whose rates count; before it, kernels are compiled."""
+_OTHER_LOSS = "algorithm.loss=gspo"
+_DEADLINE_S = 3600
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("variants", nargs="*", help=f"some of: {' '.join(VARIANTS)}")
+    parser.add_argument("--smoke", action="store_true", help="a few steps on a CPU, with torch")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--model", type=Path, help="where the model is, or is made")
+    parser.add_argument("--wheel", type=Path, help="the package with the model, or its parts")
+    parser.add_argument("--set", action="append", default=[], help="further settings")
+    parser.add_argument("--folder", type=Path, help="where runs and logs stay")
+    arguments = parser.parse_args()
+    setting = replace(Setting(), steps=arguments.steps, prompts_per_step=16)
+    if arguments.smoke:
+        setting = replace(smoke(setting), steps=3)
+    entries = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        model = (arguments.model or folder / "model").resolve()
+        make_folder(model, arguments.wheel)
+        spec = folder / "spec.json"
+        spec.write_text(json.dumps(setting.spec(model)))
+        for name in arguments.variants or VARIANTS:
+            settings = [*_ASYNCHRONOUS, *VARIANTS[name], *arguments.set]
+            entry = _recorded(folder / name, settings, spec, num_steps=setting.steps)
+            entry |= _replayed(folder / name, num_steps=setting.steps)
+            entry["bars"]["recording takes at most 2 % of the trainer's time"] = (
+                entry["record_fraction"] <= _MAX_RECORD_FRACTION
+            )
+            entries[name] = entry
+            print(json.dumps({name: entry}, indent=1), flush=True)
+    if not arguments.smoke:
+        found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+        RESULTS.write_text(json.dumps(found | entries, indent=1) + "\n", encoding="utf-8")
+
+
+def _recorded(folder: Path, settings: list[str], spec: Path, *, num_steps: int) -> dict[str, Any]:
+    """Trains a recorded run to its end; returns its rates.
+
+    Raises:
+        SystemExit: If the run fails, with its output.
+    """
+    end = time.monotonic() + _DEADLINE_S
+    with running(folder, settings, spec=spec) as process:
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.5)
+    steps = steps_in(folder)
+    if process.returncode != 0 or len(steps) < num_steps:
+        raise SystemExit(f"{' '.join(settings)} failed:\n{output_of(folder)}")
+    steady = steps[min(_FIRST, num_steps) - 1 :]
+    (record,) = folder.glob("run_*/checkpoints/record")
+    size = sum(file.stat().st_size for file in record.rglob("*.safetensors"))
+    whole = sum(step["seconds_total"] for step in steady)
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "settings": settings,
+        "steps": len(steps),
+        "engine_tokens_per_s": median(step["generated_tokens_per_s"] for step in steady),
+        "trainer_step_s": median(step["seconds_total"] for step in steady),
+        "record_s": median(step["seconds_record"] for step in steady),
+        "record_fraction": sum(step["seconds_record"] for step in steady) / whole,
+        "record_bytes_per_step": size / (len(steps) + 1),
+        "staleness_mean": mean(step["staleness_mean"] for step in steps),
+        "logprob_abs_diff_first_step": steps[0]["rollout_logprob_abs_diff"],
+        "logprob_abs_diff_max": max(step["rollout_logprob_abs_diff_max"] for step in steps),
+    }
+
+
+def _replayed(folder: Path, *, num_steps: int) -> dict[str, Any]:
+    """Replays the run as it was, and its first two steps with another loss."""
+    began = time.monotonic()
+    steps, message = _replay(folder)
+    seconds = time.monotonic() - began
+    changed, changed_message = _replay(folder, "--set", _OTHER_LOSS, "--to", "2")
+    equal = sum(not step["tensors"] for step in steps)
+    parted = next((step["step"] for step in changed if step["tensors"]), None)
+    return {
+        "equal_versions": equal,
+        "replay_s": seconds,
+        "message": message,
+        "nondeterministic": sorted({name for step in steps for name in step["nondeterministic"]}),
+        "message_with_gspo": changed_message,
+        "bars": {
+            "all versions are equal": equal == len(steps) == num_steps,
+            "another loss parts at step 1": parted == 1,
+        },
+    }
+
+
+def _replay(folder: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
+    """Runs ``slipstream replay`` on the only run of a folder.
+
+    Returns:
+        The steps without the start, and the last message.
+
+    Raises:
+        SystemExit: If nothing can be replayed, with the output.
+    """
+    module = [sys.executable, "-m", "services.cli.main", "replay", "addition", "--json"]
+    command = [*module, "--state-directory", str(folder), *options]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode not in (0, 1) or not lines:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return [json.loads(line) for line in lines[1:]], done.stderr.strip().splitlines()[-1]
+
+
+if __name__ == "__main__":
+    main()
