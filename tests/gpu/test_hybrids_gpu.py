@@ -1,0 +1,64 @@
+"""Hybrids on a GPU: packs equal single sequences, with the kernels that are installed there."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.common.models.families import FAMILIES
+from services.common.models.loading import build_model
+from services.trainer.batch.packing import pack
+from services.trainer.model.policy import Policy
+from tests.helpers.mixtures import tiny_config
+from tests.helpers.tries import random_trie
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+_HYBRIDS = [name for name, family in FAMILIES.items() if family.recurrent is not None]
+_CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("family", _HYBRIDS)
+def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
+    family: str, shares: bool
+) -> None:
+    config = tiny_config(
+        family,
+        hidden_size=64,
+        head_dim=32,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        num_hidden_layers=4,
+        initializer_range=0.05,
+        max_position_embeddings=512,
+    )
+    model = build_model(config, dtype=torch.bfloat16, device="cuda", seed=0)
+    weights = list(model.parameters())
+    for seed in range(4):
+        rows = random_trie(random.Random(seed), vocabulary=61, most_samples=6, longest=80)
+        samples = zip(*(part.unbind() for part in rows), strict=True)
+        expected = torch.cat([_own(model, *sample) for sample in samples])
+        factors = torch.randn(len(expected), generator=torch.Generator().manual_seed(seed)).cuda()
+        wanted = _gradient(expected @ factors, weights)
+        actual, _ = Policy(model, temperature=1.0)(
+            pack(*rows, device=_CUDA, shares_prefixes=shares)
+        )
+        assert (actual - expected).detach().abs().mean() <= 5e-3
+        gradient = _gradient(actual @ factors, weights)
+        assert (gradient - wanted).norm() <= 5e-2 * wanted.norm()
+
+
+def _own(model: torch.nn.Module, prompt: Tensor, response: Tensor) -> Tensor:
+    ids = torch.cat([prompt, response])[None].cuda()
+    logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits, -1).gather(1, response[:, None].cuda()).squeeze(1)
+
+
+def _gradient(total: Tensor, weights: list[torch.nn.Parameter]) -> Tensor:
+    found = torch.autograd.grad(total, weights, materialize_grads=True)
+    return torch.cat([each.flatten().float() for each in found])
