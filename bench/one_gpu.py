@@ -13,6 +13,9 @@ With ``--lora 32`` the model has Qwen2.5-7B's shape with adapters of that rank o
 modules, in ``bench/results/one-gpu-lora.json``; with ``--lora 32 --base nf4``, Qwen2.5-14B's shape with
 a base in 4 bits, in ``bench/results/one-gpu-lora-nf4.json``.
 
+With ``--hybrid`` three of four layers are recurrent (``flash-linear-attention`` computes them if it is
+installed), in ``bench/results/one-gpu-hybrid.json``. Bar: an MFU within 10 % of the dense model's.
+
 With ``--duel`` the lengths are geometric with a mean of 600, as ``bench.one_gpu_peer`` trains them with TRL;
 each setting's entry goes to ``bench/results/one-gpu-duel.json``.
 """
@@ -22,7 +25,7 @@ import json
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +36,7 @@ import psutil
 import torch
 from transformers import AutoConfig
 
-from bench.e2e.shapes import DUEL, LINEAR, QWEN_7B, QWEN_14B, SHAPES, smoke
+from bench.e2e.shapes import DUEL, HYBRID, LINEAR, QWEN_7B, QWEN_14B, SHAPES, Shape, smoke
 from bench.e2e.timeline import facts, time_line
 from bench.switches import switches
 from bench.whole_run import REPOSITORY, run_for
@@ -63,18 +66,18 @@ def main() -> None:
     parser.add_argument(
         "--base", choices=("int8", "nf4"), help="dtype of a base of 14B, with --lora"
     )
+    parser.add_argument("--hybrid", action="store_true", help="a model with recurrent layers")
     parser.add_argument("--duel", action="store_true", help="the lengths of bench.one_gpu_peer")
     parser.add_argument("--folder", type=Path, help="where run and logs stay; default: nowhere")
     arguments = parser.parse_args()
-    with_adapters = QWEN_14B if arguments.base else QWEN_7B
-    shape = with_adapters if arguments.lora is not None else DUEL if arguments.duel else _SHAPE
-    shape = smoke(shape) if arguments.smoke else shape
+    shape = _shape(arguments)
     if arguments.lora is not None:
         lora = {"rank": arguments.lora, "target_modules": LINEAR, "base_dtype": arguments.base}
         shape = replace(shape, trainer={**shape.trainer, "lora": lora})
     is_colocated = "topology.placement=colocated" in arguments.set
     names = (
         *("one-gpu", "lora" if arguments.lora else "", arguments.base or ""),
+        "hybrid" if arguments.hybrid else "",
         "colocated" if is_colocated else "",
     )
     name = f"{'-'.join(filter(None, names))}.json"
@@ -95,6 +98,7 @@ def main() -> None:
             "settings": arguments.set,
             **facts(run, first=_FIRST),
             **({"switch": switches(run.steps[_FIRST - 1 :], folder)} if is_colocated else {}),
+            "mfu": _median_of(run.steps, "mfu"),
             "logprob_difference": median(step["rollout_logprob_abs_diff"] for step in run.steps),
             "trainer_allocated_gb": max(
                 step.get("gpu_memory_peak_bytes", 0.0) for step in run.steps
@@ -110,12 +114,29 @@ def main() -> None:
         (RESULTS / name).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
+def _shape(arguments: argparse.Namespace) -> Shape:
+    chosen = _SHAPE
+    if arguments.lora is not None:
+        chosen = QWEN_14B if arguments.base else QWEN_7B
+    elif arguments.hybrid:
+        chosen = HYBRID
+    elif arguments.duel:
+        chosen = DUEL
+    return smoke(chosen) if arguments.smoke else chosen
+
+
 def keep_in_duel(name: str, entry: dict[str, Any]) -> None:
     """Adds one side's entry to the duel's results."""
     results = RESULTS / "one-gpu-duel.json"
     found = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
     found[name] = entry
     results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _median_of(steps: Sequence[Mapping[str, float]], name: str) -> float | None:
+    """Returns the median of a metric over the steady steps; None if no step has it."""
+    values = [step[name] for step in steps[_FIRST - 1 :] if name in step]
+    return median(values) if values else None
 
 
 def _planned(spec: RunSpec, model: Path) -> dict[str, float]:

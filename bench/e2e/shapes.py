@@ -1,13 +1,14 @@
 """Training workloads: a random model, its task, and a batch of realistic size."""
 
 import multiprocessing
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config
+from transformers import AutoConfig
 
 from services.common.models.loading import build_model
 
@@ -21,7 +22,7 @@ _REAL = 151_936
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model of Qwen2's form and the episodes that it is trained on."""
+    """A model of Qwen2's form, or of another family, and the episodes that it is trained on."""
 
     layers: int
     hidden: int
@@ -42,10 +43,15 @@ class Shape:
     has_own_head: bool = False
     """True if the output layer does not share the embedding's weights."""
     learning_rate: float = 1e-9
+    family: str = "qwen2"
+    architecture: str = "Qwen2ForCausalLM"
+    further: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the configuration that only this family has."""
 
-    def config(self) -> Qwen2Config:
+    def config(self) -> Any:
         """Returns the model's configuration."""
-        return Qwen2Config(
+        return AutoConfig.for_model(
+            self.family,
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
@@ -56,7 +62,8 @@ class Shape:
             tie_word_embeddings=not self.has_own_head,
             eos_token_id=1,
             pad_token_id=0,
-            architectures=["Qwen2ForCausalLM"],
+            architectures=[self.architecture],
+            **self.further,
         )
 
     def save_model(self, folder: Path) -> None:
@@ -132,6 +139,31 @@ QWEN_7B = Shape(
 QWEN_14B = replace(QWEN_7B, layers=48, hidden=5120, intermediate=13_824, heads=40, kv_heads=8)
 """Qwen2.5-14B's shape, for a quantized base."""
 
+HYBRID = Shape(
+    layers=24,
+    hidden=2048,
+    intermediate=5632,
+    heads=16,
+    kv_heads=2,
+    vocabulary=151_936,
+    max_response_tokens=1024,
+    mean_response_tokens=280,
+    workflow=f"{_TASKS}:Lognormal",
+    workflow_arguments={"least": 16, "most": 1024, "median": 220.0, "sigma": 0.7},
+    family="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    further={
+        "head_dim": 256,
+        "num_experts": 0,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+)
+"""Qwen3-Next without experts: three of four layers are gated delta nets."""
+
 # A random model ends a response after about as many tokens as its vocabulary has.
 DUEL = replace(
     _GEOMETRIC,
@@ -170,6 +202,16 @@ SHAPES = {
 }
 
 
+_SMALL = {
+    "head_dim": 32,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
 def smoke(shape: Shape) -> Shape:
     """Returns a variant that takes seconds on a CPU."""
     changes = {"least": 2, "most": 24, "median": 8.0, "turn_tokens": 6, "mean_seconds": 0.05}
@@ -190,4 +232,5 @@ def smoke(shape: Shape) -> Shape:
         },
         trainer={},
         engine="torch",
+        further={name: _SMALL.get(name, value) for name, value in shape.further.items()},
     )

@@ -320,8 +320,13 @@ def _family_of(config: Mapping[str, Any]) -> Family:
 
 def num_experts(config: Mapping[str, Any]) -> int:
     """Returns the number of routed experts of a layer, under any of the usual names; 0 if there is none."""
+    return _stated_experts(config) or 0
+
+
+def _stated_experts(config: Mapping[str, Any]) -> int | None:
+    """Returns the number of routed experts that a configuration states; None if it does not."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((int(config[name]) for name in names if config.get(name) is not None), 0)
+    return next((int(config[name]) for name in names if config.get(name) is not None), None)
 
 
 def attention_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -332,8 +337,8 @@ def attention_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def is_mixture(config: Mapping[str, Any]) -> bool:
-    """Returns True if a model has layers of experts."""
-    return _family_of(config).routing is not None
+    """Returns True if a model has layers of experts; Qwen3-Next with ``num_experts: 0`` has none."""
+    return _family_of(config).routing is not None and _stated_experts(config) != 0
 
 
 def has_plain_scores(config: Mapping[str, Any]) -> bool:

@@ -50,8 +50,10 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
 
 
 def _config(family: str, rng: random.Random) -> Any:
+    experts = {"num_experts": rng.choice((0, 8))} if family == "qwen3_next" else {}
     return tiny_config(
         family,
+        **experts,
         num_hidden_layers=4,
         full_attention_interval=rng.choice((2, 4)),
         linear_num_value_heads=rng.choice((2, 4)),
