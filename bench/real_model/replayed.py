@@ -1,8 +1,8 @@
 """A run with vLLM on a GPU, recorded and replayed: ``python -m bench.real_model.replayed [--smoke]``.
 
-SmolLM2-135M-Instruct trains 20 steps of addition, one step off-policy, with ``record: full``; then ``slipstream
-replay`` trains them again without rollouts. Bars: all versions have the recorded digests, and recording takes
-at most 2 % of a step. Results go to ``bench/results/replay-gpu.json``.
+SmolLM2-135M-Instruct trains 20 steps of addition, one step off-policy, with ``record: full``; then
+``slipstream replay`` trains them again without rollouts. Bars: all versions have the recorded digests, and
+recording takes at most 2 % of a step. Results go to ``bench/results/replay-gpu.json``.
 """
 
 import argparse
