@@ -4,6 +4,11 @@
                 all have copied it before it reuses that half
     receiver    copies the chunk to its target and notifies the source
 
+A tensor that is itself part of an exported buffer, such as a sender's arena, is not copied into this one:
+the source sends handle and position, and receivers copy from there. While other processes compute, a GPU
+serves each process in turns of milliseconds, so every exchange of notifications costs some; this way a
+whole version takes one.
+
 Bytes move from the trainer's memory to the engine's on the device itself; only the notifications
 pass through the host. The buffer is small for any model size. Correctness does not depend on its
 content: if a member leaves during a transfer, the transfer ends at once, and received bytes are
@@ -37,6 +42,7 @@ from services.weightsync.shared_buffers import (
     SharedBuffer,
     SharedBufferError,
     export_buffer,
+    exported_part,
     open_buffer,
 )
 
@@ -44,6 +50,13 @@ _CHUNK_BYTES = 128 << 20
 _HALVES = 2
 _KEY, _VERDICT, _NOTHING = "buffer", "verdict", "nothing"
 _MESSAGE = struct.Struct("<qq")
+"""Number of a chunk, and its bytes."""
+_PART = struct.Struct("<4sqq")
+"""Announces a part of another exported buffer: ``_PART_MAGIC``, first byte and bytes; the handle follows."""
+_PART_MAGIC = b"part"
+_MAX_MESSAGE = 4096
+_COPIED = -1
+"""Number in the notification that an announced part was copied."""
 _SECRET_BYTES = 16
 _PEER = struct.Struct("3i")
 """Process, user and group of a peer (struct ucred)."""
@@ -231,7 +244,8 @@ def _first_reason(store: Any, assignment: RankAssignment, why: str) -> str:
 class SharedBufferGroup:
     """Shared buffer with the process-group methods that :class:`~services.weightsync.group.Channel` uses.
 
-    Started broadcasts are executed in their order, when one of them is waited for.
+    Started broadcasts are executed in their order, when one of them is waited for: by a source all of them,
+    by a receiver those up to that one.
 
     Args:
         lines: Sockets to all receivers; for a receiver, to the source.
@@ -244,6 +258,10 @@ class SharedBufferGroup:
         self._pending: deque[Tensor] = deque()
         self._num_started = self._num_done = 0
         self._doing = threading.Lock()
+        self._parts: deque[int] = deque()
+        """Bytes of announced parts whose copies were not notified yet."""
+        self._opened: dict[str, Tensor] = {}
+        """The source's other buffers by handle."""
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Work:
         """Starts to send (rank 0) or receive (others) a tensor."""
@@ -259,20 +277,29 @@ class SharedBufferGroup:
                 line.shutdown(socket.SHUT_RDWR)
 
     def finish(self, count: int) -> None:
-        """Executes the first ``count`` of the started broadcasts.
+        """Executes at least the first ``count`` of the started broadcasts.
 
         Raises:
             RuntimeError: If a member was lost or the group aborted.
         """
         with self._doing:
             try:
-                while self._num_done < count:
+                while self._num_done < (self._num_started if self._is_source else count):
                     (self._send if self._is_source else self._receive)(self._pending.popleft())
                     self._num_done += 1
+                if self._is_source:
+                    self._await_copies()
+                elif self._num_done == self._num_started:
+                    self._notify_copies()
             except (OSError, IndexError) as error:
                 raise RuntimeError(f"the other members of the group are gone: {error}") from error
 
     def _send(self, flat: Tensor) -> None:
+        if (part := exported_part(flat)) is not None:
+            handle, begin = part
+            self._tell(_PART.pack(_PART_MAGIC, begin, len(flat)) + handle.encode())
+            self._parts.append(len(flat))
+            return
         chunks = flat.split(len(self._halves[0]))
         for number, chunk in enumerate(chunks):
             if number >= _HALVES:
@@ -284,29 +311,78 @@ class SharedBufferGroup:
             self._await_notice(number, chunks[number])
 
     def _receive(self, flat: Tensor) -> None:
+        (line,) = self._lines
         for number, chunk in enumerate(flat.split(len(self._halves[0]))):
-            self._await_notice(number, chunk)
+            if self._parts and not _is_readable(line):
+                # The source may wait for these copies before it sends more.
+                self._notify_copies()
+            message = line.recv(_MAX_MESSAGE)
+            if number == 0 and message.startswith(_PART_MAGIC):
+                self._copy_part(message, flat)
+                return
+            _check_message(message, number, len(chunk))
             chunk.copy_(self._half(number, chunk), non_blocking=True)
             _settle(chunk)
+            self._notify_copies()
             self._notify(number, chunk)
+
+    def _copy_part(self, message: bytes, flat: Tensor) -> None:
+        """Starts to copy an announced part; the source is notified later."""
+        _, begin, size = _PART.unpack_from(message)
+        handle = message[_PART.size :].decode()
+        if handle not in self._opened:
+            # A source sends from one buffer at a time.
+            self._opened = {handle: open_buffer(handle, flat.device)}
+        if size != len(flat):
+            raise RuntimeError(f"expected {len(flat)} bytes, but the source announced {size}")
+        flat.copy_(self._opened[handle][begin : begin + size], non_blocking=True)
+        self._parts.append(size)
+
+    def _notify_copies(self) -> None:
+        """Notifies the source of all copied parts, after the copies are done."""
+        if self._parts:
+            _settle(self._halves[0])
+        while self._parts:
+            self._tell(_MESSAGE.pack(_COPIED, self._parts.popleft()))
+
+    def _await_copies(self) -> None:
+        """Waits until all other ends have copied all announced parts."""
+        while self._parts:
+            size = self._parts.popleft()
+            for line in self._lines:
+                _check_message(line.recv(_MESSAGE.size), _COPIED, size)
 
     def _half(self, number: int, chunk: Tensor) -> Tensor:
         return self._halves[number % _HALVES][: len(chunk)]
 
     def _notify(self, number: int, chunk: Tensor) -> None:
         """Notifies the other ends: a source wrote the chunk to the buffer; a receiver has copied it."""
+        self._tell(_MESSAGE.pack(number, len(chunk)))
+
+    def _tell(self, message: bytes) -> None:
         for line in self._lines:
-            line.sendall(_MESSAGE.pack(number, len(chunk)))
+            line.sendall(message)
 
     def _await_notice(self, number: int, chunk: Tensor) -> None:
         """Waits until all other ends have sent the notification of a chunk."""
+        self._await_copies()
         for line in self._lines:
-            notice = line.recv(_MESSAGE.size)
-            if notice != _MESSAGE.pack(number, len(chunk)):
-                raise RuntimeError(
-                    f"expected a notice of chunk {number} of {len(chunk)} bytes, "
-                    + (f"got {notice.hex()}" if notice else "but the connection was closed")
-                )
+            _check_message(line.recv(_MESSAGE.size), number, len(chunk))
+
+
+def _check_message(message: bytes, number: int, size: int) -> None:
+    """Raises RuntimeError unless a message notifies of this chunk, or of a copied part."""
+    if message != _MESSAGE.pack(number, size):
+        raise RuntimeError(
+            f"expected a notice of chunk {number} of {size} bytes, "
+            + (f"got {message.hex()}" if message else "but the connection was closed")
+        )
+
+
+def _is_readable(line: socket.socket) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(line, selectors.EVENT_READ)
+        return bool(selector.select(0))
 
 
 class _Pending:

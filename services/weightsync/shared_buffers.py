@@ -126,7 +126,7 @@ class SharedBufferError(RuntimeError):
     """A shared buffer cannot be exported or opened here; the message has the reason."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class SharedBuffer:
     """Memory that this process exports to others."""
 
@@ -150,7 +150,20 @@ def export_buffer(num_bytes: int, device: torch.device) -> SharedBuffer:
             memory, parts = _export_file(num_bytes)
     except (OSError, AttributeError, CudaMemoryError) as error:
         raise SharedBufferError(f"memory of {device} cannot be exported: {error}") from error
-    return SharedBuffer(memory, json.dumps({"num_bytes": num_bytes, **parts}))
+    buffer = SharedBuffer(memory, json.dumps({"num_bytes": num_bytes, **parts}))
+    _EXPORTED[memory.untyped_storage().data_ptr()] = buffer
+    return buffer
+
+
+def exported_part(tensor: Tensor) -> tuple[str, int] | None:
+    """Returns the handle of the exported buffer that a tensor is part of, and its first byte there.
+
+    None if the tensor is not part of one.
+    """
+    buffer = _EXPORTED.get(tensor.untyped_storage().data_ptr())
+    if buffer is None:
+        return None
+    return buffer.handle, tensor.storage_offset() * tensor.itemsize
 
 
 def open_buffer(handle: str, device: torch.device) -> Tensor:
@@ -179,6 +192,8 @@ def gpu_of(device: torch.device) -> str:
 
 
 _OPENED: MutableMapping[str, Tensor] = weakref.WeakValueDictionary()
+_EXPORTED: MutableMapping[int, SharedBuffer] = weakref.WeakValueDictionary()
+"""Exported buffers of this process by their address."""
 
 
 def _open(handle: str, device: torch.device) -> Tensor:

@@ -110,7 +110,7 @@ def test_a_shared_prompt_changes_no_more_than_rounding(group_size: int) -> None:
 def test_every_option_trains_and_exports_weights(options: dict[str, Any]) -> None:
     spec = spec_of(model={"path": MODEL}, trainer=options)
     device = torch.device("cuda", 0)
-    policy = policy_of(spec, scale=1.0)
+    policy = policy_of(spec, scale=1.0).to(device)
     queue = random_queue(policy_of(spec, scale=1.0))
     topology = build_topology(spec.trainer, device=device, rank=0, world_size=1)
     if spec.trainer.lora is not None:

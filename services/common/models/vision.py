@@ -4,6 +4,7 @@ transformers has such models as wrappers of two models. Here the tower is a modu
 so that everything that trains, sends or serves causal language models applies to them.
 """
 
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, cast
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationMixin,
     PretrainedConfig,
+    PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -77,9 +79,23 @@ def register_vision(config: PretrainedConfig) -> None:
 def _register(kind: str) -> None:
     text = type(AutoConfig.for_model(f"{kind}_text"))
     decoder = AutoModel._model_mapping[text]  # noqa: SLF001 -- transformers offers no other way
-    # Without exist_ok, classes for configurations of transformers are ignored.
     causal = _causal_class(text, _decoder_class(kind, decoder))
-    AutoModelForCausalLM.register(text, causal, exist_ok=True)
+    # Before transformers 5.2x, `register` ignores classes for configurations of transformers.
+    AutoModelForCausalLM._model_mapping._extra_content[text] = causal  # noqa: SLF001
+
+
+def _tower_class(decoder: Any, config: type) -> Any:
+    """Returns the class of a configuration's tower, from the module of its decoder.
+
+    Some versions of transformers do not list it in ``AutoModel``.
+    """
+    return next(
+        each
+        for each in vars(sys.modules[decoder.__module__]).values()
+        if isinstance(each, type)
+        and issubclass(each, PreTrainedModel)
+        and getattr(each, "config_class", None) is config
+    )
 
 
 def _decoder_class(kind: str, base: Any) -> Any:
@@ -89,8 +105,7 @@ def _decoder_class(kind: str, base: Any) -> Any:
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             vision = _wrapper(kind, config.to_dict()).vision_config
-            auto: Any = AutoModel
-            self.visual = auto.from_config(vision)
+            self.visual = _tower_class(base, type(vision))._from_config(vision)  # noqa: SLF001
 
         def forward(
             self,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from services.common.errors import DataLossError, FailedPreconditionError
-from services.weightsync import handle, shared_buffers
+from services.weightsync import arena, handle, shared_buffers
 from services.weightsync.group import Channel
 from tests.helpers.weight_members import Cluster
 
@@ -39,7 +39,47 @@ async def test_every_mode_transfers_the_weights_exactly(mode, num_sources):
     assert not any(sink.is_paused for sink in cluster.sinks)
 
 
+def _unexportable_arenas(monkeypatch):
+    """Arenas in memory that no other process can open, which are sent through the buffer."""
+
+    def export(num_bytes, device):
+        raise shared_buffers.SharedBufferError("no")
+
+    monkeypatch.setattr(arena, "export_buffer", export)
+
+
+@pytest.mark.parametrize("num_sources", [1, 2])
+@pytest.mark.parametrize("mode", ["shadow", "delta"])
+async def test_weights_in_memory_that_cannot_be_exported_take_the_buffer(
+    mode, num_sources, monkeypatch
+):
+    _unexportable_arenas(monkeypatch)
+    cluster = Cluster(num_sources, mode, backend="handle")
+    await cluster.form_group()
+    for version in range(3):
+        cluster.weights["embed"][version * 100, 3] = version
+        await cluster.publish(version)
+        assert cluster.serves_what_was_sent()
+
+
+async def test_foreign_writes_into_the_arena_are_detected(monkeypatch):
+    cluster = Cluster(backend="handle")
+    await cluster.form_group()
+    await cluster.publish(0)
+    cluster.weights["embed"].add_(1)
+    await cluster.prepare(1)
+    (buffer,) = cluster.senders[0]._sender._arena.buffers.values()
+    buffer[77] ^= 1
+    results = await cluster.transfer(1)
+    assert all(isinstance(result, DataLossError) for result in results[1:])
+    assert [sink.version for sink in cluster.sinks] == [0, 0]
+    await cluster.form_group(epoch=2)
+    await cluster.publish(2, epoch=2)
+    assert cluster.serves_what_was_sent()
+
+
 async def test_foreign_writes_into_the_buffer_are_detected(monkeypatch):
+    _unexportable_arenas(monkeypatch)
     cluster = Cluster(backend="handle")
     await cluster.form_group()
     await cluster.publish(0)
