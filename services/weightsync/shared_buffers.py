@@ -163,7 +163,7 @@ def exported_part(tensor: Tensor) -> tuple[str, int] | None:
     buffer = _EXPORTED.get(tensor.untyped_storage().data_ptr())
     if buffer is None:
         return None
-    return buffer.handle, tensor.storage_offset() * tensor.itemsize
+    return buffer.handle, int(tensor.storage_offset()) * tensor.itemsize
 
 
 def open_buffer(handle: str, device: torch.device) -> Tensor:
