@@ -9,7 +9,9 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    Strict,
     StrictBool,
+    StrictInt,
     WithJsonSchema,
 )
 
@@ -305,14 +307,14 @@ class RunPatch(Body):
     """Changes to a run; omitted fields keep their values."""
 
     labels: Labels | None = None
-    priority: Priority | None = None
+    priority: Annotated[Priority, Strict()] | None = None
     limits: Document | None = None
     """Keys of the specification's ``limits``."""
-    validation_every: int | None = Field(None, ge=0, le=1 << 31)
+    validation_every: StrictInt | None = Field(None, ge=0, le=1 << 31)
     """New ``validation.every``, in effect from the next step."""
-    checkpoint_every: int | None = Field(None, ge=0, le=1 << 31)
+    checkpoint_every: StrictInt | None = Field(None, ge=0, le=1 << 31)
     """New ``trainer.checkpoint.every``, in effect from the next step."""
-    rollout_replicas: int | None = Field(None, ge=1, le=4096)
+    rollout_replicas: StrictInt | None = Field(None, ge=1, le=4096)
     """New ``rollout.replicas``. Additional rollouts join after they have loaded, surplus ones leave
     at once; training continues."""
 

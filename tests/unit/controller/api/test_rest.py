@@ -82,6 +82,25 @@ async def test_a_patch_needs_the_revision_that_was_read(api):
     assert (await api.get("/v1/runs", params={"label": "team=red"})).json()["items"] == []
 
 
+@pytest.mark.parametrize(
+    "patch",
+    [
+        {"checkpoint_every": True},
+        {"checkpoint_every": "3"},
+        {"validation_every": 2.5},
+        {"rollout_replicas": "2"},
+        {"priority": True},
+    ],
+)
+async def test_a_patch_takes_numbers_only_where_numbers_are_expected(api, patch):
+    path = (await api.post("/v1/runs", json=SPEC)).headers["Location"]
+    etag = (await api.get(path)).headers["ETag"]
+    refused = await api.patch(path, json=patch, headers={"If-Match": etag})
+    assert refused.status_code == 422
+    (error,) = refused.json()["errors"]
+    assert next(iter(patch)) in error["pointer"]
+
+
 @pytest.mark.postgresql
 async def test_labels_and_priority_come_with_the_submission(api):
     asked = {"label": ["team=blue", "note=a=b"], "priority": 7}
