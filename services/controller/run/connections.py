@@ -179,7 +179,10 @@ async def connect(
     await membership.wait_until(
         lambda: not missing(),
         timeout_s=lambda: current.now.limits.start_timeout_s,
-        waiting_for=lambda: f"{', '.join(missing())} to load; see the workers' logs",
+        waiting_for=lambda: (
+            f"{', '.join(missing())} to load; see the workers' logs, "
+            "or raise limits.start_timeout_s"
+        ),
     )
     (trainer,) = membership.workers(run_id, "trainer")
     rollouts = [w for w in membership.workers(run_id, "rollout") if w.worker_id in names]

@@ -4,7 +4,7 @@ import asyncio
 from collections import defaultdict
 from types import SimpleNamespace
 
-from services.common.errors import UnavailableError
+from services.common.errors import DeadlineExceededError, UnavailableError
 from services.common.fields import ROLLOUT_FIELDS
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.workers import rows_gauge
@@ -93,6 +93,7 @@ class Workers:
         self.version = -1
         self.cancels = asyncio.Event()
         self.step_timeouts, self.saved = [], []
+        self.takes_too_long = False
         self.may_save = asyncio.Event()
         self.may_save.set()
         self.may_generate = self.may_answer = True
@@ -145,6 +146,9 @@ class Workers:
             self.trains.clear()
         if self.lost:
             raise UnavailableError("the trainer does not answer")
+        if self.takes_too_long:
+            await asyncio.sleep(timeout_s)
+            raise DeadlineExceededError("TrainStep: Deadline Exceeded")
         self.trained = step
         left_out = self.left_out if step == 2 else {}
         return TrainedStep(step=step, metrics={"loss": 0.5}, skipped=False, left_out=left_out)

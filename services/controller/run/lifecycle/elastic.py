@@ -228,7 +228,10 @@ class ElasticSizing:
             self._membership.wait_until(
                 lambda: not unloaded(),
                 timeout_s=lambda: self._spec.now.limits.start_timeout_s,
-                waiting_for=lambda: f"{', '.join(unloaded())} to load",
+                waiting_for=lambda: (
+                    f"{', '.join(unloaded())} to load; see their logs, or raise "
+                    "limits.start_timeout_s"
+                ),
             ),
             self._fail_on_exit(),
             self._changed.wait(),

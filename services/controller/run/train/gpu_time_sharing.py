@@ -143,7 +143,7 @@ async def start_colocated(
     await membership.wait_until(
         lambda: bool(loaded("trainer")),
         timeout_s=lambda: current.now.limits.start_timeout_s,
-        waiting_for=lambda: "trainer-0 to load; see its log",
+        waiting_for=lambda: "trainer-0 to load; see its log, or raise limits.start_timeout_s",
     )
     await _put_to_sleep(*loaded("trainer"), timeout_s=timeout_s)
     await launcher.start(run_id, spec)

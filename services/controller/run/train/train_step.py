@@ -4,15 +4,16 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from services.common.clock import Clock
+from services.common.errors import DeadlineExceededError
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.data import set_name
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, unwrapped
 from services.common.telemetry import tracing
 from services.controller import metrics
 from services.controller.rules.learning import (
@@ -228,17 +229,32 @@ class TrainSteps:
         tracing.record("group.acquire", self._traces(batch), begin_ns=begin_ns, step=step)
 
     async def train(self, step: int, batch: Sequence[Group], *, begin: float) -> None:
-        """Trains a step, commits it, and deletes its samples."""
-        with tracing.span(
-            "step", tracing.of_step(self.run_id, step), is_first=True, run=self.run_id, step=step
-        ):
-            await self._train(step, batch, begin=begin)
+        """Trains a step, commits it, and deletes its samples.
 
-    async def _train(self, step: int, batch: Sequence[Group], *, begin: float) -> None:
+        Raises:
+            DeadlineExceededError: After ``limits.step_timeout_s``.
+        """
+        timeout_s = self.spec.now.limits.step_timeout_s
+        with (
+            tracing.span(
+                "step",
+                tracing.of_step(self.run_id, step),
+                is_first=True,
+                run=self.run_id,
+                step=step,
+            ),
+            _within_limit(step, timeout_s),
+            unwrapped(DeadlineExceededError),
+        ):
+            await self._train(step, batch, begin=begin, timeout_s=timeout_s)
+
+    async def _train(
+        self, step: int, batch: Sequence[Group], *, begin: float, timeout_s: float
+    ) -> None:
         # A trainer that has already trained the step repeats its answer, even if the samples are
         # gone.
         stored = [group for group in batch if group in self.scheduler.stored]
-        version, timeout_s = step - 1 + self.version_offset, self.spec.now.limits.step_timeout_s
+        version = step - 1 + self.version_offset
         samples = self.scheduler.stored.meta(stored)
         with self.waits("scoring"):
             samples = await self.connections.scoring.add_fields(
@@ -413,6 +429,21 @@ class TrainSteps:
 
     def _traces(self, batch: Sequence[Group]) -> list[tracing.Trace]:
         return tracing.of_groups(self.run_id, (group.group_id for group in batch))
+
+
+@contextmanager
+def _within_limit(step: int, timeout_s: float) -> Iterator[None]:
+    """Names ``limits.step_timeout_s`` in the error of a step that takes longer."""
+    begin = time.monotonic()
+    try:
+        yield
+    except DeadlineExceededError as error:
+        if time.monotonic() - begin < timeout_s:
+            raise
+        raise DeadlineExceededError(
+            f"step {step} took longer than limits.step_timeout_s ({timeout_s:g} s): {error}; raise it, or "
+            "train fewer tokens per step"
+        ) from error
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float]:

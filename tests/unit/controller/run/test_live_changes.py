@@ -293,3 +293,15 @@ async def test_a_batch_is_scored_under_the_weights_that_its_step_starts_from(
         run_id = (await manager.create(Submission(spec=spec)))[0].run_id
         await ended(manager, run_id)
     assert workers.scored == [(version, version) for version in range(6)]
+
+
+async def test_a_step_that_takes_too_long_names_its_limit(database, workers):
+    async with open_manager(database, queue=workers.queue) as manager:
+        run_id = await submitted(manager)
+        workers.takes_too_long = True
+        await patched(manager, run_id, RunPatch(limits={"step_timeout_s": 0.01, "max_restarts": 0}))
+        async with asyncio.timeout(20):
+            await manager.drivers.wait()
+        run = await manager.get(run_id)
+    assert run.state == "FAILED"
+    assert "limits.step_timeout_s" in run.message
