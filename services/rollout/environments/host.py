@@ -240,20 +240,30 @@ def _as_answer(answer: Any) -> dict[str, Any]:
 
 
 async def serve(given: argparse.Namespace, answers: TextIO) -> None:
-    """Serves until a signal arrives; a child process also stops when its standard input ends."""
+    """Serves until a signal arrives; a child process also stops when its standard input ends.
+
+    Raises:
+        SystemExit: With status 1 if the class cannot be loaded; the answer contains the reason.
+    """
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
     try:
         make = await asyncio.to_thread(load_callable, given.reference)
     except Exception as error:  # noqa: BLE001 -- boundary to user code: every exception becomes an answer
         answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
-        return
-    arguments = json.loads(given.arguments)
+        raise SystemExit(1) from None
     host = Host(
-        make, given.reference, arguments, max_episodes=given.max_episodes, idle_s=given.idle_s
+        make, given.reference, given.arguments, max_episodes=given.max_episodes, idle_s=given.idle_s
     )
     async with serve_guarded(host.app(), given) as port:
         answers.write(json.dumps({"port": port}) + "\n")
         await wait_for_shutdown(stop_on_stdin_eof=given.child)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+    return value
 
 
 def main() -> None:
@@ -261,7 +271,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Serve environments of a class over HTTP.")
     parser.add_argument("reference", help="module:Class or file.py:Class")
     add_options(parser)
-    parser.add_argument("--arguments", default="{}", help="keyword arguments of the class, as JSON")
+    parser.add_argument(
+        "--arguments",
+        type=_json_object,
+        default={},
+        help="keyword arguments of the class, as JSON",
+    )
     parser.add_argument(
         "--max-episodes", type=int, default=_MAX_EPISODES, help="max simultaneous episodes"
     )

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -248,3 +250,23 @@ async def test_a_deeply_nested_answer_is_rejected() -> None:
     deep = httpx.Response(200, content=b"[" * 100_000)
     with pytest.raises(CallError, match="JSON object"):
         await environment(lambda _: deep).begin({}, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "named"),
+    [
+        (["gone.py:Game", "--bind=unix:{place}/socket"], 1, "gone.py"),
+        (["gone.py:Game", "--bind=unix:{place}/socket", "--arguments=[1]"], 2, "--arguments"),
+        (["gone.py:Game", "--bind=unix:{place}/socket", "--arguments={{"], 2, "--arguments"),
+    ],
+)
+def test_a_host_that_cannot_start_ends_with_an_error_status(tmp_path, options, status, named):
+    command = [sys.executable, "-m", "services.rollout.environments.host"]
+    ended = subprocess.run(
+        [*command, *(option.format(place=tmp_path) for option in options)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == status
+    assert named in ended.stdout + ended.stderr
