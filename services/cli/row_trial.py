@@ -61,6 +61,7 @@ def try_rows(
         num_demonstrations=spec.algorithm.num_demonstrations,
         answers_heldout=bool(spec.rollout.rewards),
         images=_image_reader(spec, tokenizer),
+        teacher_column=None if spec.teacher is None else spec.teacher.prompt_column,
     )
     for split, source in sources.items():
         made, refused = list[Prompt](), list[str]()

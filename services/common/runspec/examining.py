@@ -63,6 +63,8 @@ _SPELLINGS = {
     "name": "1 to 63 lower-case letters, digits and hyphens, with no hyphen at an end",
     "project": "letters, digits, '.', '_' and '-', with at most one '/'",
     "metric": "greedy, sampled, best, maj, pass@K or reward/TERM",
+    "url": "an address that begins with http:// or https://",
+    "teacher_url": "an address that begins with http:// or https://",
 }
 _SET_NAME = (
     "a name of 1 to 40 lower-case letters, digits, '-' and '_' that starts with a letter or digit"

@@ -15,7 +15,7 @@ from services.common.fields import FIELDS, TOKEN_REWARDS
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.base import did_you_mean
 from services.common.runspec.built_in import EARNED, NEED_ANSWERS, REWARDS, SERVICES, WORKFLOWS
-from services.common.runspec.data import HeldoutSetSpec, set_name
+from services.common.runspec.data import DataSpec, DemonstrationSpec, HeldoutSetSpec, set_name
 from services.common.runspec.engines import ENGINES, engine_kind
 from services.common.runspec.formulas import ADVANTAGES, LOSSES, Formula
 from services.common.runspec.rollout import IMAGE, RewardSpec
@@ -990,6 +990,87 @@ def _correction(spec: RunSpec) -> Iterator[str]:
             yield f"{key}.lower ({mask.lower:g}) must be below {key}.upper ({mask.upper:g})"
 
 
+def _without_effect(spec: RunSpec) -> Iterator[str]:
+    """Yields keys that have no effect, because another key disables what they configure."""
+    data, rollout, algorithm, teacher = spec.data, spec.rollout, spec.algorithm, spec.teacher
+    taught = TeacherSpec() if teacher is None else teacher
+    served = ("server", "timeout_s", "concurrency")
+    for key, value, default, is_used, needed in (
+        (
+            "data.demonstration",
+            data.demonstration,
+            DemonstrationSpec(),
+            algorithm.num_demonstrations,
+            "algorithm.loss 'sft', 'dpo' or 'reward_model'",
+        ),
+        (
+            "data.rejected_column",
+            data.rejected_column,
+            DataSpec.model_fields["rejected_column"].default,
+            algorithm.num_demonstrations > 1,
+            "algorithm.loss 'dpo' or 'reward_model'",
+        ),
+        (
+            "data.chat_template_arguments",
+            data.chat_template_arguments,
+            {},
+            data.chat_template,
+            "data.chat_template true",
+        ),
+        (
+            "rollout.max_segments",
+            rollout.max_segments,
+            None,
+            rollout.partial_rollout,
+            "rollout.partial_rollout true",
+        ),
+        (
+            "algorithm.correction_floor",
+            algorithm.correction_floor,
+            0.0,
+            algorithm.correction_cap_mode == "mask",
+            "algorithm.correction_cap_mode 'mask'",
+        ),
+        (
+            "algorithm.kl.target",
+            algorithm.kl.target,
+            None,
+            algorithm.kl.coefficient,
+            "algorithm.kl.coefficient above 0",
+        ),
+        *(
+            (
+                f"teacher.{name}",
+                getattr(taught, name),
+                TeacherSpec.model_fields[name].default,
+                spec.teacher_urls,
+                "teacher.url",
+            )
+            for name in served
+        ),
+        (
+            "teacher.min_reward",
+            taught.min_reward,
+            TeacherSpec.model_fields["min_reward"].default,
+            taught.demonstration is not None,
+            "teacher.demonstration",
+        ),
+    ):
+        if value != default and not is_used:
+            shown = repr(value) if isinstance(value, str | int | float) else "set"
+            yield f"{key} is {shown}, but has no effect without {needed}; remove it, or set that"
+    if algorithm.correction_floor >= algorithm.correction_cap:
+        yield (
+            f"algorithm.correction_floor ({algorithm.correction_floor:g}) must be below "
+            f"algorithm.correction_cap ({algorithm.correction_cap:g}), or every token would be excluded"
+        )
+    if taught.demonstration is not None and "{response}" not in taught.demonstration:
+        yield (
+            f"teacher.demonstration must contain '{{response}}', but is {taught.demonstration!r}; add "
+            "'{response}' at the place of the demonstrated response"
+        )
+
+
 def _batch(spec: RunSpec) -> Iterator[str]:
     trainer = spec.trainer
     if trainer.updates_per_step > trainer.prompts_per_step:
@@ -1122,6 +1203,7 @@ _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
     _engine,
     _formulas,
     _correction,
+    _without_effect,
     _batch,
     _early_groups,
     demonstrations,

@@ -222,6 +222,7 @@ class PromptStore:
         self, row: Row, spec: PromptSourceSpec, place: str, *, column: str | None = None
     ) -> tuple[str, tuple[Message, ...], Sequence[int], Sequence[Any]]:
         """Returns text, chat messages, tokens and images of a column, by default of the prompt."""
+        key = "data.prompt_column" if column is None else "teacher.prompt_column"
         column = column or self._data.prompt_column_of(spec)
         content = column_value(row, column)
         if isinstance(content, str):
@@ -232,7 +233,7 @@ class PromptStore:
         else:
             raise refused_prompt(
                 "prompt_malformed",
-                f"column {column!r} in {place} must be text or, with "
+                f"{key} {column!r} in {place} must be text or, with "
                 f"data.chat_template, chat messages, got {type(content).__name__}",
             )
         messages, images = self._with_images(row, messages, place)

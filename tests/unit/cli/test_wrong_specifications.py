@@ -27,6 +27,7 @@ class Flow: pass
 class Broken:
     def __init__(self): raise RuntimeError("broken")
 """
+TEACHER = {"path": "tiny:qwen2-3m"}
 GROUPS = {"task_groups": ["train", "generate"], "ratios": [0.5, 0.5]}
 
 # Changes of a valid specification, and the key that the problem must name.
@@ -302,6 +303,22 @@ WRONG = [
     ),
     ({"topology": {**GROUPS, "task_groups": ["train", "gen"], "gpus": 2}}, "topology.task_groups"),
     ({"topology": {**GROUPS, "gpus": 3, "granularity": "node"}}, "topology.task_groups"),
+    # Keys without effect, because another key disables what they configure.
+    ({"data.demonstration": {"turns": "last"}}, "data.demonstration"),
+    ({"data.rejected_column": "worse"}, "data.rejected_column"),
+    ({"data.chat_template_arguments": {"enable_thinking": False}}, "data.chat_template_arguments"),
+    ({"rollout.max_segments": 3, "rollout.partial_rollout": False}, "rollout.max_segments"),
+    ({"algorithm.correction_floor": 0.5}, "algorithm.correction_floor"),
+    (
+        {"algorithm": {"correction_cap_mode": "mask", "correction_floor": 2, "correction_cap": 2}},
+        "algorithm.correction_floor",
+    ),
+    ({"algorithm.kl": {"target": 0.1}}, "algorithm.kl.target"),
+    ({"teacher": {**TEACHER, "server": "sglang"}}, "teacher.server"),
+    ({"teacher": {**TEACHER, "min_reward": 0.5}}, "teacher.min_reward"),
+    ({"teacher": {**TEACHER, "demonstration": "no place"}}, "teacher.demonstration"),
+    ({"teacher": {**TEACHER, "prompt_column": "solution"}}, "teacher.prompt_column"),
+    ({"teacher": {**TEACHER, "url": "teacher:8000"}}, "teacher.url"),
     # Paths, models and addresses.
     ({"model.path": ""}, "model.path"),
     ({"model.tokenizer": ""}, "model.tokenizer"),
