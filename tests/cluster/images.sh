@@ -1,5 +1,5 @@
 #!/bin/bash
-# Builds the images from the project's own Dockerfiles, on a Debian base made on the spot, without a registry.
+# Builds the images from the project's own Dockerfile, on a Debian base made on the spot, without a registry.
 #
 #   images.sh FOLDER SOURCE PYTHON [ENGINE...]
 #                archives of the images of SOURCE land in FOLDER/images; dependencies get the versions of
@@ -29,11 +29,11 @@ make_base() {
 }
 
 fetch_wheels() { # the dependencies of all services, for the Python of the base image
-  local stamp="$wheels/.$(cat "$source"/{pyproject.toml,constraints.txt,deploy/docker/trainer.Dockerfile} | sha256sum | cut -c1-16)"
+  local stamp="$wheels/.$(cat "$source"/{pyproject.toml,constraints.txt,deploy/docker/bake.json} | sha256sum | cut -c1-16)"
   [ -e "$stamp" ] && return
   "$python" -m pip download -q -d "$wheels" -c "$source/constraints.txt" \
     "$(sed -n 's/^requires = \["\(.*\)"\]/\1/p' "$source/pyproject.toml")" \
-    "$(grep -o 'torch==[0-9.]*' "$source/deploy/docker/trainer.Dockerfile")" \
+    "$(grep -o 'torch==[0-9.]*' "$source/deploy/docker/bake.json" | head -1)" \
     "$source[cluster,rollout,trainer,tracing]" 2> "$folder/download/pip.log"
   touch "$stamp"
 }
@@ -58,11 +58,34 @@ make_engine_base() { # ENGINE: its CPU build in the Python of the base, where it
   rm -rf "$tree"
 }
 
+options_of() { # NAME: the options of an image in bake.json, a line each
+  "$python" - "$source/deploy/docker/bake.json" "$1" <<'PY'
+import json, sys
+
+targets = json.load(open(sys.argv[1]))["target"]
+
+
+def merged(name):
+    target, merge = targets[name], {"args": {}}
+    for parent in target.get("inherits", ()):
+        merge = merged(parent)
+    return {**merge, **target, "args": {**merge["args"], **target.get("args", {})}}
+
+
+target = merged(sys.argv[2])
+print(f"--file={target['dockerfile']}", f"--target={target['target']}", sep="\n")
+for key, value in target["args"].items():
+    if key != "BASE":
+        print(f"--build-arg={key}={value}")
+PY
+}
+
 build() { # NAME BASE: build, and export under the tag of the sources
-  local name=$1 archive="$folder/images/$1.tar" image="localhost/slipstream/$1:test" old
+  local name=$1 archive="$folder/images/$1.tar" image="localhost/slipstream/$1:test" old options
+  mapfile -t options < <(options_of "$name")
   old=$(buildah images -q "$image" 2> /dev/null || true)
-  buildah bud -q --layers --volume "$wheels:/wheels:ro" --build-arg BASE="$2" --build-arg \
-    PIP_OPTIONS="-q --no-index --find-links /wheels" -f "$source/deploy/docker/$name.Dockerfile" -t "$image" "$source" > /dev/null
+  (cd "$source" && buildah bud -q --layers --volume "$wheels:/wheels:ro" --build-arg BASE="$2" \
+    --build-arg PIP_OPTIONS="-q --no-index --find-links /wheels" "${options[@]}" -t "$image" . > /dev/null)
   [ "$old" = "$(buildah images -q "$image")" ] && [ -e "$archive" ] && return
   [ -z "$old" ] || buildah rmi "$old" > /dev/null 2>&1 || true # or every build would fill the disk further
   rm -f "$archive"

@@ -3,7 +3,7 @@
 # promtool and Prometheus with Kubernetes discovery, the Kubernetes servers, containerd and its helpers.
 # Everything lands in a cache folder; nothing of the system is changed. Debian 12 or 13 on x86-64; PYTHON has pip.
 #
-#   provision.sh FOLDER lint      helm, kubectl, promtool: a minute
+#   provision.sh FOLDER lint      helm, kubectl, promtool, buildx: a minute
 #   provision.sh FOLDER cluster   the rest as well: about ten minutes, once
 set -euo pipefail
 
@@ -89,6 +89,13 @@ fetch_prometheus() {
   cp "$folder"/download/prometheus/usr/bin/{prometheus,promtool} "$folder/bin/"
 }
 
+fetch_buildx() { # reads the file of the images; it builds none without a Docker daemon
+  [ -x "$folder/bin/docker-buildx" ] && return
+  use_private_apt
+  unpack "$folder/download/buildx" docker-buildx/trixie
+  cp "$folder/download/buildx/usr/libexec/docker/cli-plugins/docker-buildx" "$folder/bin/"
+}
+
 fetch_node() {
   [ -x "$folder/root/usr/bin/containerd" ] && return
   use_private_apt
@@ -125,6 +132,7 @@ build_kubernetes() {
 
 fetch_helm
 fetch_prometheus
+fetch_buildx
 if [ "$what" = cluster ]; then
   fetch_node
   build_kubernetes

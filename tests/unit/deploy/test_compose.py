@@ -1,7 +1,6 @@
 """The compose file for one machine: its settings and volumes match the services and images."""
 
 import json
-import re
 import subprocess
 from pathlib import Path
 
@@ -12,12 +11,13 @@ from deploy.observability.__main__ import files
 from services.controller.settings import ControllerSettings
 from services.transferqueue.settings import TransferQueueSettings
 from tests.helpers.chart import ROOT
+from tests.helpers.images import stage_of, target_of
 from tests.helpers.tools import require
 
 FOLDER = ROOT / "deploy" / "compose"
 COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
-DOCKERFILE = (ROOT / "deploy" / "docker" / "local.Dockerfile").read_text()
+IMAGE = stage_of("local")
 PROMETHEUS = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
 SETTINGS = {"controller": ControllerSettings, "transferqueue": TransferQueueSettings}
 
@@ -62,13 +62,14 @@ def test_what_has_no_secret_is_open_on_loopback_alone(monkeypatch):
         assert "ports" not in SERVICES[name]
     published = [port for service in SERVICES.values() for port in service.get("ports", ())]
     assert all(port.startswith("127.0.0.1:") for port in published)
-    assert f"EXPOSE {published[0].split(':')[1]} " in DOCKERFILE
+    (exposed,) = [line.split()[1:] for line in IMAGE if line.startswith("EXPOSE ")]
+    assert published[0].split(":")[1] in exposed
 
 
 def test_the_state_belongs_to_the_user_of_the_image(monkeypatch):
     state = settings_of("controller", monkeypatch).state_directory
-    user = re.search(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)[1]
-    assert f"COPY --from=dependencies --chown={user} /state {state}\n" in DOCKERFILE
+    (user,) = [line.split()[1] for line in IMAGE if line.startswith("USER ")]
+    assert f"COPY --from=dependencies --chown={user} /state {state}" in IMAGE
     for name in SETTINGS:
         assert f"state:{state}" in SERVICES[name]["volumes"]
     assert f"state:{state}:ro" in SERVICES["prometheus"]["volumes"]
@@ -86,6 +87,8 @@ def test_what_is_mounted_and_built_from_is_there():
             ), volume
     build = SERVICES["controller"]["build"]
     assert (FOLDER / build["context"] / build["dockerfile"]).exists()
+    target = target_of("local")
+    assert (build["target"], build["args"]) == (target["target"], target["args"])
     assert SERVICES["transferqueue"]["image"] == SERVICES["controller"]["image"]
     assert set(COMPOSE["secrets"]) == set(SERVICES["controller"]["secrets"])
     gpus = yaml.safe_load((FOLDER / "gpus.yaml").read_text())

@@ -34,9 +34,9 @@ def test_every_requirement_has_a_version_and_torch_is_chosen_where_it_is_install
     assert names - set(pins("constraints.txt")) == {"slipstream", "torch"}
 
 
-@pytest.mark.parametrize("image", ["trainer", "rollout"])
-def test_images_have_the_torch_that_tests_have(image):
-    assert torch_of(f"deploy/docker/{image}.Dockerfile") == torch_of("Makefile")
+@pytest.mark.parametrize("path", ["deploy/docker/bake.json", "deploy/compose/compose.yaml"])
+def test_images_have_the_torch_that_tests_have(path):
+    assert torch_of(path) == torch_of("Makefile")
 
 
 def test_engines_are_tested_with_the_same_versions():

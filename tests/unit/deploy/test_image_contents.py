@@ -12,18 +12,17 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.chart import ROOT
-from tests.unit.deploy.test_images import DOCKERFILES, name_of
+from tests.helpers.images import IMAGES, stage_of, target_of
 
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 _EXTRAS: dict[str, list[str]] = _PROJECT["optional-dependencies"]
 _OURS = {"services", "slipstream", "slipstream_client"}
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
-def test_what_a_program_imports_at_its_start_is_installed(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    extras = re.search(r'(?:"\.\[|ARG EXTRAS=)([a-z,-]+)', text)[1].split(",")
-    program = re.search(r'CMD \["python", "-m", "services\.(\w+)"\]', text)[1]
+@pytest.mark.parametrize("image", sorted(set(IMAGES) - {"trackers"}))
+def test_what_a_program_imports_at_its_start_is_installed(image: str) -> None:
+    extras = target_of(image)["args"]["EXTRAS"].split(",")
+    program = re.fullmatch(r'CMD \["python", "-m", "services\.(\w+)"\]', stage_of(image)[-1])[1]
     missing = _missing(ROOT / "services" / program / "__main__.py", extras)
     assert missing == set(), f"add them to an extra that the image installs: {extras}"
 
