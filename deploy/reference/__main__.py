@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from deploy.reference import client, fits, models, runspec, workers
+from deploy.reference import client, fits, models, rlrun, runspec, workers
 from services.controller.api.app import build_app
 from services.controller.api.run_api import RunApi
 
@@ -26,6 +26,7 @@ def files() -> dict[Path, str]:
         _DOCS / "fits.md": fits.page(),
         _DOCS / "workers.md": workers.page(),
         _CHART / "files" / "workers.yaml": workers.chart(),
+        _CHART / "files" / "rlrun-spec.yaml": rlrun.chart(),
         **client.modules(json.loads(api)),
     }
 

@@ -100,6 +100,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         )
         stack.push_async_callback(manager.close, leave=settings.leave_runs)
         await manager.start()
+        await stack.enter_async_context(_serve_rlruns(settings, manager))
         rest_url = await stack.enter_async_context(_serve_rest(api, tokens, settings))
         report_ready(settings.ready_file, {"grpc": address, "rest": rest_url})
         keeping = tasks.create_task(leadership.keep_renewed())
@@ -197,6 +198,18 @@ async def _open_launcher(
             yield launcher
     else:
         yield ExternalLauncher()
+
+
+@asynccontextmanager
+async def _serve_rlruns(settings: ControllerSettings, manager: RunManager) -> AsyncIterator[None]:
+    """Serves RLRun objects, if the settings name namespaces, until the block ends."""
+    if settings.launcher == "kubernetes" and settings.rlrun_namespaces:
+        from services.controller.manager.cluster import serve_rlruns
+
+        async with serve_rlruns(settings, manager):
+            yield
+    else:
+        yield
 
 
 def _open_users(settings: ControllerSettings, tokens: TokenStore) -> Authenticator:

@@ -65,6 +65,9 @@ class ControllerSettings(KeySettings, SpecSettings):
     whose other policies refuse all traffic; only with the Kubernetes launcher."""
     rollout_scales: bool = False
     """True to give each run a RolloutScale for autoscalers; only with the Kubernetes launcher."""
+    rlrun_namespaces: tuple[str, ...] = ()
+    """Namespaces whose RLRun objects are runs of the project of the same name, for one installation
+    each; only with the Kubernetes launcher."""
     metric_targets: Path | None = None
     """File in which the launcher lists, for Prometheus (``file_sd_configs``), the metrics endpoints
     of this host's workers; without it the workers serve no metrics. Only with the process

@@ -222,11 +222,19 @@ def _explanation(error: ApiException) -> str:
         return f"{error.status} {error.reason}"
 
 
+def _reason(error: ApiException | HTTPError) -> str:
+    """Returns the reason of a failed list or watch, the same for each repetition."""
+    if isinstance(error, ApiException):
+        return _explanation(error)
+    return type(error).__name__
+
+
 logger = logging.getLogger(__name__)
 
 # Each period ends with a fresh list, which corrects changes that the stream missed.
 _WATCH_PERIOD_S = 60
 _RETRY_S = 1.0
+_MAX_RETRY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,14 +249,20 @@ class Seen:
 
 
 @asynccontextmanager
-async def follow(listing: Callable[..., Any]) -> AsyncIterator["asyncio.Queue[Seen]"]:
+async def follow(
+    listing: Callable[..., Any], what: str = "pods"
+) -> AsyncIterator["asyncio.Queue[Seen]"]:
     """Puts every change of some objects into a queue until the block ends.
+
+    If the API server refuses or does not answer, tries again for ever, less and less often. Logs
+    the reason once, until it changes.
 
     Args:
         listing: List method of the client, with its arguments bound.
+        what: Name of the objects, for the log.
     """
     seen: asyncio.Queue[Seen] = asyncio.Queue()
-    follower = _Follower(listing, seen, asyncio.get_running_loop())
+    follower = _Follower(listing, what, seen, asyncio.get_running_loop())
     # A daemon, because it may be blocked in a read that only the API server ends.
     threading.Thread(target=follower.run, name="kubernetes-watch", daemon=True).start()
     try:
@@ -261,10 +275,12 @@ class _Follower:
     def __init__(
         self,
         listing: Callable[..., Any],
+        what: str,
         seen: "asyncio.Queue[Seen]",
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._listing = listing
+        self._what = what
         self._seen = seen
         self._loop = loop
         self._stopped = threading.Event()
@@ -274,12 +290,23 @@ class _Follower:
         self._stopped.set()
 
     def run(self) -> None:
+        logged, retry_s = "", _RETRY_S
         while not self._stopped.is_set():
             try:
-                self._stream(self._list())
+                version = self._list()
+                retry_s = _RETRY_S
+                self._stream(version)
+                logged = ""
             except (ApiException, HTTPError) as error:
-                logger.warning("the Kubernetes API does not answer", extra={"error": str(error)})
-                self._stopped.wait(_RETRY_S)
+                reason = _reason(error)
+                if reason != logged:
+                    logged = reason
+                    logger.warning(
+                        "cannot watch objects in Kubernetes; trying again",
+                        extra={"objects": self._what, "error": reason},
+                    )
+                self._stopped.wait(retry_s)
+                retry_s = min(2 * retry_s, _MAX_RETRY_S)
 
     def _list(self) -> str:
         """Reports all objects and the deletions that were missed; returns the version to watch from."""

@@ -14,6 +14,7 @@ from services.controller.launch.pod_api import PodApi, follow, service_reference
 from services.controller.launch.pod_logs import PodLogs
 from services.controller.launch.scale import GROUP, PLURAL, VERSION, RolloutScales
 from services.controller.launch.worker_pods import RUN_LABEL, WORKER_LABEL
+from services.controller.manager.rlruns import RLRuns
 from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
 from services.controller.settings import ControllerSettings
@@ -75,6 +76,22 @@ async def open_cluster_launcher(
         finally:
             for watch in watches:
                 watch.cancel()
+
+
+@asynccontextmanager
+async def serve_rlruns(settings: ControllerSettings, manager: RunManager) -> AsyncIterator[None]:
+    """Mirrors the RLRun objects of the settings' namespaces until the block ends."""
+    config.load_incluster_config()
+    async with TaskGroup() as tasks:
+        serving = [
+            tasks.create_task(RLRuns(manager, CustomObjectsApi(), CoreV1Api(), namespace).serve())
+            for namespace in settings.rlrun_namespaces
+        ]
+        try:
+            yield
+        finally:
+            for each in serving:
+                each.cancel()
 
 
 async def _scale(manager: RunManager, run_id: str, replicas: int) -> None:

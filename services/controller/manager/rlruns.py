@@ -1,0 +1,650 @@
+"""RLRun objects, by which `kubectl` submits, changes, suspends and cancels runs.
+
+object is created       -> a run of the project that is named like the namespace is submitted
+its spec is edited      -> the run is changed as by PATCH, paused or resumed
+object is deleted       -> the run is cancelled; the finalizer goes when it has ended
+run changes             -> status and, for a new phase, an event of the object
+
+The database stays the truth: an edit applies the object's whole spec to the run once, and changes
+over the API stay until the next edit.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import IntEnum
+from functools import partial
+from typing import Any, Final
+
+from kubernetes.client import CoreV1Api, CustomObjectsApi
+from pydantic import ValidationError
+
+from services.common.errors import (
+    AbortedError,
+    NotFoundError,
+    ResourceExhaustedError,
+    ServiceError,
+    UnavailableError,
+)
+from services.common.runspec.aliases import without_aliases
+from services.common.runspec.keys import flat
+from services.common.runspec.loader import SpecError, canonical_json, parse_spec
+from services.common.runspec.run import RunSpec
+from services.common.task_group import TaskGroup
+from services.common.telemetry.logging import RareLog
+from services.controller.launch.pod_api import Seen, call_kubernetes, follow
+from services.controller.manager.runs import RunManager
+from services.controller.models import RunPatch
+from services.controller.rules.run_state import TERMINAL, RunState, desired_state
+from services.controller.store.records import Run, RunFilter, Submission
+from services.controller.store.runs import InvalidTransitionError, StaleRevisionError
+
+logger = logging.getLogger(__name__)
+_rare = RareLog(logger)
+
+GROUP, VERSION, PLURAL, KIND = "slipstream.dev", "v1alpha1", "rlruns", "RLRun"
+FINALIZER: Final = "slipstream.dev/run"
+UID_LABEL: Final = "slipstream.dev/rlrun"
+"""Label of a run with the unique id of its object, by which a later controller finds the run."""
+ACTOR: Final = "kubernetes"
+"""User in the records of runs: Kubernetes does not say who changed an object."""
+
+_MERGE = "application/merge-patch+json"
+_REQUEST_KEYS = ("suspend", "priority", "labels")
+"""Keys of ``spec`` beside those of a specification."""
+_EDITABLE = {
+    "validation.every": "validation_every",
+    "trainer.checkpoint.every": "checkpoint_every",
+    "rollout.replicas": "rollout_replicas",
+}
+"""Keys of a specification that may change, and their fields in a patch; those of ``limits`` may, too."""
+_ENDED = frozenset(state.value.capitalize() for state in TERMINAL)
+_DELETED = "Deleted"
+_WARNINGS = frozenset({"Rejected", "Recovering", "Failed", _DELETED})
+_INVALID_SPEC = "INVALID_SPEC"
+_MAX_MESSAGE = 4000
+_MAX_BURST = 3
+_WRITES_PER_S = 9 / 60
+_RETRY_S = 1.0
+_MAX_RETRY_S = 10.0
+# Also without news, so that a refusal that has passed is noticed.
+_COMPARE_S = 60.0
+
+Json = Mapping[str, Any]
+
+
+class NotEditableError(SpecError):
+    """An edit changes keys that may not change after the submission."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Reason for which a spec, or an edit of it, has no effect."""
+
+    reason: str
+    """Stable code for programs: that of the API's error, ``INVALID_SPEC`` or ``NOT_EDITABLE``."""
+    message: str
+
+
+class Change(IntEnum):
+    """Kind of a change of a status; its value is the number of writes that the budget must have left.
+
+    So progress, which is written when the budget is full, every 7 s, never delays a phase.
+    """
+
+    PHASE = 1
+    """A new phase, or an edit that was applied or refused."""
+    CONDITION = 2
+    PROGRESS = 3
+
+
+class WriteBudget:
+    """Limits the writes of one object's status: at most 12 in any minute, at most 3 at once."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._left = float(_MAX_BURST)
+        self._time = now()
+
+    def take(self, change: Change) -> float:
+        """Takes one write, or returns the seconds after which to ask again."""
+        now = self._now()
+        self._left = min(self._left + (now - self._time) * _WRITES_PER_S, _MAX_BURST)
+        self._time = now
+        if self._left < change:
+            return (change - self._left) / _WRITES_PER_S + 0.01
+        self._left -= 1
+        return 0.0
+
+
+class RLRuns:
+    """Serves the RLRun objects of one namespace.
+
+    Args:
+        custom: Client of custom objects, with the rights of the controller's account.
+    """
+
+    def __init__(
+        self, manager: RunManager, custom: CustomObjectsApi, core: CoreV1Api, namespace: str
+    ) -> None:
+        self._manager = manager
+        self._api = RLRunApi(custom, core, namespace)
+        self._listing = partial(
+            custom.list_namespaced_custom_object, GROUP, VERSION, namespace, PLURAL
+        )
+        self._namespace = namespace
+        self._mirrors: dict[str, _Mirror] = {}
+        self._by_run: dict[str, _Mirror] = {}
+
+    async def serve(self) -> None:
+        """Mirrors objects and runs until cancelled."""
+        what = f"{PLURAL}.{GROUP} of namespace {self._namespace}"
+        async with follow(self._listing, what) as seen, TaskGroup() as tasks:
+            tasks.create_task(self._watch_runs())
+            while True:
+                self._take(await seen.get(), tasks)
+
+    def _take(self, seen: Seen, tasks: asyncio.TaskGroup) -> None:
+        mirror = self._mirrors.get(seen.name)
+        is_other = seen.body is None or (
+            mirror is not None and mirror.uid != seen.body["metadata"]["uid"]
+        )
+        if mirror is not None and is_other:
+            mirror.is_gone = True
+            mirror.wake()
+            del self._mirrors[seen.name]
+            mirror = None
+        if seen.body is None:
+            return
+        if mirror is not None:
+            mirror.body = seen.body
+            mirror.wake()
+        elif not _is_settled(seen.body):
+            mirror = self._mirrors[seen.name] = _Mirror(
+                self._manager,
+                self._api,
+                self._namespace,
+                seen.body,
+                on_run=self._by_run.__setitem__,
+            )
+            tasks.create_task(self._serve(seen.name, mirror))
+
+    async def _serve(self, name: str, mirror: "_Mirror") -> None:
+        try:
+            await mirror.serve()
+        finally:
+            if self._mirrors.get(name) is mirror:
+                del self._mirrors[name]
+            if mirror.run_id and self._by_run.get(mirror.run_id) is mirror:
+                del self._by_run[mirror.run_id]
+
+    async def _watch_runs(self) -> None:
+        """Wakes the mirrors of runs that change."""
+        while True:
+            try:
+                async for events in self._manager.feed.watch_project(self._namespace, None):
+                    for run_id in {event.run_id for event in events}:
+                        if (mirror := self._by_run.get(run_id)) is not None:
+                            mirror.wake()
+            except ResourceExhaustedError:  # too many events at once: any run may have changed
+                for mirror in self._mirrors.values():
+                    mirror.wake()
+
+
+class _Mirror:
+    """Keeps one object and its run equal, until both have ended or the object is gone."""
+
+    def __init__(
+        self,
+        manager: RunManager,
+        api: "RLRunApi",
+        namespace: str,
+        body: Json,
+        *,
+        on_run: Callable[[str, "_Mirror"], None],
+    ) -> None:
+        self._manager = manager
+        self._api = api
+        self._namespace = namespace
+        self._on_run = on_run
+        self.body = body
+        self.uid: str = body["metadata"]["uid"]
+        self.is_gone = False
+        """True if the object no longer exists."""
+        self.run_id = ""
+        """The object's run; empty before it is submitted."""
+        self._status: dict[str, Any] = dict(body.get("status", {}))
+        self._observed: int = self._status.get("observedGeneration", 0)
+        self._examined = 0
+        self._refusal: Refusal | None = None
+        # The watch shows the object with its finalizer only later.
+        self._is_held = False
+        self._is_examined = False
+        """True if the run of an earlier controller was looked for."""
+        self._budget = WriteBudget()
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """Compares object and run again."""
+        self._changed.set()
+
+    async def serve(self) -> None:
+        """Mirrors until nothing can change any more."""
+        failures = 0
+        while not self.is_gone:
+            self._changed.clear()
+            wait_s = _COMPARE_S
+            try:
+                if await self._compare():
+                    return
+                wait_s = await self._write_status() or wait_s
+                failures = 0
+                if _is_settled({**self.body, "status": self._status}):
+                    return
+            except Exception as error:  # an object must not end the controller
+                if isinstance(error, ServiceError):
+                    _rare.warning("cannot mirror an RLRun", rlrun=self._name, error=str(error))
+                else:
+                    logger.exception("cannot mirror an RLRun", extra={"rlrun": self._name})
+                wait_s = min(_RETRY_S * 2**failures, _MAX_RETRY_S)
+                failures += 1
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    @property
+    def _name(self) -> str:
+        return str(self.body["metadata"]["name"])
+
+    @property
+    def _generation(self) -> int:
+        return int(self.body["metadata"]["generation"])
+
+    async def _compare(self) -> bool:
+        """Applies what the object asks for; returns True if the object may be forgotten."""
+        run = await self._find_run()
+        if "deletionTimestamp" in self.body["metadata"]:
+            return await self._end(run)
+        if FINALIZER not in self.body["metadata"].get("finalizers", ()) and not self._is_held:
+            await self._api.set_finalizer(self.body, is_set=True)
+            self._is_held = True
+        if run is None and not self.run_id:
+            await self._submit()
+        elif run is not None and self._observed != self._generation:
+            await self._edit(run)
+        elif run is None:
+            self._observed = self._generation
+        return False
+
+    async def _find_run(self) -> Run | None:
+        """Returns the object's run; None if it is not submitted, or was deleted over the API."""
+        if not self.run_id and not self._is_examined:
+            only = RunFilter(project=self._namespace, label=(UID_LABEL, self.uid))
+            found = await self._manager.list_runs(limit=1, only=only)
+            run_id = found[0].run_id if found else self._status.get("runId", "")
+            self._is_examined = True
+            if run_id:
+                self._adopt(run_id)
+        if not self.run_id:
+            return None
+        try:
+            run = await self._manager.get(self.run_id)
+        except NotFoundError:
+            return None
+        return run if run.project == self._namespace else None
+
+    def _adopt(self, run_id: str) -> None:
+        self.run_id = run_id
+        self._on_run(run_id, self)
+
+    async def _end(self, run: Run | None) -> bool:
+        """Cancels the run of a deleted object; returns True after the object is released."""
+        if run is not None and not run.is_terminal:
+            if run.state is not RunState.CANCELLING:
+                await self._manager.cancel(run.run_id, actor=ACTOR)
+            return False
+        if self._is_held or FINALIZER in self.body["metadata"].get("finalizers", ()):
+            await self._api.set_finalizer(self.body, is_set=False)
+        return True
+
+    async def _submit(self) -> None:
+        """Submits the run, or only checks a suspended one.
+
+        Repeats it after a refusal that may pass, such as that of a quota.
+        """
+        body = self.body
+        is_examined = self._examined == body["metadata"]["generation"]
+        if is_examined and (self._refusal is None or self._refusal.reason == _INVALID_SPEC):
+            return
+        try:
+            spec, asked = await asyncio.to_thread(_read_spec, body)
+            if _is_suspended(body):
+                await self._manager.validate(self._namespace, spec)
+            else:
+                labels = {**(asked.labels or {}), UID_LABEL: self.uid}
+                submission = Submission(
+                    spec=spec,
+                    project=self._namespace,
+                    priority=asked.priority or 0,
+                    labels=labels,
+                    actor=ACTOR,
+                )
+                run, _ = await self._manager.create(submission)
+                self._adopt(run.run_id)
+            self._refusal = None
+        except (SpecError, ServiceError) as error:
+            self._refusal = _refusal_of(error)
+        self._observed = self._examined = body["metadata"]["generation"]
+
+    async def _edit(self, run: Run) -> None:
+        """Applies an edit of the object's spec to its run."""
+        body = self.body
+        is_applied = await self._set_paused(run, is_suspended=_is_suspended(body))
+        try:
+            spec, asked = await asyncio.to_thread(_read_spec, body)
+            patch = changes_of(run, spec, asked, body)
+            if patch is not None:
+                await self._manager.patch(run.run_id, patch, revision=run.revision, actor=ACTOR)
+            self._refusal = None
+        except StaleRevisionError:  # for example a step; compared again at once
+            self._changed.set()
+            return
+        except (SpecError, ServiceError) as error:
+            self._refusal = _refusal_of(error)
+        if is_applied:
+            self._observed = body["metadata"]["generation"]
+
+    async def _set_paused(self, run: Run, *, is_suspended: bool) -> bool:
+        """Pauses or resumes a run; returns False if its state does not allow that yet."""
+        if run.is_terminal or is_suspended == (desired_state(run.state) != "RUNNING"):
+            return True
+        try:
+            if is_suspended:
+                await self._manager.pause(run.run_id, actor=ACTOR)
+            elif run.state is not RunState.CANCELLING:
+                await self._manager.resume(run.run_id, actor=ACTOR)
+        except (
+            InvalidTransitionError
+        ):  # starting, pausing or recovering: tried again with its next change
+            return False
+        return True
+
+    async def _write_status(self) -> float:
+        """Writes a changed status; returns the seconds after which to write it, 0 if it is written."""
+        run = await self._find_run()
+        status = self._new_status(run)
+        if status == self._status:
+            return 0.0
+        if wait_s := self._budget.take(_change(self._status, status)):
+            return wait_s
+        try:
+            await self._api.write_status(self._name, status, before=self._status)
+        except NotFoundError:
+            self.is_gone = True
+            return 0.0
+        before, self._status = self._status, status
+        rejected, phase = _rejected(status), status["phase"]
+        if rejected and rejected != _rejected(before):
+            await self._api.record_event(self.body, "Rejected", rejected)
+        elif phase != before.get("phase"):
+            message = status.get("message") or f"the run is {phase}"
+            await self._api.record_event(self.body, phase, message)
+        return 0.0
+
+    def _new_status(self, run: Run | None) -> dict[str, Any]:
+        if run is not None:
+            status = status_of(run)
+        elif self.run_id:
+            status = {
+                **self._status,
+                "phase": _DELETED,
+                "message": "the run was deleted over the API",
+            }
+        else:
+            status = {"phase": "Rejected" if self._refusal else "Suspended", "conditions": []}
+            if self._refusal:
+                status["message"] = self._refusal.message
+        others = [each for each in status["conditions"] if each["type"] != "SpecRejected"]
+        status["conditions"] = [*others, self._rejection()]
+        status["observedGeneration"] = self._observed
+        return status
+
+    def _rejection(self) -> dict[str, Any]:
+        refusal = self._refusal
+        known = _condition(self._status, "SpecRejected")
+        if refusal is None and known and known["observedGeneration"] == self._observed:
+            return dict(known)  # an earlier controller judged this generation
+        status = "True" if refusal else "False"
+        is_same = known.get("status") == status
+        return _without_empty(
+            {
+                "type": "SpecRejected",
+                "status": status,
+                "reason": refusal.reason if refusal else "Accepted",
+                "message": refusal.message if refusal else "",
+                "observedGeneration": self._observed,
+                "lastTransitionTime": known["lastTransitionTime"]
+                if is_same
+                else _time(time.time()),
+            }
+        )
+
+
+class RLRunApi:
+    """Writes RLRun objects of a namespace. Raises the errors of :func:`call_kubernetes`."""
+
+    def __init__(self, custom: CustomObjectsApi, core: CoreV1Api, namespace: str) -> None:
+        self._custom = custom
+        self._core = core
+        self._namespace = namespace
+        self._place = (GROUP, VERSION, namespace, PLURAL)
+
+    async def set_finalizer(self, body: Json, *, is_set: bool) -> Json:
+        """Adds or removes the finalizer that keeps a deleted object until its run has ended.
+
+        Returns:
+            The object as changed.
+
+        Raises:
+            FailedPreconditionError: Also if the object was changed since it was read.
+        """
+        metadata = body["metadata"]
+        others = [name for name in metadata.get("finalizers", ()) if name != FINALIZER]
+        wanted = [*others, FINALIZER] if is_set else others
+        patch = {"finalizers": wanted, "resourceVersion": metadata["resourceVersion"]}
+        changed: Json = await call_kubernetes(
+            f"finalizer of {KIND} {metadata['name']}",
+            self._custom.patch_namespaced_custom_object,
+            *self._place,
+            metadata["name"],
+            {"metadata": patch},
+            _content_type=_MERGE,
+        )
+        return changed
+
+    async def write_status(self, name: str, status: Json, *, before: Json) -> None:
+        """Writes a status; removes the keys that only ``before`` has."""
+        removed = dict.fromkeys(before.keys() - status.keys())
+        await call_kubernetes(
+            f"status of {KIND} {name}",
+            self._custom.patch_namespaced_custom_object_status,
+            *self._place,
+            name,
+            {"status": {**removed, **status}},
+            _content_type=_MERGE,
+        )
+
+    async def record_event(self, body: Json, reason: str, message: str) -> None:
+        """Creates an event of an object."""
+        now, metadata = _time(time.time()), body["metadata"]
+        await call_kubernetes(
+            f"event of {KIND} {metadata['name']}",
+            self._core.create_namespaced_event,
+            self._namespace,
+            {
+                "metadata": {"generateName": f"{metadata['name']}."},
+                "involvedObject": {
+                    "apiVersion": f"{GROUP}/{VERSION}",
+                    "kind": KIND,
+                    "namespace": self._namespace,
+                    **{key: metadata[key] for key in ("name", "uid", "resourceVersion")},
+                },
+                "reason": reason,
+                "message": message[:1000],
+                "type": "Warning" if reason in _WARNINGS else "Normal",
+                "source": {"component": "slipstream-controller"},
+                "firstTimestamp": now,
+                "lastTimestamp": now,
+                "count": 1,
+            },
+        )
+
+
+def status_of(run: Run) -> dict[str, Any]:
+    """Returns the status that shows a run: its state, conditions and newest numbers."""
+    summary = run.summary
+    heldout, sync_ms = summary.get("heldout") or {}, summary.get("sync_ms", {}).get("p50")
+    best = (summary.get("best") or {}).get("score")
+    scores = {"greedy": heldout.get("greedy"), "sampled": heldout.get("sampled"), "best": best}
+    status = {
+        "runId": run.run_id,
+        "phase": run.state.value.capitalize(),
+        "message": run.message[:_MAX_MESSAGE],
+        "step": run.step,
+        "targetSteps": run.target_steps,
+        "weightVersion": run.weight_version,
+        "staleness": summary.get("staleness"),
+        "scores": {name: score for name, score in scores.items() if score is not None},
+        "syncSeconds": None if sync_ms is None else round(sync_ms / 1000, 4),
+        "startTime": None if run.start_time is None else _time(run.start_time),
+        "finishTime": None if run.finish_time is None else _time(run.finish_time),
+        "conditions": [
+            _without_empty(
+                {
+                    "type": condition.type,
+                    "status": condition.status,
+                    "reason": condition.reason,
+                    "message": condition.message[:_MAX_MESSAGE],
+                    "lastTransitionTime": _time(condition.last_transition_time),
+                }
+            )
+            for condition in run.conditions
+        ],
+    }
+    return _without_empty(status)
+
+
+def changes_of(run: Run, spec: RunSpec, asked: RunPatch, body: Json) -> RunPatch | None:
+    """Returns the changes that make a run follow an edited object; None if it does already.
+
+    Args:
+        spec: The object's specification.
+        asked: The object's labels and priority.
+
+    Raises:
+        NotEditableError: With one line for each key that may not change.
+    """
+    old = dict(flat(json.loads(run.spec_json)))
+    new = dict(flat(json.loads(canonical_json(spec))))
+    # A key that the object does not set has another value only if another release stored the run.
+    given = dict(flat(without_aliases(_document(body)).document))
+    patch: dict[str, Any] = {}
+    problems = []
+    for key, value in new.items():
+        if value == old.get(key):
+            continue
+        if key.startswith("limits."):
+            patch.setdefault("limits", {})[key.removeprefix("limits.")] = value
+        elif key in _EDITABLE:
+            patch[_EDITABLE[key]] = value
+        elif key in given:
+            problems.append(
+                f"{key}: cannot change after the submission; the run has {old.get(key)!r}, got {value!r}; "
+                "restore it, or delete the object and apply another one"
+            )
+    if problems:
+        raise NotEditableError(problems)
+    labels = {key: value for key, value in run.labels.items() if key != UID_LABEL}
+    if (asked.labels or {}) != labels:
+        own = {key: run.labels[key] for key in (UID_LABEL,) if key in run.labels}
+        patch["labels"] = {**(asked.labels or {}), **own}
+    if (asked.priority or 0) != run.priority:
+        patch["priority"] = asked.priority or 0
+    return RunPatch(**patch) if patch else None
+
+
+def _read_spec(body: Json) -> tuple[RunSpec, RunPatch]:
+    """Reads an object's spec: the specification, and the labels and priority of its run.
+
+    Raises:
+        SpecError: With one line for each problem.
+    """
+    own = {key: body["spec"].get(key) for key in ("priority", "labels")}
+    try:
+        asked = RunPatch(**own)
+    except ValidationError as error:
+        raise SpecError(
+            [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        ) from error
+    return parse_spec(_document(body)), asked
+
+
+def _document(body: Json) -> dict[str, Any]:
+    spec = {key: value for key, value in body["spec"].items() if key not in _REQUEST_KEYS}
+    return {"name": body["metadata"]["name"], **spec}
+
+
+def _refusal_of(error: SpecError | ServiceError) -> Refusal:
+    """Returns the refusal that an error means; raises an error that is only temporary."""
+    if isinstance(error, SpecError):
+        reason = "NOT_EDITABLE" if isinstance(error, NotEditableError) else _INVALID_SPEC
+        return Refusal(reason, "; ".join(error.problems)[:_MAX_MESSAGE])
+    if isinstance(error, (AbortedError, UnavailableError)):
+        raise error
+    return Refusal(error.reason, error.message[:_MAX_MESSAGE])
+
+
+def _is_suspended(body: Json) -> bool:
+    return bool(body["spec"].get("suspend"))
+
+
+def _is_settled(body: Json) -> bool:
+    """Returns True if nothing about an object can change without an edit."""
+    status, metadata = body.get("status", {}), body["metadata"]
+    return (
+        status.get("phase") in (*_ENDED, _DELETED)
+        and status.get("observedGeneration") == metadata["generation"]
+        and "deletionTimestamp" not in metadata
+    )
+
+
+def _change(old: Json, new: Json) -> Change:
+    if any(old.get(key) != new[key] for key in ("phase", "observedGeneration")):
+        return Change.PHASE
+    is_progress = old.get("conditions") == new["conditions"]
+    return Change.PROGRESS if is_progress else Change.CONDITION
+
+
+def _condition(status: Json, type_: str) -> Json:
+    found = (each for each in status.get("conditions", ()) if each["type"] == type_)
+    return next(found, {})
+
+
+def _rejected(status: Json) -> str:
+    """Returns the message of a status whose spec was rejected; empty if it was accepted."""
+    return str(_condition(status, "SpecRejected").get("message", ""))
+
+
+def _without_empty(values: Json) -> dict[str, Any]:
+    """Returns values without empty ones; Kubernetes 1.20 makes an empty text in a list null."""
+    return {key: value for key, value in values.items() if value not in (None, "", {})}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

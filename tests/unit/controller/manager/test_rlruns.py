@@ -1,0 +1,349 @@
+"""RLRun objects and their runs, over an API server in memory and a manager without workers."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from kubernetes.client import ApiException
+
+from services.controller.manager.rlruns import ACTOR, FINALIZER, Change, RLRuns, WriteBudget
+from services.controller.manager.runs import RunManager
+from services.controller.models import RunPatch
+from services.controller.rules.run_state import RunState
+from services.controller.store.records import Note, Run, RunFilter
+from tests.helpers.rest import SPEC, open_manager
+from tests.helpers.rlruns import FakeRLRuns
+
+BLUE, GREEN = "blue", "green"
+_SPEC = {key: value for key, value in SPEC.items() if key != "name"}
+
+
+def changed(**sections: Any) -> dict[str, Any]:
+    """Returns the specification with some sections' keys, or whole values, changed."""
+    spec = json.loads(json.dumps(_SPEC))
+    for name, value in sections.items():
+        spec[name] = {**spec.get(name, {}), **value} if isinstance(value, dict) else value
+    return spec
+
+
+@pytest.fixture
+def api() -> FakeRLRuns:
+    return FakeRLRuns()
+
+
+@asynccontextmanager
+async def serving(
+    manager: RunManager, api: FakeRLRuns, *namespaces: str
+) -> AsyncIterator[RunManager]:
+    """Serves the objects of some namespaces until the block ends."""
+    async with asyncio.TaskGroup() as tasks:
+        some = [
+            tasks.create_task(RLRuns(manager, api, api, namespace).serve())  # type: ignore[arg-type]
+            for namespace in namespaces or (BLUE,)
+        ]
+        try:
+            yield manager
+        finally:
+            for each in some:
+                each.cancel()
+
+
+@pytest.fixture
+async def manager(database, api) -> AsyncIterator[RunManager]:
+    """A manager that serves the objects of one namespace; one run starts, the others queue."""
+    async with open_manager(database, max_queued_runs=9) as opened, serving(opened, api):
+        yield opened
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(15):
+        while not condition():  # noqa: ASYNC110  the fake API server cannot tell
+            await asyncio.sleep(0.01)
+
+
+async def reached(
+    api: FakeRLRuns, name: str, *phases: str, namespace: str = BLUE
+) -> dict[str, Any]:
+    """Waits for a phase of an object whose newest edit was applied or refused; returns its status."""
+
+    def status() -> dict[str, Any]:
+        body = api.get(namespace, name) or {}
+        found = body.get("status", {})
+        is_current = found.get("observedGeneration") == body.get("metadata", {}).get("generation")
+        return found if is_current and found.get("phase") in phases else {}
+
+    await until(status)
+    return status()
+
+
+def rejection(status: dict[str, Any]) -> tuple[str, str, str]:
+    """Returns status, reason and message of the condition SpecRejected."""
+    (found,) = [each for each in status["conditions"] if each["type"] == "SpecRejected"]
+    return found["status"], found["reason"], found.get("message", "")
+
+
+async def runs_of(manager: RunManager, project: str = BLUE) -> list[Run]:
+    listed = await manager.list_runs(limit=100, only=RunFilter(project=project))
+    return [await manager.get(run.run_id) for run in listed]
+
+
+async def test_an_object_is_a_run_of_the_project_of_its_namespace(manager, api) -> None:
+    api.apply(BLUE, "one", changed(priority=3, labels={"team": "rl"}))
+    status = await reached(api, "one", "Starting")
+    (run,) = await runs_of(manager)
+    assert (run.name, run.priority, run.created_by) == ("one", 3, ACTOR)
+    assert run.labels["team"] == "rl"
+    assert (status["runId"], status["step"], status["targetSteps"]) == (run.run_id, 0, 3)
+    assert {each["type"] for each in status["conditions"]} >= {"Admitted", "Placed", "SpecRejected"}
+    assert rejection(status)[0] == "False"
+    assert api.get(BLUE, "one")["metadata"]["finalizers"] == [FINALIZER]
+    await until(lambda: [event[:2] for event in api.events] == [("one", "Starting")])
+
+
+async def test_progress_of_the_run_is_the_status_of_the_object(manager, api) -> None:
+    api.apply(BLUE, "one", changed())
+    run_id = (await reached(api, "one", "Starting"))["runId"]
+    summary = {
+        "heldout": {"greedy": 0.5, "sampled": 0.25},
+        "best": {"score": 0.5},
+        "staleness": {"max": 1, "mean": 0.5, "bound": 1},
+        "sync_ms": {"p50": 120.0, "p95": 200.0},
+    }
+    note = Note("StepCommitted", "step 2", {}, 2, 1, summary)
+    await manager.add_event(await manager.get(run_id), note)
+    await until(lambda: api.get(BLUE, "one")["status"]["step"] == 2)
+    status = api.get(BLUE, "one")["status"]
+    assert status["scores"] == {"greedy": 0.5, "sampled": 0.25, "best": 0.5}
+    assert status["staleness"] == {"max": 1, "mean": 0.5, "bound": 1}
+    assert (status["weightVersion"], status["syncSeconds"]) == (1, 0.12)
+
+
+async def test_an_invalid_spec_is_a_condition_until_it_is_corrected(manager, api) -> None:
+    api.apply(BLUE, "one", changed(trainer={"stepz": 3}))
+    status = await reached(api, "one", "Rejected")
+    assert rejection(status)[:2] == ("True", "INVALID_SPEC")
+    assert "trainer.stepz" in rejection(status)[2]
+    assert await runs_of(manager) == []
+    await until(lambda: [event[:2] for event in api.events] == [("one", "Rejected")])
+    api.apply(BLUE, "one", changed())
+    status = await reached(api, "one", "Starting")
+    assert rejection(status)[0] == "False"
+
+
+async def test_a_refusal_that_passes_is_tried_again(manager, api) -> None:
+    api.apply(BLUE, "one", changed())
+    run_id = (await reached(api, "one", "Starting"))["runId"]
+    api.apply(BLUE, "two", changed(name="one"))
+    assert rejection(await reached(api, "two", "Rejected"))[1] == "NAME_TAKEN"
+    await manager.cancel(run_id)
+    await reached(api, "one", "Cancelled")
+    api.apply(BLUE, "two", changed(name="one", priority=1))
+    assert rejection(await reached(api, "two", "Starting"))[0] == "False"
+
+
+async def test_an_edit_changes_what_a_patch_may_change(manager, api) -> None:
+    api.apply(BLUE, "one", changed())
+    await reached(api, "one", "Starting")
+    edited = changed(
+        limits={"max_restarts": 7},
+        validation={"every": 3},
+        trainer={"checkpoint": {"every": 4}},
+        rollout={"replicas": 3},
+        priority=5,
+        labels={"team": "rl"},
+    )
+    api.apply(BLUE, "one", edited)
+    status = await reached(api, "one", "Starting")
+    assert rejection(status)[0] == "False"
+    (run,) = await runs_of(manager)
+    spec = json.loads(run.spec_json)
+    assert spec["limits"]["max_restarts"] == 7
+    assert spec["validation"]["every"] == 3
+    assert spec["trainer"]["checkpoint"]["every"] == 4
+    assert spec["rollout"]["replicas"] == 3
+    assert (run.priority, run.labels["team"]) == (5, "rl")
+
+
+async def test_an_edit_of_another_key_is_refused_as_a_whole(manager, api) -> None:
+    api.apply(BLUE, "one", changed())
+    before = (await reached(api, "one", "Starting"))["runId"]
+    api.apply(BLUE, "one", changed(trainer={"steps": 9}, validation={"every": 3}))
+    status = await reached(api, "one", "Starting")
+    assert rejection(status)[:2] == ("True", "NOT_EDITABLE")
+    assert "trainer.steps" in rejection(status)[2]
+    assert "validation" not in rejection(status)[2]
+    spec = json.loads((await manager.get(before)).spec_json)
+    assert (spec["trainer"]["steps"], spec["validation"]["every"]) != (9, 3)
+    await until(lambda: api.events[-1][:2] == ("one", "Rejected"))
+    api.apply(BLUE, "one", changed())
+    assert rejection(await reached(api, "one", "Starting"))[0] == "False"
+
+
+async def test_a_change_over_the_api_stays_until_the_next_edit(manager, api) -> None:
+    api.apply(BLUE, "one", changed(validation={"every": 3}))
+    run_id = (await reached(api, "one", "Starting"))["runId"]
+    run = await manager.get(run_id)
+    await manager.patch(run_id, RunPatch(validation_every=8), revision=run.revision)
+
+    async def every() -> int:
+        return json.loads((await manager.get(run_id)).spec_json)["validation"]["every"]
+
+    await asyncio.sleep(0.2)
+    assert await every() == 8
+    api.apply(BLUE, "one", changed(validation={"every": 3}, priority=1))
+    await reached(api, "one", "Starting")
+    assert await every() == 3
+
+
+async def test_suspension_pauses_and_resumes(manager, api) -> None:
+    api.apply(BLUE, "first", changed())
+    await reached(api, "first", "Starting")
+    api.apply(BLUE, "two", changed())
+    run_id = (await reached(api, "two", "Queued"))["runId"]
+    api.apply(BLUE, "two", changed(suspend=True))
+    await reached(api, "two", "Paused")
+    assert (await manager.get(run_id)).state is RunState.PAUSED
+    api.apply(BLUE, "two", changed(suspend=False))
+    await reached(api, "two", "Queued")
+
+
+async def test_a_pause_waits_until_the_run_can_be_paused(manager, api) -> None:
+    api.apply(BLUE, "one", changed())
+    run_id = (await reached(api, "one", "Starting"))["runId"]
+    api.apply(BLUE, "one", changed(suspend=True))
+    await asyncio.sleep(0.2)
+    body = api.get(BLUE, "one")
+    assert body["status"]["observedGeneration"] < body["metadata"]["generation"]
+    await manager._apply(
+        run_id, "ready", "Ready"
+    )  # what the driver does once its workers are ready
+    await reached(api, "one", "Pausing", "Paused")
+
+
+async def test_a_suspended_new_object_is_checked_but_not_submitted(manager, api) -> None:
+    api.apply(BLUE, "bad", changed(suspend=True, trainer={"steps": 0}))
+    assert "trainer.steps" in rejection(await reached(api, "bad", "Rejected"))[2]
+    api.apply(BLUE, "one", changed(suspend=True))
+    assert rejection(await reached(api, "one", "Suspended"))[0] == "False"
+    assert await runs_of(manager) == []
+    api.apply(BLUE, "one", changed())
+    await reached(api, "one", "Starting")
+
+
+async def test_a_deleted_object_cancels_its_run_and_then_goes(manager, api) -> None:
+    api.apply(BLUE, "one", changed())
+    run_id = (await reached(api, "one", "Starting"))["runId"]
+    api.delete(BLUE, "one")
+    await until(lambda: api.get(BLUE, "one") is None)
+    assert (await manager.get(run_id)).state is RunState.CANCELLED
+    api.apply(BLUE, "one", changed())
+    assert (await reached(api, "one", "Starting"))["runId"] != run_id
+
+
+async def test_a_finished_run_keeps_its_object(manager, api) -> None:
+    api.apply(BLUE, "one", changed())
+    run_id = (await reached(api, "one", "Starting"))["runId"]
+    await manager.cancel(run_id)
+    await reached(api, "one", "Cancelled")
+    api.apply(BLUE, "one", changed(trainer={"steps": 9}))
+    assert rejection(await reached(api, "one", "Cancelled"))[1] == "NOT_EDITABLE"
+    assert [run.run_id for run in await runs_of(manager)] == [run_id]
+    api.delete(BLUE, "one")
+    await until(lambda: api.get(BLUE, "one") is None)
+    assert (await manager.get(run_id)).state is RunState.CANCELLED
+
+
+async def test_a_run_that_is_deleted_over_the_api_is_not_submitted_again(database, api) -> None:
+    async with open_manager(database) as manager:
+        async with serving(manager, api):
+            api.apply(BLUE, "one", changed())
+            run_id = (await reached(api, "one", "Starting"))["runId"]
+        await manager.cancel(run_id)
+        await until(lambda: manager.drivers.find(run_id) is None)
+        await manager.delete(run_id, revision=(await manager.get(run_id)).revision)
+        async with serving(manager, api):
+            await reached(api, "one", "Deleted")
+            assert await runs_of(manager) == []
+            api.delete(BLUE, "one")
+            await until(lambda: api.get(BLUE, "one") is None)
+
+
+async def test_a_later_controller_finds_the_runs_and_what_changed_meanwhile(database, api) -> None:
+    async with open_manager(database, max_queued_runs=9) as manager:
+        async with serving(manager, api):
+            for name in ("one", "two", "three"):
+                api.apply(BLUE, name, changed())
+                await reached(api, name, "Starting", "Queued")
+        # It ended between the submission of a run and the first status, and a backup had no status.
+        api.drop_status(BLUE, "one")
+        api.apply(BLUE, "two", changed(priority=7))
+        api.delete(BLUE, "three")
+        async with serving(manager, api):
+            await reached(api, "one", "Starting")
+            await reached(api, "two", "Queued")
+            await until(lambda: api.get(BLUE, "three") is None)
+        states = {run.name: (run.state, run.priority) for run in await runs_of(manager)}
+        assert states == {
+            "one": (RunState.STARTING, 0),
+            "two": (RunState.QUEUED, 7),
+            "three": (RunState.CANCELLED, 0),
+        }
+
+
+async def test_namespaces_are_projects(database, api) -> None:
+    async with open_manager(database) as manager, serving(manager, api, BLUE, GREEN):
+        for namespace in (BLUE, GREEN):
+            api.apply(namespace, "one", changed())
+            await reached(api, "one", "Starting", namespace=namespace)
+        (blue,), (green,) = await runs_of(manager, BLUE), await runs_of(manager, GREEN)
+        assert blue.run_id != green.run_id
+        api.delete(GREEN, "one")
+        await until(lambda: api.get(GREEN, "one") is None)
+        assert (await manager.get(blue.run_id)).state is RunState.STARTING
+
+
+@pytest.mark.parametrize("status", [403, 404])
+async def test_a_cluster_without_the_kind_or_the_right_is_reported_once(
+    database, api, caplog, monkeypatch, status
+) -> None:
+    monkeypatch.setattr("services.controller.launch.pod_api._RETRY_S", 0.02)
+    api.error = ApiException(status=status, reason="no")
+    async with open_manager(database) as manager, serving(manager, api):
+        api.apply(BLUE, "one", changed())
+        await asyncio.sleep(0.5)
+        told = [record for record in caplog.records if "cannot watch" in record.message]
+        assert len(told) == 1
+        assert told[0].objects == "rlruns.slipstream.dev of namespace blue"
+        api.error = None
+        await reached(api, "one", "Starting")
+
+
+async def test_an_api_in_trouble_delays_only_the_object(manager, api) -> None:
+    api.apply(BLUE, "one", changed())
+    run_id = (await reached(api, "one", "Starting"))["runId"]
+    api.error = ApiException(status=503, reason="busy")
+    await manager.cancel(run_id)
+    await until(lambda: manager.drivers.find(run_id) is None)
+    assert (await manager.get(run_id)).state is RunState.CANCELLED
+    api.error = None
+    await reached(api, "one", "Cancelled")
+
+
+def test_the_status_is_written_twelve_times_a_minute_at_most_and_a_phase_is_not_delayed() -> None:
+    now = 0.0
+    budget = WriteBudget(lambda: now)
+    written: list[float] = []
+    phases = {7.0, 7.2, 90.0, 100.0, 200.0, 200.5}
+    for tick in range(3000):
+        now = tick / 10
+        change = Change.PHASE if now in phases else Change.PROGRESS
+        if not budget.take(change):
+            written.append(now)
+        else:
+            assert change is not Change.PHASE
+    for begin in written:
+        assert sum(begin <= time < begin + 60 for time in written) <= 12
+    assert len(written) >= 9 * 5
