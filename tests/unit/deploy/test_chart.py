@@ -9,9 +9,11 @@ import pytest
 import yaml
 from cryptography import x509
 
+from deploy.reference import rlrun
 from deploy.values_table import table
 from services.common.security.issuer import Issuer
 from services.controller.launch.scale import GROUP, PLURAL, VERSION
+from services.controller.manager import rlruns
 from tests.helpers.chart import (
     CHART,
     EVERYTHING,
@@ -56,6 +58,7 @@ _BAD_VALUES = [
     ("controller.database.key=a/url", ("database", "key")),
     ("workers.envFromSecrets={HF_TOKEN}", ("envFromSecrets",)),
     ("workers.jobSet.enabled=yes-please", ("jobSet", "enabled")),
+    ("rlruns.namespaces={Team_A}", ("rlruns", "namespaces")),
 ]
 
 
@@ -332,6 +335,37 @@ def test_only_autoscaling_defines_a_kind_and_lets_the_controller_write_its_objec
     }
     elsewhere = render(*switched_on, "--set", "workers.rolloutScales.define=false")
     assert not [m for m in elsewhere if m["kind"] == "CustomResourceDefinition"]
+
+
+def test_served_namespaces_get_a_kind_and_the_rights_to_mirror_its_objects() -> None:
+    assert not [m for m in render() if "rlrun" in m["metadata"]["name"]]
+    manifests = render("--set", "rlruns.namespaces={blue,green}")
+    (definition,) = [m for m in manifests if m["kind"] == "CustomResourceDefinition"]
+    kubernetes_validate.validate(definition, "1.35", strict=True)
+    assert definition["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    (version,) = definition["spec"]["versions"]
+    assert (definition["metadata"]["name"], version["name"]) == (
+        f"{rlruns.PLURAL}.{rlruns.GROUP}",
+        rlruns.VERSION,
+    )
+    assert version["schema"]["openAPIV3Schema"]["properties"]["spec"] == rlrun.schema()
+    (container,) = pods(manifests)["controller"]["spec"]["containers"]
+    environment = {item["name"]: item.get("value") for item in container["env"]}
+    assert environment["SLIPSTREAM_CONTROLLER_RLRUN_NAMESPACES"] == '["blue","green"]'
+    roles = [
+        m
+        for m in manifests
+        if m["kind"] == "Role" and m["metadata"]["namespace"] in ("blue", "green")
+    ]
+    assert len(roles) == 2
+    for role in roles:
+        assert {resource for rule in role["rules"] for resource in rule["resources"]} == {
+            "rlruns",
+            "rlruns/status",
+            "events",
+        }
+    elsewhere = render("--set", "rlruns.namespaces={blue},rlruns.define=false")
+    assert not [m for m in elsewhere if m["kind"] in ("CustomResourceDefinition", "ClusterRole")]
 
 
 def test_rdma_devices_are_asked_for_as_text() -> None:
