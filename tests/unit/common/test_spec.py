@@ -333,9 +333,22 @@ def test_paths_are_relative_to_the_file(tmp_path):
     assert spec.rollout.rewards[0].name == f"{tmp_path}/task.py:reward"
 
 
-@pytest.mark.parametrize("example", sorted((Path(__file__).parents[3] / "examples").glob("*.yaml")))
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@pytest.mark.parametrize("example", sorted({*EXAMPLES.glob("*.yaml")} - {EXAMPLES / "rlrun.yaml"}))
 def test_every_example_is_valid(example):
     load_spec(example)
+
+
+def test_the_object_of_kubernetes_is_the_example_sort4_with_its_code_in_a_module():
+    body = yaml.safe_load((EXAMPLES / "rlrun.yaml").read_text())
+    own = {"suspend", "priority", "labels"}
+    spec = {key: value for key, value in body["spec"].items() if key not in own}
+    text = (EXAMPLES / "sort4.yaml").read_text().replace("sort4.py:", "sort4:")
+    assert parse_spec({"name": body["metadata"]["name"], **spec}) == parse_spec(
+        yaml.safe_load(text)
+    )
 
 
 @pytest.mark.parametrize(
