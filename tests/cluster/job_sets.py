@@ -5,51 +5,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from kubernetes.client import ApiException, ApiextensionsV1Api, CoreV1Api, CustomObjectsApi
+from kubernetes.client import ApiException, CoreV1Api, CustomObjectsApi
 
 from services.controller.launch.job_set import GROUP, PLURAL, VERSION
+from tests.cluster.definitions import defined
 from tests.cluster.release import eventually
 from tests.helpers.job_sets import NAME_LABEL, pods_of
 
 _PERIOD_S = 0.3
-_DEFINITION = {
-    "metadata": {"name": f"{PLURAL}.{GROUP}"},
-    "spec": {
-        "group": GROUP,
-        "scope": "Namespaced",
-        "names": {"kind": "JobSet", "plural": PLURAL, "singular": "jobset"},
-        "versions": [
-            {
-                "name": VERSION,
-                "served": True,
-                "storage": True,
-                "schema": {
-                    "openAPIV3Schema": {
-                        "type": "object",
-                        "x-kubernetes-preserve-unknown-fields": True,
-                    }
-                },
-            }
-        ],
-    },
-}
 
 
 @contextmanager
 def job_sets(core: CoreV1Api, namespace: str) -> Iterator[None]:
     """Define JobSets, and make their pods until the block ends."""
-    definitions = ApiextensionsV1Api(core.api_client)
-    definitions.create_custom_resource_definition(_DEFINITION)
-    _wait_for_garbage_collector(core, namespace)
-    stopped = threading.Event()
-    controller = threading.Thread(target=_play, args=(core, namespace, stopped))
-    controller.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        controller.join()
-        definitions.delete_custom_resource_definition(_DEFINITION["metadata"]["name"])
+    with defined(core, "JobSet", group=GROUP, version=VERSION, plural=PLURAL):
+        _wait_for_garbage_collector(core, namespace)
+        stopped = threading.Event()
+        controller = threading.Thread(target=_play, args=(core, namespace, stopped))
+        controller.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            controller.join()
 
 
 def names(core: CoreV1Api, namespace: str) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kubernetes.client import ApiClient, Configuration, CoreV1Api, NodeV1Api
+from kubernetes.client import ApiClient, Configuration, CoreV1Api, CustomObjectsApi, NodeV1Api
 
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import parse_spec
@@ -22,6 +22,7 @@ from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
 from services.controller.launch.pod_api import PodApi, follow, service_reference
 from services.controller.launch.worker_pods import RUN_LABEL
+from tests.cluster.definitions import defined
 from tests.cluster.fake_nodes import fake_nodes
 from tests.cluster.job_sets import job_sets, names
 from tests.cluster.node import Cluster
@@ -365,6 +366,41 @@ async def test_a_trainer_of_several_nodes_is_a_job_set_where_asked(
         assert run_pods(cluster, "run_a8") == {}
         await until(lambda: names(cluster.core, WORKERS) == [])
         assert events.exits.empty()
+    install(cluster)
+
+
+async def test_a_run_has_a_pod_group_of_its_size_where_a_gang_scheduler_is_named(
+    cluster: Cluster, release: None, nodes: list[str], tmp_path: Path
+) -> None:
+    # The default scheduler places the pods: only the group is looked at.
+    values = "workers.gang.scheduler=volcano,workers.schedulerName=default-scheduler"
+    install(cluster, "--set", values)
+    custom = CustomObjectsApi(cluster.core.api_client)
+    place = ("scheduling.volcano.sh", "v1beta1", WORKERS, "podgroups")
+
+    def groups() -> dict[str, int]:
+        listed = custom.list_namespaced_custom_object(*place)["items"]
+        return {each["metadata"]["name"]: each["spec"]["minMember"] for each in listed}
+
+    async with AsyncExitStack() as stack:
+        launcher, _ = await open_launcher(stack, cluster, tmp_path)
+        with pytest.raises(FailedPreconditionError, match=r"workers\.gang\.scheduler"):
+            await launcher.start("run_a9", make_spec(replicas=1))
+        group, version, _, plural = place
+        stack.enter_context(
+            defined(cluster.core, "PodGroup", group=group, version=version, plural=plural)
+        )
+        await launcher.start("run_a9", make_spec(replicas=1))
+        assert groups() == {"run-a9": 2}
+        await launcher.start("run_a9", make_spec(replicas=3))
+        assert groups() == {"run-a9": 4}
+        annotations = [
+            pod.metadata.annotations["scheduling.k8s.io/group-name"]
+            for pod in cluster.core.list_namespaced_pod(WORKERS).items
+        ]
+        assert annotations == 4 * ["run-a9"]
+        await launcher.stop("run_a9")
+        assert groups() == {}
     install(cluster)
 
 

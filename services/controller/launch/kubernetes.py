@@ -15,7 +15,7 @@ from typing import Any
 from services.common.errors import ServiceError
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup
-from services.controller.launch import job_set, kueue, pod_state
+from services.controller.launch import gang, job_set, kueue, pod_state
 from services.controller.launch.launcher import ExitHandler, WorkerExit
 from services.controller.launch.pod_api import PodApi, Seen
 from services.controller.launch.pod_state import PodRecord, check_growth
@@ -101,6 +101,12 @@ class KubernetesLauncher:
         admitted = max((pod.group_size for pod in known.values()), default=0)
         check_growth(bodies, known, admitted=admitted)
         await self._api.put_policy(run_policy(run_id, owner=self._owner))
+        if templates.pod_group is not None:
+            await self._api.put_pod_group(
+                gang.build_pod_group(
+                    templates.pod_group, run_id, num_pods=len(bodies), owner=self._owner
+                )
+            )
         if known:  # existing pods have a secret, and one that starts may be reading it
             self.secrets.take_over(run_id)
         else:
@@ -150,6 +156,10 @@ class KubernetesLauncher:
             self._runs.pop(run_id, None)
         await self.secrets.remove(run_id)
         await self._api.delete_policy(policy_name(run_id))
+        template = (await asyncio.to_thread(load_templates, self._templates)).pod_group
+        if template is not None:
+            group = gang.build_pod_group(template, run_id, num_pods=0, owner=self._owner)
+            await self._api.delete_pod_group(group)
         if self._scales is not None:
             await self._scales.remove(run_id)
 

@@ -23,13 +23,14 @@ from kubernetes.client import (
 from urllib3.exceptions import HTTPError
 
 from services.common.errors import FailedPreconditionError, NotFoundError, UnavailableError
-from services.controller.launch import job_set, kueue
+from services.controller.launch import gang, job_set, kueue
 
 _TIMEOUT_S = 10
 # A JobSet disappears after its pods, which are ended before it.
 _GONE_S = 20
 _PERIOD_S = 0.5
 
+_MERGE = "application/merge-patch+json"
 _JOB_SETS = {"group": job_set.GROUP, "version": job_set.VERSION, "plural": job_set.PLURAL}
 
 
@@ -151,6 +152,39 @@ class PodApi:
             self._namespace,
             cast("V1NetworkPolicy", dict(policy)),
         )
+
+    async def put_pod_group(self, body: Mapping[str, Any]) -> None:
+        """Creates a pod group, or changes the one of the same name.
+
+        Raises:
+            FailedPreconditionError: Also if the cluster has no such pod groups.
+        """
+        name, place = body["metadata"]["name"], self._pod_groups(body)
+        what = f"{body['apiVersion']} PodGroup {name}"
+        patch, create = (
+            self._custom.patch_namespaced_custom_object,
+            self._custom.create_namespaced_custom_object,
+        )
+        try:
+            change = {"spec": body["spec"]}
+            await call_kubernetes(what, patch, *place, name, change, _content_type=_MERGE)
+        except NotFoundError:
+            try:
+                await call_kubernetes(what, create, *place, dict(body))
+            except NotFoundError as error:
+                raise FailedPreconditionError(
+                    f"the cluster has no pod groups of {body['apiVersion']}, which workers.gang.scheduler "
+                    "needs; install the scheduler, or set workers.gang.scheduler to ''"
+                ) from error
+
+    async def delete_pod_group(self, body: Mapping[str, Any]) -> None:
+        """Deletes the pod group with the name and the kind of a manifest, if it exists."""
+        method, name = self._custom.delete_namespaced_custom_object, body["metadata"]["name"]
+        await delete(f"PodGroup {name}", method, *self._pod_groups(body), name)
+
+    def _pod_groups(self, body: Mapping[str, Any]) -> tuple[str, str, str, str]:
+        group, _, version = body["apiVersion"].partition("/")
+        return group, version, self._namespace, gang.PLURAL
 
     async def delete_policy(self, name: str) -> None:
         if self._has_policies:

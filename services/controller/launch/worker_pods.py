@@ -17,7 +17,7 @@ import yaml
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
 from services.common.runspec.workers import WORKERS, WorkerKind, programs
-from services.controller.launch import job_set, kueue
+from services.controller.launch import gang, job_set, kueue
 from services.controller.launch.gpus import HostGpus
 from services.controller.launch.launcher import gpu_hosts, gpu_needs, total_gpus, worker_names
 
@@ -25,6 +25,7 @@ RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"
 
 _GPU_ANNOTATION = "slipstream.dev/gpu-resource"
+_GPU_CLAIM_ANNOTATION = "slipstream.dev/gpu-claim-template"
 _GRPC_PORT = 50051
 _METRICS_PORT = 9090
 _MEETING_PORT = 29500
@@ -47,6 +48,8 @@ class WorkerTemplates:
     """Pod template of one worker, by its program."""
     job_set: Mapping[str, Any] | None = None
     """JobSet template of a worker of several nodes; None for plain pods."""
+    pod_group: Mapping[str, Any] | None = None
+    """Template of a run's pod group; None without a gang scheduler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +115,21 @@ def load_templates(folder: Path) -> WorkerTemplates:
             program: yaml.safe_load((folder / f"{program}.yaml").read_text(encoding="utf-8"))
             for program in programs()
         }
-        found = folder / "job-set.yaml"
-        sets = yaml.safe_load(found.read_text(encoding="utf-8")) if found.exists() else None
+        sets, group = (_read_optional(folder / name) for name in ("job-set.yaml", "pod-group.yaml"))
     except OSError as error:
         raise FailedPreconditionError(
             f"cannot read worker templates in {folder}: {error.strerror}; mount the chart's ConfigMap there"
         ) from error
     return WorkerTemplates(
-        topology=cast("Literal['separate', 'bundled']", topology), pods=pods, job_set=sets
+        topology=cast("Literal['separate', 'bundled']", topology),
+        pods=pods,
+        job_set=sets,
+        pod_group=group,
     )
+
+
+def _read_optional(file: Path) -> Pod | None:
+    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def build_pods(
@@ -172,8 +181,10 @@ def build_pods(
         count = 1 + spec.colocated_rollouts  # the trainer is the first worker
         pods = [_together(pods[0]["metadata"]["name"], pods[:count]), *pods[count:]]
     for pod in pods:
-        kueue.join_pod_group(pod, group=run_id.replace("_", "-"), num_pods=len(pods))
-    return pods
+        kueue.join_pod_group(pod, group=gang.group_name(run_id), num_pods=len(pods))
+    if templates.pod_group is None:
+        return pods
+    return [gang.filled(pod, run_id, num_pods=len(pods)) for pod in pods]
 
 
 def _places(templates: WorkerTemplates, spec: RunSpec) -> Iterator[_Place]:
@@ -212,10 +223,16 @@ def _torchrun(place: _Place, *, node_rank: str, address: str) -> list[str]:
 
 
 def _ask_for_gpus(pod: Pod, count: int) -> None:
-    """Requests GPUs: the run sets their number, the chart their resource name, if any."""
-    kind = pod["metadata"]["annotations"].get(_GPU_ANNOTATION)
-    if kind is not None:
-        (container,) = pod["spec"]["containers"]
+    """Requests GPUs: the run sets their number, the chart their resource name or claim, if any."""
+    annotations = pod["metadata"]["annotations"]
+    (container,) = pod["spec"]["containers"]
+    if (template := annotations.get(_GPU_CLAIM_ANNOTATION)) is not None:
+        names = [f"{container['name']}-gpu-{number}" for number in range(count)]
+        pod["spec"].setdefault("resourceClaims", []).extend(
+            {"name": name, "resourceClaimTemplateName": template} for name in names
+        )
+        container["resources"].setdefault("claims", []).extend({"name": name} for name in names)
+    elif (kind := annotations.get(_GPU_ANNOTATION)) is not None:
         for part in ("requests", "limits"):
             container["resources"].setdefault(part, {})[kind] = str(count)
 
@@ -280,8 +297,14 @@ def _together(name: str, pods: list[Pod]) -> Pod:
     bundle["spec"]["containers"] = [
         container for pod in pods for container in pod["spec"]["containers"]
     ]
-    volumes = {volume["name"]: volume for pod in pods for volume in pod["spec"]["volumes"]}
-    bundle["spec"]["volumes"] = list(volumes.values())
+    for kind in ("volumes", "resourceClaims"):
+        named = {each["name"]: each for pod in pods for each in pod["spec"].get(kind, ())}
+        if named:
+            bundle["spec"][kind] = list(named.values())
+    first, *others = bundle["spec"]["containers"]
+    if claims := first.get("resources", {}).get("claims"):
+        for container in others:  # one without claims shares the GPUs of the trainer
+            container["resources"].setdefault("claims", list(claims))
     return bundle
 
 

@@ -59,6 +59,8 @@ _BAD_VALUES = [
     ("workers.envFromSecrets={HF_TOKEN}", ("envFromSecrets",)),
     ("workers.jobSet.enabled=yes-please", ("jobSet", "enabled")),
     ("rlruns.namespaces={Team_A}", ("rlruns", "namespaces")),
+    ("workers.gang.scheduler=slurm", ("gang", "scheduler")),
+    ("workers.gang.scheduler=volcano,workers.kueue.queueName=q", ("gang", "kueue")),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.workers import WORKERS, WorkerKind
-from services.controller.launch import job_set
+from services.controller.launch import gang, job_set
 from services.controller.launch.worker_pods import Pod, build_pods, load_templates
 from tests.helpers.chart import one, render
 from tests.helpers.specs import spec_with
@@ -283,3 +283,73 @@ def test_a_kind_of_worker_that_is_added_gets_a_pod(
     assert container["name"] == "prm-0"
     assert environment(container)["SLIPSTREAM_TRAINER_ROLE"] == "prm"
     assert gpus(pod) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "kind", "name"),
+    [
+        ("volcano", "scheduling.volcano.sh/v1beta1", "volcano"),
+        ("coscheduling", "scheduling.x-k8s.io/v1alpha1", "scheduler-plugins-scheduler"),
+        ("native", "scheduling.k8s.io/v1alpha2", None),
+    ],
+)
+def test_pods_of_a_run_are_one_group_of_a_gang_scheduler(
+    tmp_path: Path, scheduler: str, kind: str, name: str | None
+) -> None:
+    values = ("--set", f"workers.gang.scheduler={scheduler},workers.gang.queueName=gpus")
+    pods = build(tmp_path, *values, profiles=("multi-node",))
+    for pod in pods:
+        metadata, spec = pod["metadata"], pod["spec"]
+        references = [
+            metadata["annotations"].get("scheduling.k8s.io/group-name"),
+            metadata["labels"].get("scheduling.x-k8s.io/pod-group"),
+            spec.get("schedulingGroup", {}).get("podGroupName"),
+        ]
+        assert [each for each in references if each] == ["run-0198"]
+        assert spec.get("schedulerName") == name
+        if scheduler != "native":
+            kubernetes_validate.validate(pod, "1.35", strict=True)
+    template = load_templates(tmp_path).pod_group
+    assert template is not None
+    group = gang.build_pod_group(template, "run_0198", num_pods=len(pods), owner=OWNER)
+    assert (group["apiVersion"], group["metadata"]["name"]) == (kind, "run-0198")
+    assert group["metadata"]["ownerReferences"] == [OWNER]
+    policy = group["spec"].get("schedulingPolicy", {}).get("gang", group["spec"])
+    assert 3 in policy.values()
+    assert group["spec"].get("queue") == ("gpus" if scheduler == "volcano" else None)
+
+
+def test_pods_are_in_no_group_without_a_gang_scheduler(tmp_path: Path) -> None:
+    pods = build(tmp_path, profiles=("multi-node",))
+    assert load_templates(tmp_path).pod_group is None
+    assert "$(GROUP)" not in str(pods)
+
+
+def test_gpus_and_other_devices_are_claimed_where_the_values_name_templates(tmp_path: Path) -> None:
+    values = (
+        "--set", "trainer.gpu.resourceClaimTemplate=one-gpu,rollout.gpu.resourceClaimTemplate=one-gpu",
+        "--set", "workers.resourceClaimTemplates.rdma=one-nic",
+    )  # fmt: skip
+    pods = build(tmp_path, *values, profiles=("multi-node",), trainer={"world_size": 2})
+    for pod, num_gpus in zip(pods, (2, 1, 1), strict=True):
+        kubernetes_validate.validate(pod, "1.35", strict=True)
+        templates = [each["resourceClaimTemplateName"] for each in pod["spec"]["resourceClaims"]]
+        assert templates == ["one-nic"] + num_gpus * ["one-gpu"]
+        (container,) = pod["spec"]["containers"]
+        claimed = [each["name"] for each in container["resources"]["claims"]]
+        assert claimed == [each["name"] for each in pod["spec"]["resourceClaims"]]
+        assert "nvidia.com/gpu" not in container["resources"]["limits"]
+
+
+def test_rollouts_that_share_the_trainers_gpus_share_its_claims(tmp_path: Path) -> None:
+    values = (
+        "--set", "trainer.gpu.resourceClaimTemplate=one-gpu,rollout.gpu.resourceClaimTemplate=one-gpu",
+    )  # fmt: skip
+    (pod,) = build(
+        tmp_path, *values, profiles=("multi-node",),
+        trainer={"world_size": 2}, topology={"placement": "colocated"},
+    )  # fmt: skip
+    kubernetes_validate.validate(pod, "1.35", strict=True)
+    trainer, *rollouts = [each["resources"]["claims"] for each in pod["spec"]["containers"]]
+    assert len(trainer) == len(pod["spec"]["resourceClaims"]) == 2
+    assert all(claims == trainer for claims in rollouts)

@@ -5,6 +5,7 @@ environment with the run, the worker and its ports. Needs: root, program
 {{- define "slipstream.worker" -}}
 {{- $workers := .root.Values.workers -}}
 {{- $own := get .root.Values .program -}}
+{{- $gang := $workers.gang.scheduler -}}
 {{- $prefix := printf "SLIPSTREAM_%s" (upper .program) -}}
 apiVersion: v1
 kind: Pod
@@ -16,12 +17,20 @@ metadata:
     {{- with $workers.kueue.queueName }}
     kueue.x-k8s.io/queue-name: {{ . }}
     {{- end }}
+    {{- if eq $gang "coscheduling" }}
+    scheduling.x-k8s.io/pod-group: $(GROUP)
+    {{- end }}
     {{- with $workers.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
-    {{- with $own.gpu.resourceName }}
-    slipstream.dev/gpu-resource: {{ . }}
+    {{- if $own.gpu.resourceClaimTemplate }}
+    slipstream.dev/gpu-claim-template: {{ $own.gpu.resourceClaimTemplate }}
+    {{- else if $own.gpu.resourceName }}
+    slipstream.dev/gpu-resource: {{ $own.gpu.resourceName }}
+    {{- end }}
+    {{- if eq $gang "volcano" }}
+    scheduling.k8s.io/group-name: $(GROUP)
     {{- end }}
     # An autoscaler must not move workers: a restart costs the run more than an idle node.
     cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
@@ -54,8 +63,17 @@ spec:
   {{- with $own.runtimeClassName }}
   runtimeClassName: {{ . }}
   {{- end }}
-  {{- with $workers.schedulerName }}
+  {{- with $workers.schedulerName | default (get (dict "volcano" "volcano" "coscheduling" "scheduler-plugins-scheduler") $gang) }}
   schedulerName: {{ . }}
+  {{- end }}
+  {{- if eq $gang "native" }}
+  schedulingGroup: {podGroupName: $(GROUP)}
+  {{- end }}
+  {{- with $workers.resourceClaimTemplates }}
+  resourceClaims:
+    {{- range $name, $template := . }}
+    - {name: {{ $name }}, resourceClaimTemplateName: {{ $template }}}
+    {{- end }}
   {{- end }}
   containers:
     - name: {{ .program }}
@@ -167,6 +185,32 @@ spec:
 {{- end -}}
 
 {{/*
+Pod group of a run for a gang scheduler. The controller adds its name and owner and fills in the number of pods.
+*/}}
+{{- define "slipstream.podGroup" -}}
+{{- if .Values.workers.kueue.queueName -}}
+{{- fail "workers.gang.scheduler and workers.kueue.queueName exclude each other: Kueue already admits all pods of a run together; set one of them to an empty text" -}}
+{{- end -}}
+apiVersion: {{ include "slipstream.podGroupVersion" . }}
+kind: PodGroup
+metadata:
+  namespace: {{ include "slipstream.workersNamespace" . }}
+spec:
+  {{- if eq .Values.workers.gang.scheduler "native" }}
+  schedulingPolicy: {gang: {minCount: $(PODS)}}
+  {{- else }}
+  minMember: $(PODS)
+  {{- end }}
+  {{- if and .Values.workers.gang.queueName (eq .Values.workers.gang.scheduler "volcano") }}
+  queue: {{ .Values.workers.gang.queueName }}
+  {{- end }}
+{{- end -}}
+
+{{- define "slipstream.podGroupVersion" -}}
+{{- get (dict "volcano" "scheduling.volcano.sh/v1beta1" "coscheduling" "scheduling.x-k8s.io/v1alpha1" "native" "scheduling.k8s.io/v1alpha2") .Values.workers.gang.scheduler -}}
+{{- end -}}
+
+{{/*
 JobSet of a worker on several nodes. The controller adds its name, labels, owner, number of pods and their template. Only
 the controller restarts pods.
 */}}
@@ -211,4 +255,10 @@ emptyDir: {sizeLimit: {{ .scratch | quote }}}
 {{- if $rdma.resourceName }}{{ $_ := set $devices $rdma.resourceName (toString $rdma.count) }}{{ end -}}
 requests: {{- merge (deepCopy $devices) (default dict $own.resources.requests) | toYaml | nindent 2 }}
 limits: {{- merge (deepCopy $devices) (default dict $own.resources.limits) | toYaml | nindent 2 }}
+{{- with .root.Values.workers.resourceClaimTemplates }}
+claims:
+  {{- range $name, $_ := . }}
+  - {name: {{ $name }}}
+  {{- end }}
+{{- end }}
 {{- end -}}
