@@ -3,12 +3,21 @@ r"""Measures the endpoint's overhead per turn and its memory, with thousands of 
 Usage: python -m bench.rollout.episodes [--smoke] [--seconds 120] [--out FILE.json]
 
 Real: the endpoint on loopback, agents in a separate process, sampler, workflow, recorded
-conversations, tokenizer, stored progress. The engine is the fake one, with real time per token. The
-agents measure the overhead from before they send until they have the answer, minus the time of the
-reply's tokens. An hour in virtual time, without sockets, follows to measure memory.
+conversations, tokenizer, stored progress. The engine is the fake one, with real time per token. An hour in
+virtual time, without sockets, follows to measure memory.
 
-With a real engine, the overhead is the time of a turn minus the time from the engine's request to
-its answer. In the environment of ``make test-vllm``, with ``OMP_NUM_THREADS=1``::
+A turn's overhead is measured twice:
+
+- ``overhead_ms``: by the agents, from before they send until they have the answer, minus the time of the
+  reply's tokens (fake engine) or the time from the engine's request to its answer (other engines).
+- ``handling_ms``: in the endpoint's process, from the request's arrival until its answer is sent, minus the
+  time from the engine's request to its answer.
+
+On a busy machine both contain waiting for a processor: ``run_queue_ms_per_turn`` is how long the rollout's
+and the agents' processes were runnable but did not run. ``--real-time`` measures again, with these processes
+before all other programs (``SCHED_RR``, needs root), which is the machine without its other load.
+
+In the environment of ``make test-vllm``, with ``OMP_NUM_THREADS=1``::
 
     python -m bench.rollout.episodes --engine vllm --episodes 64 --hour 0 \
         --out bench/results/rollout-episodes-vllm-cpu.json
@@ -16,7 +25,7 @@ its answer. In the environment of ``make test-vllm``, with ``OMP_NUM_THREADS=1``
 Every protocol::
 
     python -m bench.rollout.episodes --protocols chat completions messages responses --episodes 64 \
-        --sleep-s 1 10 --seconds 30 --hour 0 --out bench/results/rollout-episodes-protocols.json
+        --real-time --sleep-s 1 10 --seconds 60 --hour 0 --out bench/results/rollout-episodes-protocols.json
 
 The hour of 2,000 alone takes ten minutes of a processor::
 
@@ -26,7 +35,6 @@ The hour of 2,000 alone takes ten minutes of a processor::
 import argparse
 import asyncio
 import itertools
-import os
 import resource
 import time
 from collections.abc import Sequence
@@ -34,13 +42,17 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bench.rollout.episodes_hour import hour
+from bench.rollout.parts import machine_state, run_before_others
 from bench.rollout.report import GrowingReport
-from bench.rollout.served_episodes import Asked, Episodes, Load, milliseconds
+from bench.rollout.served_episodes import Asked, Episodes, Load, TimedEndpoint, milliseconds
 from bench.rollout.tool_agent import PROTOCOLS
 from services.common.http.limits import raise_descriptor_limit
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.monitor import freeze_startup_objects
+from services.rollout.openai import agent
 from services.rollout.openai.agent import Agent
 
 
@@ -52,6 +64,8 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
         seconds: Measured seconds.
     """
     raise_descriptor_limit()
+    agent.Endpoint = TimedEndpoint  # type: ignore[misc]
+    TimedEndpoint.handled.clear()
     workflow = Agent(agent="bench.rollout.tool_agent:use_tools")
     episodes = Episodes(load)
     freeze_startup_objects()
@@ -63,8 +77,11 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
         began = time.monotonic()
         await asyncio.sleep(2 * load.sleep_s[1])
         begin, idle, cpu = time.monotonic(), episodes.engine.stats().idle_seconds, _cpu()
+        counter, waited = time.perf_counter(), _run_queue_s()
         await asyncio.sleep(seconds)
         end, cpu = time.monotonic(), _cpu() - cpu
+        waited = {name: now - waited[name] for name, now in _run_queue_s().items()}
+        handled = [each for each in TimedEndpoint.handled if each.begin >= counter]
         idle = episodes.engine.stats().idle_seconds - idle
         # The turns of an episode are known only at its end.
         await asyncio.sleep(load.turns * load.sleep_s[1] / 2)
@@ -76,13 +93,16 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
         "engine": load.engine,
         "protocol": load.protocol,
         "sleep_s": load.sleep_s,
-        "load_average": [round(each, 1) for each in os.getloadavg()],
-        "niceness": os.nice(0),
+        **machine_state(),
         "episodes": load.episodes,
         "turns_per_s": round(num_turns / seconds, 1),
         "overhead_ms": milliseconds([turn.overhead_s for turn in asked]),
+        "handling_ms": milliseconds([each.handling_s for each in handled]),
         "to_engine_ms": milliseconds([turn.begun - turn.sent for turn in asked]),
         "cpu_ms_per_turn": round(1e3 * cpu / num_turns, 3),
+        "run_queue_ms_per_turn": {
+            name: round(1e3 * each / num_turns, 3) for name, each in waited.items()
+        },
         "engine_idle_ratio": round(idle / seconds, 4),
         "engine_idle_though_asked_ratio": round(idle_though_asked(asked) / seconds, 4),
         "all_at_once_s": round(max(herd, default=began) - began, 2),
@@ -110,6 +130,24 @@ def idle_though_asked(asked: Sequence[Asked]) -> float:
     return seconds
 
 
+def _run_queue_s() -> dict[str, float]:
+    """Returns how long this process and its children were runnable but did not run, in seconds."""
+    me = psutil.Process()
+    children = {child.pid for child in me.children(recursive=True)}
+    return {
+        name: sum(map(_waited_s, pids))
+        for name, pids in (("rollout", {me.pid}), ("agents", children))
+    }
+
+
+def _waited_s(pid: int) -> float:
+    """Returns the time on the run queue of all threads of a process (``sched-stats.rst``)."""
+    return sum(
+        1e-9 * int(each.read_text().split()[1])
+        for each in Path(f"/proc/{pid}/task").glob("*/schedstat")
+    )
+
+
 def _cpu() -> float:
     """Returns the CPU seconds of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -125,6 +163,11 @@ def main() -> None:
         "--sleep-s", type=float, nargs=2, default=(1.0, 30.0), help="min and max time of a tool"
     )
     parser.add_argument("--engine", default="fake")
+    parser.add_argument(
+        "--real-time",
+        action="store_true",
+        help="measure again before all other programs (needs root)",
+    )
     parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=["chat"])
     parser.add_argument(
         "--hour", type=int, default=2000, help="episodes in virtual time; 0 for none"
@@ -137,12 +180,17 @@ def main() -> None:
     report = GrowingReport(out, {"smoke": arguments.smoke})
     found = []
     numbers = [50] if arguments.smoke else arguments.episodes
-    for number, protocol in itertools.product(numbers, arguments.protocols):
-        sleep_s = (0.1, 3.0) if arguments.smoke else tuple(arguments.sleep_s)
-        load = Load(episodes=number, sleep_s=sleep_s, engine=arguments.engine, protocol=protocol)
-        seconds = 5.0 if arguments.smoke else arguments.seconds
-        found.append(asyncio.run(measure(load, seconds=seconds)))
-        report.add({"real_time": found})
+    for is_real_time in (False, True) if arguments.real_time else (False,):
+        if is_real_time:
+            run_before_others()
+        for number, protocol in itertools.product(numbers, arguments.protocols):
+            sleep_s = (0.1, 3.0) if arguments.smoke else tuple(arguments.sleep_s)
+            load = Load(
+                episodes=number, sleep_s=sleep_s, engine=arguments.engine, protocol=protocol
+            )
+            seconds = 5.0 if arguments.smoke else arguments.seconds
+            found.append(asyncio.run(measure(load, seconds=seconds)))
+            report.add({"real_time": found})
     if not arguments.hour:
         report.finish({})
         return

@@ -1,13 +1,16 @@
 """Episodes of an agent, one after the other in each slot: the product's sampler over an engine."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bench.rollout.driven import order
 from bench.rollout.parts import MODEL, random_weights, tokenizer
@@ -22,6 +25,7 @@ from services.rollout.engines.build import make_engine
 from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.monitor import monitor
 from services.rollout.openai.agent import Agent
+from services.rollout.openai.endpoint import Endpoint
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache
@@ -74,6 +78,44 @@ class Asked:
         return self.received - self.sent - self.engine_s
 
 
+@dataclass(slots=True)
+class Handled:
+    """A request to the endpoint, timed in the endpoint's process."""
+
+    begin: float
+    """Time at which the endpoint received it, in seconds of ``time.perf_counter``."""
+    end: float = 0.0
+    """Time at which it had sent the answer."""
+    engine_s: float = 0.0
+    """Seconds from the request to the engine until its result."""
+
+    @property
+    def handling_s(self) -> float:
+        """Returns the time of the request in the endpoint's process without the engine's."""
+        return self.end - self.begin - self.engine_s
+
+
+_handled: ContextVar[Handled | None] = ContextVar("handled", default=None)
+
+
+class TimedEndpoint(Endpoint):
+    """The endpoint, with the times of its requests in :attr:`handled`."""
+
+    handled: ClassVar[list[Handled]] = []
+
+    def app(self) -> ASGIApp:
+        inner = super().app()
+
+        async def timed(scope: Scope, receive: Receive, send: Send) -> None:
+            handled = Handled(time.perf_counter())
+            _handled.set(handled)  # the engine's request is in a task with this context
+            await inner(scope, receive, send)
+            handled.end = time.perf_counter()
+            self.handled.append(handled)
+
+        return timed
+
+
 class Watched:
     """An engine that records the times of requests and responses.
 
@@ -96,10 +138,14 @@ class Watched:
         now = asyncio.get_running_loop().time
         span = [now()]
         self.spans.setdefault(request.request_id.partition(".")[0], []).append(span)
+        handled = _handled.get()
+        begin = time.perf_counter()
         try:
             return await self._engine.generate(request)
         finally:
             span.append(now())
+            if handled is not None:
+                handled.engine_s += time.perf_counter() - begin
 
 
 def _engine(load: Load) -> Engine:
