@@ -93,7 +93,7 @@ class MessagesRequest(BaseModel):
         return single_reply(
             {
                 "model": self.model,
-                "messages": [message.model_dump() for message in messages],
+                "messages": messages,
                 "max_tokens": self.max_tokens,
                 "stop": self.stop_sequences or None,
                 "stream": self.stream,

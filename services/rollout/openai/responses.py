@@ -85,7 +85,7 @@ class ResponsesRequest(BaseModel):
         return single_reply(
             {
                 "model": self.model,
-                "messages": [message.model_dump() for message in messages],
+                "messages": messages,
                 "max_tokens": self.max_output_tokens,
                 "temperature": self.temperature,
                 "stream": bool(self.stream),
