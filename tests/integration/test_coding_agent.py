@@ -1,6 +1,6 @@
 """A coding agent of others, unchanged but for its base URL and key, works in the sandbox of its episode.
 
-Needs ``mini-swe-agent``, which the development tools leave out for its size: ``pip install mini-swe-agent``.
+Needs ``mini-swe-agent``, one of the development tools.
 """
 
 import json
