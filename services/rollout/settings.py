@@ -30,6 +30,14 @@ class RolloutSettings(WorkerSettings):
     """
     sandbox_bind: str = "127.0.0.1:0"
     """``host:port`` by which agents and environments reach the sandboxes of their episodes."""
+    sandbox_namespace: str = ""
+    """Kubernetes namespace of the sandboxes of ``rollout.sandbox.kind: kubernetes``."""
+    sandbox_runtime_class: str = ""
+    """Runtime class of their pods, such as ``gvisor``."""
+    kubernetes_url: str = "https://kubernetes.default.svc"
+    """Address of the Kubernetes API."""
+    kubernetes_credentials: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+    """Folder with ``token`` and ``ca.crt`` for the Kubernetes API."""
     reward_hosts: tuple[str, ...] = ()
     """Hosts, in lower case, of reward services and agents that may have private addresses.
 

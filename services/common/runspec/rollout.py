@@ -90,12 +90,14 @@ IMAGE: Final = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
 class SandboxSpec(SpecPart):
     """Sandbox of each episode, in which its agent, environment or workflow runs commands."""
 
-    kind: Literal["bubblewrap", "docker", "podman"] = "bubblewrap"
+    kind: Literal["bubblewrap", "docker", "podman", "kubernetes", "e2b"] = "bubblewrap"
     """``bubblewrap``: namespaces on the rollout's host, without a daemon. ``docker``, ``podman``: a
-    container, by the command line on the rollout's host."""
+    container, by the command line on the rollout's host. ``kubernetes``: a pod in the installation's
+    namespace for sandboxes. ``e2b``: a sandbox hosted by E2B."""
     image: str = ""
     """Content that a sandbox starts with. ``bubblewrap``: a folder on the rollout's host, which is
-    copied to the working folder. Containers: the name of an image."""
+    copied to the working folder. ``e2b``: the name of a template; empty for E2B's default. Others: the
+    name of an image."""
     image_column: str | None = None
     """Column of the data with the image of each row's sandbox; with ``bubblewrap``, a folder inside
     ``image``. null uses ``image`` for all rows."""
@@ -104,16 +106,20 @@ class SandboxSpec(SpecPart):
     command_timeout_s: float = Field(60.0, gt=0, le=3600)
     """Max seconds of one command."""
     memory_bytes: int = Field(1 << 30, ge=64 << 20)
-    """Max memory. With ``bubblewrap``, address space of each process, and memory of all processes."""
+    """Max memory. With ``bubblewrap``, address space of each process, and memory of all processes. ``e2b``
+    has the template's limits of memory, processors and files instead."""
     cpus: float = Field(1.0, gt=0)
     """Max processor cores of a container."""
     max_processes: int = Field(128, ge=4)
-    """Max simultaneous processes."""
+    """Max simultaneous processes of ``bubblewrap``, ``docker`` and ``podman``."""
     disk_bytes: int = Field(256 << 20, ge=1 << 20)
     """Max size of files. ``bubblewrap``: of the working folder, ``/tmp`` and ``/dev/shm``, each in memory.
-    ``docker``, ``podman``: of each file."""
+    ``docker``, ``podman``: of each file. ``kubernetes``: of all files."""
     output_bytes: int = Field(64 << 10, ge=1, le=16 << 20)
     """Max bytes of a command's output; the rest is dropped."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """For ``e2b``: ``api_key``, which is ``{"secret": "NAME"}``, and optionally ``domain`` of an
+    installation other than E2B's own."""
 
 
 class RolloutSpec(SpecPart):

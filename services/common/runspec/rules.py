@@ -808,7 +808,7 @@ def _sandbox(spec: RunSpec) -> Iterator[str]:
             f"rollout.sandbox is set, but rollout.workflow {workflow!r} does not use it; remove it, or use "
             "'agent', 'environment' or your own class"
         )
-    if sandbox.kind in ("docker", "podman") and not (sandbox.image or sandbox.image_column):
+    if sandbox.kind not in ("bubblewrap", "e2b") and not (sandbox.image or sandbox.image_column):
         yield (
             f"rollout.sandbox.image is required with rollout.sandbox.kind {sandbox.kind!r}; set the name of "
             "an image, or image_column"
@@ -821,6 +821,17 @@ def _sandbox(spec: RunSpec) -> Iterator[str]:
     if sandbox.kind == "bubblewrap" and sandbox.image_column is not None and not sandbox.image:
         yield (
             "rollout.sandbox.image_column names folders inside rollout.sandbox.image, which is empty; set it"
+        )
+    known = {"api_key", "domain"} if sandbox.kind == "e2b" else set[str]()
+    if unknown := sorted(sandbox.arguments.keys() - known):
+        yield (
+            f"rollout.sandbox.arguments has {unknown[0]!r}, but rollout.sandbox.kind {sandbox.kind!r} takes "
+            f"{sorted(known) or 'none'}; remove it"
+        )
+    if sandbox.kind == "e2b" and "api_key" not in sandbox.arguments:
+        yield (
+            "rollout.sandbox.arguments.api_key is required with rollout.sandbox.kind 'e2b'; set it to "
+            '{"secret": "NAME"}, where NAME is a file in the installation\'s secrets directory'
         )
     environment = str(spec.rollout.workflow_arguments.get("environment"))
     if workflow == "environment" and environment.startswith("openenv+"):

@@ -98,6 +98,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     **{f"rollout.rewards.N.{key}": kind for key, kind in _REWARDS.items()},
     "rollout.sandbox.image": "image",
     "rollout.sandbox.image_column": "free",
+    # The rules admit a secret and a domain.
+    "rollout.sandbox.arguments": "text",
     "rollout.answer_pattern": "free",
     "algorithm.advantage": "code",
     "algorithm.advantage_arguments": "text",

@@ -5,8 +5,11 @@ files and saving the working folder are commands, so a new kind is two small cla
 """
 
 import base64
+import os
+import secrets
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal, Protocol
 
 WORK_FOLDER: Final = "/sandbox"
@@ -15,6 +18,7 @@ START_TIMEOUT_S: Final = 120.0
 """Deadline in seconds for the start of a sandbox, image included."""
 END_TIMEOUT_S: Final = 30.0
 """Deadline in seconds for its end."""
+_STARTS_PER_CORE = 2
 _FILE_TIMEOUT_S = 120.0
 _MAX_FILE_BYTES = 64 << 20
 
@@ -64,8 +68,26 @@ class Sandbox(Protocol):
         """Ends the sandbox with all its processes and files; does nothing if it has ended."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Access to the pods of sandboxes in a Kubernetes cluster."""
+
+    namespace: str = ""
+    """Namespace of the pods; empty if the installation has none."""
+    runtime_class: str = ""
+    """Runtime class of the pods; empty for the cluster's default."""
+    url: str = "https://kubernetes.default.svc"
+    """Address of the API."""
+    credentials: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+    """Folder with ``token`` and ``ca.crt``."""
+
+
 class SandboxKind(Protocol):
     """Starts sandboxes."""
+
+    @property
+    def max_starts(self) -> int:
+        """Max simultaneous starts: more would finish no sooner, and each would take longer."""
 
     async def prepare(self) -> None:
         """Checks that sandboxes can start here, and removes those that a killed rollout has left.
@@ -85,6 +107,11 @@ class SandboxKind(Protocol):
         """Releases connections."""
 
 
+def starts_on_this_host() -> int:
+    """Returns the max simultaneous starts of sandboxes that share this host's processors."""
+    return _STARTS_PER_CORE * (os.cpu_count() or 1)
+
+
 async def read_file(sandbox: Sandbox, path: str) -> bytes:
     """Returns the content of a file. Raises SandboxError if it cannot be read or has more than 64 MiB."""
     return await _encoded_output(sandbox, f"base64 < {shlex.quote(path)}", path)
@@ -95,6 +122,14 @@ async def write_file(sandbox: Sandbox, path: str, content: bytes) -> None:
     target = shlex.quote(path)
     command = f'mkdir -p "$(dirname {target})" && cat > {target}'
     await _checked(sandbox, command, content, f"writing {path!r}")
+
+
+async def command_from_file(sandbox: Sandbox, command: str) -> str:
+    """Writes a long command to a file; returns a short one that runs it. Raises SandboxError."""
+    path = f"/tmp/.command-{secrets.token_hex(8)}"  # noqa: S108 -- in the sandbox
+    await write_file(sandbox, path, command.encode(errors="surrogateescape"))
+    # The dot keeps line breaks at the end.
+    return f'c=$(cat {path}; echo .); rm {path}; eval "${{c%.}}"'
 
 
 async def save(sandbox: Sandbox) -> bytes:

@@ -33,6 +33,7 @@ from services.rollout.sandbox.base import (
     Limit,
     SandboxError,
     restore,
+    starts_on_this_host,
 )
 from services.rollout.sandbox.confine import software
 
@@ -153,6 +154,11 @@ class Bubblewrap:
         self._spec = spec
         limits = (spec.memory_bytes, spec.max_processes, spec.disk_bytes)
         self._limits = [str(limit) for limit in limits]
+
+    @property
+    def max_starts(self) -> int:
+        """Max simultaneous starts."""
+        return starts_on_this_host()
 
     async def prepare(self) -> None:
         """Checks that bubblewrap works here. Raises SandboxError."""

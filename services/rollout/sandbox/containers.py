@@ -19,6 +19,7 @@ from services.rollout.sandbox.base import (
     WORK_FOLDER,
     CommandResult,
     SandboxError,
+    starts_on_this_host,
 )
 
 LABEL = "slipstream-sandbox"
@@ -39,6 +40,11 @@ class Containers:
     def __init__(self, spec: SandboxSpec) -> None:
         self._spec = spec
         self._program = spec.kind
+
+    @property
+    def max_starts(self) -> int:
+        """Max simultaneous starts."""
+        return starts_on_this_host()
 
     async def prepare(self) -> None:
         """Checks that the program is there and works. Raises SandboxError."""

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -14,7 +13,13 @@ from services.common.runspec.rollout import SandboxSpec
 from services.rollout import metrics
 from services.rollout.failures import CallError
 from services.rollout.sandbox import base
-from services.rollout.sandbox.base import CommandResult, Sandbox, SandboxError, SandboxKind
+from services.rollout.sandbox.base import (
+    Cluster,
+    CommandResult,
+    Sandbox,
+    SandboxError,
+    SandboxKind,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +28,10 @@ _HERE = "services.rollout.sandbox"
 _KINDS = {
     "bubblewrap": f"{_HERE}.bubblewrap:Bubblewrap",
     "docker": f"{_HERE}.containers:Containers",
+    "e2b": f"{_HERE}.e2b:E2B",
+    "kubernetes": f"{_HERE}.kubernetes:Pods",
     "podman": f"{_HERE}.containers:Containers",
 }
-_STARTS_PER_CORE = 2
 _MAX_SNAPSHOTS = 16
 
 
@@ -111,14 +117,23 @@ class SandboxPool:
 
     Args:
         kind: Starts the sandboxes; by default the specification's.
+        cluster: Access to the pods of ``kubernetes``.
+
+    Raises:
+        ValueError: If a package that the kind needs is not installed; the message has the fix.
     """
 
-    def __init__(self, spec: SandboxSpec, kind: SandboxKind | None = None) -> None:
+    def __init__(
+        self,
+        spec: SandboxSpec,
+        kind: SandboxKind | None = None,
+        *,
+        cluster: Cluster | None = None,
+    ) -> None:
         self._spec = spec
-        self._kind: SandboxKind = kind or load_callable(_KINDS[spec.kind])(spec)
+        self._kind: SandboxKind = kind or _made(spec, cluster or Cluster())
         self._slots = asyncio.Semaphore(spec.max_running)
-        # More concurrent starts would finish no sooner, and each would take longer.
-        self._starts = asyncio.Semaphore(_STARTS_PER_CORE * (os.cpu_count() or 1))
+        self._starts = asyncio.Semaphore(self._kind.max_starts)
 
     async def prepare(self) -> None:
         """Checks that sandboxes can start here. Raises ValueError naming the key."""
@@ -185,6 +200,18 @@ class SandboxPool:
                     await sandbox.end()
         except (SandboxError, TimeoutError, OSError) as error:
             logger.error("a sandbox did not end", extra={"why": repr(error)})  # noqa: TRY400
+
+
+def _made(spec: SandboxSpec, cluster: Cluster) -> SandboxKind:
+    try:
+        made: Any = load_callable(_KINDS[spec.kind])
+    except ImportError as error:
+        raise ValueError(
+            f"rollout.sandbox.kind {spec.kind!r} needs a package that is not installed ({error.name}): pip "
+            f"install 'slipstream[{spec.kind}]' where rollouts run"
+        ) from error
+    kind: SandboxKind = made(spec, cluster) if spec.kind == "kubernetes" else made(spec)
+    return kind
 
 
 @contextmanager

@@ -128,6 +128,18 @@ from tests.helpers.specs import SMALLEST, changed
             ["rollout.sandbox.image", "podman", "image_column"],
         ),
         (
+            changed(rollout={"workflow": "agent", "sandbox": {"kind": "kubernetes"}}),
+            ["rollout.sandbox.image", "kubernetes", "image_column"],
+        ),
+        (
+            changed(rollout={"workflow": "agent", "sandbox": {"kind": "e2b"}}),
+            ["rollout.sandbox.arguments.api_key", "e2b", "secret"],
+        ),
+        (
+            changed(rollout={"workflow": "agent", "sandbox": {"arguments": {"api_key": {}}}}),
+            ["rollout.sandbox.arguments", "api_key", "bubblewrap"],
+        ),
+        (
             changed(rollout={"workflow": "agent", "sandbox": {"image_column": "task"}}),
             ["rollout.sandbox.image_column", "rollout.sandbox.image"],
         ),

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from services.controller.settings import Limits
-from tests.helpers.chart import CHART, EVERYTHING, Manifest, helm, one, pods, render
+from tests.helpers.chart import (
+    CHART,
+    EVERYTHING,
+    Manifest,
+    helm,
+    one,
+    pods,
+    render,
+    worker_templates,
+)
 
 _PREFIX = "SLIPSTREAM_CONTROLLER_"
 
@@ -182,3 +191,45 @@ def test_every_scratch_volume_has_a_limit(profiles: tuple[str, ...]) -> None:
         for volume in pod["spec"].get("volumes", []):
             if "emptyDir" in volume:
                 assert volume["emptyDir"].get("sizeLimit"), (component, volume["name"])
+
+
+def test_rollouts_start_pods_only_in_a_namespace_without_egress() -> None:
+    peers = '[{"ipBlock": {"cidr": "10.96.0.1/32"}}]'
+    manifests = render(
+        *("--set", "sandboxes.enabled=true", "--set", "sandboxes.quota.pods=500"),
+        *("--set-json", f"sandboxes.apiTo={peers}"),
+    )
+    templates = worker_templates(manifests)
+    volumes = {
+        role: {each["name"] for each in template["spec"]["volumes"]}
+        for role, template in templates.items()
+    }
+    assert "kubernetes" in volumes["rollout"] - volumes["trainer"]
+    variables = {
+        each["name"]: each for each in templates["rollout"]["spec"]["containers"][0]["env"]
+    }
+    assert variables["SLIPSTREAM_ROLLOUT_SANDBOX_NAMESPACE"]["value"] == "train-sandboxes"
+    found = [each for each in manifests if each["metadata"].get("namespace") == "train-sandboxes"]
+    kinds = {each["kind"]: each for each in found}
+    assert {*kinds} == {"NetworkPolicy", "Role", "RoleBinding", "ResourceQuota"}
+    assert kinds["NetworkPolicy"]["spec"] == {
+        "podSelector": {},
+        "policyTypes": ["Ingress", "Egress"],
+    }
+    (subject,) = kinds["RoleBinding"]["subjects"]
+    assert subject["namespace"] == "train-workers"
+    assert one(manifests, "Namespace", "train-sandboxes")
+    (rule,) = one(manifests, "NetworkPolicy", "demo-slipstream-egress-rollouts")["spec"]["egress"]
+    assert rule["to"] == json.loads(peers)
+    assert "train-sandboxes" not in str(render())
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [("", "sandboxes.apiTo"), (",sandboxes.namespace=train-workers", "sandboxes.namespace")],
+)
+def test_sandboxes_that_would_open_a_namespace_are_refused(values: str, key: str) -> None:
+    done = helm(
+        *("template", "demo", str(CHART), "-n", "train", "--set", f"sandboxes.enabled=true{values}")
+    )
+    assert key in done.stderr

@@ -17,6 +17,11 @@
 {{- default (printf "%s-workers" (.Release.Namespace | trunc 55)) .Values.workers.namespace -}}
 {{- end -}}
 
+{{/* Namespace of the pods of sandboxes */}}
+{{- define "slipstream.sandboxesNamespace" -}}
+{{- default (printf "%s-sandboxes" (.Release.Namespace | trunc 53)) .Values.sandboxes.namespace -}}
+{{- end -}}
+
 {{/* Labels that select pods; never change them, because selectors are immutable. Needs: root, component */}}
 {{- define "slipstream.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "slipstream.name" .root }}

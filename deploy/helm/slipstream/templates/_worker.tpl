@@ -116,6 +116,14 @@ spec:
         {{- if eq .program "rollout" }}
         - name: SLIPSTREAM_ROLLOUT_REWARD_HOSTS
           value: {{ $workers.rewardHosts | toJson | quote }}
+        {{- if .root.Values.sandboxes.enabled }}
+        - name: SLIPSTREAM_ROLLOUT_SANDBOX_NAMESPACE
+          value: {{ include "slipstream.sandboxesNamespace" .root }}
+        - name: SLIPSTREAM_ROLLOUT_SANDBOX_RUNTIME_CLASS
+          value: {{ .root.Values.sandboxes.runtimeClassName | quote }}
+        - name: SLIPSTREAM_ROLLOUT_KUBERNETES_CREDENTIALS
+          value: /etc/slipstream/kubernetes
+        {{- end }}
         # Rollouts store unfinished responses before the grace period ends.
         - name: SLIPSTREAM_ROLLOUT_DRAIN_TIMEOUT_S
           value: {{ max 3 (sub (int $workers.terminationGracePeriodSeconds) 10) | quote }}
@@ -156,6 +164,9 @@ spec:
         {{- if $workers.secrets }}
         - {name: secrets, mountPath: /etc/slipstream/secrets, readOnly: true}
         {{- end }}
+        {{- if and (eq .program "rollout") .root.Values.sandboxes.enabled }}
+        - {name: kubernetes, mountPath: /etc/slipstream/kubernetes, readOnly: true}
+        {{- end }}
         {{- if $workers.codeConfigMap }}
         - {name: code, mountPath: /opt/slipstream/code, readOnly: true}
         {{- end }}
@@ -177,6 +188,17 @@ spec:
     {{- with $workers.secrets }}
     - name: secrets
       secret: {secretName: {{ . }}, defaultMode: 0440}
+    {{- end }}
+    {{- if and (eq .program "rollout") .root.Values.sandboxes.enabled }}
+    # Access to the Kubernetes API, with rights only in the namespace of sandboxes.
+    - name: kubernetes
+      projected:
+        defaultMode: 0440
+        sources:
+          - serviceAccountToken: {path: token, expirationSeconds: 3600}
+          - configMap:
+              name: kube-root-ca.crt
+              items: [{key: ca.crt, path: ca.crt}]
     {{- end }}
     {{- with $workers.codeConfigMap }}
     - name: code

@@ -1,0 +1,146 @@
+"""Sandboxes hosted by E2B, with its SDK. They end by themselves some time after this process was killed."""
+
+import base64
+import shlex
+import time
+from typing import Final
+
+from e2b import AsyncSandbox
+from e2b.exceptions import (
+    AuthenticationException,
+    RateLimitException,
+    TimeoutException,
+)
+from e2b.sandbox.commands.command_handle import CommandExitException
+
+from services.common.runspec.rollout import SandboxSpec
+from services.rollout.sandbox.base import (
+    END_TIMEOUT_S,
+    START_TIMEOUT_S,
+    CommandResult,
+    SandboxError,
+    command_from_file,
+)
+
+LIFETIME_S: Final = 3600
+"""Seconds until E2B ends a sandbox whose lifetime is not renewed; its max without a paid account."""
+# The answer to a command may come later than its time limit.
+_GRACE_S = 30.0
+_KILLED_STATUS = 137
+# Linux limits the size of one argument of a program.
+_MAX_COMMAND_BYTES = 64 << 10
+
+
+class E2B:
+    """Starts sandboxes from templates, with the account of ``rollout.sandbox.arguments.api_key``."""
+
+    def __init__(self, spec: SandboxSpec) -> None:
+        self._spec = spec
+        self._account = dict(spec.arguments)
+
+    @property
+    def max_starts(self) -> int:
+        """Max simultaneous starts; E2B does the work."""
+        return self._spec.max_running
+
+    async def prepare(self) -> None:
+        """Checks the key. Raises SandboxError."""
+        try:
+            await AsyncSandbox.list(limit=1, **self._account).next_items()
+        except AuthenticationException as error:
+            raise SandboxError(
+                f"E2B refused rollout.sandbox.arguments.api_key: {error}; set it to {{secret: NAME}}, a key "
+                "of your account"
+            ) from error
+        except Exception as error:
+            raise SandboxError(f"E2B did not answer: {error!r}") from error
+
+    async def start(self, image: str) -> "HostedSandbox":
+        """Starts a sandbox from a template; an empty name is E2B's default. Raises SandboxError."""
+        try:
+            inner = await AsyncSandbox.create(
+                image or None,
+                timeout=LIFETIME_S,
+                allow_internet_access=False,
+                request_timeout=START_TIMEOUT_S,
+                **self._account,
+            )
+        except RateLimitException as error:
+            raise SandboxError(
+                f"E2B has no room for another sandbox: {error}; lower rollout.sandbox.max_running"
+            ) from error
+        except Exception as error:
+            raise SandboxError(f"E2B did not start template {image!r}: {error!r}") from error
+        return HostedSandbox(inner)
+
+    async def close(self) -> None:
+        """Does nothing: every sandbox has ended."""
+
+
+class HostedSandbox:
+    """One sandbox."""
+
+    def __init__(self, inner: AsyncSandbox) -> None:
+        self._inner = inner
+        self._renewed_at = time.monotonic()
+        self._has_ended = False
+
+    async def execute(
+        self, command: str, *, stdin: bytes, timeout_s: float, output_bytes: int
+    ) -> CommandResult:
+        """Runs a shell command in the home folder of the template's user. Raises SandboxError."""
+        if self._has_ended:
+            raise SandboxError("the sandbox has ended")
+        if "\0" in command:
+            return CommandResult(exit_status=126, output=b"the command has a zero byte\n")
+        if len(command.encode(errors="surrogateescape")) > _MAX_COMMAND_BYTES:
+            command = await command_from_file(self, command)
+        begin = time.monotonic()
+        given = ""
+        try:
+            await self._renew(timeout_s)
+            if stdin:
+                given = f"/tmp/.stdin-{time.monotonic_ns()}"  # noqa: S108 -- in the sandbox
+                await self._inner.files.write(given, stdin)
+            output, status = await self._run(
+                # The SDK keeps all output, and only text.
+                f"timeout -s KILL {timeout_s:g} sh -c {shlex.quote(command)} < {given or '/dev/null'} 2>&1 "
+                f"| {{ head -c {output_bytes + 1}; cat > /dev/null; }} | base64 -w 0; "
+                f"status=${{PIPESTATUS[0]}}; rm -f {given}; exit $status",
+                timeout_s + _GRACE_S,
+            )
+        except TimeoutException:
+            output, status = b"", _KILLED_STATUS
+        except Exception as error:
+            raise SandboxError(f"E2B did not run the command: {error!r}") from error
+        is_late = status == _KILLED_STATUS and time.monotonic() - begin >= timeout_s
+        return CommandResult(
+            exit_status=status,
+            output=output[:output_bytes],
+            is_truncated=len(output) > output_bytes,
+            limit="time" if is_late else "",
+        )
+
+    async def end(self) -> None:
+        """Ends the sandbox. Raises SandboxError if that fails."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        try:
+            await self._inner.kill(request_timeout=END_TIMEOUT_S)
+        except Exception as error:
+            raise SandboxError(f"E2B did not end the sandbox: {error!r}") from error
+
+    async def _renew(self, timeout_s: float) -> None:
+        """Prolongs the lifetime if a command might outlast it."""
+        now = time.monotonic()
+        if now + timeout_s - self._renewed_at > LIFETIME_S / 2:
+            await self._inner.set_timeout(LIFETIME_S)
+            self._renewed_at = now
+
+    async def _run(self, script: str, timeout_s: float) -> tuple[bytes, int]:
+        try:
+            result = await self._inner.commands.run(script, timeout=timeout_s)
+        except CommandExitException as error:
+            return base64.b64decode(error.stdout), error.exit_code
+        return base64.b64decode(result.stdout), result.exit_code
