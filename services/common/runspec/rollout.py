@@ -87,6 +87,9 @@ IMAGE: Final = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
 """Name of a container's image. One that begins with a dash would be an option of Docker."""
 
 
+_FOLDER = r"^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$"
+
+
 class SandboxSpec(SpecPart):
     """Sandbox of each episode, in which its agent, environment or workflow runs commands."""
 
@@ -101,6 +104,9 @@ class SandboxSpec(SpecPart):
     image_column: str | None = None
     """Column of the data with the image of each row's sandbox; with ``bubblewrap``, a folder inside
     ``image``. null uses ``image`` for all rows."""
+    folders: tuple[Annotated[str, Field(pattern=_FOLDER)], ...] = Field(("/sandbox",), min_length=1)
+    """Folders that ``bubblewrap`` makes writable besides ``/tmp`` and ``/dev/shm``, the working folder
+    first."""
     max_running: int = Field(64, ge=1, le=65536)
     """Max simultaneous sandboxes of one replica; further episodes wait."""
     command_timeout_s: float = Field(60.0, gt=0, le=3600)

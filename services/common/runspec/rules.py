@@ -822,6 +822,12 @@ def _sandbox(spec: RunSpec) -> Iterator[str]:
         yield (
             "rollout.sandbox.image_column names folders inside rollout.sandbox.image, which is empty; set it"
         )
+    system = [each for each in sandbox.folders if each.split("/")[1] in ("dev", "proc", "sys")]
+    if system:
+        yield (
+            f"rollout.sandbox.folders has {system[0]!r}, where the sandbox has file systems of the kernel; "
+            "name another folder"
+        )
     known = {"api_key", "domain"} if sandbox.kind == "e2b" else set[str]()
     if unknown := sorted(sandbox.arguments.keys() - known):
         yield (

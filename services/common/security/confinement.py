@@ -98,6 +98,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     **{f"rollout.rewards.N.{key}": kind for key, kind in _REWARDS.items()},
     "rollout.sandbox.image": "image",
     "rollout.sandbox.image_column": "free",
+    "rollout.sandbox.folders": "free",
     # The rules admit a secret and a domain.
     "rollout.sandbox.arguments": "text",
     "rollout.answer_pattern": "free",

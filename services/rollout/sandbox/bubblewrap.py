@@ -28,7 +28,6 @@ from services.rollout.sandbox import seccomp
 from services.rollout.sandbox.base import (
     END_TIMEOUT_S,
     START_TIMEOUT_S,
-    WORK_FOLDER,
     CommandResult,
     Limit,
     SandboxError,
@@ -183,7 +182,7 @@ class Bubblewrap:
         try:
             process = await asyncio.create_subprocess_exec(
                 *prefix(
-                    (WORK_FOLDER, *_TEMPORARY),
+                    (*self._spec.folders, *_TEMPORARY),
                     disk_bytes=self._spec.disk_bytes,
                     info_fd=writer,
                     options=(*_PROC, "--seccomp", str(system_calls)),
@@ -193,7 +192,7 @@ class Bubblewrap:
                 stdout=PIPE,
                 stderr=PIPE,
                 cwd="/",
-                env=_environment(),
+                env=_environment(self._spec.folders[0]),
                 pass_fds=(writer, system_calls),
                 start_new_session=True,
             )
@@ -358,9 +357,9 @@ def _path() -> str:
     return shutil.which(_PROGRAM) or _PROGRAM
 
 
-def _environment() -> dict[str, str]:
+def _environment(home: str) -> dict[str, str]:
     return {
         "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin",
-        "HOME": WORK_FOLDER,
+        "HOME": home,
         "LANG": "C.UTF-8",
     }

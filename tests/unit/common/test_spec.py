@@ -140,6 +140,10 @@ from tests.helpers.specs import SMALLEST, changed
             ["rollout.sandbox.arguments", "api_key", "bubblewrap"],
         ),
         (
+            changed(rollout={"workflow": "agent", "sandbox": {"folders": ["/app", "/proc/x"]}}),
+            ["rollout.sandbox.folders", "/proc/x"],
+        ),
+        (
             changed(rollout={"workflow": "agent", "sandbox": {"image_column": "task"}}),
             ["rollout.sandbox.image_column", "rollout.sandbox.image"],
         ),
