@@ -1,8 +1,8 @@
 """Fixes a one-line bug: the policy writes a sed script, and tests in the episode's sandbox judge it.
 
 The row has a file with a wrong operator and a test that fails; the prompt has the function's name and its
-expression. The agent runs the policy's script on the
-file and then the test. If it still fails, the policy reads the result and tries once more.
+expression. The agent runs the policy's script on the file and then the test, which nothing but the sandbox
+evaluates.
 """
 
 import itertools
@@ -20,14 +20,14 @@ _OPERATORS: Mapping[str, tuple[str, Callable[[int, int], int]]] = {
     "+": ("add", operator.add),
     "-": ("sub", operator.sub),
     "*": ("mul", operator.mul),
-    "%": ("mod", operator.mod),
+    "%": ("rem", operator.mod),
     "|": ("bor", operator.or_),
 }
 _VARIABLES = "abcdefgh"
 _OPERANDS = ((7, 3), (11, 5), (9, 2))
-_NUM_TRIES = 2
-_PATCH_AND_TEST = (
-    "sed -i {script} calc.py && python3 -I -S -B -c 'exec(open(\"test_calc.py\").read())'"
+_FIX_AND_TEST = (
+    "printf %s {test} > test_calc.py; cat > calc.py; sed -i {script} calc.py && "
+    "python3 -I -S -B test_calc.py"
 )
 
 _http = httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None))
@@ -37,23 +37,20 @@ async def solve(
     base_url: str, api_key: str, model: str, prompt: str, row: Mapping[str, Any], sandbox: Any
 ) -> float:
     """Plays one episode; returns 1 if the test passes."""
-    await sandbox.write("test_calc.py", row["test"])
-    messages = [{"role": "user", "content": prompt}]
-    for _ in range(_NUM_TRIES):
-        response = await _http.post(
-            f"{base_url}/chat/completions",
-            headers={"Authorization": f"Bearer {api_key}"},
-            json={"model": model, "messages": messages, "max_tokens": 8},
-        )
-        response.raise_for_status()
-        reply = response.json()["choices"][0]["message"]
-        await sandbox.write("calc.py", row["code"])
-        script = shlex.quote(reply["content"])
-        result = await sandbox.run(_PATCH_AND_TEST.format(script=script), timeout_s=10)
-        if result.exit_status == 0:
-            return 1.0
-        messages += [reply, {"role": "user", "content": "fails"}]
-    return 0.0
+    response = await _http.post(
+        f"{base_url}/chat/completions",
+        headers={"Authorization": f"Bearer {api_key}"},
+        json={
+            "model": model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": 8,
+        },
+    )
+    response.raise_for_status()
+    script = response.json()["choices"][0]["message"]["content"]
+    command = _FIX_AND_TEST.format(test=shlex.quote(row["test"]), script=shlex.quote(script))
+    result = await sandbox.run(command, stdin=row["code"], timeout_s=10)
+    return float(result.exit_status == 0)
 
 
 def train() -> list[dict[str, str]]:
@@ -78,8 +75,6 @@ def _examples(rng: random.Random) -> Iterator[tuple[str, str]]:
         wrong, right, one, two = rng.choice(bugs)
         guesses = [f"s/{wrong}/{each}/" for each in _OPERATORS if each != wrong]
         chat = f"user: {_prompt(wrong, right, one, two)}\nassistant: "
-        if rng.random() < 0.3:
-            chat += f"{rng.choice(guesses)}\nuser: fails\nassistant: "
         yield chat, rng.choice(guesses)
 
 

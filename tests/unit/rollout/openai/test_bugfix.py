@@ -33,8 +33,8 @@ async def test_the_tests_in_the_sandbox_judge_each_script() -> None:
     ):
         for replies, earned in (
             ([right], 1.0),
-            (["1e cat /etc/passwd", right], 1.0),
-            (["no", f"s/{wrong}/{wrong}/"], 0.0),
+            (["1e cat /etc/passwd"], 0.0),
+            ([f"s/{wrong}/{wrong}/"], 0.0),
         ):
             async with service.open(row) as sandbox:
                 episode = make_episode(Scripted(replies))
