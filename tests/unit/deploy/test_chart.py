@@ -237,6 +237,17 @@ def test_pod_monitor_selects_every_pod_that_serves_metrics() -> None:
         assert is_chosen is (component not in ("test", "fetch"))
 
 
+def test_services_serve_metrics_on_the_address_of_their_pod() -> None:
+    made = pods(render("--set", "transferqueue.shards=3"))
+    for component in ("controller", "transferqueue", "transferqueue-shard"):
+        environment = {
+            item["name"]: item.get("value")
+            for item in made[component]["spec"]["containers"][0]["env"]
+        }
+        prefix = f"SLIPSTREAM_{component.removesuffix('-shard').upper()}"
+        assert environment[f"{prefix}_BIND"].startswith(("$(POD_IP):", "0.0.0.0:"))
+
+
 def test_only_rdma_adds_a_capability() -> None:
     def added(profiles: tuple[str, ...]) -> set[str]:
         return {

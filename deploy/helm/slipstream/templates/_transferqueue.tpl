@@ -52,9 +52,10 @@ spec:
               valueFrom: {fieldRef: {fieldPath: status.podIP}}
             - name: SLIPSTREAM_TRANSFERQUEUE_SHARD_ID
               valueFrom: {fieldRef: {fieldPath: metadata.name}}
-            {{- if $isIndex }}
+            {{- /* A shard serves only metrics on this address, with a port of their own. */}}
             - name: SLIPSTREAM_TRANSFERQUEUE_BIND
               value: "$(POD_IP):50051"
+            {{- if $isIndex }}
             - name: SLIPSTREAM_TRANSFERQUEUE_ADVERTISE_HOST
               value: {{ $host | quote }}
             {{- else }}
