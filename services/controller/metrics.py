@@ -88,6 +88,7 @@ def observe_step(run: str, step: int, prompts: Mapping[str, int]) -> None:
 
 def observe_staleness(run: str, samples: Mapping[str, int]) -> None:
     """Records the staleness of a step's samples, given as counts by the bucket's upper bound."""
+    STALENESS_VIOLATIONS.labels(run)  # a run without one reports 0
     histogram = SAMPLE_STALENESS.labels(run)
     for bound, count in samples.items():
         for _ in range(count):
