@@ -24,6 +24,7 @@ IMAGE = "localhost/slipstream/transferqueue:test"
 ACCOUNT = "demo-slipstream-worker"
 KILLED = """
 import asyncio
+from pathlib import Path
 from services.common.runspec.rollout import SandboxSpec
 from services.rollout.sandbox.base import Cluster
 from services.rollout.sandbox.pool import SandboxPool
