@@ -252,6 +252,7 @@ class Rank:
                     engine=self.runner.engine,
                 )
             result.metrics["seconds_record"] = timer.seconds["record"]
+            result.metrics["record_thread_s"] = self._step_recorder.written_s
         seconds = sum(v for name, v in result.metrics.items() if name.startswith("seconds_"))
         result.metrics["seconds_total"] = seconds
         result.metrics["tokens_per_s"] = result.metrics.get("tokens", 0.0) / max(seconds, 1e-9)

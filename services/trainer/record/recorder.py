@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -63,6 +64,8 @@ class StepRecorder:
         self._parts_version = -1
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
         self._writing: Future[None] | None = None
+        self.written_s = 0.0
+        """CPU seconds that the thread took to write the newest complete record of a step."""
 
     def begin(self, step: int, spec: RunSpec, engine: TrainEngine) -> None:
         """Records a start that continues after ``step``; forgets later steps, which are trained again."""
@@ -160,6 +163,7 @@ class StepRecorder:
         metas: Sequence[KVBatchMeta],
         fetched: Mapping[str, Sequence[tuple[Sequence[str], Jagged]]],
     ) -> None:
+        began = time.thread_time()
         columns: dict[str, Columns] = {}
         if metas:
             rows = {key: row for row, key in enumerate(metas[0].keys)}
@@ -169,6 +173,7 @@ class StepRecorder:
                 )
         own = metas if self._rank == 0 else ()
         files.write_step(self._folder, self._rank, numbers, metas=own, columns=columns)
+        self.written_s = time.thread_time() - began
 
 
 def comparable(metrics: Mapping[str, float]) -> dict[str, float]:
